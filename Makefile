@@ -1,0 +1,30 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Needs Python >= 3.10, make and a C++ compiler (DeepSpeed builds its CPU Adam at first use).
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: demo test check clean-venv
+
+$(READY): setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed; this is %d.%d" % sys.version_info[:2] or 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade -c constraints.txt pip setuptools wheel
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e '.[deepspeed,dev]'
+	touch $(READY)
+
+demo: $(READY)
+	$(BIN)/python launchers/demo.py
+
+test: $(READY)
+	$(BIN)/python -m pytest tests
+
+check: $(READY)
+	$(BIN)/ruff check finetune tests data_samples launchers
+	$(BIN)/ruff format --check finetune tests data_samples launchers
+
+clean-venv:
+	rm -rf $(VENV)

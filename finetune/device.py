@@ -1,0 +1,297 @@
+"""The device table and the launch environment: the only file that says torch.cuda, torch.npu or torch.mps.
+
+Order of preference: NPU > CUDA > MPS > CPU. Asking for the NPU first matters because `torch_npu`'s transfer module makes
+CUDA look present (accelerate state.py has the same order for the same reason).
+
+Everything above the line "torch from here on" runs before torch is imported: an installed but unloadable torch_npu
+makes `import torch` itself die, so it is probed in a subprocess first.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from finetune.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger("finetune")
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """One row of the device table.
+
+    Attributes:
+        type: torch's device type.
+        backend: the process group's backend.
+        visible_variable: environment variable that selects devices; empty where there is none.
+        fused_adamw: whether torch.optim.AdamW(fused=True) is right here.
+        pin_memory: whether pinned host memory pays (it is off on NPU by the vendors' advice).
+    """
+
+    type: str
+    backend: str
+    visible_variable: str
+    fused_adamw: bool
+    pin_memory: bool
+
+
+DEVICE_KINDS = {
+    "npu": DeviceKind("npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES", fused_adamw=False, pin_memory=False),
+    "cuda": DeviceKind("cuda", "nccl", "CUDA_VISIBLE_DEVICES", fused_adamw=True, pin_memory=True),
+    "mps": DeviceKind("mps", "gloo", "", fused_adamw=False, pin_memory=False),
+    "cpu": DeviceKind("cpu", "gloo", "", fused_adamw=True, pin_memory=False),
+}
+
+# Errors that a device raises when it runs out of memory but that are not torch.OutOfMemoryError everywhere.
+OUT_OF_MEMORY_TEXTS = ("out of memory", "NPU out of memory", "MPS backend out of memory", "DefaultCPUAllocator")
+
+
+@dataclass(frozen=True)
+class LaunchWorld:
+    """Who this process is, as its launcher said (environment), before any process group exists."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    launched: bool  # a launcher started us; False for plain `python -m`
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def launch_world() -> LaunchWorld:
+    """Read RANK, LOCAL_RANK, WORLD_SIZE. A WORLD_SIZE without RANK (exported by an old script) is ignored, with a warning."""
+    environment = os.environ
+    if "RANK" not in environment:
+        if "WORLD_SIZE" in environment:
+            logger.warning(
+                "WORLD_SIZE=%s is set but RANK is not: ignored, this is a run of one process. "
+                "Fix: unset WORLD_SIZE, and start several processes with torchrun or accelerate launch.",
+                environment.pop("WORLD_SIZE"),
+            )
+        return LaunchWorld(0, 0, 1, 1, launched=False)
+    world_size = int(environment.get("WORLD_SIZE", "1"))
+    local_rank = int(environment.get("LOCAL_RANK", "0"))
+    return LaunchWorld(
+        int(environment["RANK"]), local_rank, world_size, int(environment.get("LOCAL_WORLD_SIZE", world_size)), True
+    )
+
+
+def free_port() -> int:
+    """A TCP port that is free now on the loopback interface."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def probe_torch_npu() -> None:
+    """Raise ConfigError if torch_npu is installed but cannot be loaded: `import torch` or transformers would die of it."""
+    if importlib.util.find_spec("torch_npu") is None:
+        return
+    probe = subprocess.run(
+        [sys.executable, "-c", "import torch, torch_npu"], capture_output=True, text=True, timeout=300, check=False
+    )
+    if probe.returncode == 0:
+        return
+    reason = (probe.stderr.strip().splitlines() or ["no message"])[-1]
+    raise ConfigError(
+        f"torch_npu is installed but cannot be loaded: {reason}",
+        where="import torch_npu",
+        fix="source CANN's set_env.sh in this shell (it sets ASCEND_HOME_PATH and the library path), install the "
+        "torch_npu that matches this torch, or remove torch_npu where there is no NPU: pip uninstall torch_npu",
+    )
+
+
+def prepare_environment(world: LaunchWorld, *, use_deepspeed: bool, timeout_seconds: int) -> list[str]:
+    """Set what the user did not, before torch is imported. Returns a line per variable: what was set and why.
+
+    A variable that the user set is never changed, with two exceptions that would silently train something else:
+    ACCELERATE_USE_CPU and ACCELERATE_USE_DEEPSPEED are taken out, because our own configuration decides both
+    (with ACCELERATE_USE_CPU=true, accelerate drops a DeepSpeed plugin without a word).
+
+    Raises:
+        ConfigError: the launcher asked for DeepSpeed but the configuration has no DeepSpeed keys.
+    """
+    said: list[str] = []
+
+    def default(name: str, value: str, why: str) -> None:
+        if name not in os.environ:
+            os.environ[name] = value
+            said.append(f"{name}={value}: {why}")
+
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true" and not use_deepspeed:
+        raise ConfigError(
+            "the launcher asked for DeepSpeed, but the configuration has no DeepSpeed keys",
+            where="ACCELERATE_USE_DEEPSPEED (accelerate launch --use_deepspeed, or its config file)",
+            fix="add --config ds_configs/zero3.json (or --deepspeed FILE), or launch without --use_deepspeed",
+        )
+    for name in ("ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_MIXED_PRECISION"):
+        os.environ.pop(name, None)
+    if world.world_size > 1:
+        default("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world.local_world_size)), "cores per process")
+    if use_deepspeed and not world.launched:
+        # Without these DeepSpeed looks for mpi4py and dies.
+        default("RANK", "0", "DeepSpeed needs a rank in a run of one process")
+        default("LOCAL_RANK", "0", "DeepSpeed needs a local rank")
+        default("WORLD_SIZE", "1", "one process")
+        default("MASTER_ADDR", "127.0.0.1", "one machine")
+        default("MASTER_PORT", str(free_port()), "a free port")
+    if importlib.util.find_spec("torch_npu") is not None:
+        default("HCCL_CONNECT_TIMEOUT", str(timeout_seconds), "the same limit as the process group's")
+        default("HCCL_EXEC_TIMEOUT", str(timeout_seconds), "the same limit as the process group's")
+        default("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True", "less fragmentation with rows of many lengths")
+    default("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", "less fragmentation with rows of many lengths")
+    default("TOKENIZERS_PARALLELISM", "false", "tokenising is parallel by processes")
+    return said
+
+
+# ---------------------------------------------------------------- torch from here on
+
+
+def available_device_types() -> list[str]:
+    """Device types that work here, best first."""
+    import torch
+
+    found = []
+    if importlib.util.find_spec("torch_npu") is not None:
+        import torch_npu  # noqa: F401  (registers torch.npu)
+
+        if torch.npu.is_available():
+            found.append("npu")
+    if torch.cuda.is_available():
+        found.append("cuda")
+    if torch.backends.mps.is_available():
+        found.append("mps")
+    return [*found, "cpu"]
+
+
+def choose_device_type(requested: str) -> str:
+    """The device type of this run.
+
+    Raises:
+        ConfigError: the requested type is not available here.
+    """
+    available = available_device_types()
+    if requested == "auto":
+        return available[0]
+    if requested not in available:
+        raise ConfigError(
+            f"device type {requested!r} is not available on this machine; available: {', '.join(available)}",
+            where="--device-type",
+            fix="leave --device-type out to take the best one, or install the driver and package it needs",
+        )
+    return requested
+
+
+def check_local_ranks(device_type: str, world: LaunchWorld) -> None:
+    """Raise ConfigError if more processes than devices were started on this machine."""
+    count = device_count(device_type)
+    if count is not None and world.local_world_size > count:
+        variable = DEVICE_KINDS[device_type].visible_variable
+        shown = f"{variable}={os.environ[variable]}" if variable in os.environ else f"{variable} is not set"
+        raise ConfigError(
+            f"{world.local_world_size} processes were started on this machine but it shows {count} {device_type} devices",
+            where=shown,
+            fix=f"start at most {count} processes per machine (--nproc_per_node {count}), or make more devices visible",
+        )
+
+
+def device_count(device_type: str) -> int | None:
+    """How many devices this process can see; None where processes may share (CPU)."""
+    import torch
+
+    if device_type == "npu":
+        return torch.npu.device_count()
+    if device_type == "cuda":
+        return torch.cuda.device_count()
+    return 1 if device_type == "mps" else None
+
+
+def choose_dtype(requested: str, device_type: str) -> str:
+    """The compute dtype: bfloat16 where the device has it in hardware, float32 elsewhere, unless asked.
+
+    On a CPU bfloat16 pays only when compiled, so `auto` means float32 there.
+
+    Raises:
+        ConfigError: bfloat16 or float16 asked for where the device does not have it.
+    """
+    import torch
+
+    has_bfloat16 = {
+        "cuda": lambda: torch.cuda.is_bf16_supported(including_emulation=False),
+        "npu": lambda: torch.npu.is_bf16_supported(),
+        "mps": lambda: False,
+        "cpu": lambda: True,
+    }[device_type]
+    if requested == "auto":
+        return "bfloat16" if device_type in ("cuda", "npu") and has_bfloat16() else "float32"
+    if requested == "bfloat16" and not has_bfloat16():
+        raise ConfigError(
+            f"this {device_type} device has no bfloat16", where="--dtype", fix="use --dtype float16 or --dtype float32"
+        )
+    if requested == "float16" and device_type in ("cpu", "mps"):
+        raise ConfigError(
+            f"float16 training needs a gradient scaler, which {device_type} does not have here",
+            where="--dtype",
+            fix="use --dtype float32 or bfloat16",
+        )
+    return requested
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished what was queued."""
+    import torch
+
+    if device.type in ("cuda", "npu", "mps"):
+        getattr(torch, device.type).synchronize()
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """Highest memory allocated on the device so far; on a CPU the process's own high-water mark; None if unknown."""
+    import torch
+
+    if device.type in ("cuda", "npu"):
+        return int(getattr(torch, device.type).max_memory_allocated())
+    if device.type == "mps":
+        return int(torch.mps.driver_allocated_memory())
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give cached device memory back, so that a smaller attempt can use it."""
+    import torch
+
+    if device.type in ("cuda", "npu", "mps"):
+        getattr(torch, device.type).empty_cache()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception means that a device (or the host allocator) ran out of memory."""
+    import torch
+
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY_TEXTS)
+
+
+def use_fast_matmul(device_type: str) -> None:
+    """TF32 for float32 matrix products where there are tensor cores; nothing elsewhere."""
+    import torch
+
+    if device_type == "cuda":
+        torch.set_float32_matmul_precision("high")

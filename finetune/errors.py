@@ -1,0 +1,85 @@
+"""What goes wrong, said so that the reader can put it right: what happened, where, and the fix.
+
+Policy: wrong input or state raises; what works but is probably wrong warns once with the fix; what is right is silent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit codes of every command. `status.json` in the run folder says the same in words."""
+
+    DONE = 0  # finished, or was already finished
+    FAILED = 1  # failed while running
+    REFUSED = 2  # refused before running; nothing was written
+    STOPPED = 3  # stopped by a signal, with a checkpoint saved
+
+
+class FinetuneError(Exception):
+    """An error with its remedy.
+
+    Args:
+        what: what is wrong, with the offending value and the rule it breaks.
+        where: the file, line, flag, key or rank it is about; empty where there is none.
+        fix: what to do about it, as an instruction.
+    """
+
+    exit_code = ExitCode.FAILED
+
+    def __init__(self, what: str, where: str = "", fix: str = "") -> None:
+        super().__init__(what, where, fix)
+        self.what, self.where, self.fix = what, where, fix
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.where:
+            lines.append(f"  where: {self.where}")
+        if self.fix:
+            lines.append(f"  fix:   {self.fix}")
+        return "\n".join(lines)
+
+
+class ConfigError(FinetuneError):
+    """The configuration is wrong: refused before anything is written."""
+
+    exit_code = ExitCode.REFUSED
+
+
+class DataError(FinetuneError):
+    """The data, tokenizer or chat template is wrong: refused before anything is written."""
+
+    exit_code = ExitCode.REFUSED
+
+
+class StateError(FinetuneError):
+    """The run folder holds something that this run must not touch: refused before anything is written."""
+
+    exit_code = ExitCode.REFUSED
+
+
+class Problems(FinetuneError):
+    """Several problems, reported together so that one look mends them all.
+
+    Raises on construction nothing; use `raise_problems` to raise one problem as itself and several as this.
+    """
+
+    exit_code = ExitCode.REFUSED
+
+    def __init__(self, problems: Sequence[FinetuneError]) -> None:
+        self.problems = list(problems)
+        super().__init__(f"{len(self.problems)} problems")
+        self.exit_code = max(problem.exit_code for problem in self.problems)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{number}. {problem}" for number, problem in enumerate(self.problems, 1))
+
+
+def raise_problems(problems: Sequence[FinetuneError]) -> None:
+    """Raise nothing for no problem, the problem itself for one, `Problems` for several."""
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise Problems(problems)

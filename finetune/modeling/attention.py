@@ -1,0 +1,125 @@
+"""Attention that never looks across documents, per device.
+
+A packed row holds several documents one after another, `(1, row_tokens)`; a padded row holds one document per line,
+`(samples, longest)`, padded on the right. In both, a token may see only earlier tokens of its own document.
+
+| device             | packed rows                                              | padded rows                        |
+|--------------------|----------------------------------------------------------|------------------------------------|
+| CUDA, 16-bit       | torch.nn.attention.varlen (flash) over document bounds   | SDPA, causal                       |
+| NPU, 16-bit        | transformers' own npu_fusion_attention path, TND         | the same path, one document a line |
+| everything else    | SDPA per document: O(sum of squares), no mask is built   | SDPA, causal                       |
+| softcap, sinks     | transformers' eager path, block mask from position_ids   | eager, causal mask                 |
+
+Right padding needs no mask under causal attention: a real token never sees the padding behind it.
+
+Shapes below: H query heads, K key-value heads, T row tokens, D head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PretrainedConfig
+
+ISOLATED = "finetune_isolated"
+# Layer types that mix tokens by attention only. Others (recurrences, convolutions) carry state across documents.
+ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+def choose_attention(config: PretrainedConfig, device_type: str, dtype: torch.dtype) -> str:
+    """The attention implementation for `from_pretrained(attn_implementation=...)`; registers ours when it is chosen."""
+    if getattr(config, "attn_logit_softcapping", None) or config.model_type == "gpt_oss":
+        return "eager"  # SDPA has neither softcap nor sinks
+    if device_type == "npu" and dtype in (torch.float16, torch.bfloat16):
+        return "flash_attention_2"
+    AttentionInterface.register(ISOLATED, isolated_attention)
+    return ISOLATED
+
+
+def can_pack(config: PretrainedConfig) -> bool:
+    """Whether documents stay apart in a packed row: True for pure attention models.
+
+    A layer that carries a state along the row (Mamba, linear attention, short convolutions) would carry it from one
+    document into the next.
+    """
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None:
+        return set(layer_types) <= ATTENTION_LAYER_TYPES
+    text = str(config.model_type)
+    return not any(name in text for name in ("mamba", "rwkv", "recurrent", "lfm", "jamba", "falcon_h1", "xlstm"))
+
+
+def isolated_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    document_lengths: tuple[int, ...] | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within documents, in the form of a transformers attention function.
+
+    Args:
+        query: `(samples, H, T, D)`; key, value: `(samples, K, T, D)`.
+        document_lengths: tokens of each document of a packed row, in order; None: every line is one document.
+        cu_seq_lens_q: `(documents + 1,)` int32, running sum of the lengths, on the device of `query`.
+
+    Returns:
+        `(samples, T, H, D)` and None (no attention weights).
+    """
+    if document_lengths is not None and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window), None
+    bounds = document_lengths if document_lengths is not None else (query.shape[2],)
+    pieces = [
+        _causal(q, k, v, dropout, scaling, sliding_window)
+        for q, k, v in zip(query.split(bounds, 2), key.split(bounds, 2), value.split(bounds, 2), strict=True)
+    ]
+    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)).transpose(1, 2), None
+
+
+def _causal(query, key, value, dropout, scaling, sliding_window):
+    mask = None
+    if sliding_window is not None and query.shape[2] > sliding_window:
+        position = torch.arange(query.shape[2], device=query.device)
+        distance = position[:, None] - position[None, :]
+        mask = (distance >= 0) & (distance < sliding_window)
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        scale=scaling,
+        is_causal=mask is None,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _varlen(query, key, value, cu_seq_lens, max_length, scaling, sliding_window):
+    from torch.nn.attention.varlen import varlen_attn
+
+    def flat(states):  # (1, heads, T, D) -> (T, heads, D)
+        return states.squeeze(0).transpose(0, 1).contiguous()
+
+    window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
+    output = varlen_attn(
+        flat(query),
+        flat(key),
+        flat(value),
+        cu_seq_lens,
+        cu_seq_lens,
+        max_length,
+        max_length,
+        scale=scaling,
+        window_size=window,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output.unsqueeze(0)  # (1, T, H, D)

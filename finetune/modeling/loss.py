@@ -1,0 +1,88 @@
+"""The loss: cross-entropy at supervised positions only, summed, so that the caller divides by the global denominator.
+
+`forward(logits_to_keep=<bool mask>)` makes the model compute logits only where the next token is a target. For a large
+vocabulary even those do not fit: then the LM head itself returns the losses, chunk by chunk under checkpointing, so that
+no more than one chunk of logits exists at a time, forward or backward. It happens inside the model's own forward, so
+that the hooks of DeepSpeed, DDP and peft around it see an ordinary call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.nn.functional import cross_entropy, linear
+from torch.utils.checkpoint import checkpoint
+
+from finetune.data.collate import Row
+
+# One chunk of logits holds about this many numbers (float32: 128 MiB). Rows with fewer are not chunked.
+LOGITS_PER_CHUNK = 32 * 2**20
+
+
+def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of each target in float32. logits `(n, vocabulary)`, targets `(n,)` -> `(n,)`."""
+    return cross_entropy(logits.float(), targets, reduction="none")
+
+
+class ChunkedHead:
+    """Lets a model's LM head return losses instead of logits while `targets` are set.
+
+    Args:
+        head: the output embedding (`model.get_output_embeddings()`), a linear layer without bias; its forward is
+            replaced on the instance, its parameters and hooks are untouched.
+        logits_per_chunk: numbers in one chunk of logits.
+    """
+
+    def __init__(self, head: torch.nn.Linear, logits_per_chunk: int = LOGITS_PER_CHUNK) -> None:
+        self.head = head
+        self.tokens_per_chunk = max(1, logits_per_chunk // head.out_features)
+        self.targets: torch.Tensor | None = None
+        self._plain_forward = head.forward
+        head.forward = self._forward
+
+    def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.targets is None:
+            return self._plain_forward(hidden)
+        chunks = zip(hidden.split(self.tokens_per_chunk), self.targets.split(self.tokens_per_chunk), strict=True)
+        # The head's matrix product runs in the model's dtype (tensor cores), only the softmax in float32.
+        losses = [checkpoint(self._chunk, h, t, use_reentrant=False) for h, t in chunks]
+        return torch.cat(losses)
+
+    def _chunk(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return token_losses(linear(hidden, self.head.weight, self.head.bias), targets)
+
+    @contextmanager
+    def scoring(self, targets: torch.Tensor) -> Iterator[None]:
+        self.targets = targets
+        try:
+            yield
+        finally:
+            self.targets = None
+
+
+def make_chunked_head(model: torch.nn.Module) -> ChunkedHead | None:
+    """A chunked head for this model, or None where the head's output is transformed after it (final softcap)."""
+    head = model.get_output_embeddings()
+    softcapped = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
+    scaled = getattr(model.config.get_text_config(), "logits_scaling", None) not in (None, 1, 1.0)
+    if softcapped or scaled or type(head) is not torch.nn.Linear:
+        return None
+    return ChunkedHead(head)
+
+
+def row_losses(
+    model: torch.nn.Module, row: Row, device: torch.device, head: ChunkedHead | None = None
+) -> torch.Tensor:
+    """Loss of each target of one row: float32 `(n,)`; empty, but part of the graph, for a row without targets."""
+    inputs = row.model_inputs(device)
+    targets = row.targets.to(device, non_blocking=True)
+    if head is not None and len(targets) > head.tokens_per_chunk:
+        with head.scoring(targets):
+            return model(**inputs).logits
+    logits = model(**inputs).logits
+    if len(targets) == 0:
+        # Nothing to learn, but every parameter must take part, or DDP and ZeRO wait for gradients that never come.
+        return logits.float().sum(dim=-1)
+    return token_losses(logits, targets)
