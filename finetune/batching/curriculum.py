@@ -1,0 +1,281 @@
+"""The curriculum: how many samples of each level every global batch has.
+
+A schedule is a sequence of stages over the progress of the run, from 0 to 1. Global batch k of T (from 0) covers the
+progress from k / T to (k + 1) / T. Its target for a level is the integral of the level's weight over that interval, so
+that a stage boundary inside a global batch counts for the part that it covers. Targets are exact rational numbers of
+the decimals the user wrote: 0.3 is three tenths. `plan_counts` turns them into whole samples, with an error below one
+sample for every level after every global batch.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from finetune.batching.rounding import round_cumulative
+from finetune.errors import ConfigError, DataError, FinetuneError, raise_problems
+
+FEW_SAMPLES = 1000  # a level with fewer is warned about
+UNIFORM_LEVEL = "all"
+RAMPS = ("step", "linear")
+_INT64_ROOM = 1 << 61
+
+logger = logging.getLogger("finetune")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """An interval of progress with its own mix. It begins where the stage before it ends.
+
+    Attributes:
+        until: the progress at which it ends, above 0 and at most 1.
+        mix: one weight per level, in any unit: 80/20/0 is 0.8/0.2/0.
+        ramp: "step": the mix holds throughout. "linear": the mix moves in a straight line from the mix of the stage
+            before, which it has at its beginning, to its own, which it has at its end.
+    """
+
+    until: float
+    mix: tuple[float, ...]
+    ramp: str = "step"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Levels and the stages that mix them.
+
+    Raises:
+        ConfigError: names the stage, the value and the rule; several problems are reported together.
+    """
+
+    levels: tuple[str, ...]
+    stages: tuple[Stage, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "levels", tuple(self.levels))
+        object.__setattr__(self, "stages", tuple(self.stages))
+        raise_problems(_schedule_problems(self.levels, self.stages))
+
+    def weights(self, progress: float) -> np.ndarray:
+        """The share of each level at a progress from 0 to 1: float64[levels]. A boundary belongs to the later stage."""
+        ends = [stage.until for stage in self.stages]
+        index = min(int(np.searchsorted(ends, progress, side="right")), len(ends) - 1)
+        mix = np.array(self.shares(index), dtype=np.float64)
+        if self.stages[index].ramp == "step":
+            return mix
+        start, before = ends[index - 1], np.array(self.shares(index - 1), dtype=np.float64)
+        return before + (mix - before) * min(1.0, (progress - start) / (ends[index] - start))
+
+    def shares(self, stage: int) -> tuple[Fraction, ...]:
+        """The mix of a stage as exact shares that sum to 1."""
+        mix = [_exact(weight) for weight in self.stages[stage].mix]
+        return tuple(weight / sum(mix) for weight in mix)
+
+    def stage_of_steps(self, total_steps: int) -> np.ndarray:
+        """The stage that the middle of each step lies in: int64[total_steps]."""
+        # A step k is before a boundary b when k + 1/2 < b T: those are the first ceil(b T - 1/2) steps.
+        half = Fraction(1, 2)
+        ends = [math.ceil(_exact(stage.until) * total_steps - half) for stage in self.stages[:-1]]
+        return np.searchsorted(np.array(ends, dtype=np.int64), np.arange(total_steps), side="right")
+
+    def ever_used(self) -> np.ndarray:
+        """Which levels have a weight above zero somewhere: bool[levels]."""
+        return np.array([[weight > 0 for weight in stage.mix] for stage in self.stages]).any(axis=0)
+
+    def empty_levels(self, samples_per_level: np.ndarray) -> list[FinetuneError]:
+        """A problem for each level that has weight somewhere but no samples; samples_per_level is int[levels]."""
+        return [
+            DataError(
+                f"level '{name}' has weight in the curriculum but the data has no sample of it",
+                where="curriculum.stages",
+                fix=f"add rows of level '{name}', or give it weight 0 in every stage",
+            )
+            for name, used, samples in zip(self.levels, self.ever_used(), samples_per_level, strict=True)
+            if used and not samples
+        ]
+
+    def canonical(self) -> dict[str, Any]:
+        """What decides the plan, as plain JSON values: the same for 80/20 and 0.8/0.2."""
+        stages = [
+            {"until": str(_exact(s.until)), "mix": [str(w) for w in self.shares(i)], "ramp": s.ramp}
+            for i, s in enumerate(self.stages)
+        ]
+        return {"levels": list(self.levels), "stages": stages}
+
+
+def uniform_schedule() -> Schedule:
+    """Training without curriculum: one level, one stage."""
+    return Schedule((UNIFORM_LEVEL,), (Stage(1.0, (1.0,)),))
+
+
+def plan_counts(schedule: Schedule, total_steps: int, global_batch_size: int) -> np.ndarray:
+    """Samples of each level in each global batch: int64[total_steps, levels].
+
+    Each row sums to global_batch_size. After every global batch each level has had the floor or the ceiling of its
+    target; in a global batch throughout which its weight is zero it has none. A pure function: no seed, no state.
+
+    Raises:
+        ValueError: total_steps or global_batch_size below 1.
+    """
+    if total_steps < 1 or global_batch_size < 1:
+        raise ValueError(
+            f"total_steps is {total_steps}, global_batch_size {global_batch_size}; both must be at least 1"
+        )
+    if len(schedule.levels) == 1:
+        return np.full((total_steps, 1), global_batch_size, dtype=np.int64)
+    pieces = _target_pieces(schedule, total_steps, global_batch_size)
+    denominator = math.lcm(*(c.denominator for _, _, polynomials in pieces for p in polynomials for c in p))
+    bound = max(
+        sum(abs(c) * total_steps**power for power, c in enumerate(p))
+        for _, _, polynomials in pieces
+        for p in polynomials
+    )
+    dtype = np.int64 if bound * denominator < _INT64_ROOM else object
+    targets = np.zeros((total_steps + 1, len(schedule.levels)), dtype=dtype)
+    for first, last, polynomials in pieces:
+        rows = np.arange(first, last + 1).astype(dtype)
+        for level, polynomial in enumerate(polynomials):
+            constant, slope, bend = (int(c * denominator) for c in polynomial)
+            targets[first : last + 1, level] = constant + rows * slope + (rows * rows * bend if bend else 0)
+    return round_cumulative(targets, denominator, global_batch_size)
+
+
+def build_schedule(config: Any, levels: np.ndarray, row_ids: np.ndarray | None = None) -> tuple[Schedule, np.ndarray]:
+    """`choose_schedule`, with its warnings logged: for whoever trains, once."""
+    schedule, level_ids, warnings = choose_schedule(config, levels, row_ids)
+    for warning in warnings:
+        logger.warning("%s", warning)
+    return schedule, level_ids
+
+
+def choose_schedule(
+    config: Any, levels: np.ndarray, row_ids: np.ndarray | None = None
+) -> tuple[Schedule, np.ndarray, list[str]]:
+    """The schedule of a run, the level of each sample in it, and what is probably not as it should be.
+
+    Args:
+        config: has `use_curriculum`, `difficulty_field`, and `curriculum` with `levels` and `stages` (each `until`,
+            `mix`, `ramp`).
+        levels: int[N], the index of each sample's level in `config.curriculum.levels`, -1 for none.
+        row_ids: int[N], the input row of each sample, for messages; by default its position.
+
+    Returns:
+        The schedule; int64[N], the index of each sample's level in `schedule.levels`; warnings.
+
+    Raises:
+        DataError: no samples; a sample without level among samples with one; a level with weight but without samples.
+        ConfigError: the schedule breaks a rule.
+    """
+    levels = np.asarray(levels, dtype=np.int64)
+    if not len(levels):
+        raise DataError("there are no samples to train on", fix="give --data files with rows that are kept")
+    field, missing = config.difficulty_field, levels < 0
+    uniform = uniform_schedule(), np.zeros(len(levels), dtype=np.int64)
+    if not config.use_curriculum:
+        return *uniform, []
+    stages = tuple(Stage(stage.until, tuple(stage.mix), stage.ramp) for stage in config.curriculum.stages)
+    schedule = Schedule(tuple(config.curriculum.levels), stages)
+    if missing.all():
+        names = " | ".join(schedule.levels)
+        warning = (
+            f"'{field}' field not found: none of the {len(levels):,} samples has a level, so training is standard, "
+            f"with uniform sampling (fix: give every row a '{field}' of {names}, or name the field that has it as "
+            "difficulty_field, or set use_curriculum to false)"
+        )
+        return *uniform, [warning]
+    if missing.any():
+        rows = np.unique(np.flatnonzero(missing) if row_ids is None else np.asarray(row_ids)[missing])
+        raise DataError(
+            f"{missing.sum():,} of {len(levels):,} samples have no '{field}': either every row has a level or none has",
+            where="rows " + ", ".join(map(str, rows[:10])) + (", ..." if len(rows) > 10 else "") + " (counted from 0)",
+            fix=f"add '{field}' to these rows, remove them, or set use_curriculum to false",
+        )
+    return schedule, levels, check_levels(schedule, np.bincount(levels, minlength=len(schedule.levels)))
+
+
+def check_levels(schedule: Schedule, samples_per_level: np.ndarray) -> list[str]:
+    """The warnings about levels with few samples, where the schedule can be used at all.
+
+    Raises:
+        DataError: a level has weight but no samples; every such level is named.
+    """
+    raise_problems(schedule.empty_levels(samples_per_level))
+    few = [
+        f"level '{name}' has {count:,}"
+        for name, used, count in zip(schedule.levels, schedule.ever_used(), samples_per_level.tolist(), strict=True)
+        if used and count < FEW_SAMPLES
+    ]
+    if not few:
+        return []
+    return [f"fewer than {FEW_SAMPLES:,} samples in a level: {', '.join(few)} (fix: add rows, or expect repetition)"]
+
+
+_Polynomial = tuple[Fraction, Fraction, Fraction]
+
+
+def _target_pieces(
+    schedule: Schedule, total_steps: int, global_batch_size: int
+) -> list[tuple[int, int, list[_Polynomial]]]:
+    """The cumulative targets of each stage: (first row, last row, for each level a polynomial of the row)."""
+    pieces = []
+    start, sums = Fraction(0), [Fraction(0)] * len(schedule.levels)
+    for index, stage in enumerate(schedule.stages):
+        end = _exact(stage.until) * total_steps
+        after = schedule.shares(index)
+        before = after if stage.ramp == "step" else schedule.shares(index - 1)
+        polynomials: list[_Polynomial] = []
+        for level, (low, high) in enumerate(zip(before, after, strict=True)):
+            # sums + G (low x + (high - low) x^2 / (2 length)) with x = row - start
+            slope, bend = global_batch_size * low, global_batch_size * (high - low) / (2 * (end - start))
+            constant = sums[level] - slope * start + bend * start * start
+            polynomials.append((constant, slope - 2 * bend * start, bend))
+            sums[level] += slope * (end - start) + bend * (end - start) ** 2
+        pieces.append((math.floor(start) + 1, math.floor(end), polynomials))
+        start = end
+    return pieces
+
+
+def _exact(number: float | Fraction) -> Fraction:
+    """The decimal that the user wrote, not the binary number nearest to it."""
+    return number if isinstance(number, Fraction) else Fraction(repr(float(number)))
+
+
+def _schedule_problems(levels: tuple[str, ...], stages: tuple[Stage, ...]) -> list[FinetuneError]:
+    problems: list[FinetuneError] = []
+
+    def problem(what: str, where: str, fix: str) -> None:
+        problems.append(ConfigError(what, f"curriculum.{where}", fix))
+
+    if not levels or len(set(levels)) < len(levels):
+        problem(f"levels are {list(levels)}", "levels", "name at least one level, each once")
+    if not stages or stages[-1].until != 1:
+        problem("the last stage must end at progress 1", "stages", "give the last stage until = 1.0")
+    previous = 0.0
+    for index, stage in enumerate(stages):
+        where = f"stages[{index}]"
+        if not previous < stage.until <= 1:
+            problem(f"until is {stage.until}", f"{where}.until", f"choose a progress above {previous} and at most 1")
+        previous = stage.until
+        if len(stage.mix) != len(levels):
+            problem(
+                f"the mix has {len(stage.mix)} weights for {len(levels)} levels",
+                f"{where}.mix",
+                "give one weight per level",
+            )
+        if not all(math.isfinite(weight) and weight >= 0 for weight in stage.mix) or not sum(stage.mix) > 0:
+            problem(
+                f"the mix is {list(stage.mix)}", f"{where}.mix", "weights must be finite, none negative, one above 0"
+            )
+        if stage.ramp not in RAMPS:
+            problem(f"ramp is {stage.ramp!r}", f"{where}.ramp", f"choose one of {', '.join(RAMPS)}")
+        elif stage.ramp == "linear" and index == 0:
+            problem(
+                "the first stage has no mix before it to move from",
+                f"{where}.ramp",
+                'use ramp "step" in the first stage',
+            )
+    return problems

@@ -1,0 +1,177 @@
+"""Round a table of cumulative targets to whole samples, so that no prefix is ever a whole sample off.
+
+The rule. After step t level l should have had C(t, l) samples; it has had the floor or the ceiling of that: one bit
+`up` per step and level. The bits of a step sum to a known number, because its samples do. A level that passed no whole
+number in a step stays up if it
+was up, and stays as it was if its target did not grow: so a level whose weight is zero never appears.
+
+The choice. Where the rules leave one, the levels with the largest fractions go up: the smallest error at this step.
+Four levels or more, or levels that pause, can run this into a corner some steps later. A solution in whole samples
+always exists (samples and steps are the two sides of a bipartite graph, and the targets are a perfect fractional
+matching of it), so an alternating path through the earlier steps mends the corner, as in every bipartite matching
+(Berge, 1957).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+
+def round_cumulative(targets: np.ndarray, denominator: int, samples_per_step: int) -> np.ndarray:
+    """Round cumulative targets to counts per step.
+
+    Args:
+        targets: int64 or object (Python integers) [steps + 1, levels], in units of 1/denominator samples: row 0 is
+            zero, no level ever falls, row t sums to t x samples_per_step x denominator.
+        denominator: how many units are one sample.
+        samples_per_step: the global batch size, in samples.
+
+    Returns:
+        int64[steps, levels], none negative; each row sums to samples_per_step, each prefix sum is the floor or the
+        ceiling of its target, and a level has zero in every step in which its target does not grow.
+    """
+    floors = targets // denominator
+    units = targets - floors * denominator
+    floors = floors.astype(np.int64)
+    steps = np.arange(len(targets), dtype=np.int64)
+    rounding = _Rounding(
+        floors=floors,
+        fractions=(units / denominator).astype(np.float64),
+        partial=(units > 0).astype(bool),
+        grows=(targets[1:] > targets[:-1]).astype(bool),
+        ups=steps * samples_per_step - floors.sum(axis=1),
+    )
+    rounding.solve()
+    return np.diff(floors + rounding.up, axis=0)
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """A sample of a level that is begun but not whole in rows `first` to `last` of the table.
+
+    `steps` are those that may hand it out, `step` the one that does: None while it waits.
+    """
+
+    level: int
+    first: int
+    last: int
+    steps: tuple[int, ...]
+    step: int | None
+
+
+class _Rounding:
+    """The bits `up[row, level]`; row t is the state after step t, and step t leads from row t - 1 to row t."""
+
+    def __init__(
+        self, floors: np.ndarray, fractions: np.ndarray, partial: np.ndarray, grows: np.ndarray, ups: np.ndarray
+    ) -> None:
+        self.partial, self.grows, self.ups = partial, grows, ups
+        # held[t - 1]: the sample that is begun but not whole before step t is still not whole after it.
+        self.held = partial[:-1] & (floors[1:] == floors[:-1])
+        self.ranks = np.argsort(np.where(partial, -fractions, 1.0), axis=1, kind="stable")
+        self.up = np.zeros(floors.shape, dtype=bool)
+        self._ends: list[np.ndarray] | None = None
+
+    def solve(self) -> None:
+        """Choose every row. Rows that depend on none before them are chosen all at once, the others in order."""
+        first_ranks = np.arange(self.ranks.shape[1]) < self.ups[:, None]
+        np.put_along_axis(self.up, self.ranks, first_ranks, axis=1)
+        before = np.flatnonzero(self.held.any(axis=1))
+        held, grows = self.held[before].tolist(), self.grows[before].tolist()
+        partial, ranks, ups = (table[before + 1].tolist() for table in (self.partial, self.ranks, self.ups))
+        chosen_row, bits = -1, []
+        for index, row in enumerate(before.tolist()):
+            if row != chosen_row:
+                bits = self.up[row].tolist()
+            rules = held[index], grows[index], partial[index], ranks[index], ups[index]
+            after = _choose(bits, *rules)
+            while after is None:
+                self._mend(row + 1)
+                after = _choose(self.up[row].tolist(), *rules)
+            self.up[row + 1] = bits = after
+            chosen_row = row + 1
+
+    def _mend(self, row: int) -> None:
+        """Change earlier rows along one alternating path, so that `row` misses its number of bits by one less.
+
+        Too many bits are forced up: a sample of this step moves to an earlier one, which passes one of its own on,
+        until one that was handed out may wait instead. Too few can be: this step takes a sample from an earlier one,
+        until one that waits can be used.
+        """
+        too_many = int((self.up[row - 1] & self.held[row - 1]).sum()) > int(self.ups[row])
+        links: dict[int, tuple[int, _Sample] | None] = {row: None}
+        queue = deque([row])
+        while queue:
+            step = queue.popleft()
+            for sample in self._samples(step, row):
+                if too_many != (sample.step == step):
+                    continue
+                waiting = sample.step is None
+                if waiting and step == row:
+                    continue  # the row uses it already
+                if waiting or (too_many and sample.last == row - 1 and self.held[row - 1, sample.level]):
+                    self._assign(sample, None if too_many else step)
+                    self._follow(links, step, too_many)
+                    return
+                for other in sample.steps if too_many else (sample.step,):
+                    if other not in links:
+                        links[other] = (step, sample)
+                        queue.append(other)
+        raise AssertionError(
+            f"no plan in whole samples up to step {row}: the targets do not sum to the global batch size"
+        )
+
+    def _follow(self, links: dict[int, tuple[int, _Sample] | None], step: int, too_many: bool) -> None:
+        """Move the samples on the way from `step` back to the row that is being mended."""
+        link = links[step]
+        while link is not None:
+            previous, sample = link
+            self._assign(sample, step if too_many else previous)
+            step, link = previous, links[previous]
+
+    def _assign(self, sample: _Sample, step: int | None) -> None:
+        """Hand a sample out in `step` (None: let it wait)."""
+        rows = np.arange(sample.first, sample.last + 1)
+        self.up[sample.first : sample.last + 1, sample.level] = False if step is None else rows >= step
+
+    def _samples(self, step: int, row: int) -> Iterator[_Sample]:
+        """The samples that `step` and other steps may hand out, as far as rows before `row` know."""
+        for level in np.flatnonzero(self.grows[step - 1]).tolist():
+            if self.partial[step - 1, level]:
+                yield self._sample(level, step - 1, row)
+            if step < row and self.partial[step, level] and not self.held[step - 1, level]:
+                yield self._sample(level, step, row)
+
+    def _sample(self, level: int, open_row: int, row: int) -> _Sample:
+        """The sample of a level that is begun but not whole in `open_row`."""
+        if self._ends is None:
+            self._ends = [np.flatnonzero(~column) for column in self.held.T]
+        ends = self._ends[level]
+        index = int(np.searchsorted(ends, open_row))
+        first = int(ends[index - 1]) + 1 if index else 0
+        last = int(ends[index]) if index < len(ends) else len(self.held)
+        whole_at = last + 1 if last < row else None
+        last = min(last, row - 1)
+        steps = (np.flatnonzero(self.grows[first - 1 : last, level]) + first).tolist()
+        bits = self.up[first : last + 1, level]
+        step = first + int(bits.argmax()) if bits.any() else whole_at
+        return _Sample(level, first, last, (*steps, whole_at) if whole_at is not None else tuple(steps), step)
+
+
+def _choose(
+    before: list[bool], held: list[bool], grows: list[bool], partial: list[bool], ranks: list[int], ups: int
+) -> list[bool] | None:
+    """The bits after a step from those before it, largest fractions first; None where no choice has `ups` bits."""
+    after = [was_up and is_held for was_up, is_held in zip(before, held, strict=True)]
+    missing = ups - sum(after)
+    for level in ranks:
+        if missing <= 0:
+            break
+        if partial[level] and not after[level] and grows[level]:
+            after[level] = True
+            missing -= 1
+    return after if missing == 0 else None

@@ -1,0 +1,176 @@
+"""Which samples are optimizer step k: a pure function of data, schedule, global batch size, number of steps and seed.
+
+Nothing here knows how many devices there are, and nothing is remembered between steps: to resume at step k is to ask
+for step k.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from fractions import Fraction
+
+import numpy as np
+
+from finetune.batching.curriculum import Schedule, plan_counts
+from finetune.batching.permutation import EXACT_LIMIT, Permutation, exact_order, permutation
+from finetune.errors import DataError, raise_problems
+
+ORDER_VERSION = 1  # part of the fingerprint: raise it when the same arguments give another order
+_STEP_KEY, _LEVEL_KEY = 0, 1  # keep the random streams of steps and of levels apart
+_PASSES_HELD = 16  # permutations kept in memory, or two for each level where that is more
+
+
+class GlobalBatches:
+    """The global batches of a run.
+
+    The k-th sample of a level over the whole run is the one at place k mod n of the level's pass k div n, where n is
+    the number of its
+    samples and each pass is a permutation of its own: no sample of a level comes again before every other has come as
+    often. Inside a step the levels are shuffled.
+
+    Args:
+        level_of_sample: int[N], the index of each sample's level in `schedule.levels`.
+        schedule: levels and stages; `uniform_schedule()` for training without curriculum.
+        global_batch_size: samples of one optimizer step.
+        total_steps: optimizer steps of the whole run, not of what is left of it.
+        seed: any integer.
+        exact_limit: see `permutation`; for tests.
+
+    Raises:
+        DataError: a level with weight has no samples, or a sample has an index that is no level.
+    """
+
+    def __init__(
+        self,
+        level_of_sample: np.ndarray,
+        schedule: Schedule,
+        global_batch_size: int,
+        total_steps: int,
+        seed: int,
+        *,
+        exact_limit: int = EXACT_LIMIT,
+    ) -> None:
+        level_of_sample = np.ascontiguousarray(level_of_sample, dtype=np.int64)
+        self.schedule, self.global_batch_size, self.total_steps, self.seed = (
+            schedule,
+            global_batch_size,
+            total_steps,
+            seed,
+        )
+        self.samples_per_level = _samples_per_level(level_of_sample, schedule)
+        # The samples of level l are _members[_starts[l] : _starts[l + 1]], in the order of the data.
+        self._members = np.argsort(level_of_sample, kind="stable")
+        self._starts = np.concatenate([[0], np.cumsum(self.samples_per_level)])
+        self._levels_digest = hashlib.sha256(level_of_sample.astype("<i8").tobytes()).hexdigest()
+        self.counts = plan_counts(schedule, total_steps, global_batch_size)
+        self._drawn_before = np.cumsum(self.counts, axis=0) - self.counts
+        self._stages = schedule.stage_of_steps(total_steps)
+        self._exact_limit = exact_limit
+        self._passes: dict[tuple[int, int], Permutation] = {}
+
+    def __len__(self) -> int:
+        """Optimizer steps."""
+        return self.total_steps
+
+    def indices(self, step: int) -> np.ndarray:
+        """The samples of a step, counted from 0: int64[global_batch_size] dataset indices.
+
+        Raises:
+            IndexError: there is no such step.
+        """
+        self._check(step)
+        counts = self.counts[step]
+        order = (
+            exact_order(self.global_batch_size, self.seed, _STEP_KEY, step) if np.count_nonzero(counts) > 1 else None
+        )
+        batch = np.concatenate([self._draw(level, step) for level in np.flatnonzero(counts).tolist()])
+        if order is None:
+            return batch
+        # Slot i takes a level from the shuffled multiset; the slots of a level take its draws in order.
+        level_of_slot = np.repeat(np.arange(len(counts)), counts)[order]
+        shuffled = np.empty_like(batch)
+        shuffled[np.argsort(level_of_slot, kind="stable")] = batch
+        return shuffled
+
+    def stage(self, step: int) -> int:
+        """The index of the stage that the middle of a step lies in."""
+        self._check(step)
+        return int(self._stages[step])
+
+    def passes(self) -> dict[str, float]:
+        """How many times the whole run goes through each level: draws / samples, 0 for a level without draws."""
+        drawn = self.counts.sum(axis=0)
+        return {
+            name: int(draws) / int(samples) if draws else 0.0
+            for name, draws, samples in zip(self.schedule.levels, drawn, self.samples_per_level, strict=True)
+        }
+
+    @property
+    def unused(self) -> dict[str, int]:
+        """Samples that no step can have, as the weight of their level is zero in every stage: their number by level."""
+        rows = zip(self.schedule.levels, self.samples_per_level.tolist(), self.schedule.ever_used(), strict=True)
+        return {name: samples for name, samples, used in rows if samples and not used}
+
+    def fingerprint(self) -> str:
+        """SHA-256 of everything that decides the order. Equal fingerprints mean equal global batches at every step."""
+        facts = {
+            "version": ORDER_VERSION,
+            "seed": self.seed,
+            "global_batch_size": self.global_batch_size,
+            "total_steps": self.total_steps,
+            "schedule": self.schedule.canonical(),
+            "levels": self._levels_digest,
+            "exact_limit": self._exact_limit,
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode("utf-8")).hexdigest()
+
+    def _check(self, step: int) -> None:
+        if not 0 <= step < self.total_steps:
+            raise IndexError(f"step {step} is not one of the {self.total_steps} steps, counted from 0")
+
+    def _draw(self, level: int, step: int) -> np.ndarray:
+        """The draws of a level in a step, in order: int64[counts[step, level]]."""
+        size, start = int(self.samples_per_level[level]), int(self._starts[level])
+        first = int(self._drawn_before[step, level])
+        draws = np.arange(first, first + int(self.counts[step, level]))
+        passes = draws // size
+        parts = [
+            self._pass(level, number)(draws[passes == number] - number * size)
+            for number in range(int(passes[0]), int(passes[-1]) + 1)
+        ]
+        return self._members[start + np.concatenate(parts)]
+
+    def _pass(self, level: int, number: int) -> Permutation:
+        """The order of a level in one pass. The ones made last are kept: steps usually come in order."""
+        key = (level, number)
+        if key not in self._passes:
+            while len(self._passes) >= max(_PASSES_HELD, 2 * len(self.schedule.levels)):
+                del self._passes[next(iter(self._passes))]
+            size = int(self.samples_per_level[level])
+            self._passes[key] = permutation(size, self.seed, _LEVEL_KEY, *key, exact_limit=self._exact_limit)
+        return self._passes[key]
+
+
+def count_steps(samples: int, global_batch_size: int, num_epochs: float, max_steps: int | None = None) -> int:
+    """Optimizer steps of a run: max_steps, or ceil(num_epochs x samples / global_batch_size). Every batch is full."""
+    if max_steps is not None:
+        return max_steps
+    return math.ceil(Fraction(repr(float(num_epochs))) * samples / global_batch_size)
+
+
+def _samples_per_level(level_of_sample: np.ndarray, schedule: Schedule) -> np.ndarray:
+    """Samples of each level, int64[levels], checked against the schedule."""
+    count = len(schedule.levels)
+    outside = np.flatnonzero((level_of_sample < 0) | (level_of_sample >= count))
+    if len(outside):
+        first = int(outside[0])
+        raise DataError(
+            f"{len(outside):,} samples have a level that is not one of 0..{count - 1}",
+            where=f"sample {first}, level {level_of_sample[first]}",
+            fix=f"use the indices of the schedule's levels: {', '.join(schedule.levels)}",
+        )
+    samples = np.bincount(level_of_sample, minlength=count).astype(np.int64)
+    raise_problems(schedule.empty_levels(samples))
+    return samples
