@@ -1,0 +1,198 @@
+"""Reading configuration files: JSON, YAML, and Python files of literal assignments, which are read and never executed.
+
+A file says names and values; what they mean is decided elsewhere. A name given twice in one file is refused, because
+every reader silently takes another of the two.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from finetune.errors import ConfigError
+
+SUFFIXES = (".json", ".yaml", ".yml", ".py")
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """The names and values of a configuration file, nested as written.
+
+    Raises:
+        ConfigError: the file is missing, of another kind, not readable, not valid, or gives a name twice.
+    """
+    path = Path(path)
+    readers: dict[str, Callable[[str, str], Any]] = {
+        ".json": _read_json, ".yaml": _read_yaml, ".yml": _read_yaml, ".py": _read_python,
+    }  # fmt: skip
+    text = _read_text(path)
+    if path.suffix.lower() not in readers:
+        raise ConfigError(f"{path} is no configuration file", str(path), f"its name must end in {', '.join(SUFFIXES)}")
+    try:
+        content = readers[path.suffix.lower()](text, str(path))
+    except (RecursionError, MemoryError) as error:
+        raise ConfigError("the file is nested too deeply to be read", str(path), "flatten it") from error
+    if not isinstance(content, dict):
+        kind = "is empty" if content is None else f"holds a {type(content).__name__}"
+        raise ConfigError(f"the file {kind}, not names and values", str(path), "write names and values")
+    return content
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError("the configuration file does not exist", str(path), similar_files(path)) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the file is not UTF-8 (byte {error.start})", str(path), "save it as UTF-8") from None
+    except OSError as error:
+        raise ConfigError(
+            f"the configuration file cannot be read: {error.strerror}", str(path), "name a readable file"
+        ) from None
+
+
+def similar_files(path: Path) -> str:
+    """A remedy for a path that does not exist: the nearest name in its folder, or the folder that is missing."""
+    try:
+        names = [entry.name for entry in path.parent.iterdir()]
+    except OSError:
+        return f"the folder {path.parent} does not exist either; relative paths start at the current folder"
+    close = get_close_matches(path.name, names, n=1)
+    return f"did you mean {path.parent / close[0]}?" if close else "check the path; it starts at the current folder"
+
+
+def _given_twice(name: object, where: str) -> ConfigError:
+    return ConfigError(f"{name!r} is given twice in one block", where, "keep one of them")
+
+
+def _read_json(text: str, where: str) -> Any:
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        block: dict[str, Any] = {}
+        for name, value in items:
+            if name in block:
+                raise _given_twice(name, where)
+            block[name] = value
+        return block
+
+    def constant(name: str) -> Any:
+        raise ConfigError(f"{name} is not a number that JSON knows", where, "write a finite number")
+
+    try:
+        return json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
+    except json.JSONDecodeError as error:
+        line = text.splitlines()[error.lineno - 1].strip() if text.strip() else ""
+        hint = "mend the JSON"
+        if "//" in line or "#" in line or line.startswith("/*"):
+            hint = "JSON has no comments: remove them, or write the file as YAML"
+        elif "double quotes" in error.msg or "Illegal trailing comma" in error.msg:
+            hint = "mend the JSON: names stand in double quotes, and no comma follows the last entry"
+        raise ConfigError(
+            f"not valid JSON: {error.msg} at column {error.colno}", f"{where}:{error.lineno}", hint
+        ) from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise ConfigError(f"not a number that can be read: {error}", where, "write a shorter number") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people mean it: `2e-5` is a number, and a name given twice is refused."""
+
+    where = ""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                continue
+            line = f"{self.where}:{key.start_mark.line + 1}"
+            if key.tag != "tag:yaml.org,2002:str":
+                raise ConfigError(f"the name {key.value!r} is not a text", line, "write the name as a text")
+            if key.value in seen:
+                raise _given_twice(key.value, line)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+# YAML 1.1 takes 2e-5 for a text, because it has no dot; everybody who writes a learning rate means the number.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(?:\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def _read_yaml(text: str, where: str) -> Any:
+    loader = None
+    try:
+        loader = _Loader(text)
+        loader.where = where
+        content = loader.get_single_data()
+        json.dumps(content, default=str)  # raises ValueError where an alias makes a block contain itself
+        return content
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"not valid YAML: {error.problem or error.context}", where + line, "mend the YAML") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"not valid YAML: {error}", where, "mend the YAML") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def _read_python(text: str, where: str) -> dict[str, Any]:
+    """Assignments of literals to names; anything else is refused with its line. Nothing is executed."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise ConfigError(f"not valid Python: {error.msg}", f"{where}:{error.lineno}", "mend the line") from None
+    except ValueError as error:
+        raise ConfigError(f"not valid Python: {error}", where, "mend the file") from None
+    values: dict[str, Any] = {}
+    for statement in tree.body:
+        line = f"{where}:{statement.lineno}"
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+            continue  # a docstring, or a text used as a comment
+        target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
+        if isinstance(statement, ast.AnnAssign) and statement.value is not None:
+            target = statement.target
+        if not isinstance(target, ast.Name):
+            raise ConfigError(
+                "a Python configuration file may only assign values to names; it is read, never executed",
+                line,
+                "write `name = value` with a number, text, True, False, None, list or dict",
+            )
+        if target.id in values:
+            raise _given_twice(target.id, line)
+        values[target.id] = _literal(statement.value, line)
+    return values
+
+
+def _literal(node: ast.expr, line: str) -> Any:
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Dict):
+            names = [key.value for key in inner.keys if isinstance(key, ast.Constant)]
+            repeated = next((name for name in names if names.count(name) > 1), None)
+            if repeated is not None:
+                raise _given_twice(repeated, line)
+    try:
+        return _plain(ast.literal_eval(node))
+    except (ValueError, TypeError):
+        raise ConfigError(
+            f"{ast.unparse(node)[:80]} is not a literal value; the file is read, never executed",
+            line,
+            "write the value itself: a number, text, True, False, None, list or dict",
+        ) from None
+
+
+def _plain(value: Any) -> Any:
+    """Literals as JSON would hold them: tuples become lists; what JSON has no word for is refused."""
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, dict) and all(isinstance(name, str) for name in value):
+        return {name: _plain(entry) for name, entry in value.items()}
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    raise ValueError(f"{value!r} has no counterpart in JSON")
