@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -152,7 +153,8 @@ def prepare_environment(world: LaunchWorld, *, use_deepspeed: bool, timeout_seco
         default("HCCL_CONNECT_TIMEOUT", str(timeout_seconds), "the same limit as the process group's")
         default("HCCL_EXEC_TIMEOUT", str(timeout_seconds), "the same limit as the process group's")
         default("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True", "less fragmentation with rows of many lengths")
-    default("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", "less fragmentation with rows of many lengths")
+    if shutil.which("nvidia-smi"):
+        default("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", "less fragmentation with rows of many lengths")
     default("TOKENIZERS_PARALLELISM", "false", "tokenising is parallel by processes")
     return said
 

@@ -16,6 +16,7 @@ class ExitCode(IntEnum):
     FAILED = 1  # failed while running
     REFUSED = 2  # refused before running; nothing was written
     STOPPED = 3  # stopped by a signal, with a checkpoint saved
+    OUT_OF_MEMORY = 4  # a sharded run ran out of device memory; start again: it goes on with smaller rows
 
 
 class FinetuneError(Exception):

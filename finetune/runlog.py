@@ -55,7 +55,7 @@ class JsonLines:
 class RunLog:
     """The log of one run folder. Every method is a no-op on ranks other than 0, so callers need not ask."""
 
-    def __init__(self, run_folder: Path | None) -> None:
+    def __init__(self, run_folder: Path | None, resume_step: int = 0) -> None:
         self._steps = self._events = None
         if run_folder is not None:
             self._steps = JsonLines(run_folder / "trainer_log.jsonl")
@@ -65,7 +65,7 @@ class RunLog:
         if self._steps is not None:
             self._steps.write(record)
 
-    def event(self, name: str, **facts: Any) -> None:
+    def event(self, name: str, /, **facts: Any) -> None:
         """Write an event. Raises ValueError for a name that is not in `EVENTS`."""
         if name not in EVENTS:
             raise ValueError(f"unknown event {name!r}; the schema knows {', '.join(EVENTS)}")
@@ -105,9 +105,13 @@ def _record(line: str, path: Path, number: int) -> dict[str, Any]:
 class _TaggedFormatter(logging.Formatter):
     TAGS = {logging.DEBUG: "DEBUG", logging.INFO: "INFO", logging.WARNING: "WARNING", logging.ERROR: "ERROR"}
 
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.prefix = f"rank {rank}: " if rank else ""
+
     def format(self, record: logging.LogRecord) -> str:
         tag = getattr(record, "tag", self.TAGS.get(record.levelno, record.levelname))
-        return f"[{tag}] {record.getMessage()}"
+        return f"[{tag}] {self.prefix}{record.getMessage()}"
 
 
 class _ConsoleHandler(logging.StreamHandler):
@@ -130,7 +134,7 @@ def setup_console(rank: int) -> logging.Logger:
         if isinstance(handler, _ConsoleHandler):
             logger.removeHandler(handler)
     console = _ConsoleHandler()
-    console.setFormatter(_TaggedFormatter() if rank == 0 else _TaggedFormatter(f"rank {rank}"))
+    console.setFormatter(_TaggedFormatter(rank))
     console.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     logger.addHandler(console)
     return logger

@@ -1,0 +1,51 @@
+"""`python -m finetune COMMAND`: the table of commands. A command's module is imported when it is called."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from finetune.errors import ExitCode, FinetuneError
+
+# name: (module with `main(arguments) -> exit code`, what it does)
+COMMANDS = {
+    "sft": ("finetune.sft", "fine-tune a model (the same as python -m finetune.sft)"),
+    "inspect": ("finetune.operations.inspect_data", "show rows with the trained tokens marked"),
+    "curriculum": ("finetune.operations.curriculum", "show the curriculum's plan before training"),
+    "checkpoints": ("finetune.operations.checkpoints", "list a run's checkpoints and whether they are valid"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_help())
+        return 0
+    name, *rest = arguments
+    if name == "--version":
+        from finetune.version import __version__
+
+        print(__version__)
+        return 0
+    if name not in COMMANDS:
+        from finetune.config_names import nearest
+
+        known = nearest(name, COMMANDS)
+        hint = f"; did you mean {known}?" if known else ""
+        print(f"[ERROR] unknown command {name!r}{hint}\n\n{_help()}", file=sys.stderr)
+        return int(ExitCode.REFUSED)
+    try:
+        return import_module(COMMANDS[name][0]).main(rest)
+    except FinetuneError as error:
+        print(f"[ERROR] {error}", file=sys.stderr)
+        return int(error.exit_code)
+
+
+def _help() -> str:
+    lines = [f"  {name:<12} {what}" for name, (_, what) in COMMANDS.items()]
+    return "\n".join(["usage: python -m finetune COMMAND [--help] ...", "", *lines])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

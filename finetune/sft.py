@@ -1,0 +1,198 @@
+"""Supervised fine-tuning: `accelerate launch -m finetune.sft --config ds_configs/zero3.json`, or `finetune.run(config)`.
+
+Reads top to bottom in the order things happen: resolve, check, prepare data (before any process group), decide where to
+start, then build and train.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.config import RunConfig
+from finetune.config_file import Resolved, check_paths, format_config, resolve, resolve_object, to_yaml
+from finetune.device import LaunchWorld, launch_world, prepare_environment, probe_torch_npu
+from finetune.errors import raise_problems
+from finetune.results import RunResult, exit_with
+from finetune.runlog import setup_console
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.batching.sampler import GlobalBatches
+    from finetune.data.dataset import Samples
+    from finetune.training.session import Resume, Session
+
+logger = logging.getLogger("finetune")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command: flags in, exit code out. `--help` and `--print-config` need no torch."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    world = launch_world()
+    setup_console(world.rank)
+    return exit_with(world, lambda: _command(arguments, world))
+
+
+def _command(arguments: Sequence[str], world: LaunchWorld) -> RunResult | None:
+    resolved = resolve(arguments, world_size=world.world_size)
+    if resolved.print_config:
+        if world.is_main:
+            print(format_config(resolved))
+        return None
+    return train(resolved, world)
+
+
+def run(config: RunConfig | Mapping[str, Any] | str | Path) -> RunResult:
+    """Fine-tune from a RunConfig, a dict of its settings, or the path of a configuration file.
+
+    Returns:
+        The output folder, state, steps and metrics.
+
+    Raises:
+        FinetuneError: with what is wrong, where, and the fix.
+    """
+    world = launch_world()
+    setup_console(world.rank)
+    return train(resolve_object(config, world_size=world.world_size), world)
+
+
+def train(resolved: Resolved, world: LaunchWorld) -> RunResult:
+    """Execute the run that a resolved configuration describes."""
+    config = resolved.config
+    for note in resolved.notes:
+        logger.info("%s", note)
+    probe_torch_npu()
+    for line in prepare_environment(world, use_deepspeed=bool(config.deepspeed), timeout_seconds=config.timeout_seconds):
+        logger.info("environment: %s", line)
+    raise_problems(check_paths(config))
+
+    from finetune import device as devices
+    from finetune.training.session import Session, decide_resume
+
+    device_type = devices.choose_device_type(config.device_type)
+    devices.check_local_ranks(device_type, world)
+    dtype = devices.choose_dtype(config.dtype, device_type)
+    data = prepare_data(config)
+    output_dir = Path(config.output_dir)
+    start = decide_resume(
+        output_dir,
+        config.resume,
+        data.identity,
+        total_steps=data.batches.total_steps,
+        allow_change=config.allow_data_change,
+    )
+    if start is None:
+        logger.info("this run is finished: %s holds its output; choose another --output-dir for a new run", output_dir)
+        return RunResult(output_dir, "done", data.batches.total_steps)
+    session = Session(
+        output_dir,
+        world,
+        identity=data.identity,
+        config_yaml=to_yaml(config),
+        start_step=start.step,
+        log_samples=config.log_samples,
+    )
+    with session:
+        return _train(config, world, data, start, session, device_type, dtype)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything that is known before a model or a process group exists."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: Samples
+    valid: Samples | None
+    batches: GlobalBatches
+    level_names: tuple[str, ...]
+    stages: tuple[float, ...]
+    packing: bool
+    identity: dict[str, Any]
+
+
+def prepare_data(config: RunConfig) -> Prepared:
+    """Tokenizer, samples, and the list of global batches, with the checks that need no weights."""
+    from finetune.batching.curriculum import build_schedule
+    from finetune.batching.sampler import GlobalBatches
+    from finetune.data.dataset import prepare_samples
+    from finetune.data.templates import load_tokenizer
+    from finetune.modeling.attention import can_pack
+    from finetune.modeling.pretrained import check_embeddings, load_model_config
+
+    model_config = load_model_config(config.model, trust_remote_code=config.trust_remote_code)
+    tokenizer = load_tokenizer(config.model, template=config.template, trust_remote_code=config.trust_remote_code)
+    check_embeddings(model_config, tokenizer, config.model)
+    levels = config.curriculum.levels
+    train, valid = (
+        prepare_samples(
+            paths,
+            tokenizer,
+            cutoff_len=config.cutoff_len,
+            levels=levels,
+            difficulty_field=config.difficulty_field,
+            on_bad_row=config.on_bad_row,
+            cache_dir=config.cache_dir,
+            num_proc=config.preprocessing_num_workers,
+        )
+        if paths
+        else None
+        for paths in (config.data, config.valid_data)
+    )
+    schedule, level_ids = build_schedule(config, train.levels, train.row_ids)
+    total_steps = config.max_steps or -(-int(config.num_epochs * len(train)) // config.global_batch_size)
+    batches = GlobalBatches(level_ids, schedule, config.global_batch_size, total_steps, config.curriculum_seed)
+    for name, samples in batches.unused.items():
+        logger.warning("level %s has weight 0 in every stage: its %d samples are not trained on", name, samples)
+    packing = config.packing
+    if packing and not can_pack(model_config):
+        logger.warning("%s carries state along a row: packing is off (fix: --packing false)", model_config.model_type)
+        packing = False
+    return Prepared(
+        tokenizer=tokenizer,
+        train=train,
+        valid=valid,
+        batches=batches,
+        level_names=levels if (train.levels >= 0).any() else (),
+        stages=tuple(stage.until for stage in schedule.stages),
+        packing=packing,
+        identity=_identity(config, train, batches),
+    )
+
+
+def _identity(config: RunConfig, train: Samples, batches: GlobalBatches) -> dict[str, Any]:
+    """What makes this run this run. Devices, micro-batch, packing and ZeRO stage are not in it: they only execute it."""
+    names = (
+        "model finetuning lora_r lora_alpha lora_dropout global_batch_size seed learning_rate warmup_steps weight_decay "
+        "max_grad_norm adam_beta1 adam_beta2 adam_epsilon lr_scheduler"
+    ).split()
+    identity: dict[str, Any] = {"kind": "sft", **{name: getattr(config, name) for name in names}}
+    if config.finetuning == "lora":
+        targets = config.lora_target_modules
+        identity["lora_target_modules"] = targets if isinstance(targets, str) else list(targets)
+    return identity | {
+        "total_steps": batches.total_steps,
+        "data": train.fingerprint,
+        "schedule": batches.fingerprint(),
+    }
+
+
+def _train(
+    config: RunConfig, world: LaunchWorld, data: Prepared, start: Resume, session: Session, device_type: str, dtype: str
+) -> RunResult:
+    from finetune.training.build import build_trainer
+    from finetune.training.run import execute
+    from finetune.training.session import process_group
+
+    with process_group(device_type, world, config.timeout_seconds):
+        session.joined()
+        trainer = build_trainer(config, world, data, start, session, device_type=device_type, dtype=dtype)
+        return execute(trainer, session)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

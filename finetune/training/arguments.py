@@ -1,0 +1,82 @@
+"""RunConfig -> TrainingArguments: the one place where the two meet.
+
+Trainer, accelerate and DeepSpeed are all told micro-batch 1, accumulation 1: one loader item is one optimizer step.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainingArguments
+
+from finetune.config import RunConfig
+from finetune.device import DEVICE_KINDS
+
+REPORTERS = ("tensorboard", "wandb", "swanlab", "trackio")
+
+
+def reporters(report_to: str | tuple[str, ...]) -> list[str]:
+    """Where to report: `auto` is TensorBoard when it is installed."""
+    from importlib.util import find_spec
+
+    if report_to == "auto":
+        return ["tensorboard"] if find_spec("tensorboard") else []
+    return [name for name in ([report_to] if isinstance(report_to, str) else report_to) if name != "none"]
+
+
+def training_arguments(
+    config: RunConfig,
+    *,
+    device_type: str,
+    dtype: str,
+    total_steps: int,
+    gradient_checkpointing: bool,
+    deepspeed: dict[str, Any] | None,
+    resumed: bool,
+) -> TrainingArguments:
+    """Make the arguments; this also creates the process group (TrainingArguments does)."""
+    kind = DEVICE_KINDS[device_type]
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(Path(config.output_dir) / "tensorboard"))
+    evaluates = bool(config.valid_data)
+    return TrainingArguments(
+        output_dir=config.output_dir,
+        use_cpu=device_type == "cpu",
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=1,
+        max_steps=total_steps,
+        learning_rate=config.learning_rate,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        adam_epsilon=config.adam_epsilon,
+        max_grad_norm=config.max_grad_norm,
+        optim="adamw_torch_fused" if kind.fused_adamw else "adamw_torch",
+        lr_scheduler_type="constant",  # replaced by RunTrainer.create_scheduler
+        bf16=dtype == "bfloat16",
+        fp16=dtype == "float16",
+        seed=config.seed,
+        logging_strategy="steps",
+        logging_steps=config.logging_steps,
+        logging_nan_inf_filter=False,  # it would replace a NaN loss by an average in the log
+        # At save_steps, and at the last step; a run without save_steps saves at the last only.
+        save_strategy="steps",
+        save_steps=config.save_steps or total_steps,
+        eval_strategy="steps" if evaluates else "no",
+        eval_steps=(config.eval_steps or total_steps) if evaluates else None,
+        eval_on_start=evaluates and not resumed,
+        activation_checkpointing=gradient_checkpointing,
+        activation_checkpointing_kwargs={"use_reentrant": False},
+        ddp_find_unused_parameters=False,  # Trainer's default for peft models is True: a graph walk per step
+        ddp_broadcast_buffers=False,
+        ddp_timeout=config.timeout_seconds,
+        average_tokens_across_devices=False,  # the denominator is the plan's
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+        report_to=reporters(config.report_to) or "none",
+        run_name=Path(config.output_dir).name,
+        disable_tqdm=True,
+        log_level="warning",
+        deepspeed=deepspeed,
+    )

@@ -1,0 +1,124 @@
+"""What ranks agree on while they train, and the signals that ask a run to stop.
+
+Agreement uses a gloo group of its own beside the device's group: a handful of bytes per step, never on the device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from finetune.device import LaunchWorld
+
+logger = logging.getLogger("finetune")
+
+PARENT_CHECK_SECONDS = 2.0
+PARENT_GRACE_SECONDS = 60.0
+
+
+class Control:
+    """Agreement between ranks. With one process every method answers at once."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.group = dist.new_group(backend="gloo") if world_size > 1 else None
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank. Every rank must call."""
+        if self.group is None:
+            return flag
+        shared = torch.tensor([int(flag)])
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self.group)
+        return bool(shared.item())
+
+    def gather(self, item: object) -> list[object]:
+        """Every rank's plain object, by rank, on every rank."""
+        if self.group is None:
+            return [item]
+        items: list[object] = [None] * self.world_size
+        dist.all_gather_object(items, item, group=self.group)
+        return items
+
+    def share(self, item: object) -> object:
+        """Rank 0's plain object on every rank."""
+        if self.group is None:
+            return item
+        box = [item]
+        dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
+    def token(self) -> str:
+        """A fresh name, the same on every rank; not from the seeded generators, so that training does not notice."""
+        return str(self.share(f"{random.SystemRandom().getrandbits(48):012x}"))
+
+    def barrier(self) -> None:
+        if self.group is not None:
+            dist.barrier(group=self.group)
+
+
+class StopSignals:
+    """SIGTERM and SIGINT ask for a stop at the end of the step; the second one leaves at once.
+
+    A context manager: handlers are put back on exit. Outside the main thread (a notebook's worker, a test) Python does
+    not allow handlers; then signals keep their meaning and this asks for nothing.
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self._previous: dict[int, Callable | int | None] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    @property
+    def requested(self) -> bool:
+        return self.name is not None
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.name is not None:
+            os._exit(128 + number)
+        self.name = signal.Signals(number).name
+        # os.write, because a log call inside a handler can deadlock on the logger's own lock.
+        os.write(2, f"[WARNING] {self.name}: saving after this step, then stopping; once more leaves at once\n".encode())
+
+
+def die_with_launcher(world: LaunchWorld) -> None:
+    """Make a worker stop when its launcher is gone (torch elastic starts workers in sessions of their own).
+
+    The kernel sends SIGTERM at the parent's death (Linux); a thread looks as well, because that signal is bound to the
+    parent's *thread* and does not exist elsewhere. A worker that has not stopped PARENT_GRACE_SECONDS after that is
+    ended by SIGKILL: its peers may be gone, and it would wait in a collective for them.
+    """
+    if not world.launched:
+        return
+    parent = os.getppid()
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_CHECK_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(PARENT_GRACE_SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

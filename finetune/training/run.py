@@ -1,0 +1,75 @@
+"""Train, save the result, say how it ended."""
+
+from __future__ import annotations
+
+import logging
+
+from finetune.errors import ExitCode, FinetuneError
+from finetune.results import RunResult
+from finetune.training.control import die_with_launcher
+from finetune.training.execution import OutOfMemory
+from finetune.training.session import Session, write_out_of_memory
+from finetune.training.sft_trainer import SFTTrainer
+
+logger = logging.getLogger("finetune")
+
+
+class OutOfMemoryError(FinetuneError):
+    """A sharded run ran out of device memory; it goes on with smaller rows when it is started again."""
+
+    exit_code = ExitCode.OUT_OF_MEMORY
+
+
+def execute(trainer: SFTTrainer, session: Session) -> RunResult:
+    """Train to the end or to a signal.
+
+    Raises:
+        OutOfMemoryError: under DDP buckets or ZeRO, after `oom.json` was written for the next start.
+        FinetuneError: what stopped the training, with the last good checkpoint.
+    """
+    die_with_launcher(session.world)
+    with trainer.context.signals:
+        try:
+            trainer.train()
+        except OutOfMemory as error:
+            _note_out_of_memory(trainer, session, str(error))
+        finally:
+            trainer.close_progress()
+            session.steps_done = trainer.state.global_step
+        if trainer.stopped_by is None:
+            trainer.save_output(session.output_dir)
+    state = "stopped" if trainer.stopped_by is not None else "done"
+    steps = trainer.state.global_step
+    session.finish(state, step=steps, checkpoint=trainer.last_checkpoint)
+    if state == "stopped":
+        logger.warning("stopped by %s at step %d; %s is saved", trainer.stopped_by, steps, trainer.last_checkpoint)
+    metrics: dict[str, float] = {}
+    for record in trainer.history:
+        metrics.update(record)
+    return RunResult(session.output_dir, state, steps, metrics, trainer.history)
+
+
+def _note_out_of_memory(trainer: SFTTrainer, session: Session, error: str) -> None:
+    """Write down a smaller execution for the next start. Any rank may be the one that knows."""
+    old = trainer.rows.execution
+    new = old.smaller(int(trainer.rows.samples.lengths.max()))
+    step = trainer.state.global_step + 1
+    if new is None:
+        raise FinetuneError(
+            f"out of memory at step {step} with rows that cannot be made smaller ({old.describe()}): {error}",
+            fix="lower --cutoff-len, turn --gradient-checkpointing on, or offload (ds_configs/zero3.json)",
+        )
+    write_out_of_memory(
+        session.output_dir,
+        step=step,
+        token_budget=new.token_budget,
+        samples_per_row=new.samples_per_row,
+        old=old.describe(),
+        error=error,
+    )
+    session.runlog.event("oom", step=step, error=error, old=old.describe(), new=new.describe())
+    raise OutOfMemoryError(
+        f"out of memory at step {step} ({old.describe()}): {error}",
+        where=str(session.output_dir),
+        fix=f"start the same command again: it goes on with {new.describe()} and the same training",
+    )

@@ -1,0 +1,31 @@
+"""Learning-rate schedules as pure functions of the step, so that nothing has to be restored on resume."""
+
+from __future__ import annotations
+
+import math
+
+
+def warmup_count(warmup_steps: int | float, total_steps: int) -> int:
+    """Steps of warm-up: a number below 1 is a fraction of all steps, rounded up."""
+    return math.ceil(warmup_steps * total_steps) if warmup_steps < 1 else int(warmup_steps)
+
+
+def learning_rate_factor(step: int, *, total_steps: int, warmup_steps: int, scheduler: str) -> float:
+    """Factor on the learning rate for the update that takes the run from `step` to `step + 1` (0-based).
+
+    Linear warm-up from 0, then constant, linear to 0, or half a cosine to 0 (Loshchilov & Hutter 2017, without
+    restarts): the same curves as transformers' get_scheduler, with which a test compares them.
+
+    Raises:
+        ValueError: a scheduler that is not one of cosine, linear, constant.
+    """
+    if step < warmup_steps:
+        return step / max(1, warmup_steps)
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    if scheduler == "constant":
+        return 1.0
+    if scheduler == "linear":
+        return max(0.0, 1.0 - progress)
+    if scheduler == "cosine":
+        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
+    raise ValueError(f"unknown scheduler {scheduler!r}")

@@ -1,0 +1,213 @@
+"""A run as a process: its folder, lock, logs, signals, process group, and how it ends. The same for every kind of training."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from finetune import device as devices
+from finetune.device import LaunchWorld
+from finetune.errors import FinetuneError, StateError
+from finetune.results import EXIT_CODES
+from finetune.runlog import RunLog, add_log_file
+from finetune.training import durable_files
+from finetune.training.checkpoint import find_checkpoint, step_in
+from finetune.training.checkpoint_files import clean_staging, verify
+from finetune.training.run_folder import (
+    Difference,
+    RunLock,
+    SampleLog,
+    check_output_folder,
+    describe_folder,
+    format_differences,
+    write_identity,
+    write_status,
+)
+
+logger = logging.getLogger("finetune")
+
+OUT_OF_MEMORY_NAME = "oom.json"
+@dataclass(frozen=True)
+class Resume:
+    """Where a run starts: a checkpoint and its step, or None and 0."""
+
+    folder: Path | None
+    step: int
+
+
+def decide_resume(
+    output_dir: Path, resume: str, identity: dict[str, Any], *, total_steps: int, allow_change: bool
+) -> Resume | None:
+    """What to do with what is in the output folder. Reads only. None: this run is finished already.
+
+    Raises:
+        StateError: the folder holds another run or foreign files; the checkpoint asked for is broken or another run's.
+    """
+    if resume not in ("auto", "never"):
+        return _resume_path(Path(resume), output_dir, identity, allow_change)
+    differences = check_output_folder(output_dir, identity)
+    if describe_folder(output_dir).kind == "empty":
+        return Resume(None, 0)
+    if resume == "never":
+        raise StateError(
+            "the output folder holds a run already, and --resume is never",
+            str(output_dir),
+            "choose another --output-dir, or leave --resume out to continue that run",
+        )
+    _refuse_differences(differences, str(output_dir), allow_change)
+    folder, _ = find_checkpoint(output_dir)
+    status = describe_folder(output_dir).status or {}
+    if step_in(folder) >= total_steps and status.get("state") == "done":
+        return None
+    return Resume(folder, step_in(folder))
+
+
+def _resume_path(folder: Path, output_dir: Path, identity: dict[str, Any], allow_change: bool) -> Resume:
+    validity = verify(folder)
+    if not validity.valid:
+        raise StateError(
+            f"the checkpoint is not valid: {validity.why}",
+            str(folder),
+            "python -m finetune checkpoints RUN lists the valid ones; --resume auto takes the newest",
+        )
+    saved = validity.manifest.get("metadata", {}).get("identity", {})
+    differences = [
+        Difference(name, saved.get(name), json.loads(json.dumps(value)))
+        for name, value in identity.items()
+        if saved.get(name) != json.loads(json.dumps(value))
+    ]
+    _refuse_differences(differences, str(folder), allow_change)
+    if describe_folder(output_dir).kind != "empty":
+        _refuse_differences(check_output_folder(output_dir, identity), str(output_dir), allow_change)
+    return Resume(folder, step_in(folder))
+
+
+def _refuse_differences(differences: list[Difference], where: str, allow_change: bool) -> None:
+    if not differences:
+        return
+    if allow_change:
+        logger.warning("going on although the run was changed:\n%s", format_differences(differences))
+        return
+    raise StateError(
+        f"this is not the run in the folder:\n{format_differences(differences)}",
+        where,
+        "choose another --output-dir for a new run; give the old values to continue the old one; or continue it "
+        "changed, on your own account, with --allow-data-change",
+    )
+
+
+class Session:
+    """Everything a run holds while it works; enters after every check has passed, so that a refused run writes nothing.
+
+    Attributes:
+        runlog: events and steps; silent on ranks other than 0.
+        sample_log: samples.jsonl where asked for, on rank 0.
+    """
+
+    def __init__(
+        self,
+        output_dir: Path,
+        world: LaunchWorld,
+        *,
+        identity: dict[str, Any],
+        config_yaml: str,
+        start_step: int,
+        log_samples: bool,
+    ) -> None:
+        self.output_dir, self.world, self.start_step = output_dir, world, start_step
+        self._identity, self._config_yaml, self._log_samples = identity, config_yaml, log_samples
+        self._stack = contextlib.ExitStack()
+        self.runlog, self.sample_log = RunLog(None), None
+        self.steps_done = start_step
+
+    def __enter__(self) -> Session:
+        with contextlib.ExitStack() as stack:
+            if self.world.is_main:
+                stack.enter_context(RunLock(self.output_dir))
+                write_identity(self.output_dir, self._identity)
+                durable_files.replace_file(self.output_dir / "run.yaml", self._config_yaml.encode())
+                clean_staging(self.output_dir)
+                self.runlog = RunLog(self.output_dir, resume_step=self.start_step)
+                stack.callback(self.runlog.close)
+                if self._log_samples:
+                    self.sample_log = stack.enter_context(
+                        SampleLog(self.output_dir / "samples.jsonl", resume_step=self.start_step)
+                    )
+                write_status(self.output_dir, "running", None, step=self.start_step, pid=os.getpid())
+                self._copy_log(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def joined(self) -> None:
+        """The process group exists, so rank 0 holds the folder: other ranks may write their logs into it."""
+        if not self.world.is_main:
+            self._copy_log(self._stack)
+
+    def _copy_log(self, stack: contextlib.ExitStack) -> None:
+        handler = add_log_file(self.output_dir, self.world.rank)
+        stack.callback(handler.close)
+        stack.callback(logger.removeHandler, handler)
+
+    def finish(self, state: str, *, step: int, **facts: Any) -> None:
+        """Write how the run ended; on rank 0."""
+        if self.world.is_main:
+            code = int(EXIT_CODES[state])
+            write_status(self.output_dir, state, code, step=step, **facts)
+            self.runlog.event("end", state=state, exit_code=code, step=step)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        if error is not None:
+            logger.error("%s", error if isinstance(error, FinetuneError) else f"{type(error).__name__}: {error}")
+            message = str(error).splitlines()[0] if str(error) else kind.__name__
+            self.finish("failed", step=self.steps_done, error=message)
+        self._stack.close()
+
+
+@contextlib.contextmanager
+def process_group(device_type: str, world: LaunchWorld, timeout_seconds: int) -> Iterator[None]:
+    """The process group of the run, if it has several processes; torn down with a barrier, so that none aborts.
+
+    Made here rather than by accelerate because accelerate gives the CPU's group no timeout. One that exists is used and
+    left alone.
+    """
+    import torch.distributed as dist
+
+    ours = world.world_size > 1 and not dist.is_initialized()
+    if ours:
+        dist.init_process_group(
+            devices.DEVICE_KINDS[device_type].backend, timeout=timedelta(seconds=timeout_seconds)
+        )
+    try:
+        yield
+        # Only after a good end: a rank that fails must not wait for peers that are stuck in a collective.
+        if dist.is_initialized() and world.world_size > 1:
+            dist.barrier()
+    finally:
+        if dist.is_initialized() and (ours or world.world_size == 1):
+            dist.destroy_process_group()
+        _forget_accelerate()
+
+
+def _forget_accelerate() -> None:
+    """Reset accelerate's shared state, so that another run in this process starts clean."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def read_out_of_memory(output_dir: Path) -> dict[str, Any] | None:
+    """The last out-of-memory note of a sharded run: `{"step", "token_budget" or "samples_per_row", "error"}`."""
+    path = output_dir / OUT_OF_MEMORY_NAME
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def write_out_of_memory(output_dir: Path, **facts: Any) -> None:
+    durable_files.replace_file(output_dir / OUT_OF_MEMORY_NAME, (json.dumps(facts) + "\n").encode())

@@ -1,0 +1,239 @@
+"""The training state, free of how many processes or which ZeRO stage hold it: trainable weights and Adam moments.
+
+Two forms on disk, both safetensors plus `state.json`:
+
+whole   `weights.safetensors`, `moments.safetensors`: float32, whole tensors by parameter name. Every layout but:
+slices  `weights-<rank>.safetensors`, `moments-<rank>.safetensors`: full-parameter ZeRO-3, where no rank could hold the
+        whole. Each rank's flat slice of each parameter; slices in rank order, cut to the parameter's size, are the
+        parameter.
+
+Either form loads into any layout. Weights enter the model before DeepSpeed makes its engine (setting its float32
+masters afterwards is not enough: the first forward would still use the old weights); moments enter after.
+
+Of DeepSpeed this uses deepspeed.utils.safe_* (documented) and, because its state is empty before the first step, the
+optimizer's `state` of each flat group; a test pins the attributes used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from finetune.errors import FinetuneError
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STATE_NAME = "state.json"
+
+
+def trainable(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
+class TrainingState:
+    """Reads and writes the state of one model and its optimizer.
+
+    Args:
+        model: the unwrapped model.
+        engine: DeepSpeed's engine; None without DeepSpeed.
+        optimizer: torch's optimizer; None under DeepSpeed.
+        sliced: full-parameter ZeRO-3.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        engine: Any = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        sliced: bool = False,
+    ) -> None:
+        self.model, self.engine, self.optimizer, self.sliced = model, engine, optimizer, sliced
+
+    # ------------------------------------------------------------------ write
+
+    def save(self, folder: Path, *, rank: int, world_size: int) -> list[str]:
+        """Write this rank's files; every rank must call (tensors are gathered). Returns the names written here."""
+        writes = self.sliced or rank == 0
+        suffix = f"-{rank:05d}" if self.sliced else ""
+        kinds = {"weights": (None,), "moments": MOMENTS} if self._optimizer_step() else {"weights": (None,)}
+        names: list[str] = []
+        failure: BaseException | None = None
+        for kind, keys in kinds.items():
+            tensors = self._collect(keys, keep=writes and failure is None)
+            if tensors:
+                names.append(f"{kind}{suffix}.safetensors")
+                try:
+                    save_file(tensors, folder / names[-1])
+                except (OSError, SafetensorError) as error:
+                    # The other ranks are in the next collective already: go through it, then say so.
+                    failure = error
+        if failure is not None:
+            raise failure
+        if rank == 0:
+            names.append(STATE_NAME)
+            (folder / STATE_NAME).write_text(json.dumps(self._description(world_size), indent=1), encoding="utf-8")
+        return names
+
+    def collect_weights(self, *, keep: bool) -> dict[str, torch.Tensor]:
+        """Whole float32 trainable weights by name on ranks that `keep`; every rank must call."""
+        return self._collect((None,), keep=keep)
+
+    def _collect(self, keys: tuple[str | None, ...], *, keep: bool) -> dict[str, torch.Tensor]:
+        """Float32 CPU tensors by name; every rank takes part, and only those that write keep them."""
+        tensors = {}
+        for name, parameter in trainable(self.model):
+            for key in keys:
+                tensor = self._get(parameter, key)
+                if keep:
+                    tensors[name if key is None else f"{key}.{name}"] = tensor.detach().float().cpu().contiguous()
+        return tensors
+
+    def _description(self, world_size: int) -> dict[str, Any]:
+        shapes = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in trainable(self.model)}
+        return {"slices": world_size if self.sliced else 0, "optimizer_step": self._optimizer_step(), "shapes": shapes}
+
+    def _get(self, parameter: torch.nn.Parameter, key: str | None) -> torch.Tensor:
+        if self.engine is None:
+            return parameter if key is None else self.optimizer.state[parameter][key]
+        from deepspeed import utils
+
+        if self.sliced:
+            return (
+                utils.safe_get_local_fp32_param(parameter)
+                if key is None
+                else utils.safe_get_local_optimizer_state(parameter, key)
+            )
+        return (
+            utils.safe_get_full_fp32_param(parameter)
+            if key is None
+            else utils.safe_get_full_optimizer_state(parameter, key)
+        )
+
+    def _optimizer_step(self) -> int:
+        optimizer = self.optimizer if self.engine is None else self.engine.optimizer.optimizer
+        steps = [int(state["step"]) for state in optimizer.state.values() if "step" in state]
+        return max(steps, default=0)
+
+    # ------------------------------------------------------------------ read
+
+    def load_weights(self, folder: Path) -> None:
+        """Copy saved weights into the model, before any engine or DDP wraps it. Partitioned parameters are gathered.
+
+        Raises:
+            FinetuneError: the saved parameters are not those of this model.
+        """
+        saved = SavedTensors(folder, "weights")
+        parameters = dict(trainable(self.model))
+        saved.check({name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()})
+        for name, parameter in parameters.items():
+            with gathered(parameter), torch.no_grad():
+                parameter.copy_(saved.get(name))
+
+    def load_moments(self, folder: Path) -> None:
+        """Set Adam's moments and step count (and, under DeepSpeed, the float32 masters) at the start of training."""
+        step = read_description(folder)["optimizer_step"]
+        if step == 0:
+            return
+        saved = SavedTensors(folder, "moments")
+        if self.engine is None:
+            self._load_plain(saved, step)
+        else:
+            self._seed_engine(step)
+            self._load_engine(saved, SavedTensors(folder, "weights"))
+
+    def _load_plain(self, saved: SavedTensors, step: int) -> None:
+        fused = any(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
+        for name, parameter in trainable(self.model):
+            # torch keeps the step on the device for fused kernels and on the CPU otherwise.
+            step_device = parameter.device if fused else torch.device("cpu")
+            state = {"step": torch.tensor(float(step), device=step_device)}
+            for key in MOMENTS:
+                state[key] = saved.get(f"{key}.{name}").reshape(parameter.shape).to(parameter)
+            self.optimizer.state[parameter] = state
+
+    def _seed_engine(self, step: int) -> None:
+        """Give each flat group the state that its first step would make, so that there is something to set."""
+        zero = self.engine.optimizer
+        flats = zero.fp32_partitioned_groups_flat if hasattr(zero, "fp32_partitioned_groups_flat") else None
+        for flat in flats if flats is not None else zero.single_partition_of_fp32_groups:
+            zero.optimizer.state[flat] = {
+                "step": torch.tensor(float(step)),
+                **{key: torch.zeros_like(flat.data) for key in MOMENTS},
+            }
+        if flats is None:  # stages 1 and 2 link parameters to the flat state after the first step
+            zero._lazy_init_hp_params_optimizer_state()
+
+    def _load_engine(self, moments: SavedTensors, weights: SavedTensors) -> None:
+        from deepspeed import utils
+
+        for name, parameter in trainable(self.model):
+            values = {None: weights.get(name), **{key: moments.get(f"{key}.{name}") for key in MOMENTS}}
+            for key, whole in values.items():
+                if hasattr(parameter, "ds_id"):
+                    part = local_slice(whole, parameter, self.engine)
+                    if key is None:
+                        utils.safe_set_local_fp32_param(parameter, part)
+                    else:
+                        utils.safe_set_local_optimizer_state(parameter, part, key)
+                elif key is None:
+                    utils.safe_set_full_fp32_param(parameter, whole)
+                else:
+                    utils.safe_set_full_optimizer_state(parameter, whole, key)
+
+
+def gathered(parameter: torch.nn.Parameter) -> contextlib.AbstractContextManager:
+    """A context in which a ZeRO-3 parameter is whole and what rank 0 writes to it is kept; nothing for others."""
+    if not hasattr(parameter, "ds_id"):
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
+
+
+def local_slice(whole: torch.Tensor, parameter: torch.nn.Parameter, engine: Any) -> torch.Tensor:
+    """This rank's flat slice of a whole tensor, padded with zeros to DeepSpeed's partition size."""
+    size = parameter.ds_tensor.numel()
+    rank = engine.optimizer._get_param_partition_rank(parameter)
+    flat = whole.flatten()[rank * size : (rank + 1) * size]
+    return torch.nn.functional.pad(flat, (0, size - flat.numel()))
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / STATE_NAME).read_text(encoding="utf-8"))
+
+
+class SavedTensors:
+    """Whole tensors by name from either form on disk, one at a time."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.folder = folder
+        self.description = read_description(folder)
+        slices = self.description["slices"]
+        names = [f"{kind}-{rank:05d}.safetensors" for rank in range(slices)] if slices else [f"{kind}.safetensors"]
+        self.files = [safe_open(folder / name, framework="pt") for name in names]
+
+    def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        saved = {name: tuple(shape) for name, shape in self.description["shapes"].items()}
+        if saved != shapes:
+            wrong = sorted(name for name in saved.keys() | shapes.keys() if saved.get(name) != shapes.get(name))
+            raise FinetuneError(
+                f"the checkpoint's trainable parameters are not this model's: {wrong[0]} is {saved.get(wrong[0])} there "
+                f"and {shapes.get(wrong[0])} here ({len(wrong)} differ)",
+                where=self.folder.name,
+                fix="resume with the model and LoRA settings that the run was started with",
+            )
+
+    def get(self, name: str) -> torch.Tensor:
+        """The whole float32 tensor, in the parameter's shape, on the CPU."""
+        parts = [file.get_tensor(name) for file in self.files]
+        shape = self.description["shapes"][name.split(".", 1)[1] if name.startswith(tuple(f"{key}." for key in MOMENTS)) else name]
+        flat = torch.cat([part.flatten() for part in parts]) if len(parts) > 1 else parts[0].flatten()
+        return flat[: math.prod(shape)].reshape(shape)

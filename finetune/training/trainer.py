@@ -1,0 +1,331 @@
+"""RunTrainer: transformers.Trainer executing a list of global batches.
+
+Trainer keeps the loop, accelerate the devices. Overridden are: where batches come from (one loader item is one optimizer
+step), how a step is executed (training/execution.py), the loss, evaluation by the same plan and sums, checkpoints
+(training/checkpoint.py), and what is logged. Private hooks that are overridden or called (`_init_training_state`,
+`_prepare_for_training`, `_save_checkpoint`, `_clip_grad_norm`) are pinned by tests/test_trainer_hooks.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
+
+from finetune.data.steps import StepBatch, StepRows
+from finetune.modeling.loss import ChunkedHead, row_losses
+from finetune.runlog import RunLog
+from finetune.training.checkpoint import Checkpointer
+from finetune.training.control import Control, StopSignals
+from finetune.training.execution import StepExecutor
+from finetune.training.guards import NonFiniteGuard, SpikeDetector
+from finetune.training.progress import ProgressLine, StepMeter
+from finetune.training.run_folder import SampleLog
+from finetune.training.state import TrainingState
+
+logger = logging.getLogger("finetune")
+
+
+@dataclass
+class RunContext:
+    """What a run has beside model and data; the same object on every rank, with rank 0's files on rank 0 only.
+
+    Attributes:
+        total_steps: optimizer steps of the whole run.
+        resume_from: checkpoint folder that the run goes on from; None at its start.
+        start_step: steps done there.
+        level_names: of the schedule; empty where samples have no levels.
+        stage_name: step (0-based) -> name of the curriculum stage, for people; "" for none.
+        learning_rate_factor: step (0-based) -> factor on the learning rate.
+        epochs_per_step: passes over the data in one step.
+    """
+
+    total_steps: int
+    resume_from: Path | None
+    start_step: int
+    level_names: tuple[str, ...]
+    stage_name: Callable[[int], str]
+    learning_rate_factor: Callable[[int], float]
+    epochs_per_step: float
+    control: Control
+    signals: StopSignals
+    runlog: RunLog
+    sample_log: SampleLog | None
+
+
+class RunTrainer(Trainer):
+    """Executes a run.
+
+    Args:
+        rows: the training steps on this rank.
+        eval_rows: the validation batches on this rank; None without validation data.
+        context: see `RunContext`.
+        executor: makes the step executor once accelerate is there.
+        sliced_state: full-parameter ZeRO-3, whose checkpoints are slices.
+        num_workers: loader processes.
+    """
+
+    def __init__(
+        self,
+        *,
+        rows: StepRows,
+        eval_rows: StepRows | None,
+        context: RunContext,
+        executor: Callable[..., StepExecutor],
+        head: ChunkedHead | None,
+        sliced_state: bool,
+        num_workers: int,
+        **trainer_arguments: Any,
+    ) -> None:
+        super().__init__(train_dataset=rows, eval_dataset=eval_rows, **trainer_arguments)
+        self.remove_callback(PrinterCallback)
+        self.remove_callback(ProgressCallback)
+        self.add_callback(_StepEnd(self))
+        self.rows, self.eval_rows, self.context = rows, eval_rows, context
+        self.head, self.sliced_state, self.num_workers = head, sliced_state, num_workers
+        self.executor = executor(self.accelerator)
+        self.executor.on_out_of_memory = self._log_out_of_memory
+        self.meter = StepMeter()
+        self.guard, self.spikes = NonFiniteGuard(), SpikeDetector()
+        self.checkpointer: Checkpointer | None = None
+        self.last_checkpoint: str | None = None
+        self.stopped_by: str | None = None
+        self.history: list[dict[str, Any]] = []
+        self._progress: ProgressLine | None = None
+        self._batch: StepBatch | None = None
+        self._nonfinite = False
+        self._reset_level_sums()
+
+    # ------------------------------------------------------------------ the list of global batches
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Steps from the first that is not done. Not prepared by accelerate: it would shard or skip what is exact."""
+        return DataLoader(
+            self.rows,
+            batch_size=None,
+            sampler=range(self.context.start_step, self.context.total_steps),
+            num_workers=self.num_workers,
+            collate_fn=_as_is,
+            persistent_workers=False,
+        )
+
+    def set_initial_training_values(self, args, dataloader) -> tuple[int, int, int, int, int, int, int]:
+        """One "epoch" as long as the run: epochs proper are a matter of the sampler."""
+        total, remaining = self.context.total_steps, self.context.total_steps - self.context.start_step
+        return 1, max(1, remaining), len(self.rows.samples), total, 1, max(1, remaining), total
+
+    def _init_training_state(self, *arguments: Any) -> tuple[int, int]:
+        epochs = super()._init_training_state(*arguments)
+        self.state.global_step = self.context.start_step
+        return epochs
+
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
+        with self.meter.waiting_for_data():
+            batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
+        return batches, None
+
+    # ------------------------------------------------------------------ optimizer, schedule, restored state
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
+        """The schedule is a function of the step, so a resumed run starts it at its own step and restores nothing."""
+        if self.lr_scheduler is None:
+            start, factor = self.context.start_step, self.context.learning_rate_factor
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+                self.optimizer if optimizer is None else optimizer, lambda step: factor(start + step)
+            )
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if self.context.resume_from is not None:
+            self.training_state().load_moments(self.context.resume_from)
+        return prepared
+
+    def training_state(self) -> TrainingState:
+        return TrainingState(
+            self.model,
+            engine=self.model_wrapped if self.is_deepspeed_enabled else None,
+            optimizer=None if self.is_deepspeed_enabled else self.optimizer.optimizer,
+            sliced=self.sliced_state,
+        )
+
+    # ------------------------------------------------------------------ a step
+
+    def training_step(self, model: torch.nn.Module, inputs: StepBatch, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Forward and backward of all rows of a global batch; returns its loss (this rank's share times the ranks)."""
+        model.train()
+        result = self.executor.run(model, inputs)
+        self._batch = inputs
+        self._level_losses += result.level_losses
+        self._level_tokens += inputs.level_tokens
+        if self.is_deepspeed_enabled:
+            self._step_engine(model, result.loss)
+        return result.loss
+
+    def _step_engine(self, engine: Any, loss: torch.Tensor) -> None:
+        """DeepSpeed's step, unless gradients are not finite: outside float16 it would take them without a look."""
+        self._nonfinite = False
+        if not engine.fp16_enabled() and engine.optimizer.has_overflow():
+            self._nonfinite = True
+            engine.optimizer.zero_grad()
+            engine.optimizer._overflow_clean_up(engine.optimizer.loss_scale)
+            return
+        engine.step()
+
+    def _clip_grad_norm(self, model: torch.nn.Module):
+        norm = super()._clip_grad_norm(model)
+        if self.is_deepspeed_enabled:
+            return math.nan if self._nonfinite else norm
+        self._nonfinite = not math.isfinite(float(norm))
+        if self._nonfinite and self.accelerator.scaler is None:  # float16's scaler skips the step by itself
+            self.optimizer.optimizer.zero_grad(set_to_none=True)  # AdamW passes over parameters without gradient
+        return norm
+
+    def end_of_step(self) -> None:
+        """After the optimizer's step: guards, sample log, agreement on a stop."""
+        batch, step = self._batch, self.state.global_step
+        self.state.epoch = step * self.context.epochs_per_step
+        self.meter.add_step(tokens=batch.tokens, samples=len(batch.indices))
+        if self.context.sample_log is not None:
+            self.context.sample_log.append(step, self._row_ids(batch))
+        if self._nonfinite:
+            logger.warning("step %d was skipped: loss or gradients are not finite", step)
+            self.context.runlog.event("nonfinite", step=step, ids=self._row_ids(batch))
+            self.guard.skipped(step, self.last_checkpoint)
+        else:
+            self.guard.fine()
+        if self.context.control.any(self.context.signals.requested):
+            names = self.context.control.gather(self.context.signals.name)
+            self.stopped_by = next(str(name) for name in names if name)
+            self.context.runlog.event("signal", step=step, name=self.stopped_by)
+            self.control.should_save = self.control.should_training_stop = True
+            self.control.should_evaluate = False
+
+    def _row_ids(self, batch: StepBatch) -> list[int]:
+        return [int(row) for row in self.rows.samples.row_ids[batch.indices]]
+
+    def floating_point_ops(self, inputs: StepBatch) -> int:
+        return 0  # Trainer's own count is 6N whatever is trained; see modeling/flops.py when it is there
+
+    # ------------------------------------------------------------------ evaluation
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """Loss over all validation targets, overall and per level: sums over the same kind of plan, not means of means."""
+        rows = self.eval_rows if eval_dataset is None else eval_dataset
+        levels = rows.levels
+        with self.meter.paused():
+            sums = torch.zeros(levels + 1, device=self.args.device)
+            tokens, level_tokens = 0, torch.zeros(levels, dtype=torch.int64)
+            model = self.model_wrapped
+            model.eval()
+            for step in range(len(rows)):
+                batch = rows[step]
+                tokens += batch.supervised_tokens
+                level_tokens += torch.from_numpy(batch.level_tokens)
+                for row in batch.rows:
+                    with torch.no_grad():
+                        losses = row_losses(model, row, self.args.device, self.head)
+                    sums.index_add_(0, row.levels.to(self.args.device) % (levels + 1), losses)
+            self._sum_over_ranks(sums)
+        metrics = {f"{metric_key_prefix}_loss": float(sums.sum()) / tokens}
+        for name, loss, count in zip(self.context.level_names, sums.tolist(), level_tokens.tolist(), strict=False):
+            if count:
+                metrics[f"{metric_key_prefix}_loss/{name}"] = loss / count
+        self.log(dict(metrics))
+        return metrics
+
+    def _sum_over_ranks(self, tensor: torch.Tensor) -> None:
+        if self.accelerator.num_processes > 1:
+            dist.all_reduce(tensor)
+
+    # ------------------------------------------------------------------ log
+
+    def _reset_level_sums(self) -> None:
+        self._level_losses = torch.zeros(self.rows.levels, device=self.args.device)
+        self._level_tokens = torch.zeros(self.rows.levels, dtype=torch.int64).numpy()
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            self._add_step_facts(logs)
+            record = {"step": self.state.global_step, **logs}
+            self.context.runlog.step(record)
+            self.history.append(record)
+            self._show(logs)
+        elif "eval_loss" in logs:
+            self.context.runlog.event("eval", step=self.state.global_step, **logs)
+            self.history.append({"step": self.state.global_step, **logs})
+            logger.info("step %d  %s", self.state.global_step, "  ".join(f"{k} {v:.4f}" for k, v in logs.items()))
+        super().log(logs, start_time)
+
+    def _add_step_facts(self, logs: dict[str, float]) -> None:
+        measured = self.meter.take()
+        logs["tokens_per_second"] = round(measured.tokens_per_second, 1)
+        logs["samples_per_second"] = round(measured.samples_per_second, 2)
+        logs["step_seconds"] = round(measured.seconds / max(1, measured.steps), 4)
+        logs["loader_wait_seconds"] = round(measured.loader_wait_seconds / max(1, measured.steps), 4)
+        if self.rows.levels:
+            self._sum_over_ranks(self._level_losses)
+            total = max(1, int(self._level_tokens.sum()))
+            losses = self._level_losses.tolist()
+            for name, loss, tokens in zip(self.context.level_names, losses, self._level_tokens.tolist(), strict=True):
+                logs[f"tokens/{name}"], logs[f"share/{name}"] = tokens, round(tokens / total, 4)
+                if tokens:
+                    logs[f"loss/{name}"] = loss / tokens
+            self._reset_level_sums()
+        if self.spikes.is_spike(logs["loss"]):
+            ids = self._row_ids(self._batch)
+            logger.warning("step %d: loss %.4f is a spike", self.state.global_step, logs["loss"])
+            self.context.runlog.event("spike", step=self.state.global_step, loss=logs["loss"], ids=ids)
+
+    def _show(self, logs: dict[str, float]) -> None:
+        if not self.is_world_process_zero():
+            return
+        step = self.state.global_step
+        if self._progress is None:
+            self._progress = ProgressLine(self.context.total_steps, step)
+        self._progress.update(
+            step,
+            stage=self.context.stage_name(step - 1),
+            loss=logs["loss"],
+            tokens_per_second=logs["tokens_per_second"],
+            eta_seconds=(self.context.total_steps - step) * logs["step_seconds"],
+        )
+
+    def close_progress(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
+
+    def _log_out_of_memory(self, step: int, old, new, error: str) -> None:
+        logger.warning("step %d ran out of memory (%s): %s -> %s", step + 1, error, old.describe(), new.describe())
+        self.context.runlog.event("oom", step=step + 1, error=error, old=old.describe(), new=new.describe())
+
+    # ------------------------------------------------------------------ save
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        with self.meter.paused():
+            self.last_checkpoint = self.checkpointer.save(self.state.global_step, self.training_state())
+        logger.info("saved %s", self.last_checkpoint)
+
+
+class _StepEnd(TrainerCallback):
+    """Calls the trainer at the end of each step; callbacks added last run last, after Trainer's own flow decided."""
+
+    def __init__(self, trainer: RunTrainer) -> None:
+        self._end_of_step = functools.partial(RunTrainer.end_of_step, trainer)
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        self._end_of_step()
+
+
+def _as_is(item: StepBatch) -> StepBatch:
+    return item
