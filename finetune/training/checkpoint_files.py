@@ -1,0 +1,306 @@
+"""Checkpoint folders as files: staged, published by one rename, verified, rotated. Needs no torch.
+
+A save is: every rank writes its files into one staging folder and seals them (fsync, SHA-256); then one rank writes the
+manifest, syncs the folder and renames it to `checkpoint-<step>`. Killed or powered off at any moment, the run folder
+holds the previous valid checkpoint, the new one, or both. What else may be left carries a name that starts with a dot:
+
+    .staging-<step>-<token>           a save that did not finish; `clean_staging` removes it
+    .removing-checkpoint-<step>       a removal that did not finish; `clean_staging` removes it
+    .invalid-checkpoint-<step>-<n>    a broken checkpoint that stood in the way of a new one; kept for its owner
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from finetune.errors import ConfigError, FinetuneError, StateError
+from finetune.training import durable_files
+from finetune.training.checkpoint_manifest import (
+    MANIFEST_NAME,
+    Validity,
+    is_allowed,
+    list_checkpoints,
+    manifest_bytes,
+    newest_valid,
+    step_of,
+    verify,
+)
+
+__all__ = [
+    "CheckpointWriter",
+    "Validity",
+    "clean_staging",
+    "list_checkpoints",
+    "newest_valid",
+    "rotate",
+    "set_aside",
+    "step_of",
+    "verify",
+]
+
+# How long rank 0 waits for another node's files to be seen through a network file system's cache.
+VISIBLE_WITHIN_SECONDS = 60.0
+KEEP_AT_LEAST = 2
+
+_TOKEN = re.compile(r"[A-Za-z0-9]{1,64}")
+_LEFTOVER = re.compile(r"\.staging-\d+-[A-Za-z0-9]{1,64}|\.removing-checkpoint-\d+")
+
+logger = logging.getLogger("finetune")
+
+
+class CheckpointWriter:
+    """One save. Every rank enters it; an error inside removes the staging folder and is explained.
+
+        with CheckpointWriter(run_folder, step, token) as writer:
+            save_file(tensors, writer.folder / f"slices-{rank}.safetensors")
+            records = writer.seal([f"slices-{rank}.safetensors"])
+            ...                                   # gather the records of all ranks on rank 0
+            if rank == 0:
+                writer.publish(all_records, metadata)
+
+    Args:
+        run_folder: the run's folder; it exists, is locked by this run and is seen by all ranks.
+        step: optimizer steps done.
+        token: letters and digits, the same on every rank, new for every save.
+        expected_bytes: size of the whole checkpoint if known; given on one rank, refused early where it does not fit.
+
+    Raises (on entry, and from any OSError or safetensors input/output error inside):
+        FinetuneError: the folder, the needed and free bytes, and the previous checkpoint.
+    """
+
+    def __init__(self, run_folder: Path | str, step: int, token: str, *, expected_bytes: int | None = None) -> None:
+        if step < 0 or not _TOKEN.fullmatch(token):
+            raise ValueError(f"a step >= 0 and a token of letters and digits are needed, not {step!r} and {token!r}")
+        self.run_folder = Path(run_folder)
+        self.step = step
+        self.expected_bytes = expected_bytes
+        self.folder = self.run_folder / f".staging-{step}-{token}"
+
+    def __enter__(self) -> CheckpointWriter:
+        try:
+            if self.expected_bytes is not None and self.expected_bytes > durable_files.free_bytes(self.run_folder):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            with contextlib.suppress(FileExistsError):  # another rank was first
+                os.mkdir(self.folder)
+        except OSError as error:
+            raise self._explained(error) from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            return
+        cause = durable_files.os_error_in(error)
+        explained = self._explained(cause) if cause is not None else None
+        self.discard()
+        if explained is not None:
+            raise explained from error
+
+    def seal(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Sync the files that this rank wrote and return their records: `{"size_bytes", "sha256"}` by name.
+
+        Args:
+            names: relative to the staging folder, with forward slashes.
+        """
+        paths = [self.folder / name for name in names]
+        for path in paths:
+            durable_files.sync_file(path)
+        hashes = durable_files.hash_files(paths)
+        return {
+            name: {"size_bytes": os.lstat(path).st_size, "sha256": sha256}
+            for name, path, sha256 in zip(names, paths, hashes, strict=True)
+        }
+
+    def publish(self, records: Mapping[str, Mapping[str, Any]], metadata: Mapping[str, Any]) -> Path:
+        """Make the staging folder the checkpoint of its step, verify it and return it. One rank calls this.
+
+        A valid checkpoint that is there already is kept and the staging folder dropped (the same step of the same run
+        holds the same training); an invalid one is moved aside.
+
+        Args:
+            records: of the files of all ranks, as `seal` returned them.
+            metadata: plain JSON facts, without paths of this machine: global batch size, seed, schedule hash, data
+                fingerprint, package versions.
+
+        Raises:
+            FinetuneError: a file is missing, unsealed or of a kind that no checkpoint holds; the checkpoint does not
+                verify after it was written; or as for the class.
+        """
+        self._check_staged(records)
+        try:
+            manifest = manifest_bytes(self.step, records, metadata)
+        except (TypeError, ValueError) as error:
+            raise FinetuneError(f"the facts of a checkpoint must be plain JSON: {error}", str(self.folder)) from error
+        durable_files.write_new(self.folder / MANIFEST_NAME, manifest)
+        self._sync_folders(records)
+        target = self.run_folder / f"checkpoint-{self.step}"
+        if durable_files.is_taken(target):
+            found = verify(target)
+            if found.valid:
+                self.discard()
+                return target
+            set_aside(target, found.why)
+        os.rename(self.folder, target)
+        durable_files.sync_folder(self.run_folder)
+        written = verify(target)
+        if not written.valid:
+            raise FinetuneError(
+                f"{target.name} was written but does not verify: {written.why}",
+                str(self.run_folder),
+                f"test the disk and the memory of this machine. {self._previous()}",
+            )
+        return target
+
+    def discard(self) -> None:
+        """Remove the staging folder as far as that is possible; `clean_staging` takes the rest when the run goes on."""
+        try:
+            durable_files.remove_tree(self.folder, missing_ok=True)
+        except OSError as error:
+            logger.warning("%s could not be removed (%s); the next start of this run does it", self.folder.name, error)
+
+    def _check_staged(self, records: Mapping[str, Mapping[str, Any]]) -> None:
+        """Exactly the recorded files are in the staging folder; waits where another node's are not seen yet."""
+        if refused := sorted(name for name in records if not is_allowed(name) or name == MANIFEST_NAME):
+            raise FinetuneError(
+                f"a checkpoint must not hold {refused}", str(self.folder), "save it as safetensors or JSON"
+            )
+        deadline = time.monotonic() + VISIBLE_WITHIN_SECONDS
+        while True:
+            sizes, strange = durable_files.walk_files(self.folder)
+            absent = [name for name in records if sizes.get(name) != records[name]["size_bytes"]]
+            if not absent or time.monotonic() > deadline:
+                break
+            time.sleep(0.2)
+        if absent:
+            raise FinetuneError(
+                f"files of other ranks are not seen by the rank that publishes: {sorted(absent)[:5]}",
+                str(self.folder),
+                "put --output-dir on a file system that all nodes share",
+            )
+        if unsealed := sorted({*sizes, *strange} - records.keys()):
+            raise FinetuneError(f"files in the staging folder that no rank sealed: {unsealed[:5]}", str(self.folder))
+
+    def _sync_folders(self, names: Collection[str]) -> None:
+        inner = {parent for name in names for parent in Path(name).parents}
+        for folder in sorted(inner | {Path(".")}, key=lambda path: len(path.parts), reverse=True):
+            durable_files.sync_folder(self.folder / folder)
+
+    def _previous(self) -> str:
+        try:
+            previous, _ = newest_valid(self.run_folder, hashes=False)
+        except StateError:  # the disk is gone altogether
+            return ""
+        return f"The previous checkpoint is {previous.name}" if previous else "There is no previous checkpoint"
+
+    def _staged_bytes(self) -> int:
+        try:
+            return sum(durable_files.walk_files(self.folder)[0].values())
+        except OSError:
+            return 0
+
+    def _explained(self, error: OSError) -> FinetuneError:
+        """The error of the system, with the numbers and the way on."""
+        try:
+            free = durable_files.format_bytes(durable_files.free_bytes(self.run_folder))
+        except OSError as second:
+            free = f"unknown ({second.strerror})"
+        if self.expected_bytes is not None:
+            needed = durable_files.format_bytes(self.expected_bytes)
+        else:
+            needed = f"more than the {durable_files.format_bytes(self._staged_bytes())} written"
+        remedies = {
+            errno.ENOSPC: "free some space on it",
+            errno.EDQUOT: "free some of your quota on it",
+            errno.EFBIG: "raise the limit on the size of a file (ulimit -f)",
+            errno.EROFS: "have it mounted for writing",
+            errno.EIO: "look for its errors in the system log and use another disk if there are any",
+        }
+        remedy = remedies.get(error.errno or 0, "mend what the system says about it")
+        return FinetuneError(
+            f"checkpoint-{self.step} could not be written: {error.strerror or error}; needed {needed}, free {free}",
+            str(self.run_folder),
+            f"{remedy}, then start the same command again. {self._previous()}".rstrip(),
+        )
+
+
+def set_aside(folder: Path, why: str) -> Path:
+    """Rename a checkpoint so that nothing takes it for one, keep its files, and say so. Returns the new name."""
+    number = 1
+    while durable_files.is_taken(aside := folder.parent / f".invalid-{folder.name}-{number}"):
+        number += 1
+    os.rename(folder, aside)
+    durable_files.sync_folder(folder.parent)
+    logger.warning("%s was moved aside to %s: %s", folder.name, aside.name, why)
+    return aside
+
+
+def rotate(run_folder: Path | str, keep: int, *, known_valid: Collection[str] = ()) -> list[str]:
+    """Remove checkpoints older than the `keep` newest valid ones; return the names of the removed ones.
+
+    Nothing is removed before `keep` newer ones were verified here. What does not even look like a checkpoint of this
+    package (by manifest, names and sizes) is left where it is.
+
+    Args:
+        run_folder: the run's folder, locked by this run.
+        keep: at least 2, because the newest may turn out broken.
+        known_valid: names whose content this process has verified already; only their names and sizes are looked at.
+
+    Raises:
+        ConfigError: `keep` is below 2.
+    """
+    if keep < KEEP_AT_LEAST:
+        raise ConfigError(f"save_total_limit is {keep}, below {KEEP_AT_LEAST}", "save_total_limit", "give 2 or more")
+    removed: list[str] = []
+    kept = 0
+    try:
+        newest_first = list(reversed(list_checkpoints(run_folder)))
+    except StateError as error:  # the save itself went well: no reason to stop the run
+        logger.warning("no old checkpoint is removed: %s", error)
+        return removed
+    for folder in newest_first:
+        enough = kept >= keep
+        validity = verify(folder, hashes=not enough and folder.name not in known_valid)
+        if not validity.valid:
+            if not enough:  # else it was said when it was new
+                logger.warning("%s is invalid and left as it is: %s", folder.name, validity.why)
+        elif enough:
+            try:
+                _remove(folder)
+                removed.append(folder.name)
+            except OSError as error:
+                logger.warning("%s could not be removed: %s", folder.name, error)
+        else:
+            kept += 1
+    return removed
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint so that a kill half-way leaves nothing that looks like one."""
+    doomed = folder.parent / f".removing-{folder.name}"
+    durable_files.remove_tree(doomed, missing_ok=True)
+    os.rename(folder, doomed)
+    durable_files.sync_folder(folder.parent)  # or a power loss could keep the old name and lose the files
+    durable_files.remove_tree(doomed)
+
+
+def clean_staging(run_folder: Path | str) -> list[str]:
+    """Remove what killed saves and removals left; return the names. Only for the holder of the run folder's lock."""
+    removed = []
+    for name in sorted(os.listdir(run_folder)):
+        if _LEFTOVER.fullmatch(name):
+            try:
+                durable_files.remove_tree(Path(run_folder) / name)
+                removed.append(name)
+            except OSError as error:
+                logger.warning("%s could not be removed: %s", name, error)
+    return removed

@@ -1,0 +1,220 @@
+"""Files that survive a kill and a power loss: written, synced, replaced, hashed, removed.
+
+Everything goes through plain `os` calls, one system call each, so that a test can stop a process at every one of them.
+A write is durable only when the file *and* the folder that names it are synced: neither alone is enough (fsync(2)).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import stat
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+CHUNK_BYTES = 8 << 20
+# Below this a thread pool costs more than it saves; one core hashes about 1.5 GB/s where it has SHA instructions.
+PARALLEL_HASHING_FROM_BYTES = 64 << 20
+# What a file system answers that knows no fsync of folders (some FUSE and SMB mounts): it cannot be asked for more.
+_NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF}
+
+
+def _sync_descriptor(descriptor: int) -> None:
+    if hasattr(fcntl, "F_FULLFSYNC"):  # macOS: fsync alone stops at the drive's cache
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+            return
+        except OSError:  # not on network volumes
+            pass
+    os.fsync(descriptor)
+
+
+def open_regular(path: Path) -> int:
+    """Open a file for reading and return its descriptor; the caller closes it.
+
+    Raises:
+        OSError: the path is a link, a folder, a pipe or a device, or cannot be read.
+    """
+    # O_NONBLOCK: opening a pipe that someone left here must not wait for its writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return descriptor
+
+
+def read_bytes(path: Path, limit_bytes: int) -> bytes:
+    """The whole content of a regular file.
+
+    Raises:
+        OSError: it cannot be read, is not a regular file, or is larger than `limit_bytes`.
+    """
+    descriptor = open_regular(path)
+    try:
+        if os.fstat(descriptor).st_size > limit_bytes:
+            raise OSError(errno.EFBIG, f"larger than {limit_bytes} bytes", str(path))
+        chunks = []
+        while chunk := os.read(descriptor, CHUNK_BYTES):
+            chunks.append(chunk)
+        return b"".join(chunks)
+    finally:
+        os.close(descriptor)
+
+
+def _write_synced(path: Path, data: bytes, flags: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o666)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+        _sync_descriptor(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Write and sync a file that must not exist yet; its folder is still to be synced."""
+    _write_synced(path, data, os.O_EXCL)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replace a file's content: at every moment, power loss included, it holds the old or the new content, whole.
+
+    One writer at a time: the temporary name is fixed, so that a killed writer leaves no heap of them.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        _write_synced(temporary, data, os.O_TRUNC)
+        os.replace(temporary, path)
+    except OSError:
+        remove_tree(temporary, missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_file(path: Path) -> None:
+    """Have the device hold a file's content, whoever wrote it."""
+    descriptor = open_regular(path)
+    try:
+        _sync_descriptor(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(path: Path) -> None:
+    """Have the device hold a folder's names: files made, renamed and removed in it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _sync_descriptor(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a regular file, as 64 hexadecimal digits."""
+    digest = hashlib.sha256()
+    descriptor = open_regular(path)
+    try:
+        while chunk := os.read(descriptor, CHUNK_BYTES):
+            digest.update(chunk)
+    finally:
+        os.close(descriptor)
+    return digest.hexdigest()
+
+
+def hash_files(paths: Sequence[Path]) -> list[str]:
+    """SHA-256 of several regular files, in order; large ones side by side (hashlib leaves other threads running)."""
+    total_bytes = sum(os.lstat(path).st_size for path in paths)
+    if len(paths) < 2 or total_bytes < PARALLEL_HASHING_FROM_BYTES:
+        return [hash_file(path) for path in paths]
+    with ThreadPoolExecutor(max_workers=min(8, len(paths), os.cpu_count() or 1)) as pool:
+        return list(pool.map(hash_file, paths))
+
+
+def walk_files(folder: Path) -> tuple[dict[str, int], list[str]]:
+    """What lies in a folder and the folders below it, without following links.
+
+    Returns:
+        sizes in bytes by name (relative, with forward slashes) of the regular files, and the names of everything that
+        is neither a regular file nor a folder, and of folders with nothing in them (these with a slash at the end).
+    """
+    sizes: dict[str, int] = {}
+    strange: list[str] = []
+    open_folders = [(folder, "")]
+    while open_folders:
+        here, prefix = open_folders.pop()
+        with os.scandir(here) as scan:
+            entries = sorted(scan, key=lambda entry: entry.name)
+        if not entries and prefix:
+            strange.append(prefix)
+        for entry in entries:
+            name = prefix + entry.name
+            if entry.is_dir(follow_symlinks=False):
+                open_folders.append((here / entry.name, name + "/"))
+            elif entry.is_file(follow_symlinks=False):
+                sizes[name] = entry.stat(follow_symlinks=False).st_size
+            else:
+                strange.append(name)
+    return sizes, strange
+
+
+def is_taken(path: Path) -> bool:
+    """Whether anything has this name, a broken link included; unlike `os.path.lexists`, an error is no "no"."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def remove_tree(path: Path, *, missing_ok: bool = False) -> None:
+    """Remove a file, a link (never what it points to) or a folder with all that is in it.
+
+    Several processes may remove the same folder at once: what one finds gone, another has removed.
+    """
+    if not is_taken(path):
+        if missing_ok:
+            return
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    while is_taken(path):
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISDIR(os.lstat(path).st_mode):
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that a user without privileges can still write on the file system of `path`."""
+    state = os.statvfs(path)
+    return state.f_bavail * state.f_frsize
+
+
+def format_bytes(size_bytes: int) -> str:
+    """For people: 999 B, 1.5 KiB, 18.2 MiB."""
+    if size_bytes < 1024:
+        return f"{size_bytes} B"
+    power = min((size_bytes.bit_length() - 1) // 10, 4)
+    return f"{size_bytes / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
+
+
+def os_error_in(error: BaseException) -> OSError | None:
+    """The system's error behind an exception, or None.
+
+    safetensors writes in Rust and raises its own kind with `(os error 28)` or `code: 28` in the text.
+    """
+    if isinstance(error, OSError):
+        return error
+    if type(error).__name__ == "SafetensorError" and (found := re.search(r"(?:os error |code: )(\d+)", str(error))):
+        number = int(found.group(1))
+        return OSError(number, os.strerror(number))
+    return None

@@ -1,0 +1,293 @@
+"""The run folder: what run it holds, how that run stands, which samples it took. Who may write in it: `RunLock`.
+
+.lock               held by one process of the run while it works; names its holder
+run_identity.json   what must be equal for a run to go on here
+run.yaml            the resolved configuration
+status.json         running, done, failed or stopped, with the exit code
+samples.jsonl       one line per optimizer step: {"step": from 1, "ids": [row numbers]}
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
+
+from finetune.errors import DataError, StateError
+from finetune.training import durable_files
+from finetune.training.run_lock import LOCK_NAME, RunLock, now_utc
+
+__all__ = [
+    "Difference",
+    "FolderDescription",
+    "RunLock",
+    "SampleLog",
+    "check_output_folder",
+    "describe_folder",
+    "format_differences",
+    "read_identity",
+    "read_jsonl_tolerant",
+    "read_status",
+    "write_identity",
+    "write_status",
+]
+
+IDENTITY_NAME = "run_identity.json"
+CONFIG_NAME = "run.yaml"
+STATUS_NAME = "status.json"
+SAMPLES_NAME = "samples.jsonl"
+FILE_LIMIT_BYTES = 16 << 20
+# Not a run's and nobody's work either: what a killed start, a mount point or a file manager leaves.
+_IGNORED_NAMES = {LOCK_NAME, f".{IDENTITY_NAME}.tmp", "lost+found", ".DS_Store"}
+
+logger = logging.getLogger("finetune")
+
+RunState = Literal["running", "done", "failed", "stopped"]
+_RUN_STATES = ("running", "done", "failed", "stopped")
+
+
+class Difference(NamedTuple):
+    """One fact in which a run differs from the run in its output folder; None stands for "not known there"."""
+
+    name: str
+    old: Any
+    new: Any
+
+
+@dataclass(frozen=True)
+class FolderDescription:
+    """What an output folder holds.
+
+    `kind` is "empty" (or not there yet), "run" (a run of this package) or "other"; the rest is None where the file is
+    not there or cannot be read.
+    """
+
+    kind: Literal["empty", "run", "other"]
+    identity: dict[str, Any] | None = None
+    config: dict[str, Any] | None = None
+    status: dict[str, Any] | None = None
+
+
+def _json_text(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _read_json_object(path: Path) -> dict[str, Any] | None:
+    """A JSON object from a file; None where it is not there, cannot be read or is something else."""
+    try:
+        content = json.loads(durable_files.read_bytes(path, FILE_LIMIT_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _read_config(path: Path) -> dict[str, Any] | None:
+    import yaml  # only where a folder is described
+
+    try:
+        content = yaml.safe_load(durable_files.read_bytes(path, FILE_LIMIT_BYTES))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def write_status(run_folder: Path | str, state: RunState, exit_code: int | None, **facts: Any) -> None:
+    """Write `status.json`, whole or not at all. A refused run has no status: it writes nothing.
+
+    Args:
+        run_folder: the run's folder.
+        state: "running", "done", "failed" or "stopped".
+        exit_code: what the process ends with; None while it runs.
+        facts: plain JSON: step, checkpoint, message, ...
+    """
+    if state not in _RUN_STATES:
+        raise ValueError(f"{state!r} is not one of {_RUN_STATES}")
+    content = {"state": state, "exit_code": exit_code, "written_at": now_utc(), **facts}
+    durable_files.replace_file(Path(run_folder) / STATUS_NAME, _json_text(content))
+
+
+def read_status(run_folder: Path | str) -> dict[str, Any] | None:
+    """The content of `status.json`, or None where there is none that can be read."""
+    return _read_json_object(Path(run_folder) / STATUS_NAME)
+
+
+def write_identity(run_folder: Path | str, identity: Mapping[str, Any]) -> None:
+    """Write `run_identity.json`: the facts that `check_output_folder` compares. The first file a run writes."""
+    durable_files.replace_file(Path(run_folder) / IDENTITY_NAME, _json_text(identity))
+
+
+def read_identity(run_folder: Path | str) -> dict[str, Any] | None:
+    """The content of `run_identity.json`, or None where there is none that can be read."""
+    return _read_json_object(Path(run_folder) / IDENTITY_NAME)
+
+
+def describe_folder(output_dir: Path | str) -> FolderDescription:
+    """What an output folder holds, without changing or trusting anything in it.
+
+    Raises:
+        StateError: the path is not a folder, or the folder cannot be read.
+    """
+    folder = Path(output_dir)
+    try:
+        names = set(os.listdir(folder)) - _IGNORED_NAMES
+    except FileNotFoundError:
+        if not os.path.lexists(folder):
+            return FolderDescription("empty")
+        raise StateError("the output folder is a link to nothing", str(folder), "choose another --output-dir") from None
+    except OSError as error:
+        raise StateError(
+            f"the output folder cannot be read: {error.strerror}", str(folder), "choose another --output-dir"
+        ) from error
+    if not names:
+        return FolderDescription("empty")
+    return FolderDescription(
+        kind="run" if IDENTITY_NAME in names else "other",
+        identity=read_identity(folder),
+        config=_read_config(folder / CONFIG_NAME),
+        status=read_status(folder),
+    )
+
+
+def check_output_folder(output_dir: Path | str, identity: Mapping[str, Any]) -> list[Difference]:
+    """In what the run in an output folder differs from this one; nothing for a free folder or the same run.
+
+    Args:
+        output_dir: the folder, there or not. It is only read.
+        identity: facts that make this run what it is (model, data fingerprint, schedule hash, global batch size, seed,
+            total steps, tokenizer hash, ...), plain JSON; compared as they are after a write and a read.
+
+    Raises:
+        StateError: the folder holds files but no run of this package, or its identity cannot be read.
+    """
+    description = describe_folder(output_dir)
+    if description.kind == "empty":
+        return []
+    if description.kind == "other":
+        raise StateError(
+            f"the output folder is not empty and not a run of this package (it has no {IDENTITY_NAME})",
+            str(output_dir),
+            "choose an empty or new --output-dir",
+        )
+    if description.identity is None:
+        raise StateError(
+            f"{IDENTITY_NAME} in the output folder is broken, so it cannot be told whether this is the same run",
+            str(output_dir),
+            "choose an empty or new --output-dir",
+        )
+    old, new = description.identity, json.loads(_json_text(identity))
+    names = [*new, *(name for name in old if name not in new)]
+    return [Difference(name, old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)]
+
+
+def format_differences(differences: Sequence[Difference]) -> str:
+    """A line for each difference, for an error message."""
+    return "\n".join(f"{name}: {old!r} in the folder, {new!r} now" for name, old, new in differences)
+
+
+def read_jsonl_tolerant(path: Path | str) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file in order; a torn last line (no newline at its end, or not JSON) is left out.
+
+    Raises:
+        DataError: a line before the last is not a JSON object.
+        OSError: the file cannot be read.
+    """
+    torn: int | None = None
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if torn is not None:
+                raise DataError(
+                    "a line in the middle of the log is not a JSON object", f"{path}:{torn}", "take out that line"
+                )
+            record = _parse_line(line)
+            if record is None or not line.endswith(b"\n"):
+                torn = number
+            else:
+                yield record
+
+
+def _parse_line(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+class SampleLog:
+    """`samples.jsonl`: which rows every optimizer step took, one flushed write per step.
+
+    Opening it for a run that goes on after step `resume_step` cuts a torn last line and the lines of later steps, which
+    the run will write again: so the file of an interrupted run ends up the same as that of an uninterrupted one.
+
+    Args:
+        path: the file; made where it is not there.
+        resume_step: optimizer steps done; 0 starts an empty log.
+    """
+
+    def __init__(self, path: Path | str, resume_step: int = 0) -> None:
+        self.path = Path(path)
+        self._descriptor = os.open(
+            self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
+        )
+        try:
+            self._repair(resume_step)
+        except BaseException:
+            self.close()
+            raise
+
+    def _repair(self, resume_step: int) -> None:
+        keep_bytes, next_step = 0, 1
+        with open(self.path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                record = _parse_line(line)
+                step = record.get("step") if record else None
+                if not line.endswith(b"\n") or (type(step) is int and step > resume_step):
+                    break
+                keep_bytes += len(line)
+                if step == next_step:
+                    next_step += 1
+                else:
+                    logger.warning("%s:%d is not the line of step %d", self.path, number, next_step)
+                    next_step = step + 1 if type(step) is int else next_step + 1
+        os.ftruncate(self._descriptor, keep_bytes)
+        if next_step != resume_step + 1:
+            logger.warning(
+                "%s ends before step %d, from which the run goes on; lines are missing from step %d",
+                self.path, resume_step + 1, next_step,
+            )  # fmt: skip
+        self.sync()
+
+    def append(self, step: int, ids: Sequence[int]) -> None:
+        """Write the line of one optimizer step.
+
+        Args:
+            step: counted from 1.
+            ids: row numbers of the step's global batch, counted from 0 through the data files in order.
+        """
+        record = {"step": int(step), "ids": [int(row) for row in ids]}
+        line = memoryview((json.dumps(record) + "\n").encode())
+        while line:  # one write; the system takes less only when the disk is full, and then says so on the second
+            line = line[os.write(self._descriptor, line) :]
+
+    def sync(self) -> None:
+        """Have the device hold all lines. Call it before a checkpoint is published: it must not outlive its lines."""
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Close the file; twice does no harm."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> SampleLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
