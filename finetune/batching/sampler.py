@@ -26,9 +26,8 @@ class GlobalBatches:
     """The global batches of a run.
 
     The k-th sample of a level over the whole run is the one at place k mod n of the level's pass k div n, where n is
-    the number of its
-    samples and each pass is a permutation of its own: no sample of a level comes again before every other has come as
-    often. Inside a step the levels are shuffled.
+    the number of its samples and each pass is a permutation of its own: no sample of a level comes again before every
+    other has come as often. Inside a step the levels are shuffled.
 
     Args:
         level_of_sample: int[N], the index of each sample's level in `schedule.levels`.
@@ -53,12 +52,8 @@ class GlobalBatches:
         exact_limit: int = EXACT_LIMIT,
     ) -> None:
         level_of_sample = np.ascontiguousarray(level_of_sample, dtype=np.int64)
-        self.schedule, self.global_batch_size, self.total_steps, self.seed = (
-            schedule,
-            global_batch_size,
-            total_steps,
-            seed,
-        )
+        self.schedule, self.seed = schedule, seed
+        self.global_batch_size, self.total_steps = global_batch_size, total_steps
         self.samples_per_level = _samples_per_level(level_of_sample, schedule)
         # The samples of level l are _members[_starts[l] : _starts[l + 1]], in the order of the data.
         self._members = np.argsort(level_of_sample, kind="stable")
@@ -82,13 +77,11 @@ class GlobalBatches:
         """
         self._check(step)
         counts = self.counts[step]
-        order = (
-            exact_order(self.global_batch_size, self.seed, _STEP_KEY, step) if np.count_nonzero(counts) > 1 else None
-        )
         batch = np.concatenate([self._draw(level, step) for level in np.flatnonzero(counts).tolist()])
-        if order is None:
+        if np.count_nonzero(counts) == 1:
             return batch
         # Slot i takes a level from the shuffled multiset; the slots of a level take its draws in order.
+        order = exact_order(self.global_batch_size, self.seed, _STEP_KEY, step)
         level_of_slot = np.repeat(np.arange(len(counts)), counts)[order]
         shuffled = np.empty_like(batch)
         shuffled[np.argsort(level_of_slot, kind="stable")] = batch

@@ -1,0 +1,123 @@
+"""Permutations: bijective, keyed, uniform as far as can be tested, the same for ever."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finetune.batching.permutation import EXACT_LIMIT, MAX_SIZE, exact_order, permutation, random_words
+
+
+def everything(size: int, *key: int, **options: int) -> np.ndarray:
+    return permutation(size, *key, **options)(np.arange(size))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 5000), st.lists(st.integers(-(2**70), 2**70), max_size=4), st.integers(0, 5000))
+def test_every_position_once_on_both_sides_of_the_limit(size: int, key: list[int], limit: int) -> None:
+    assert np.array_equal(np.sort(everything(size, *key, exact_limit=limit)), np.arange(size))
+
+
+@pytest.mark.parametrize("size", [*range(1, 70), 127, 128, 129, 4095, 4096, 4097, 65537])
+def test_feistel_is_bijective_at_and_around_powers_of_two(size: int) -> None:
+    assert np.array_equal(np.sort(everything(size, 7, exact_limit=0)), np.arange(size))
+
+
+def test_feistel_is_bijective_above_the_real_limit() -> None:
+    size = EXACT_LIMIT + 1
+    seen = np.zeros(size, dtype=bool)
+    seen[everything(size, 3)] = True
+    assert seen.all()
+
+
+def test_huge_sizes_take_no_memory_and_stay_inside() -> None:
+    positions = np.array([0, 1, 2**40, MAX_SIZE - 1])
+    values = permutation(MAX_SIZE, 1)(positions)
+    assert len(set(values.tolist())) == 4
+    assert (values >= 0).all() and (values < MAX_SIZE).all()
+
+
+@pytest.mark.parametrize("limit", [0, EXACT_LIMIT])
+def test_any_position_alone_is_what_it_is_among_all(limit: int) -> None:
+    whole = everything(1000, 5, exact_limit=limit)
+    alone = permutation(1000, 5, exact_limit=limit)
+    order = np.random.default_rng(0).permutation(1000)
+    assert [int(alone(np.array([position]))[0]) for position in order] == whole[order].tolist()
+
+
+@pytest.mark.parametrize("limit", [0, EXACT_LIMIT])
+def test_each_part_of_the_key_and_the_size_matter(limit: int) -> None:
+    keys = [(1, 2, 3), (1, 2, 4), (2, 1, 3), (1, 23), (12, 3), (1, 2), (-1, 2, 3)]
+    orders = {tuple(everything(500, *key, exact_limit=limit).tolist()) for key in keys}
+    assert len(orders) == len(keys)
+    # Not the order of a smaller size with the rest appended, either.
+    assert everything(500, 1, exact_limit=limit)[:10].tolist() != everything(501, 1, exact_limit=limit)[:10].tolist()
+
+
+def chi_square(counts: np.ndarray) -> float:
+    expected = counts.sum() / counts.size
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def test_exact_orders_of_four_are_equally_likely() -> None:
+    index = {order: number for number, order in enumerate(permutations(range(4)))}
+    drawn = [index[tuple(exact_order(4, key).tolist())] for key in range(4800)]
+    # 23 degrees of freedom: 1 in 10,000 lies above 56. The keys are fixed, so this cannot flicker.
+    assert chi_square(np.bincount(drawn, minlength=24)) < 56
+
+
+@pytest.mark.parametrize("limit", [0, EXACT_LIMIT])
+def test_where_a_position_goes_is_uniform_over_keys(limit: int) -> None:
+    size, keys = 1024, 2000
+    places = np.stack([permutation(size, key, exact_limit=limit)(np.array([0, 1, 511, 1023])) for key in range(keys)])
+    for place in places.T:
+        assert chi_square(np.bincount(place // 32, minlength=32)) < 67  # 31 degrees of freedom, 1 in 5,000
+    # Neighbours do not stay neighbours: the distance of positions 0 and 1 is spread over the ring.
+    distance = (places[:, 1] - places[:, 0]) % size
+    assert chi_square(np.bincount(distance // 32, minlength=32)) < 67
+
+
+@pytest.mark.parametrize("limit", [0, EXACT_LIMIT])
+def test_fixed_points_are_as_rare_as_chance_has_them(limit: int) -> None:
+    fixed = [int((everything(257, key, exact_limit=limit) == np.arange(257)).sum()) for key in range(2000)]
+    assert 0.9 < float(np.mean(fixed)) < 1.1  # mean 1, standard error 0.022
+
+
+def test_the_order_is_pinned() -> None:
+    """These values are in runs that people resume: if they change, ORDER_VERSION must."""
+    assert everything(10, 42, 1).tolist() == EXACT_10
+    assert everything(10, 42, 1, exact_limit=0).tolist() == FEISTEL_10
+    assert random_words(2, 42).tolist() == WORDS
+
+
+EXACT_10 = [3, 4, 8, 1, 0, 7, 5, 2, 6, 9]
+FEISTEL_10 = [7, 0, 3, 2, 5, 9, 1, 6, 8, 4]
+WORDS = [5055796468497514509, 16672108002848039104]
+
+
+@pytest.mark.parametrize("size", [0, -1, MAX_SIZE + 1])
+def test_sizes_outside_are_refused(size: int) -> None:
+    with pytest.raises(ValueError, match="size is"):
+        permutation(size, 1)
+
+
+@pytest.mark.parametrize("position", [-1, 10])
+def test_positions_outside_are_refused(position: int) -> None:
+    with pytest.raises(ValueError, match="not all inside"):
+        permutation(10, 1)(np.array([0, position]))
+
+
+def test_no_positions_give_none() -> None:
+    assert permutation(10, 1)(np.array([], dtype=np.int64)).tolist() == []
+
+
+def test_batching_imports_no_torch() -> None:
+    modules = "permutation, rounding, curriculum, sampler, execution_plan"
+    code = f"import sys; from finetune.batching import {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

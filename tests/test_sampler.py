@@ -1,0 +1,202 @@
+"""Global batches: the right counts, no repeat before exhaustion, a pure function of the step."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schedules import GUIDE, schedules
+
+from finetune.batching.curriculum import Schedule, Stage, uniform_schedule
+from finetune.batching.execution_plan import plan_rows
+from finetune.batching.sampler import GlobalBatches, count_steps
+from finetune.errors import DataError, FinetuneError
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> GlobalBatches:
+    """A schedule, levels of 1 to 40 samples in any order, up to 40 steps; small levels use the Feistel network too."""
+    schedule = draw(schedules())
+    sizes = [draw(st.integers(1, 40)) for _ in schedule.levels]
+    levels = np.repeat(np.arange(len(sizes)), sizes)
+    np.random.default_rng(draw(st.integers(0, 99))).shuffle(levels)
+    return GlobalBatches(
+        levels,
+        schedule,
+        draw(st.sampled_from([1, 2, 5, 16, 33])),
+        draw(st.integers(1, 40)),
+        draw(st.integers(-(2**63), 2**64)),
+        exact_limit=draw(st.sampled_from([0, 20, 1 << 20])),
+    )
+
+
+def stream(batches: GlobalBatches) -> list[np.ndarray]:
+    return [batches.indices(step) for step in range(len(batches))]
+
+
+def levels_of(batches: GlobalBatches) -> np.ndarray:
+    levels = np.empty(len(batches._members), dtype=np.int64)
+    levels[batches._members] = np.repeat(np.arange(len(batches.samples_per_level)), batches.samples_per_level)
+    return levels
+
+
+@settings(deadline=None, max_examples=150)
+@given(runs())
+def test_each_batch_has_the_planned_counts_and_no_sample_repeats_before_exhaustion(batches: GlobalBatches) -> None:
+    level_of = levels_of(batches)
+    drawn: Counter[int] = Counter()
+    sizes, used = (
+        np.bincount(level_of, minlength=len(batches.schedule.levels)),
+        np.zeros_like(batches.samples_per_level),
+    )
+    for step, indices in enumerate(stream(batches)):
+        assert indices.shape == (batches.global_batch_size,) and indices.dtype == np.int64
+        assert np.bincount(level_of[indices], minlength=len(sizes)).tolist() == batches.counts[step].tolist()
+        for index in indices.tolist():
+            level = level_of[index]
+            # As often as every other of its level has come at least: the passes that are complete.
+            assert drawn[index] == used[level] // sizes[level], f"sample {index} came again too early"
+            drawn[index] += 1
+            used[level] += 1
+    for level in range(len(sizes)):
+        times = [drawn[index] for index in np.flatnonzero(level_of == level).tolist()]
+        assert max(times) - min(times) <= 1
+    passes = {name: float(used[i] / sizes[i]) for i, name in enumerate(batches.schedule.levels)}
+    assert batches.passes() == pytest.approx(passes)
+
+
+@settings(deadline=None, max_examples=60)
+@given(runs(), st.randoms(use_true_random=False))
+def test_any_step_at_any_time_is_what_it_is_in_order(batches: GlobalBatches, random: object) -> None:
+    in_order = stream(batches)
+    steps = list(range(len(batches))) * 2
+    random.shuffle(steps)  # type: ignore[attr-defined]
+    for step in steps:
+        assert np.array_equal(batches.indices(step), in_order[step])
+    copy = pickle.loads(pickle.dumps(batches))  # a loader's worker process gets one
+    assert np.array_equal(copy.indices(steps[0]), in_order[steps[0]])
+
+
+@settings(deadline=None, max_examples=40)
+@given(runs(), st.integers(1, 500))
+def test_every_world_size_trains_on_the_same_set(batches: GlobalBatches, budget: int) -> None:
+    lengths = np.random.default_rng(0).integers(1, budget + 1, len(batches._members))
+    for step in {0, len(batches) - 1}:
+        indices = batches.indices(step)
+        wanted = sorted(indices.tolist())
+        for world_size in range(1, 9):
+            for way in ({"token_budget": budget}, {"samples_per_row": 3}):
+                plan = plan_rows(lengths[indices], world_size, **way)
+                taken = [int(indices[position]) for rank in plan.rows for row in rank for position in row]
+                assert sorted(taken) == wanted
+
+
+def test_pass_boundary_inside_a_step_and_many_passes_in_one() -> None:
+    batches = GlobalBatches(np.zeros(3, dtype=int), uniform_schedule(), 8, 3, 1)
+    flat = np.concatenate(stream(batches))
+    for start in range(0, 24, 3):
+        assert sorted(flat[start : start + 3].tolist()) == [0, 1, 2]
+    orders = {tuple(flat[start : start + 3].tolist()) for start in range(0, 24, 3)}
+    assert len(orders) > 1, "each pass has an order of its own"
+    assert batches.passes() == {"all": 8.0}
+
+
+def test_uniform_training_is_epochs_of_shuffled_data() -> None:
+    batches = GlobalBatches(np.zeros(1000, dtype=int), uniform_schedule(), 50, 40, 7)
+    flat = np.concatenate(stream(batches))
+    first, second = flat[:1000], flat[1000:]
+    assert np.array_equal(np.sort(first), np.arange(1000)) and np.array_equal(np.sort(second), np.arange(1000))
+    assert not np.array_equal(first, second)
+
+
+def test_levels_are_shuffled_inside_a_step() -> None:
+    levels = np.repeat([0, 1, 2], 500)
+    batches = GlobalBatches(levels, GUIDE, 100, 100, 42)
+    kinds = np.stack([levels[batches.indices(step)] for step in range(70, 100)])
+    assert len({tuple(kind) for kind in kinds.tolist()}) == 30
+    # Wherever in the batch one looks, the share of topology is near its 40%: here 300 draws, standard error 3%.
+    for first in range(0, 100, 10):
+        assert 0.28 < (kinds[:, first : first + 10] == 2).mean() < 0.52
+
+
+def test_the_seed_the_data_and_the_schedule_decide_and_the_fingerprint_says_so() -> None:
+    levels = np.repeat([0, 1, 2], 50)
+    other = Schedule(GUIDE.levels, (Stage(1.0, (1, 1, 1)),))
+    runs = [
+        GlobalBatches(levels, GUIDE, 8, 20, 42),
+        GlobalBatches(levels, GUIDE, 8, 20, 43),
+        GlobalBatches(levels[::-1], GUIDE, 8, 20, 42),
+        GlobalBatches(levels, other, 8, 20, 42),
+        GlobalBatches(levels, GUIDE, 4, 20, 42),
+        GlobalBatches(levels, GUIDE, 8, 21, 42),
+    ]
+    assert len({run.fingerprint() for run in runs}) == len(runs)
+    assert len({tuple(np.concatenate(stream(run)).tolist()) for run in runs}) == len(runs)
+    again = GlobalBatches(levels.astype(np.int16), GUIDE, 8, 20, 42)
+    assert again.fingerprint() == runs[0].fingerprint()
+    assert np.array_equal(np.concatenate(stream(again)), np.concatenate(stream(runs[0])))
+
+
+def test_the_order_is_pinned() -> None:
+    """These values are in runs that people resume: if they change, ORDER_VERSION must."""
+    batches = GlobalBatches(np.arange(30) % 3, GUIDE, 8, 10, 42)
+    assert batches.indices(0).tolist() == STEP_0
+    assert batches.indices(9).tolist() == STEP_9
+
+
+STEP_0 = [6, 24, 15, 16, 12, 0, 3, 22]
+STEP_9 = [20, 29, 19, 1, 6, 10, 14, 18]
+
+
+def test_stage_of_a_step() -> None:
+    batches = GlobalBatches(np.arange(30) % 3, GUIDE, 8, 10, 42)
+    assert [batches.stage(step) for step in range(10)] == [0] * 3 + [1] * 4 + [2] * 3
+
+
+def test_samples_of_a_level_without_weight_never_appear_and_are_reported() -> None:
+    schedule = Schedule(("a", "b", "c"), (Stage(1.0, (1, 0, 0)),))
+    levels = np.array([1, 0, 1, 0, 0])
+    batches = GlobalBatches(levels, schedule, 4, 10, 1)
+    assert set(np.concatenate(stream(batches)).tolist()) == {1, 3, 4}
+    assert batches.unused == {"b": 2}
+    assert batches.passes() == {"a": pytest.approx(40 / 3), "b": 0.0, "c": 0.0}
+
+
+def test_levels_with_weight_need_samples() -> None:
+    with pytest.raises(FinetuneError) as caught:
+        GlobalBatches(np.zeros(5, dtype=int), GUIDE, 4, 10, 1)
+    assert "'reasoning'" in str(caught.value) and "'topology'" in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("level", [-1, 3])
+def test_a_level_that_is_none_is_refused(level: int) -> None:
+    with pytest.raises(DataError, match="sample 3"):
+        GlobalBatches(np.array([0, 1, 2, level]), GUIDE, 4, 10, 1)
+
+
+@pytest.mark.parametrize("step", [-1, 10])
+def test_steps_outside_are_refused(step: int) -> None:
+    batches = GlobalBatches(np.arange(30) % 3, GUIDE, 8, 10, 42)
+    with pytest.raises(IndexError):
+        batches.indices(step)
+    with pytest.raises(IndexError):
+        batches.stage(step)
+
+
+def test_memory_stays_bounded_over_many_passes() -> None:
+    batches = GlobalBatches(np.zeros(4, dtype=int), uniform_schedule(), 4, 500, 1)
+    stream(batches)
+    assert len(batches._passes) <= 16
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch", "epochs", "most", "steps"),
+    [(100, 10, 1, None, 10), (101, 10, 1, None, 11), (3, 32, 0.1, None, 1), (1000, 10, 0.07, None, 7), (5, 2, 9, 4, 4)],
+)
+def test_steps_of_a_run(samples: int, batch: int, epochs: float, most: int | None, steps: int) -> None:
+    assert count_steps(samples, batch, epochs, most) == steps
