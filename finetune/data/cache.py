@@ -1,0 +1,141 @@
+"""Folders that are made once: by content fingerprint, under a lock, whole or not at all, and checked when read."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from finetune.data.files import file_sha256
+from finetune.errors import DataError
+
+logger = logging.getLogger("finetune")
+
+META_FILE = "meta.json"
+_COMPARED_ENTRIES = 50  # how many older entries are looked at to say what changed
+
+
+def default_cache_dir() -> Path:
+    """`$XDG_CACHE_HOME/finetune/samples`, or the same under `~/.cache`."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "finetune" / "samples"
+
+
+def key_of(parts: Mapping[str, str]) -> str:
+    """The entry's name: a hash of all the parts."""
+    return hashlib.sha256(json.dumps(dict(parts), sort_keys=True).encode()).hexdigest()[:32]
+
+
+def open_or_make(cache_dir: Path, parts: Mapping[str, str], make: Callable[[Path], Mapping[str, Any]]) -> Path:
+    """The folder for `parts`: found and verified, or made by `make` once among all processes that ask.
+
+    Args:
+        cache_dir: where entries live; made where missing.
+        parts: what the contents depend on, by name ("data", "tokenizer", ...); each a hash or a short text.
+        make: fills the empty folder it is given and returns JSON values to keep in its meta.json.
+
+    Raises:
+        DataError: the cache folder cannot be written.
+        whatever `make` raises; nothing stays behind then.
+    """
+    key = key_of(parts)
+    folder = cache_dir / key
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with _locked(cache_dir / f"{key}.lock"):
+            fault = _fault(folder)
+            if fault is None:
+                logger.info("tokenized data: reusing %s", folder)
+                return folder
+            logger.info("tokenized data: making %s (%s)", folder, fault or _what_changed(cache_dir, parts))
+            _make(cache_dir, key, parts, make)
+    except OSError as error:
+        raise DataError(
+            f"the cache of tokenized data cannot be written: {error}",
+            where=str(folder),
+            fix="free space there, or name another folder with --cache-dir",
+        ) from error
+    return folder
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """What `make` returned, and `parts` and `files` (SHA-256 by name)."""
+    return json.loads((folder / META_FILE).read_text(encoding="utf-8"))
+
+
+def _make(cache_dir: Path, key: str, parts: Mapping[str, str], make: Callable[[Path], Mapping[str, Any]]) -> None:
+    """Fill a temporary folder and rename it; we hold the lock, so leftovers of our key are of dead processes."""
+    for leftover in cache_dir.glob(f".making-{key}-*"):
+        shutil.rmtree(leftover)
+    temporary = cache_dir / f".making-{key}-{os.getpid()}"
+    temporary.mkdir()
+    try:
+        meta = dict(make(temporary))
+        files = {path.name: file_sha256(path) for path in sorted(temporary.iterdir())}
+        meta |= {"parts": dict(parts), "files": files}
+        (temporary / META_FILE).write_text(json.dumps(meta, indent=1), encoding="utf-8")
+        if (cache_dir / key).exists():
+            shutil.rmtree(cache_dir / key)
+        os.replace(temporary, cache_dir / key)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _fault(folder: Path) -> str | None:
+    """None: the folder is whole. "": there is none. Else what is wrong with it."""
+    if not folder.exists():
+        return ""
+    try:
+        meta = read_meta(folder)
+        for name, expected in meta["files"].items():
+            if file_sha256(folder / name) != expected:
+                return f"{name} was damaged"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} was missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{META_FILE} was unreadable"
+    return None
+
+
+def _what_changed(cache_dir: Path, parts: Mapping[str, str]) -> str:
+    """How the nearest older entry differs, for people who wonder why the cache was not used."""
+    nearest: list[str] | None = None
+    entries = sorted(cache_dir.glob(f"*/{META_FILE}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in entries[:_COMPARED_ENTRIES]:
+        try:
+            older = json.loads(path.read_text(encoding="utf-8"))["parts"]
+            changed = [_change(name, older.get(name, ""), now) for name, now in parts.items() if older.get(name) != now]
+        except (OSError, ValueError, KeyError, AttributeError):
+            continue  # a damaged entry says nothing; it is remade when its turn comes
+        if nearest is None or len(changed) < len(nearest):
+            nearest = changed
+    if nearest is None:
+        return "the first of its kind"
+    return "compared with the nearest earlier data: " + ", ".join(nearest)
+
+
+def _change(name: str, before: str, after: str) -> str:
+    """`name changed`, with the values where they are JSON options rather than hashes."""
+    if not (before.startswith("{") and after.startswith("{")):
+        return f"{name} changed"
+    old, new = json.loads(before), json.loads(after)
+    return ", ".join(f"{key} {old.get(key)} -> {value}" for key, value in new.items() if old.get(key) != value)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an flock on the file. It falls with its process, so a killed one blocks nobody; the file stays."""
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("tokenized data: another process is making it; waiting")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,120 @@
+"""Data files -> samples on disk: read, checked, rendered in parallel and cached, before any process group exists."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from finetune.data import cache, encode, files, formats, preparation, render, spans, truncate
+from finetune.data.files import expand_paths, file_sha256
+from finetune.data.preparation import Preparation
+from finetune.data.render import Renderer
+from finetune.data.samples import Samples
+from finetune.data.templates import template_source
+from finetune.errors import DataError
+
+__all__ = ["Samples", "prepare_samples"]
+
+logger = logging.getLogger("finetune")
+
+
+def prepare_samples(
+    paths: Sequence[str | Path],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    cutoff_len: int,
+    template: str | None = None,
+    levels: Sequence[str] | None = None,
+    difficulty_field: str = "difficulty",
+    on_bad_row: str = "refuse",
+    cache_dir: str | Path | None = None,
+    num_proc: int | None = None,
+) -> Samples:
+    """Read data files and make their samples, or reuse them from the cache. Logs warnings of the report.
+
+    Every rank may call this at the same time, before any process group exists: one does the work, the others wait.
+
+    Args:
+        paths: files, folders and globs, in order.
+        tokenizer: a fast tokenizer with a chat template (see `load_tokenizer`).
+        cutoff_len: most tokens of a sample.
+        template: a template's name or file, set on the tokenizer first; None: as it is.
+        levels: the levels' names, in order; None: levels are not looked at.
+        difficulty_field: the key that holds a row's level.
+        on_bad_row: "refuse" raises for bad rows, "drop" leaves them out and counts them.
+        cache_dir: where tokenized data is kept; None: `default_cache_dir()`.
+        num_proc: processes that tokenize; None: as many as pay, up to the CPUs of this process.
+
+    Raises:
+        DataError: files, rows, template or cutoff are wrong (the message names them), or no row is left.
+    """
+    if on_bad_row not in ("refuse", "drop"):
+        raise ValueError(f"on_bad_row is {on_bad_row!r}; it is 'refuse' or 'drop'")
+    if template is not None:
+        tokenizer.chat_template = template_source(template)
+    sources = expand_paths(paths)
+    renderer = Renderer(tokenizer, cutoff_len)
+    task = Preparation(
+        sources=sources,
+        renderer=renderer,
+        levels=None if levels is None else tuple(levels),
+        difficulty_field=difficulty_field,
+        drop_bad_rows=on_bad_row == "drop",
+        num_proc=num_proc,
+    )
+    parts = {
+        "data": _hash(*_file_hashes(sources)),
+        "tokenizer": _tokenizer_hash(tokenizer),
+        "template": _hash(renderer.template.source),
+        "options": task.options(),
+        "code": _code_hash(),
+    }
+    folder = cache.open_or_make(
+        Path(cache_dir).expanduser() if cache_dir else cache.default_cache_dir(), parts, task.write_samples
+    )
+    samples = Samples(folder, sources)
+    for warning in samples.report.warnings():
+        logger.warning("%s", warning)
+    return samples
+
+
+def _file_hashes(sources: Sequence[Path]) -> list[str]:
+    try:
+        return [file_sha256(path) for path in sources]
+    except OSError as error:
+        raise DataError(
+            f"the file cannot be read: {error.strerror}", where=str(error.filename), fix="check its permissions"
+        ) from error
+
+
+def _hash(*parts: str) -> str:
+    """SHA-256 over texts, each with its length, so that no two lists of texts run together."""
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Everything that decides a text's tokens: the serialized backend (vocabulary, merges, rules) and special tokens.
+
+    Truncation and padding are left out: they are states of the moment, and we use neither.
+    """
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    backend["truncation"] = backend["padding"] = None
+    specials = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name != "pad_token"}
+    return _hash(json.dumps(backend, sort_keys=True), json.dumps(specials, sort_keys=True))
+
+
+def _code_hash() -> str:
+    """The source of the modules that turn rows into samples, and the versions of the libraries that they lean on."""
+    modules = (files, formats, spans, encode, truncate, render, preparation)
+    sources = (Path(str(module.__file__)).read_text(encoding="utf-8") for module in modules)
+    return _hash(*sources, *(version(library) for library in ("tokenizers", "transformers", "jinja2")))

@@ -1,0 +1,196 @@
+"""Data files: which they are, their hashes, and their rows one by one with line numbers."""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from finetune.data.problems import RowProblem, nearest
+from finetune.errors import DataError, FinetuneError, raise_problems
+
+logger = logging.getLogger("finetune")
+
+SUFFIXES = (".json", ".jsonl", ".parquet")
+_SPACE = re.compile(r"[ \t\r\n]*")
+_PARQUET_BATCH_ROWS = 1024
+
+
+def expand_paths(paths: Sequence[str | Path]) -> tuple[Path, ...]:
+    """Turn files, folders and globs into files, in the order given; within a folder or glob sorted by name.
+
+    Folders are searched to the bottom for .json, .jsonl and .parquet files; hidden files and folders are left out.
+
+    Raises:
+        DataError: a path that does not exist, holds no data file, or is of another kind; several together.
+    """
+    if isinstance(paths, (str, Path)):
+        paths = [paths]
+    files: list[Path] = []
+    problems: list[FinetuneError] = []
+    for path in paths:
+        try:
+            files.extend(_expand(str(path)))
+        except DataError as problem:
+            problems.append(problem)
+    raise_problems(problems)
+    if not files:
+        raise DataError("no data files were named", where="--data", fix="give --data a file, a folder or a glob")
+    twice = sorted({str(file) for file in files if files.count(file) > 1})
+    if twice:
+        logger.warning("read more than once, as asked: %s (name a file once to train on it once)", ", ".join(twice))
+    return tuple(files)
+
+
+def _expand(given: str) -> list[Path]:
+    path = Path(given).expanduser()
+    if path.is_dir():
+        inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
+        files = [p for p in inside if not any(part.startswith(".") for part in p.relative_to(path).parts)]
+        if not files:
+            raise DataError(
+                f"the folder holds no {', '.join(SUFFIXES)} file", where=given, fix="name a folder with data files"
+            )
+        return files
+    if path.exists():
+        if path.suffix.lower() not in SUFFIXES:
+            raise DataError(
+                f"{path.suffix or 'a file without suffix'} is not a known kind of data file",
+                where=given,
+                fix=f"use one of {', '.join(SUFFIXES)}",
+            )
+        return [path]
+    matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
+    matches = [match for match in matches if match.suffix.lower() in SUFFIXES and match.is_file()]
+    if matches:
+        return matches
+    if glob.has_magic(given):
+        raise DataError("no data file matches", where=given, fix=f"check the pattern; kinds: {', '.join(SUFFIXES)}")
+    siblings = [str(one) for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    raise DataError(f"no such file or folder{nearest(str(path), siblings)}", where=given, fix="check --data")
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield `(line, row)` for each row; lines count from 1 (rows, for parquet). A row may be a `RowProblem`.
+
+    A file whose first character is `[` is one JSON array, any other text file is JSON Lines, whatever its suffix.
+    JSON Lines are streamed; blank lines are no rows. An array is decoded row by row from its text.
+
+    Raises:
+        DataError: an array that is broken (nothing after the break can be told apart), or an unreadable file.
+    """
+    try:
+        if path.suffix.lower() == ".parquet":
+            yield from _parquet_rows(path)
+        elif _first_character(path) == b"[":
+            yield from _array_rows(path)
+        else:
+            yield from _line_rows(path)
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror or error}", where=str(path), fix="check the file") from error
+
+
+def _first_character(path: Path) -> bytes:
+    with path.open("rb") as file:
+        block = file.read(4096).removeprefix(codecs.BOM_UTF8)
+        while block:
+            if block := block.lstrip(b" \t\r\n"):
+                return block[:1]
+            block = file.read(4096)
+    return b""
+
+
+def _line_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    with path.open("rb") as file:
+        for line, raw in enumerate(file, 1):
+            if line == 1:
+                raw = raw.removeprefix(codecs.BOM_UTF8)
+                if raw.strip() == b"{":
+                    raise DataError(
+                        "is one JSON object over several lines",
+                        where=f"{path}:1",
+                        fix="write one row per line (.jsonl), or a JSON array of rows",
+                    )
+            if raw.strip():
+                yield line, _decoded(raw)
+
+
+def _decoded(raw: bytes) -> Any:
+    """The row on this line, or the RowProblem that says why there is none."""
+    try:
+        return json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return RowProblem("not UTF-8", f"byte {error.start + 1} of the line")
+    except json.JSONDecodeError as error:
+        return RowProblem("broken JSON", f"{error.msg} at column {error.colno}")
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of nested brackets
+        return RowProblem("broken JSON", str(error).split(";")[0])
+
+
+def _array_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        text = path.read_bytes().removeprefix(codecs.BOM_UTF8).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"is not UTF-8 at byte {error.start}", where=str(path), fix="save the file as UTF-8") from error
+    decoder = json.JSONDecoder()
+    position = _SPACE.match(text).end() + 1  # type: ignore[union-attr]  # after "["; the pattern always matches
+    line, counted = 1, 0
+    expected = "value or ]"
+    while True:
+        position = _SPACE.match(text, position).end()  # type: ignore[union-attr]
+        line += text.count("\n", counted, position)
+        counted = position
+        following = text[position : position + 1]
+        if following == "]" and expected in ("value or ]", ", or ]"):
+            break
+        if expected == ", or ]":
+            if following != ",":
+                raise _broken_array(path, line, "a comma or ] is missing after a row")
+            position, expected = position + 1, "value"
+            continue
+        try:
+            row, position = decoder.raw_decode(text, position)
+        except (ValueError, RecursionError) as error:
+            at = line + text.count("\n", counted, getattr(error, "pos", counted))
+            raise _broken_array(path, at, getattr(error, "msg", str(error))) from error
+        yield line, row
+        expected = ", or ]"
+    if text[position + 1 :].strip(" \t\r\n"):
+        raise _broken_array(path, line, "there is text after the closing ]")
+
+
+def _broken_array(path: Path, line: int, reason: str) -> DataError:
+    return DataError(
+        f"broken JSON: {reason}",
+        where=f"{path}:{line}",
+        fix="correct the array; only .jsonl files, one row per line, can lose a row and go on",
+    )
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        number = 0
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=_PARQUET_BATCH_ROWS):
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(f"is no parquet file: {error}", where=str(path), fix="write the file again") from error

@@ -1,0 +1,88 @@
+"""What is wrong with a row, and the list of such rows that a person can mend from."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Iterable
+
+from finetune.errors import DataError
+
+LISTED_ROWS = 10  # bad rows that an error names; the rest are counted
+
+
+class RowProblem(Exception):
+    """One row cannot be used.
+
+    Args:
+        kind: a few words that are the same for all rows with this problem; reports count by it.
+        detail: what is special about this row; names keys, types and roles, never the row's text.
+    """
+
+    def __init__(self, kind: str, detail: str = "") -> None:
+        super().__init__(kind, detail)
+        self.kind, self.detail = kind, detail
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.detail}" if self.detail else self.kind
+
+
+class ProblemLog:
+    """The bad rows of one reading: the first ten as file:line with the reason, all of them counted by reason."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.first: list[tuple[tuple[int, int], str]] = []
+
+    def add(self, place: tuple[int, int], location: str, problem: RowProblem) -> None:
+        """Note a problem; `place` is (file number, line) and orders the list, `location` is file:line for people."""
+        self.counts[problem.kind] += 1
+        self.first.append((place, f"{location}: {problem}"))
+        if len(self.first) > 4 * LISTED_ROWS:
+            self._shorten()
+
+    @property
+    def total(self) -> int:
+        """How many bad rows there are."""
+        return sum(self.counts.values())
+
+    @property
+    def lines(self) -> list[str]:
+        """The first ten in the order of the files, as `file:line: reason`."""
+        self._shorten()
+        return [line for _, line in self.first]
+
+    def merge(self, other: ProblemLog) -> None:
+        """Add the problems of another list."""
+        self.counts.update(other.counts)
+        self.first += other.first
+
+    def refuse(self, rows_read: int) -> None:
+        """Raise if there is any bad row.
+
+        Raises:
+            DataError: with the first ten as file:line and the total.
+        """
+        if not self.total:
+            return
+        more = self.total - len(self.lines)
+        listed = "\n".join(f"    {line}" for line in self.lines)
+        rest = f"\n    ... and {more} more" if more else ""
+        raise DataError(
+            f"{self.total} of {rows_read} rows cannot be trained on ({_by_kind(self.counts)}):\n{listed}{rest}",
+            fix="correct these rows, or pass --on-bad-row drop to train without them (they are counted)",
+        )
+
+    def _shorten(self) -> None:
+        self.first = sorted(self.first)[:LISTED_ROWS]
+
+
+def _by_kind(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the known name that is nearest to `name`, or nothing when none is near."""
+    near = difflib.get_close_matches(name.casefold(), {one.casefold(): one for one in known}, n=1, cutoff=0.6)
+    by_case = {one.casefold(): one for one in known}
+    return f"; did you mean {by_case[near[0]]!r}?" if near else ""

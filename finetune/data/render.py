@@ -1,0 +1,134 @@
+"""Conversation -> samples: tokens with the mask of what is trained, no longer than the cutoff."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from finetune.data.encode import Encoded, Encoder, trained_tokens
+from finetune.data.formats import Conversation, Message
+from finetune.data.problems import RowProblem
+from finetune.data.spans import ChatTemplate, Rendering, content_span, find_turns
+from finetune.data.truncate import fit
+from finetune.errors import DataError
+
+_PROBE_QUESTION = "What does a router do?"
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """One sample of T tokens.
+
+    Attributes:
+        input_ids: int32 (T,).
+        supervised: bool (T,); True: this token is a target, predicted from the tokens before it. Never position 0.
+        trimmed_tokens: tokens taken out of the prompt's contents.
+        dropped_turns: answers left out from the end of the conversation.
+        cut_answer: the last answer lost its end, and no end-of-turn token is trained for it.
+        ends: an answer that stays whole ends with a special token, so the model learns to stop (True if none is whole).
+        follows_prompt: every answer comes right after the generation prompt that inference uses.
+    """
+
+    input_ids: np.ndarray
+    supervised: np.ndarray
+    trimmed_tokens: int = 0
+    dropped_turns: int = 0
+    cut_answer: bool = False
+    ends: bool = True
+    follows_prompt: bool = True
+
+
+class Renderer:
+    """Renders conversations with one tokenizer and cutoff; may be sent to other processes.
+
+    Args:
+        tokenizer: a fast tokenizer with a chat template.
+        cutoff_len: most tokens of a sample.
+
+    Raises:
+        DataError: no chat template, a broken one, a tokenizer without offsets, or a cutoff that leaves no room for an
+            answer after the template's own tokens.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, cutoff_len: int) -> None:
+        self.template = ChatTemplate(tokenizer)
+        self.cutoff_len = cutoff_len
+        self._encoder = Encoder(tokenizer)
+        self._check_cutoff(str(tokenizer.name_or_path))
+
+    def __call__(self, conversation: Conversation) -> list[Rendered]:
+        """The samples of one conversation: one, or one per answer where the template asks for it (see spans.py).
+
+        Raises:
+            RowProblem: the template refuses the row or rewrites its answer; nothing or everything would be trained.
+        """
+        return [self._sample(rendering) for rendering in find_turns(self.template, conversation.messages)]
+
+    def has_control_tokens(self, conversation: Conversation) -> bool:
+        """Whether a text of the row spells a special token, which the tokenizer will read as one."""
+        return any(self.template.has_special(message.content) for message in conversation.messages)
+
+    def _sample(self, rendering: Rendering) -> Rendered:
+        encoded = self._encoder.encode(rendering.text, rendering.turns)
+        answers = trained_tokens(rendering.text, encoded, rendering.turns)
+        supervised = np.zeros(len(encoded.ids), dtype=bool)
+        for answer in answers:
+            supervised[answer] = True
+        supervised[:1] = False  # nothing comes before position 0 to predict it from
+        if not all(map(len, answers)) or not supervised.any():
+            raise RowProblem("nothing to train", "an answer has no token of its own under this tokenizer")
+        if supervised[1:].all():
+            raise RowProblem("everything would be trained", "the chat template writes no prompt before the answer")
+        kept = fit(encoded, self._prompt_contents(rendering, encoded, supervised), answers, self.cutoff_len)
+        whole = rendering.turns[: len(rendering.turns) - kept.dropped_turns - kept.cut_answer]
+        return Rendered(
+            encoded.ids[kept.tokens],
+            supervised[kept.tokens],
+            kept.trimmed_tokens,
+            kept.dropped_turns,
+            kept.cut_answer,
+            ends=not whole or any(turn.ends for turn in whole),
+            follows_prompt=all(turn.follows_prompt for turn in rendering.turns),
+        )
+
+    def _prompt_contents(self, rendering: Rendering, encoded: Encoded, supervised: np.ndarray) -> list[np.ndarray]:
+        """Tokens that lie wholly inside contents that are not trained; found only for samples that are too long."""
+        if len(encoded.ids) <= self.cutoff_len:
+            return []
+        contents = []
+        for number, message in enumerate(rendering.messages):
+            if message.role == "assistant" and message.trained:
+                continue
+            span = content_span(self.template, rendering.text, rendering.messages, number)
+            if span is not None:  # else the template rewrites it, and it is kept like the template's own text
+                inside = (encoded.starts >= span[0]) & (encoded.ends <= span[1]) & (encoded.starts < encoded.ends)
+                contents.append(np.flatnonzero(inside & ~supervised))
+        return sorted((content for content in contents if len(content)), key=lambda content: content[0])
+
+    def _check_cutoff(self, where: str) -> None:
+        probe = (Message("user", _PROBE_QUESTION), Message("assistant", "It forwards packets."))
+        try:
+            rendering = find_turns(self.template, probe)[0]
+        except RowProblem as problem:
+            raise DataError(
+                f"the chat template cannot write a question and its answer: {problem}",
+                where=where,
+                fix="pass --template with a working one",
+            ) from problem
+        prompt = rendering.text[: rendering.turns[0].start]
+        question_tokens = len(self._encoder.encode(_PROBE_QUESTION).ids)
+        header_tokens = len(self._encoder.encode(prompt).ids) - question_tokens
+        if self.cutoff_len < header_tokens + 2:
+            raise DataError(
+                f"cutoff_len {self.cutoff_len} is too short: the chat template alone takes {header_tokens} tokens, "
+                "and a question and an answer need at least one each",
+                where=f"--cutoff-len, {where}",
+                fix=f"set --cutoff-len to at least {header_tokens + 2}; hundreds or thousands are usual",
+            )
+
+
+def render(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, cutoff_len: int) -> list[Rendered]:
+    """Render one conversation; for many, make one `Renderer` and call it."""
+    return Renderer(tokenizer, cutoff_len)(conversation)

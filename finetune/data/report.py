@@ -1,0 +1,117 @@
+"""What became of the rows: the numbers of the start-up table, and the warnings that they call for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass
+class DataReport:
+    """Counts over one set of data files. Rows are input rows; samples are what is trained on (mostly one per row).
+
+    Attributes:
+        rows_read: rows in the files.
+        rows_kept: rows with at least one sample.
+        samples: samples; more than `rows_kept` where a template asks for one per answer.
+        tokens: tokens of all samples.
+        supervised_tokens: targets among them.
+        longest_tokens: tokens of the longest sample.
+        trimmed_rows: samples whose prompt lost its middle to the cutoff.
+        trimmed_tokens: tokens lost so.
+        cut_answers: samples whose answer was too long and lost its end.
+        dropped_turns: answers left out from the ends of long conversations.
+        dropped: rows not kept, by reason.
+        rows_per_level: kept rows per level, in the order of the levels; empty where levels are not looked at.
+        level_field_found: whether any row has a level.
+        unended_samples: samples in which no whole answer ends with a special token.
+        off_prompt_samples: samples with an answer that does not follow the template's own generation prompt.
+        control_token_rows: rows whose text spells a special token of the tokenizer.
+    """
+
+    rows_read: int = 0
+    rows_kept: int = 0
+    samples: int = 0
+    tokens: int = 0
+    supervised_tokens: int = 0
+    longest_tokens: int = 0
+    trimmed_rows: int = 0
+    trimmed_tokens: int = 0
+    cut_answers: int = 0
+    dropped_turns: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    rows_per_level: dict[str, int] = field(default_factory=dict)
+    level_field_found: bool = False
+    unended_samples: int = 0
+    off_prompt_samples: int = 0
+    control_token_rows: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> DataReport:
+        """The reverse of `to_dict`; TypeError for other keys."""
+        return cls(**values)
+
+    def warnings(self) -> list[str]:
+        """What works but is probably wrong, each with its remedy."""
+        said = []
+        if self.unended_samples:
+            said.append(
+                f"{self.unended_samples} of {self.samples} samples train no end-of-turn token, so the model will not "
+                "learn to stop there: the chat template ends answers with nothing that is a special token of this "
+                "tokenizer; pass --template with one that does (alpaca ends with the tokenizer's own end token)"
+            )
+        if self.off_prompt_samples:
+            said.append(
+                f"{self.off_prompt_samples} of {self.samples} samples train answers that do not follow the chat "
+                "template's generation prompt (it opens a think block that the rows do not have, for instance), so "
+                "inference will start differently; give the rows reasoning, or pass a --template whose prompt fits"
+            )
+        if self.control_token_rows:
+            said.append(
+                f"{self.control_token_rows} of {self.rows_read} rows spell special tokens of the tokenizer in their "
+                "text, which are read as such; remove them unless they are meant"
+            )
+        if self.cut_answers:
+            said.append(
+                f"{self.cut_answers} of {self.samples} samples lost the end of an answer to the cutoff; "
+                "a larger --cutoff-len keeps them whole"
+            )
+        return said
+
+    def lines(self) -> list[tuple[str, str]]:
+        """The table's rows as (name, value) texts; what is zero is left out where it is only bad news."""
+        share = self.supervised_tokens / self.tokens if self.tokens else 0.0
+        lines = [("rows read", f"{self.rows_read:,}"), ("rows kept", f"{self.rows_kept:,}")]
+        if self.samples != self.rows_kept:
+            lines.append(("samples", f"{self.samples:,} (one per answer where the template asks for it)"))
+        if self.trimmed_rows:
+            lines.append(("prompts trimmed", f"{self.trimmed_rows:,} ({self.trimmed_tokens:,} tokens)"))
+        if self.dropped_turns:
+            lines.append(("turns dropped", f"{self.dropped_turns:,} (ends of long conversations)"))
+        if self.cut_answers:
+            lines.append(("answers cut", f"{self.cut_answers:,}"))
+        lines += [(f"dropped: {reason}", f"{count:,}") for reason, count in self.dropped.items()]
+        lines.append(("tokens", f"{self.tokens:,} (longest sample {self.longest_tokens:,})"))
+        lines.append(("supervised tokens", f"{self.supervised_tokens:,} ({share:.1%})"))
+        kept = max(self.rows_kept, 1)
+        lines += [(f"level {name}", f"{rows:,} ({rows / kept:.1%})") for name, rows in self.rows_per_level.items()]
+        return lines
+
+    def table(self, title: str = "data") -> Table:
+        """The start-up table, for rich."""
+        from rich.table import Table
+
+        table = Table(title=title, show_header=False)
+        table.add_column("what")
+        table.add_column("how much", justify="right")
+        for name, value in self.lines():
+            table.add_row(name, value)
+        return table

@@ -1,0 +1,247 @@
+"""Where in a rendered conversation the trained text lies: found by rendering, never by guessing at a template.
+
+The rule: *what follows the generation prompt is trained, up to and with the end-of-turn token*, because that is what
+the model must write when it answers. So if a template lets an answer begin with something of its own (Qwen3's empty
+think block in the last turn), that is trained too: the same template's prompt, at inference, ends before it.
+
+1. Prefix rendering. With P = render(messages before the answer, generation prompt) and A = render(messages up to the
+   answer), the trained text is A minus P, if P begins both A and the whole rendering and the rest of A goes on there.
+2. Else the answer is rendered between two marks that occur nowhere else. If taking the marks out gives the plain
+   rendering, they show where the answer is (Qwen3: earlier answers of a conversation, whose think block is left out).
+3. Else each answer becomes a sample of its own that ends with it (Qwen3: an answer with reasoning, which the template
+   keeps in the last turn only), found there by 1 or 2.
+4. Else the row is a problem, and is reported.
+
+The newline that many templates write after the end-of-turn token is not trained: generation has stopped before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+
+from finetune.data.formats import Message
+from finetune.data.problems import RowProblem
+
+# Templates that print today's date would give other tokens tomorrow, and two nodes could disagree at midnight. Theirs
+# is this date instead (the one that Llama 3.1's own template falls back to).
+_PINNED_DATE = {"%Y": "2024", "%m": "07", "%d": "26", "%B": "July", "%b": "Jul", "%A": "Friday", "%a": "Fri"}
+_PINNED_CLOCK = (
+    "{%- macro strftime_now(format) -%}{{ format"
+    + "".join(f"|replace('{code}','{text}')" for code, text in _PINNED_DATE.items())
+    + " }}{%- endmacro -%}"
+)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One trained answer in a rendering: characters `start` to `end`.
+
+    Attributes:
+        start: where the trained text begins.
+        end: one past its last character, the end-of-turn token included.
+        ends: whether it ends with a special token of the tokenizer, so that the model learns to stop.
+        follows_prompt: whether the generation prompt that inference uses comes right before `start`.
+    """
+
+    start: int
+    end: int
+    ends: bool
+    follows_prompt: bool = True
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """A conversation as text, with the messages it was made of and its trained turns in order."""
+
+    text: str
+    messages: tuple[Message, ...]
+    turns: tuple[Turn, ...]
+
+
+class ChatTemplate:
+    """A tokenizer's chat template as a function from messages to text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        source = tokenizer.get_chat_template()
+        self.source = _PINNED_CLOCK + source if "strftime_now" in source else source
+        flagged = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        specials = flagged | {str(token) for token in tokenizer.all_special_tokens}
+        self.specials = tuple(sorted((token for token in specials if token.strip()), key=len, reverse=True))
+        self._special = re.compile("|".join(map(re.escape, self.specials)) or r"(?!)")
+
+    def render(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
+        """The text of these messages.
+
+        Raises:
+            RowProblem: the template refuses them or fails on them.
+        """
+        turns = [_as_dict(message) for message in messages]
+        try:
+            return self.tokenizer.apply_chat_template(  # type: ignore[return-value]  # text, as nothing is tokenized
+                turns, chat_template=self.source, tokenize=False, add_generation_prompt=generation_prompt
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise RowProblem("refused by the chat template", reason[:200]) from error
+
+    def has_special(self, text: str) -> bool:
+        """Whether the text spells one of the tokenizer's special tokens."""
+        return self._special.search(text) is not None
+
+    def ends_with_special(self, text: str) -> bool:
+        """Whether the text ends with a special token."""
+        return text.endswith(self.specials)
+
+    def stops(self, text: str) -> Iterator[int]:
+        """Where a trained text may end, the longest first: without white space, then without each special token."""
+        stop = len(text.rstrip())
+        while True:
+            yield stop
+            token = next((token for token in self.specials if text.endswith(token, 0, stop)), None)
+            if token is None:
+                return
+            stop = len(text[: stop - len(token)].rstrip())
+
+
+def _as_dict(message: Message) -> dict[str, str]:
+    turn = {"role": message.role, "content": message.content}
+    return turn | {"reasoning_content": message.reasoning} if message.reasoning else turn
+
+
+def find_turns(template: ChatTemplate, messages: Sequence[Message]) -> list[Rendering]:
+    """Render a conversation and find its trained turns; one rendering, or one per answer (see the module's text).
+
+    Raises:
+        RowProblem: the template refuses the row, or writes its answers so that they cannot be found for certain.
+    """
+    messages = tuple(messages)
+    answers = [number for number, message in enumerate(messages) if message.role == "assistant" and message.trained]
+    text = template.render(messages)
+    turns = [_find(template, text, messages, answer) for answer in answers]
+    found = tuple(turn for turn in turns if turn is not None)
+    if len(found) == len(answers) and all(a.end <= b.start for a, b in zip(found, found[1:], strict=False)):
+        return [Rendering(text, messages, found)]
+    return [_alone(template, messages[: answer + 1]) for answer in answers]
+
+
+def _alone(template: ChatTemplate, messages: tuple[Message, ...]) -> Rendering:
+    text = template.render(messages)
+    turn = _find(template, text, messages, len(messages) - 1)
+    if turn is None:
+        raise RowProblem(
+            "answer not found in the chat template's text",
+            f"the template rewrites or leaves out part of the answer in turn {len(messages)} "
+            "(reasoning between <think> and </think>, for instance); use --template with one that keeps it",
+        )
+    return Rendering(text, messages, (turn,))
+
+
+def _find(template: ChatTemplate, text: str, messages: tuple[Message, ...], answer: int) -> Turn | None:
+    prompt = template.render(messages[:answer], generation_prompt=True)
+    last = answer == len(messages) - 1
+    alone = text if last else template.render(messages[: answer + 1])
+    _check_reasoning(template, alone, messages, answer)
+    turn = _by_prefix(template, text, prompt, alone, messages, answer)
+    return turn or _by_marks(template, text, prompt, alone, messages, answer)
+
+
+def _by_prefix(
+    template: ChatTemplate, text: str, prompt: str, alone: str, messages: tuple[Message, ...], answer: int
+) -> Turn | None:
+    """Step 1. The comparison is of text, for this row, and the answer must come out whole (white space may differ)."""
+    if not (alone.startswith(prompt) and text.startswith(prompt)):
+        return None
+    written = alone[len(prompt) :]
+    if not _holds(written, messages[answer]):
+        # The answer may begin inside the generation prompt: Qwen3.5's ends with the <think> that the row begins with.
+        before = template.render(messages[:answer])
+        if not (prompt.startswith(before) and _holds(alone[len(before) :], messages[answer])):
+            return None
+    for stop in template.stops(written):
+        if stop and text.startswith(written[:stop], len(prompt)):
+            return Turn(len(prompt), len(prompt) + stop, template.ends_with_special(written[:stop]))
+    return None
+
+
+def _holds(text: str, message: Message) -> bool:
+    """Whether the text has the message's reasoning and then its content, whatever the white space."""
+    squeezed = "".join(text.split())
+    after = squeezed.find("".join(message.reasoning.split()))
+    return after >= 0 and "".join(message.content.split()) in squeezed[after:]
+
+
+def _check_reasoning(template: ChatTemplate, alone: str, messages: tuple[Message, ...], answer: int) -> None:
+    """A template that opens a think block of its own before the answer's would teach two of them."""
+    content = messages[answer].content
+    if "<think>" not in content:
+        return
+    shown = alone.count("<think>") - template.render(messages[:answer]).count("<think>")
+    if shown > content.count("<think>"):
+        raise RowProblem(
+            "two think blocks",
+            f"the chat template writes its own before the one in turn {answer + 1}; "
+            "give the reasoning as 'reasoning_content' beside 'content' (messages form)",
+        )
+
+
+def _by_marks(
+    template: ChatTemplate, text: str, prompt: str, alone: str, messages: tuple[Message, ...], answer: int
+) -> Turn | None:
+    """Step 2. What the template writes between prompt and answer, and after it, is taken from the answer's own end."""
+    if messages[answer].reasoning:  # the marks would show only where the content is
+        return None
+    span = content_span(template, text, messages, answer)
+    span_alone = content_span(template, alone, messages[: answer + 1], answer)
+    if span is None or span_alone is None:
+        return None
+    (start, end), (start_alone, end_alone) = span, span_alone
+    follows_prompt = alone.startswith(prompt) and len(prompt) <= start_alone
+    if follows_prompt:
+        lead = alone[len(prompt) : start_alone]
+        if text.endswith(lead, 0, start):
+            start -= len(lead)
+    tail = alone[end_alone:]
+    stop = next((stop for stop in template.stops(tail) if text.startswith(tail[:stop], end)), 0)
+    end += stop
+    return Turn(start, end, template.ends_with_special(text[start:end]), follows_prompt)
+
+
+def content_span(template: ChatTemplate, text: str, messages: Sequence[Message], number: int) -> tuple[int, int] | None:
+    """Characters of message `number`'s content in `text`, the plain rendering of `messages`; None if not certain.
+
+    The content is rendered between marks, once as it is and once with the marks inside its outer white space (which
+    templates may strip). The span counts only if each mark comes out once and the text without them is the plain one.
+    """
+    opening, closing = _unused_characters(text + messages[number].content)
+    content = messages[number].content
+    core = content.strip()
+    lead = content[: len(content) - len(content.lstrip())]
+    trail = content[len(lead) + len(core) :]
+    for marked in (opening + content + closing, lead + opening + core + closing + trail):
+        turns = list(messages)
+        turns[number] = dataclasses.replace(messages[number], content=marked)
+        try:
+            shown = template.render(turns)
+        except RowProblem:  # a template that looks into the content, and not at this one with marks
+            continue
+        if shown.count(opening) == 1 and shown.count(closing) == 1:
+            start, end = shown.index(opening), shown.index(closing) - 1
+            if start <= end and shown.replace(opening, "").replace(closing, "") == text:
+                return start, end
+    return None
+
+
+def _unused_characters(text: str) -> tuple[str, str]:
+    """Two private-use characters that the text does not hold: no template strips, splits at or escapes them."""
+    private = itertools.chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
+    unused = (mark for mark in map(chr, private) if mark not in text)
+    opening, closing = itertools.islice(unused, 2)
+    return opening, closing

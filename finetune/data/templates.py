@@ -1,0 +1,218 @@
+"""Chat templates by name, and the tokenizer with the template that a run uses.
+
+The templates below are written by us after the public prompt formats of the model families they are named for. They
+cover what training needs (system, user, assistant turns); where a family has no system turn, the system text is put
+before the first question. A model's own template is better where it has one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import jinja2
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from finetune.data.problems import nearest
+from finetune.errors import DataError
+
+logger = logging.getLogger("finetune")
+
+_CHATML_TURNS = (
+    "{%- for message in messages -%}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+)
+
+# Sets `system` and `turns`, and puts the system text before the first question.
+_SYSTEM_INTO_QUESTION = (
+    "{%- set system = messages[0]['content'] + '\\n\\n' if messages[0]['role'] == 'system' else '' -%}"
+    "{%- set turns = messages[1:] if messages[0]['role'] == 'system' else messages -%}"
+)
+
+TEMPLATES: dict[str, str] = {
+    "chatml": _CHATML_TURNS,
+    "qwen": (
+        "{%- if messages[0]['role'] != 'system' -%}"
+        "{{ '<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\\n' }}"
+        "{%- endif -%}" + _CHATML_TURNS
+    ),
+    "llama3": (
+        "{{ bos_token }}"
+        "{%- for message in messages -%}"
+        "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}"
+        "{{ message['content'] | trim + '<|eot_id|>' }}"
+        "{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif -%}"
+    ),
+    "mistral": (
+        _SYSTEM_INTO_QUESTION + "{{ bos_token }}"
+        "{%- for message in turns -%}"
+        "{%- if message['role'] == 'user' -%}"
+        "{{ '[INST] ' + (system if loop.first else '') + message['content'] + '[/INST]' }}"
+        "{%- else -%}{{ ' ' + message['content'] | trim + eos_token }}{%- endif -%}"
+        "{%- endfor -%}"
+    ),
+    "gemma": (
+        _SYSTEM_INTO_QUESTION + "{{ bos_token }}"
+        "{%- for message in turns -%}"
+        "{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' else 'user') + '\\n' }}"
+        "{{ (system if loop.first else '') + message['content'] | trim + '<end_of_turn>\\n' }}"
+        "{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{ '<start_of_turn>model\\n' }}{%- endif -%}"
+    ),
+    "deepseek": (
+        "{{ bos_token }}"
+        "{%- for message in messages -%}"
+        "{%- if message['role'] == 'system' -%}{{ message['content'] }}"
+        "{%- elif message['role'] == 'user' -%}{{ '<｜User｜>' + message['content'] }}"
+        "{%- else -%}{{ '<｜Assistant｜>' + message['content'] + eos_token }}{%- endif -%}"
+        "{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{ '<｜Assistant｜>' }}{%- endif -%}"
+    ),
+    "phi3": (
+        "{%- for message in messages -%}"
+        "{{ '<|' + message['role'] + '|>\\n' + message['content'] + '<|end|>\\n' }}"
+        "{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{ '<|assistant|>\\n' }}{%- endif -%}"
+    ),
+    # GLM-4 ends an answer with the token that opens the next question, so the last answer gets one too.
+    "glm4": (
+        "{{ '[gMASK]<sop>' }}"
+        "{%- for message in messages -%}"
+        "{{ '<|' + message['role'] + '|>\\n' + message['content'] }}"
+        "{%- if loop.last and message['role'] == 'assistant' -%}{{ '<|user|>' }}{%- endif -%}"
+        "{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{ '<|assistant|>\\n' }}{%- endif -%}"
+    ),
+    # Plain text and the tokenizer's own end-of-sequence token: for any base model.
+    "alpaca": (
+        "{%- for message in messages -%}"
+        "{%- if message['role'] == 'system' -%}{{ message['content'] + '\\n\\n' }}"
+        "{%- elif message['role'] == 'user' -%}{{ '### Instruction:\\n' + message['content'] + '\\n\\n' }}"
+        "{%- else -%}{{ '### Response:\\n' + message['content'] + eos_token + '\\n\\n' }}{%- endif -%}"
+        "{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{ '### Response:\\n' }}{%- endif -%}"
+    ),
+    "vicuna": (
+        "{%- for message in messages -%}"
+        "{%- if message['role'] == 'system' -%}{{ message['content'] + ' ' }}"
+        "{%- elif message['role'] == 'user' -%}{{ 'USER: ' + message['content'] + ' ' }}"
+        "{%- else -%}{{ 'ASSISTANT: ' + message['content'] | trim + eos_token }}{%- endif -%}"
+        "{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{ 'ASSISTANT:' }}{%- endif -%}"
+    ),
+}
+
+
+def template_source(template: str) -> str:
+    """The text of a template given by name or as a file.
+
+    Raises:
+        DataError: neither a known name nor a readable file, or not valid Jinja.
+    """
+    known = ", ".join(sorted(TEMPLATES))
+    if template in TEMPLATES:
+        return TEMPLATES[template]
+    path = Path(template).expanduser()
+    if not path.is_file():
+        raise DataError(
+            f"{template!r} is neither a template's name nor a file{nearest(template, TEMPLATES)}",
+            where="--template",
+            fix=f"use one of {known}, or a file with a Jinja chat template",
+        )
+    try:
+        source = path.read_text(encoding="utf-8")
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_without_generation_tags(source))
+    except (OSError, UnicodeDecodeError, jinja2.TemplateSyntaxError) as error:
+        line = f":{error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        raise DataError(
+            f"the chat template cannot be read: {error}", where=f"{path}{line}", fix="correct the Jinja template"
+        ) from error
+    return source
+
+
+def _without_generation_tags(source: str) -> str:
+    """`{% generation %}` is transformers' own tag; plain Jinja need not know it to check the rest."""
+    for tag in ("generation", "endgeneration"):
+        for opening in ("{%", "{%-"):
+            for closing in ("%}", "-%}"):
+                source = source.replace(f"{opening} {tag} {closing}", "")
+    return source
+
+
+def load_tokenizer(
+    model: str, template: str | None = None, *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model, local files first, and give it the chat template that the run uses.
+
+    The template is set on the tokenizer, so `save_pretrained` writes it beside the adapter and chat reads the same one.
+    A tokenizer without padding token pads with its end token: masks go by position, so that one is still learned, and
+    no embedding is added. HF_ENDPOINT, HF_HUB_OFFLINE and HF_HOME work as in transformers.
+
+    Args:
+        model: a folder or a hub id.
+        template: a name from `TEMPLATES` or a Jinja file; None: the tokenizer's own.
+        trust_remote_code: whether code from the model repository may run.
+
+    Raises:
+        DataError: no tokenizer there, an unknown template, or no template at all.
+    """
+    tokenizer = _load(model, trust_remote_code)
+    if template is not None:
+        tokenizer.chat_template = template_source(template)
+    if not tokenizer.chat_template:
+        raise DataError(
+            "the tokenizer has no chat template",
+            where=model,
+            fix=f"pass --template with one of {', '.join(sorted(TEMPLATES))}, or with a Jinja file; "
+            "alpaca suits any base model",
+        )
+    if tokenizer.pad_token_id is None:
+        stand_in = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
+        tokenizer.pad_token = stand_in
+    return tokenizer
+
+
+def _load(model: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return _from_folder(folder, trust_remote_code)
+    if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        raise DataError("no such model folder", where=model, fix="give --model a folder or a hub id (owner/name)")
+    try:
+        return AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError):
+        logger.info("the tokenizer of %s is not on this machine; asking the hub", model)
+    try:
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        endpoint = os.environ.get("HF_ENDPOINT", "the default hub")
+        raise DataError(
+            f"the tokenizer cannot be loaded: {_first_line(error)}",
+            where=f"{model} ({endpoint})",
+            fix="check the name, or give --model a local folder; HF_ENDPOINT names a mirror",
+        ) from error
+
+
+def _from_folder(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    if not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")) and not any(folder.glob("*.py")):
+        raise DataError(
+            "the model folder has no tokenizer (no tokenizer.json or tokenizer.model)",
+            where=str(folder),
+            fix="copy the tokenizer files of the model into the folder",
+        )
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    except Exception as error:  # the tokenizers library raises bare Exception for a broken tokenizer.json
+        raise DataError(
+            f"the tokenizer cannot be loaded: {_first_line(error)}",
+            where=str(folder),
+            fix="check the tokenizer files; a tokenizer with its own code needs --trust-remote-code",
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
