@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import logging
+import subprocess
+import sys
 import time
 from fractions import Fraction
 from pathlib import Path
@@ -332,6 +334,20 @@ def test_show_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"], "nothing else is written"
 
 
+def test_show_on_the_bundled_data_needs_no_torch() -> None:
+    root = Path(__file__).parents[1]
+    code = (
+        "import sys; from finetune.operations.curriculum import main; code = main(sys.argv[1:]); "
+        "sys.exit(code or 'torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    arguments = [*show(Path("data_samples/train.jsonl"), "--max-steps", "40", "--global-batch-size", "20"), "--json"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=root, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    report = json.loads(done.stdout)
+    assert report["samples"] == {"explain": 380, "reasoning": 260, "topology": 160}
+    assert sum(report["rows"].values()) > 1000
+
+
 def test_show_without_levels_says_so(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert command.main(show(write_rows(tmp_path / "rows.jsonl", [None] * 5))) == 0
     assert "'difficulty' field not found" in capsys.readouterr().out
@@ -342,6 +358,9 @@ def test_show_refuses_what_training_refuses(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="rows.jsonl:2"):
         command.main(show(data))
     with pytest.raises(FinetuneError, match="no sample of it"):
+        command.main(show(data, "--on-bad-row", "drop"))
+    data = write_rows(tmp_path / "mixed.jsonl", ["explain", "explian", None])
+    with pytest.raises(DataError, match="rows 2 "):  # counted before anything is dropped
         command.main(show(data, "--on-bad-row", "drop"))
 
 

@@ -213,8 +213,8 @@ def _table(report: CurriculumReport) -> Table:
     return table
 
 
-def read_levels(config: RunConfig) -> tuple[np.ndarray, list[str]]:
-    """The level of each row of the data that can be read: int64[N], -1 for none, and warnings about rows that cannot.
+def read_levels(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """The rows that can be trained on: int64[N] levels, -1 for none; int64[N] row numbers; warnings about the others.
 
     Raises:
         DataError: a file cannot be read; rows are bad and `on_bad_row` is refuse.
@@ -225,6 +225,7 @@ def read_levels(config: RunConfig) -> tuple[np.ndarray, list[str]]:
 
     index: dict[str | None, int] = {None: -1, **{name: number for number, name in enumerate(config.curriculum.levels)}}
     levels: list[int] = []
+    row_ids: list[int] = []
     problems, read = ProblemLog(), 0
     for number, path in enumerate(expand_paths(config.data)):
         form = None
@@ -234,17 +235,16 @@ def read_levels(config: RunConfig) -> tuple[np.ndarray, list[str]]:
                 if isinstance(row, RowProblem):
                     raise row
                 form = form or detect_format(row)
-                levels.append(
-                    index[to_conversation(row, form, config.curriculum.levels, config.difficulty_field).level]
-                )
+                conversation = to_conversation(row, form, config.curriculum.levels, config.difficulty_field)
+                levels.append(index[conversation.level])
+                row_ids.append(read - 1)
             except RowProblem as problem:
                 problems.add((number, line), f"{path}:{line}", problem)
     if config.on_bad_row == "refuse":
         problems.refuse(read)
     kinds = ", ".join(f"{count} {kind}" for kind, count in problems.counts.most_common())
-    return np.array(levels, dtype=np.int64), [
-        f"{problems.total:,} of {read:,} rows are dropped: {kinds}"
-    ] if kinds else []
+    dropped = [f"{problems.total:,} of {read:,} rows are dropped: {kinds}"] if kinds else []
+    return np.array(levels, dtype=np.int64), np.array(row_ids, dtype=np.int64), dropped
 
 
 def show(arguments: Sequence[str], as_json: bool) -> CurriculumReport:
@@ -252,8 +252,8 @@ def show(arguments: Sequence[str], as_json: bool) -> CurriculumReport:
     from finetune.config_file import resolve
 
     config = resolve(arguments, world_size=1).config
-    levels, dropped = read_levels(config)
-    schedule, level_ids, warnings = choose_schedule(config, levels)
+    levels, row_ids, dropped = read_levels(config)
+    schedule, level_ids, warnings = choose_schedule(config, levels, row_ids)
     steps = count_steps(len(level_ids), config.global_batch_size, config.num_epochs, config.max_steps)
     rows = np.bincount(level_ids, minlength=len(schedule.levels))
     report = report_curriculum(schedule, rows, config.global_batch_size, steps, [*dropped, *warnings])
