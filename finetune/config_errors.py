@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
 from finetune.config import BaseConfig
-from finetune.config_fields import CurriculumConfig, StageConfig
+from finetune.config_fields import CurriculumConfig, StageConfig, ordered_fields
 from finetune.config_flags import Flag, flags_of
 from finetune.config_names import OTHERWISE, UnknownName, nearest, normal
 from finetune.config_rules import Given, flag
@@ -29,11 +29,12 @@ def problems_of(
     Args:
         values: every field with its place.
     """
-    flags = flags_of(model_class)
+    flags, order = flags_of(model_class), ordered_fields(model_class)
     found: dict[tuple[Any, ...], list[ConfigError]] = {}
-    for entry in error.errors():
+    entries = error.errors()
+    for entry in sorted(entries, key=lambda entry: order.index(entry["loc"][0]) if entry["loc"] else len(order)):
         name = str(entry["loc"][0]) if entry["loc"] else ""
-        if entry["type"] == "default_factory_not_called":
+        if entry["type"] == "default_factory_not_called" or _follows_from_another(entry, entries):
             continue
         if entry["type"] == "rule_broken":
             where = values[name].where if name in values else _places(values)
@@ -47,6 +48,14 @@ def problems_of(
             problems = [_wrong(flags[name], values[name])]
         found.setdefault(entry["loc"] if name in NESTED else (name,), problems)
     return [problem for problems in found.values() for problem in problems]
+
+
+def _follows_from_another(entry: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a list is only too short because what is in it was refused."""
+    depth = len(entry["loc"])
+    return entry["type"] == "too_short" and any(
+        len(other["loc"]) > depth and other["loc"][:depth] == entry["loc"] for other in entries
+    )
 
 
 def _places(values: Mapping[str, Given]) -> str:
@@ -78,4 +87,9 @@ def _nested(entry: Mapping[str, Any], where: str) -> ConfigError:
         return ConfigError(f"unknown setting {path}", where, f"did you mean {guess!r}?" if guess else "remove it")
     if entry["type"] == "missing":
         return ConfigError(f"{path} is not set", where, "give it")
-    return ConfigError(f"{path} is {entry['input']!r}", where, entry["msg"].replace("Input should be", "give"))
+    rule = entry["msg"].removeprefix("Input should be ")
+    if entry["type"] == "too_short":
+        rule = "a list that is not empty"
+    elif not rule.startswith(("a ", "an ", "'")):
+        rule = f"a value {rule}"
+    return ConfigError(f"{path} is {entry['input']!r}", where, f"give {rule}")

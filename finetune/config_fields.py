@@ -166,6 +166,8 @@ class CurriculumConfig(Strict):
                 )
             elif sum(stage.mix) <= 0:
                 found.append((f"the weights of stage {number} are all zero", "give a level a weight above 0"))
+        if self.stages[0].ramp == "linear":
+            found.append(("stage 1 ramps linearly, and there is no mix before it", 'give stage 1 the ramp "step"'))
         ends = [stage.until for stage in self.stages]
         if any(later <= earlier for earlier, later in zip(ends, ends[1:], strict=False)):
             found.append((f"the stages end at {ends}, which does not increase", "order the stages by `until`"))

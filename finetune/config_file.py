@@ -114,14 +114,12 @@ def _settle(
 ) -> Resolved:
     """Let the later layers win, settle what depends on one another, and check the result."""
     assert world_size >= 1, f"world_size is {world_size}"
-    values = {
-        name: Given(info.default, DEFAULT_LEVEL, "default")
-        for name, info in model_class.model_fields.items()
-        if info.default is not PydanticUndefined
-    }
+    fields = model_class.model_fields.items()
+    defaults = {name: info.default for name, info in fields if info.default is not PydanticUndefined}
+    values = {name: Given(value, DEFAULT_LEVEL, "default") for name, value in defaults.items()}
     for layer in layers:
         values.update(layer.values)
-    settling = Settling(values, world_size, by_flag)
+    settling = Settling(values, world_size, by_flag, defaults)
     for rule in model_class.rules:
         rule(settling)
     problems = [problem for layer in layers for problem in layer.problems] + settling.problems

@@ -157,7 +157,7 @@ def parse(arguments: Sequence[str], flags: Mapping[str, Flag]) -> Parsed:
         name = "help" if typed == "-h" else normal(typed) if typed.startswith("--") else typed
         if name not in EXTRA and (name not in flags or name in ONLY_IN_FILES):
             parsed.problems.append(_unknown(typed, name, flags))
-            position += 0 if equals else _words_that_follow(arguments, position, 1)
+            position += 0 if equals else _words_that_follow(arguments, position, len(arguments))
             continue
         taken = 0 if equals else _words_that_follow(arguments, position, _most_words(name, flags, arguments, position))
         words = [attached] if equals else list(arguments[position : position + taken])

@@ -1,6 +1,6 @@
 """One source of settings - a file, a dict, an object - as names, values and places.
 
-A DeepSpeed JSON is told from a run file by its keys: it has a `finetune` block, or a key that only DeepSpeed has.
+A DeepSpeed JSON is told from a run file by its keys: it has a `finetune` block, or mostly keys that only DeepSpeed has.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config import BaseConfig
-from finetune.config_names import nearest, unknown_name
+from finetune.config_names import FOREIGN, OTHERWISE, nearest, unknown_name
 from finetune.config_rules import Given
 from finetune.config_sources import read_file
 from finetune.deepspeed_keys import KNOWN, REMOVED
@@ -93,8 +93,10 @@ def is_deepspeed(content: Mapping[str, Any], names: Any) -> bool:
     if BLOCK in content:
         return True
     theirs = {*KNOWN, *REMOVED[""]}
-    if any(name in theirs and name not in names for name in content):
-        return True
+    only_theirs = sum(name in theirs and name not in names for name in content)
+    not_theirs = sum(name not in theirs and (name in names or name in {*FOREIGN, *OTHERWISE}) for name in content)
+    if only_theirs or not_theirs:
+        return only_theirs >= not_theirs
     if any(name in names for name in content):
         return False
     # Nothing known at all: a slip in one of the two. Take the one whose names are nearer.
@@ -126,8 +128,12 @@ def _own_values(
                 layer.problems.append(ConfigError(f"deepspeed inside the {BLOCK} block", place, fix))
         elif name in names:
             values[name] = (plain(value), place)
-        elif name in KNOWN and prefix:
-            fix = f'move it out of the "{BLOCK}" block, to the top level'
+        elif name in KNOWN and name not in {*FOREIGN, *OTHERWISE}:
+            fix = (
+                f'move it out of the "{BLOCK}" block, to the top level'
+                if prefix
+                else 'move it into a "deepspeed" block'
+            )
             layer.problems.append(ConfigError(f"{name} is a DeepSpeed key, not a setting", place, fix))
         else:
             layer.problems.append(unknown_name(str(name), place, names, flags=False))

@@ -6,7 +6,7 @@ and no field type, and leaves a value of the wrong type alone: the model refuses
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
@@ -47,6 +47,7 @@ class Settling:
     Args:
         values: the winning value of every field, defaults included where they depend on nothing else.
         world_size: number of processes.
+        defaults: the defaults alone.
         by_flag: the lowest level that counts as the command line (flags and overrides).
         derived: names that were computed here rather than decided by anyone.
     """
@@ -54,6 +55,7 @@ class Settling:
     values: dict[str, Given]
     world_size: int
     by_flag: int
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     problems: list[ConfigError] = field(default_factory=list)
     derived: set[str] = field(default_factory=set)
@@ -212,7 +214,7 @@ def settle_length(settling: Settling) -> None:
     if settling.level("num_epochs") > settling.level("max_steps"):
         settling.derive("max_steps", None, f"derived: num_epochs ({epochs.origin}) wins", epochs.level)
         settling.notes.append(f"max_steps {steps.value} ({steps.where}) is not used: num_epochs {epochs.value} wins")
-    elif epochs.level > DEFAULT_LEVEL:
+    elif epochs.level > DEFAULT_LEVEL and epochs.value != settling.defaults.get("num_epochs"):
         settling.notes.append(f"num_epochs {epochs.value} ({epochs.where}) is not used: max_steps {steps.value} wins")
 
 

@@ -147,7 +147,8 @@ def _read_python(text: str, where: str) -> dict[str, Any]:
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
-        raise ConfigError(f"not valid Python: {error.msg}", f"{where}:{error.lineno}", "mend the line") from None
+        line = f":{error.lineno}" if error.lineno else ""
+        raise ConfigError(f"not valid Python: {error.msg}", where + line, "mend the line") from None
     except ValueError as error:
         raise ConfigError(f"not valid Python: {error}", where, "mend the file") from None
     values: dict[str, Any] = {}

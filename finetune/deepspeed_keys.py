@@ -189,6 +189,10 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "zero_optimization.offload_optimizer.device": ("cpu", "nvme", "none"),
 }
 
+# Blocks by which several processes share one sample, or DeepSpeed chooses the samples: here every process has its own
+# rows, and which samples a step has is decided by the run alone.
+NOT_OURS = ("sequence_parallel_size", "tensor_parallel", "expert_parallel", "pipeline", "data_efficiency")
+
 # DeepSpeed's schedules and ours of the same course.
 SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
@@ -229,6 +233,10 @@ def _refused_combinations(config: Mapping[str, Any], where: str) -> Iterator[Con
             yield ConfigError(
                 f'DeepSpeed key {key} is "auto"', where, "nothing fills it in; give a value or leave it out"
             )
+    for key in NOT_OURS:
+        if config.get(key) not in (None, {}, 1):
+            what = f"DeepSpeed key {key} is set, and finetune gives every process its own samples"
+            yield ConfigError(what, where, "remove it; ZeRO stages are the way to share the memory of several devices")
     if lookup(config, "comet.api_key") is not None:
         yield ConfigError("comet.api_key is a secret in a file", where, "set COMET_API_KEY in the environment instead")
     stage = lookup(config, "zero_optimization.stage") or 0

@@ -154,6 +154,8 @@ def _handed_on(config: Mapping[str, Any]) -> dict[str, Any]:
     for shared in SHARED:
         if shared.path in handed:
             handed[shared.path] = "auto"
+    if "bfloat16" in handed and "bf16" not in handed:  # the old name, which not every reader knows
+        handed["bf16"] = handed.pop("bfloat16")
     for block in PRECISIONS:
         if isinstance(handed.get(block), dict) and "enabled" in handed[block]:
             handed[block]["enabled"] = "auto"
