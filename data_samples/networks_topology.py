@@ -39,6 +39,7 @@ class Case:
     network: Network
     draw: Draw
     language: str
+    wish: bool  # the answer that a yes-or-no question is to have
 
     def ends(self) -> tuple[str, str]:
         """Two different nodes."""
@@ -76,9 +77,9 @@ def fewest_hops(case: Case) -> Values | None:
 
 
 def reach(case: Case, network: Network, start: str, end: str, failed: str) -> Values | None:
-    """Whether `end` can be reached after a failure; yes and no equally often."""
+    """Whether `end` can be reached after a failure, if that is the answer wished for."""
     path = path_with_fewest_hops(network, start, end)
-    if (path is None) == case.draw.chance(0.5):
+    if (path is None) == case.wish:
         return None
     if path:
         steps = REACHED[case.language].format(path="-".join(path))
@@ -188,7 +189,7 @@ KINDS: dict[str, Callable[[Case], Values | None]] = {
 WITH_COSTS = ("cheapest_cost", "cheapest_path", "next_hop", "tree_cost", "tree_links")
 
 
-def topology_case(kind: str, language: str, draw: Draw) -> Case:
+def topology_case(kind: str, language: str, draw: Draw, wish: bool) -> Case:
     """A random network for a kind."""
     long = draw.chance(LONG_SHARE)
     names = draw.pick((*NAMES, CITIES[language])) if long else draw.pick(NAMES)
@@ -199,13 +200,14 @@ def topology_case(kind: str, language: str, draw: Draw) -> Case:
         network = draw_network(draw, nodes, len(nodes) - 1 + draw.integer(0, 3))
     if kind in ("tree_cost", "tree_links"):
         network = with_distinct_costs(network, draw)
-    return Case(network, draw, language)
+    return Case(network, draw, language, wish)
 
 
 def topology_row(kind: str, language: str, draw: Draw) -> Row:
     """Draw one row of a kind."""
+    wish = draw.chance(0.5)  # before the search, so that both answers are equally frequent
     while True:
-        case = topology_case(kind, language, draw)
+        case = topology_case(kind, language, draw, wish)
         values = KINDS[kind](case)
         if values is not None:
             break

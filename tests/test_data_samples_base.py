@@ -1,0 +1,121 @@
+"""The base model's corpus, tokenizer and starting point."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from test_data_samples import FOLDER, chinese, prompt, read_rows
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[dict[str, ModuleType]]:
+    """The modules of data_samples, which import one another as scripts do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        import make_base_model
+        import make_corpus
+        import make_tokenizer
+
+        yield {"base": make_base_model, "corpus": make_corpus, "tokenizer": make_tokenizer}
+
+
+@pytest.fixture(scope="module")
+def corpus(scripts: dict[str, ModuleType], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return scripts["corpus"].write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(scripts: dict[str, ModuleType], corpus: tuple[Path, Path]) -> Any:
+    return scripts["tokenizer"].train_tokenizer(
+        scripts["tokenizer"].read_texts([FOLDER / "train.jsonl", *corpus]), vocab_size=4096
+    )
+
+
+def test_corpus_holds_no_shipped_question_and_no_fact(corpus: tuple[Path, Path]) -> None:
+    shipped = [row for name in ("train.jsonl", "valid.jsonl") for row in read_rows(name)]
+    questions, facts = {prompt(row) for row in shipped}, {row["output"] for row in shipped if "answer" not in row}
+    for path in corpus:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            for message in json.loads(line)["messages"]:
+                assert message["content"] not in questions
+                assert message["content"] not in facts
+
+
+def test_corpus_is_reproducible_balanced_and_split(scripts: dict[str, ModuleType], corpus: tuple[Path, Path]) -> None:
+    again = scripts["corpus"].corpus_rows(20000, 200)
+    asked: list[set[str]] = []
+    for path, rows in zip(corpus, again, strict=True):
+        assert [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] == rows
+        users = [[m["content"] for m in row["messages"] if m["role"] == "user"] for row in rows]
+        assert {len(turns) for turns in users} == {1, 2, 3}
+        # Sums and addresses are often the same in both languages.
+        assert 0.3 < sum(chinese("".join(turns)) for turns in users) / len(rows) < 0.6
+        asked.append({turn for turns in users for turn in turns})
+    assert not asked[0] & asked[1]
+
+
+def test_tokenizer_is_reproducible_and_lossless(scripts: dict[str, ModuleType], tokenizer: Any, corpus: Any) -> None:
+    again = scripts["tokenizer"].train_tokenizer(
+        scripts["tokenizer"].read_texts([FOLDER / "train.jsonl", *corpus]), vocab_size=4096
+    )
+    assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+    assert len(tokenizer) == 4096
+    for text in (
+        "10.20.30.40/27 的广播地址\n答案：1",
+        "  two  spaces\ttab",
+        "emoji 🛰 and é",
+        "<|im_end",
+        *rows_as_text(),
+    ):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def rows_as_text() -> list[str]:
+    return [f"{prompt(row)}\n{row['output']}" for row in read_rows("train.jsonl")]
+
+
+def test_tokenizer_splits_digits_and_keeps_special_tokens_apart(tokenizer: Any) -> None:
+    assert tokenizer.pad_token == "<|endoftext|>" != tokenizer.eos_token == "<|im_end|>"
+    for token in tokenizer.get_vocab():
+        assert len(token) == 1 or not set(token) & set("0123456789"), token
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}],
+        tokenize=False,
+    )
+    assert rendered == (
+        "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
+    )
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "u"}], add_generation_prompt=True)["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids)[-3:-1] == ["<|im_start|>", "assistant"]
+    with pytest.raises(Exception, match="unknown role: robot"):
+        tokenizer.apply_chat_template([{"role": "robot", "content": "u"}])
+
+
+def test_initial_model_opens_with_its_tokenizer(scripts: dict[str, ModuleType], tokenizer: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    parameters = scripts["base"].make_initial_model(tokenizer, tmp_path / "one")
+    scripts["base"].make_initial_model(tokenizer, tmp_path / "two")
+    assert (tmp_path / "one/model.safetensors").read_bytes() == (tmp_path / "two/model.safetensors").read_bytes()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
+    opened = AutoTokenizer.from_pretrained(tmp_path / "one")
+    # By hand, per layer: q and o, k and v, the MLP, the norms before attention and MLP, the norms of q and k.
+    layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384 + 2 * 128 + 2 * 32
+    assert parameters == model.num_parameters() == 4096 * 128 + 4 * layer + 128
+    assert model.config.vocab_size == len(opened) == 4096
+    assert (model.config.pad_token_id, model.config.eos_token_id) == (opened.pad_token_id, opened.eos_token_id)
+
+
+def test_recipe_names_settings_and_losses(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
+    log = tmp_path / "trainer_log.jsonl"
+    log.write_text('{"step": 1, "loss": 8.0}\n{"step": 2, "loss": 0.5}\n{"step": 2, "eval_loss": 0.75}\n')
+    losses = scripts["base"].last_values(log, ("loss", "eval_loss"))
+    assert losses == {"loss": 0.5, "eval_loss": 0.75}
+    scripts["base"].write_recipe(tmp_path / "RECIPE.md", 1312128, losses, steps=2)
+    text = (tmp_path / "RECIPE.md").read_text(encoding="utf-8")
+    assert "| eval_loss | 0.7500 |" in text and "| max_steps | 2 |" in text and str(tmp_path) not in text
