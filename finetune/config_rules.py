@@ -70,9 +70,9 @@ class Settling:
         given = self.values.get(name)
         return None if given is None else given.value
 
-    def derive(self, name: str, value: Any, origin: str, level: int) -> None:
+    def derive(self, name: str, value: Any, origin: str) -> None:
         """Set a value that follows from others."""
-        self.values[name] = Given(value, level, origin)
+        self.values[name] = Given(value, DEFAULT_LEVEL, origin)
         self.derived.add(name)
 
 
@@ -132,9 +132,9 @@ def settle_batch(settling: Settling) -> None:
     if third == ACCUMULATION:
         _derive_accumulation(settling)
     elif third == GLOBAL:
-        _derive_global(settling, levels)
+        _derive_global(settling)
     else:
-        _derive_micro(settling, levels)
+        _derive_micro(settling)
 
 
 def _all_three(settling: Settling, values: dict[str, int]) -> None:
@@ -163,27 +163,24 @@ def _derive_accumulation(settling: Settling) -> None:
     uneven = "" if size % (micro * world_size) == 0 else ", uneven: some devices have less to do in the last of them"
     given = settling.values.get(ACCUMULATION)
     replaced = f" instead of {given.value} ({given.where})" if given and given.value not in (None, accumulation) else ""
-    settling.derive(
-        ACCUMULATION, accumulation, f"derived from {GLOBAL}, {MICRO} and {processes(world_size)}", DEFAULT_LEVEL
-    )
+    settling.derive(ACCUMULATION, accumulation, f"derived from {GLOBAL}, {MICRO} and {processes(world_size)}")
     settling.notes.append(
         f"{ACCUMULATION} {accumulation}{replaced}: "
         f"{GLOBAL} {size} / ({MICRO} {micro} x {processes(world_size)}){uneven}"
     )
 
 
-def _derive_global(settling: Settling, levels: dict[str, int]) -> None:
+def _derive_global(settling: Settling) -> None:
     micro, accumulation, world_size = settling.value(MICRO), settling.value(ACCUMULATION), settling.world_size
     size, before = micro * accumulation * world_size, settling.values[GLOBAL]
-    level = min(levels[MICRO], levels[ACCUMULATION])
-    settling.derive(GLOBAL, size, f"derived from {MICRO}, {ACCUMULATION} and {processes(world_size)}", level)
+    settling.derive(GLOBAL, size, f"derived from {MICRO}, {ACCUMULATION} and {processes(world_size)}")
     replaced = f" instead of {before.value} ({before.where})" if before.value != size else ""
     settling.notes.append(
         f"{GLOBAL} {size}{replaced}: {MICRO} {micro} x {ACCUMULATION} {accumulation} x {processes(world_size)}"
     )
 
 
-def _derive_micro(settling: Settling, levels: dict[str, int]) -> None:
+def _derive_micro(settling: Settling) -> None:
     accumulation, size, world_size = settling.value(ACCUMULATION), settling.value(GLOBAL), settling.world_size
     share, before = accumulation * world_size, settling.values[MICRO]
     if size % share:
@@ -197,8 +194,7 @@ def _derive_micro(settling: Settling, levels: dict[str, int]) -> None:
             )
         )
         return
-    level = min(levels[GLOBAL], levels[ACCUMULATION])
-    settling.derive(MICRO, size // share, f"derived from {GLOBAL}, {ACCUMULATION} and {processes(world_size)}", level)
+    settling.derive(MICRO, size // share, f"derived from {GLOBAL}, {ACCUMULATION} and {processes(world_size)}")
     replaced = f" instead of {before.value} ({before.where})" if before.value != size // share else ""
     settling.notes.append(
         f"{MICRO} {size // share}{replaced}: "
@@ -212,7 +208,7 @@ def settle_length(settling: Settling) -> None:
         return
     steps, epochs = settling.values["max_steps"], settling.values["num_epochs"]
     if settling.level("num_epochs") > settling.level("max_steps"):
-        settling.derive("max_steps", None, f"derived: num_epochs ({epochs.origin}) wins", epochs.level)
+        settling.derive("max_steps", None, f"derived: num_epochs ({epochs.origin}) wins")
         settling.notes.append(f"max_steps {steps.value} ({steps.where}) is not used: num_epochs {epochs.value} wins")
     elif epochs.level > DEFAULT_LEVEL and epochs.value != settling.defaults.get("num_epochs"):
         settling.notes.append(f"num_epochs {epochs.value} ({epochs.where}) is not used: max_steps {steps.value} wins")
@@ -232,7 +228,7 @@ def settle_validation_data(settling: Settling) -> None:
     """`--data` by flag drops the validation data of the files, which belongs to the data that was replaced."""
     data, valid = settling.values.get("data"), settling.values.get("valid_data")
     if data and valid and valid.value and data.level >= settling.by_flag > valid.level:
-        settling.derive("valid_data", [], f"dropped: data is from {data.origin}", data.level)
+        settling.derive("valid_data", [], f"dropped: data is from {data.origin}")
         settling.notes.append(
             f"valid_data ({valid.where}) is dropped, because data is from {data.origin}; "
             f"give {flag('valid_data')} to validate"

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from finetune.config import RunConfig
 from finetune.config_file import Resolved, check_paths, format_config, resolve, resolve_object, to_yaml
+from finetune.config_paths import is_hub_id
 from finetune.errors import FinetuneError, Problems
 
 NEEDED = {"model": "m", "data": ["d.jsonl"], "output_dir": "o"}
@@ -236,6 +237,15 @@ def test_a_precision_switched_off_needs_the_other_named() -> None:
     assert "bf16.enabled is 'yes'" in only_problem(deepspeed(bf16={"enabled": "yes"})).what
 
 
+def test_auto_on_both_sides_leaves_the_choice_to_the_one_that_chooses() -> None:
+    ds = deepspeed(own={"dtype": "auto"}, bf16={"enabled": True})
+    resolved = command(ds)
+    assert resolved.config.dtype == "bfloat16" and resolved.origins["dtype"] == "ds.json: bf16.enabled"
+    assert command(deepspeed(own={"dtype": "auto"})).config.dtype == "auto"
+    steps = {"scheduler": {"params": {"total_num_steps": 9}}}
+    assert command(deepspeed(own={"max_steps": None}, **steps)).config.max_steps == 9
+
+
 def test_old_name_of_bf16() -> None:
     ds = file("ds.json", {"zero_optimization": {}, "bfloat16": {"enabled": True}, "finetune": NEEDED})
     config = command(ds).config
@@ -415,6 +425,11 @@ def test_of_three_batch_numbers_the_two_highest_win(
 ) -> None:
     numbers, notes = batch(own, flags, world_size)
     assert numbers == expected and note in notes
+
+
+def test_a_number_that_stays_what_it_was_is_not_called_replaced() -> None:
+    assert "instead of" not in batch({MICRO: 4, ACCUMULATION: 2}, "--global-batch-size 8")[1]
+    assert "instead of" not in batch({MICRO: 4, ACCUMULATION: 8})[1]
 
 
 @given(
@@ -609,6 +624,7 @@ def test_check_paths(tmp_path: Path) -> None:
     assert found() == ""
     assert found(valid_data="valid.jsonl", template="chat.jinja", cache_dir="cache", resume="base") == ""
     assert found(model="Qwen/Qwen3-8B") == found(model="gpt2") == found(template="chatml") == ""
+    assert is_hub_id("base/other") and not is_hub_id("base") and not is_hub_id("base/inner")
     assert "did you mean train.jsonl?" in found(data="tran.jsonl")
     assert "write --data train.jsonl valid.jsonl" in found(data="train.jsonl,valid.jsonl")
     assert "is a folder" in found(data="base")

@@ -120,6 +120,11 @@ def test_config_collects_and_the_rest_does_not() -> None:
     assert parsed.print_config
 
 
+def test_help_is_found_after_a_list_of_words() -> None:
+    parsed = parse(["--data", "a", "-h"], FLAGS)
+    assert parsed.help and parsed.values["data"][0] == "a"
+
+
 @given(st.sampled_from(sorted(set(FLAGS) - ONLY_IN_FILES)), st.booleans(), st.booleans())
 def test_dashes_underscores_and_equals_are_the_same(name: str, dashes: bool, equals: bool) -> None:
     word = "false" if FLAGS[name].kinds <= {"boolean", "null"} else "7"

@@ -48,6 +48,12 @@ def test_yaml_texts_stay_texts(tmp_path: Path, text: str) -> None:
     assert read_file(write(tmp_path, "a.yaml", f"x: {text}"))["x"] == text.strip("'")
 
 
+def test_yaml_anchors_and_merges(tmp_path: Path) -> None:
+    text = "a: &x {lr: 1, wd: 2}\nb:\n  <<: *x\n  lr: 3\nc: *x\n"
+    found = read_file(write(tmp_path, "a.yaml", text))
+    assert found["b"] == {"lr": 3, "wd": 2} and found["c"] == found["a"]
+
+
 def test_byte_order_mark_and_chinese(tmp_path: Path) -> None:
     assert read_file(write(tmp_path, "a.json", '\ufeff{"template": "模板"}')) == {"template": "模板"}
 
