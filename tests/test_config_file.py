@@ -637,3 +637,11 @@ def test_check_paths(tmp_path: Path) -> None:
     assert "template file" in found(template="chat.jnja")
     both = check_paths(RunConfig(model="./no", data=("a", "b"), output_dir="train.jsonl"))
     assert len(both) == 4
+
+
+def test_the_example_in_the_docs_works() -> None:
+    docs = Path(__file__).parents[1] / "docs" / "configuration.md"
+    example = docs.read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0]
+    Path("run.yaml").write_text(example)
+    config = command(file("a.json", NEEDED), "run.yaml").config
+    assert [stage.ramp for stage in config.curriculum.stages] == ["step", "linear"]
