@@ -111,7 +111,7 @@ def _what_changed(cache_dir: Path, parts: Mapping[str, str]) -> str:
     for path in entries[:_COMPARED_ENTRIES]:
         try:
             older = json.loads(path.read_text(encoding="utf-8"))["parts"]
-            changed = [_change(name, older.get(name, ""), now) for name, now in parts.items() if older.get(name) != now]
+            changed = [change for name, now in parts.items() for change in _changes(name, older.get(name, ""), now)]
         except (OSError, ValueError, KeyError, AttributeError):
             continue  # a damaged entry says nothing; it is remade when its turn comes
         if nearest is None or len(changed) < len(nearest):
@@ -121,12 +121,14 @@ def _what_changed(cache_dir: Path, parts: Mapping[str, str]) -> str:
     return "compared with the nearest earlier data: " + ", ".join(nearest)
 
 
-def _change(name: str, before: str, after: str) -> str:
-    """`name changed`, with the values where they are JSON options rather than hashes."""
+def _changes(name: str, before: str, after: str) -> list[str]:
+    """Nothing for equal parts, `name changed` for hashes, each value for JSON options."""
+    if before == after:
+        return []
     if not (before.startswith("{") and after.startswith("{")):
-        return f"{name} changed"
+        return [f"{name} changed"]
     old, new = json.loads(before), json.loads(after)
-    return ", ".join(f"{key} {old.get(key)} -> {value}" for key, value in new.items() if old.get(key) != value)
+    return [f"{key} {old.get(key)} -> {value}" for key, value in new.items() if old.get(key) != value]
 
 
 @contextlib.contextmanager

@@ -127,7 +127,7 @@ def _line_rows(path: Path) -> Iterator[tuple[int, Any]]:
                         fix="write one row per line (.jsonl), or a JSON array of rows",
                     )
             if raw.strip():
-                yield line, _decoded(raw)
+                yield line, _decoded(raw.rstrip(b"\r\n"))
 
 
 def _decoded(raw: bytes) -> Any:

@@ -134,9 +134,10 @@ def _turns(row: Mapping[str, Any], key: str) -> list[Message]:
     if not turns:
         raise RowProblem("no answer", f"'{key}' is empty")
     messages = [_turn(turn, f"{key}[{number}]") for number, turn in enumerate(turns)]
-    if messages[0].role != "system":
-        messages = _leading_system(row) + messages
-    return messages
+    leading = _leading_system(row)
+    if leading and messages[0].role == "system":
+        raise RowProblem("two system texts", f"a 'system' column and a system turn in '{key}'")
+    return leading + messages
 
 
 def _turn(turn: Any, where: str) -> Message:

@@ -38,6 +38,8 @@ _PINNED_CLOCK = (
     + " }}{%- endmacro -%}"
 )
 
+_LONGEST_OPENING = 64  # characters of an answer that a generation prompt may have written already
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -160,27 +162,45 @@ def _by_prefix(
     if not (alone.startswith(prompt) and text.startswith(prompt)):
         return None
     written = alone[len(prompt) :]
-    if not _holds(written, messages[answer]):
-        # The answer may begin inside the generation prompt: Qwen3.5's ends with the <think> that the row begins with.
-        before = template.render(messages[:answer])
-        if not (prompt.startswith(before) and _holds(alone[len(before) :], messages[answer])):
-            return None
+    if not _holds(written, messages[answer]) and not _continues(prompt, written, messages[answer].content):
+        return None
     for stop in template.stops(written):
         if stop and text.startswith(written[:stop], len(prompt)):
             return Turn(len(prompt), len(prompt) + stop, template.ends_with_special(written[:stop]))
     return None
 
 
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
 def _holds(text: str, message: Message) -> bool:
     """Whether the text has the message's reasoning and then its content, whatever the white space."""
-    squeezed = "".join(text.split())
-    after = squeezed.find("".join(message.reasoning.split()))
-    return after >= 0 and "".join(message.content.split()) in squeezed[after:]
+    text, reasoning = _squeezed(text), _squeezed(message.reasoning)
+    found = text.find(reasoning)
+    return found >= 0 and _squeezed(message.content) in text[found + len(reasoning) :]
+
+
+def _continues(prompt: str, written: str, content: str) -> bool:
+    """Whether the content begins at the prompt's end: Qwen3.5's prompt ends with the <think> that a row begins with."""
+    prompt, written, content = _squeezed(prompt), _squeezed(written), _squeezed(content)
+    return any(
+        prompt.endswith(content[:length]) and written.startswith(content[length:])
+        for length in range(1, min(len(content), _LONGEST_OPENING) + 1)
+    )
 
 
 def _check_reasoning(template: ChatTemplate, alone: str, messages: tuple[Message, ...], answer: int) -> None:
-    """A template that opens a think block of its own before the answer's would teach two of them."""
+    """A template may ignore reasoning, or open a think block of its own before the answer's, which would teach two."""
     content = messages[answer].content
+    if messages[answer].reasoning:
+        without = (*messages[:answer], dataclasses.replace(messages[answer], reasoning=""))
+        if template.render(without) == alone:
+            raise RowProblem(
+                "reasoning left out by the chat template",
+                f"it does not read the 'reasoning_content' of turn {answer + 1}; "
+                "write it into the content, or use --template with one that reads it",
+            )
     if "<think>" not in content:
         return
     shown = alone.count("<think>") - template.render(messages[:answer]).count("<think>")

@@ -6,11 +6,12 @@ import argparse
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from finetune.errors import DataError, ExitCode
+from finetune.errors import ConfigError, DataError, ExitCode
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,11 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(arguments):
         sys.stdout.write(USAGE)
         return int(ExitCode.DONE)
-    parser = argparse.ArgumentParser(prog="python -m finetune inspect", add_help=False, allow_abbrev=False)
-    parser.add_argument("--rows", type=int, default=5)
-    parser.add_argument("--row", type=int)
-    parser.add_argument("--level")
-    options, rest = parser.parse_known_args(arguments)
+    options, rest = _options(arguments)
 
     from rich.console import Console
 
@@ -71,10 +68,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         num_proc=config.preprocessing_num_workers,
     )
     console = Console(file=sys.stdout, highlight=False)
-    console.print(samples.report.table(", ".join(config.data)))
+    console.print(samples.report.table(", ".join(Path(path).name for path in config.data)))
     for index in choose(samples, rows=options.rows, row=options.row, level=options.level):
         show(samples, index, tokenizer, console)
     return int(ExitCode.DONE)
+
+
+def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The command's own options, and the words that are left for the configuration."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--rows", type=int, default=5)
+    parser.add_argument("--row", type=int)
+    parser.add_argument("--level")
+    try:
+        return parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ConfigError(
+            f"{error.argument_name}: {error.message}", where="the command line", fix="see inspect --help"
+        ) from error
 
 
 def choose(samples: Samples, *, rows: int, row: int | None, level: str | None) -> list[int]:

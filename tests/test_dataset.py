@@ -1,0 +1,409 @@
+"""Samples against rendering row by row; the report; the cache under change, damage and several processes at once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_models import SPECIALS, TEMPLATES, family, make_tokenizer
+from rich.console import Console
+
+from finetune.data import cache
+from finetune.data.dataset import Samples, prepare_samples
+from finetune.data.formats import Conversation, Message, detect_format, to_conversation
+from finetune.data.problems import RowProblem
+from finetune.data.render import Renderer, render
+from finetune.errors import DataError
+
+LEVELS = ("explain", "reasoning", "topology")
+QUESTIONS = ("What is a router?", "什么是交换机？", "Which port does BGP use? " * 5)
+
+
+def rows_of(count: int, level: bool = True) -> list[dict[str, Any]]:
+    return [
+        {"instruction": f"{number} {QUESTIONS[number % 3]}", "output": f"answer {number} " + "because " * (number % 7)}
+        | ({"difficulty": LEVELS[number % 3]} if level else {})
+        for number in range(count)
+    ]
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    lines = (row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows)
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def prepare(tmp_path: Path, request: pytest.FixtureRequest) -> Any:
+    def call(*paths: Path, **options: Any) -> Samples:
+        options = {"cutoff_len": 64, "levels": LEVELS, "cache_dir": tmp_path / "cache", "num_proc": 1} | options
+        return prepare_samples(paths, options.pop("tokenizer", family("chatml")), **options)
+
+    return call
+
+
+def test_samples_equal_rendering_each_row(tmp_path: Path, prepare: Any) -> None:
+    rows = rows_of(40)
+    files = write(tmp_path / "a.jsonl", rows[:15]), write(tmp_path / "b.jsonl", rows[15:])
+    samples = prepare(*files)
+    renderer = Renderer(family("chatml"), 64)
+    expected = [renderer(to_conversation(row, detect_format(row), LEVELS))[0] for row in rows]
+    assert len(samples) == 40
+    for index, sample in enumerate(expected):
+        input_ids, supervised = samples[index]
+        assert input_ids.dtype == np.int32 and supervised.dtype == np.bool_
+        assert input_ids.tolist() == sample.input_ids.tolist()
+        assert supervised.tolist() == sample.supervised.tolist()
+    assert samples.lengths.tolist() == [len(sample.input_ids) for sample in expected]
+    assert samples.lengths.dtype == samples.supervised_counts.dtype == np.int32
+    assert samples.supervised_counts.tolist() == [int(sample.supervised.sum()) for sample in expected]
+    assert samples.levels.tolist() == [number % 3 for number in range(40)] and samples.levels.dtype == np.int16
+    assert samples.row_ids.tolist() == list(range(40)) and samples.row_ids.dtype == np.int64
+    assert samples.location(0) == f"{files[0]}:1" and samples.location(15) == f"{files[1]}:1"
+    assert samples[-1][0].tolist() == samples[39][0].tolist()
+    for index in (40, -41):
+        with pytest.raises(IndexError):
+            samples[index]
+    report = samples.report
+    assert report.rows_read == report.rows_kept == report.samples == 40
+    assert report.tokens == samples.lengths.sum() and report.supervised_tokens == samples.supervised_counts.sum()
+    assert report.longest_tokens == samples.lengths.max()
+    assert report.trimmed_rows == sum(sample.trimmed_tokens > 0 for sample in expected) > 0
+    assert report.trimmed_tokens == sum(sample.trimmed_tokens for sample in expected)
+    assert report.rows_per_level == {"explain": 14, "reasoning": 13, "topology": 13} and report.dropped == {}
+
+
+BAD_ROWS = [
+    {"instruction": "q", "output": "a", "difficulty": "explain"},
+    "{broken",
+    {"instruction": "q", "difficulty": "explain"},
+    "",
+    {"instruction": "q", "output": " ", "difficulty": "explain"},
+    {"instruction": "q", "output": "a", "difficulty": "expain"},
+    {"instruction": "q", "output": "b"},
+    {"instruction": "q", "output": 3, "difficulty": "explain"},
+    {"instruction": "q", "output": "c", "difficulty": "topology"},
+]
+
+
+def test_bad_rows_are_refused_by_line(tmp_path: Path, prepare: Any) -> None:
+    path = write(tmp_path / "a.jsonl", BAD_ROWS)
+    with pytest.raises(DataError) as caught:
+        prepare(path)
+    said = str(caught.value).splitlines()
+    assert said[0].startswith("6 of 8 rows cannot be trained on")
+    assert [line.strip() for line in said[1:7]] == [
+        f"{path}:2: broken JSON: Expecting property name enclosed in double quotes at column 2",
+        f"{path}:3: no answer: no 'output'",
+        f"{path}:5: empty answer: turn 2",
+        f"{path}:6: unknown level: 'expain', the levels are explain, reasoning, topology; did you mean 'explain'?",
+        f"{path}:7: no level: other rows have a 'difficulty', this one has none",
+        f"{path}:8: wrong type: 'output' is a number, not a text",
+    ]
+    assert caught.value.exit_code == 2
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()], "nothing stays behind"
+
+
+def test_bad_rows_are_dropped_and_counted_and_ids_count_them(tmp_path: Path, prepare: Any) -> None:
+    samples = prepare(write(tmp_path / "a.jsonl", BAD_ROWS), on_bad_row="drop")
+    assert samples.row_ids.tolist() == [0, 7], "blank lines are no rows, bad rows are"
+    assert samples.location(1).endswith(":9")
+    assert samples.report.dropped == {
+        "broken JSON": 1,
+        "no answer": 1,
+        "empty answer": 1,
+        "unknown level": 1,
+        "wrong type": 1,
+        "no level": 1,
+    }
+    assert (samples.report.rows_read, samples.report.rows_kept) == (8, 2)
+    console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(samples.report.table())
+    text = console.export_text()
+    assert "dropped: broken JSON" in text and "level topology" in text and "supervised tokens" in text
+
+
+def test_rows_that_the_template_refuses(tmp_path: Path, prepare: Any) -> None:
+    good = {"instruction": "q", "output": "a", "difficulty": "explain"}
+    path = write(tmp_path / "a.jsonl", [good, {**good, "system": "s"}, good])
+    with pytest.raises(DataError, match=r"a.jsonl:2: refused by the chat template: System role not supported"):
+        prepare(path, tokenizer=family("gemma"))
+    samples = prepare(path, tokenizer=family("gemma"), on_bad_row="drop")
+    assert samples.row_ids.tolist() == [0, 2] and samples.report.dropped == {"refused by the chat template": 1}
+    with pytest.raises(DataError, match=r"no row is left to train on \(1 refused by the chat template\)"):
+        prepare(write(tmp_path / "b.jsonl", [{**good, "system": "s"}]), tokenizer=family("gemma"), on_bad_row="drop")
+
+
+def test_levels_may_be_absent_or_not_asked_for(tmp_path: Path, prepare: Any) -> None:
+    samples = prepare(write(tmp_path / "a.jsonl", rows_of(4, level=False)))
+    assert samples.levels.tolist() == [-1] * 4
+    assert not samples.report.level_field_found and samples.report.rows_per_level == {}
+    mixed = write(tmp_path / "b.jsonl", [*rows_of(2), *rows_of(2, level=False), {**rows_of(1)[0], "difficulty": "x"}])
+    samples = prepare(mixed, levels=None)
+    assert samples.levels.tolist() == [-1] * 5 and samples.level_names == ()
+    with pytest.raises(DataError, match="2 no level, 1 unknown level"):
+        prepare(mixed)
+    renamed = [{**row, "stage": row.pop("difficulty")} for row in rows_of(3)]
+    samples = prepare(write(tmp_path / "c.jsonl", renamed), difficulty_field="stage")
+    assert samples.levels.tolist() == [0, 1, 2]
+
+
+def test_empty_data_is_an_error(tmp_path: Path, prepare: Any) -> None:
+    with pytest.raises(DataError, match="hold no row"):
+        prepare(write(tmp_path / "a.jsonl", []))
+    with pytest.raises(DataError, match=r"no row is left to train on \(1 no answer\)"):
+        prepare(write(tmp_path / "b.jsonl", [{"instruction": "q"}]), on_bad_row="drop")
+    with pytest.raises(DataError, match="no such file"):
+        prepare(tmp_path / "nowhere.jsonl")
+    with pytest.raises(ValueError, match="on_bad_row"):
+        prepare(tmp_path / "b.jsonl", on_bad_row="skip")
+
+
+def test_a_row_without_room_for_its_answer_is_dropped_and_counted(tmp_path: Path, prepare: Any) -> None:
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0}] * 12
+    long = {"messages": [*turns, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+    short = {"messages": long["messages"][-2:]}
+    samples = prepare(write(tmp_path / "a.jsonl", [long, short]), cutoff_len=40)
+    assert samples.row_ids.tolist() == [1]
+    assert samples.report.dropped == {"no room for an answer within cutoff_len": 1}
+
+
+def test_a_conversation_may_make_several_samples_of_one_row(tmp_path: Path, prepare: Any) -> None:
+    turns = [("user", "q"), ("assistant", "<think>\nt\n</think>\n\na")] * 3
+    row = {"messages": [{"role": role, "content": content} for role, content in turns], "difficulty": "reasoning"}
+    files = write(tmp_path / "a.jsonl", rows_of(1)), write(tmp_path / "b.jsonl", [row])
+    samples = prepare(*files, tokenizer=family("qwen3"), cutoff_len=200)
+    assert samples.row_ids.tolist() == [0, 1, 1, 1] and samples.levels.tolist() == [0, 1, 1, 1]
+    assert (samples.report.rows_kept, samples.report.samples) == (2, 4)
+    assert samples.report.rows_per_level == {"explain": 1, "reasoning": 1, "topology": 0}
+
+
+def test_what_is_probably_wrong_is_said_with_its_remedy(
+    tmp_path: Path, prepare: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "a.jsonl", [{"instruction": "q <|user|> q", "output": "a " * 60}])
+    for _ in range(2):  # made, then from the cache
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "finetune"):
+            prepare(path, tokenizer=family("glm4"), cutoff_len=512)
+        assert [record.message[:60] for record in caplog.records] == [
+            "1 of 1 samples train no end-of-turn token, so the model will",
+            "1 of 1 rows spell special tokens of the tokenizer in their t",
+        ]
+        assert "--template" in caplog.records[0].message
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "finetune"):
+        prepare(path, cutoff_len=48)
+    assert [record.message for record in caplog.records] == [
+        "1 of 1 samples lost the end of an answer to the cutoff; a larger --cutoff-len keeps them whole"
+    ]
+    with caplog.at_level(logging.WARNING, "finetune"):
+        caplog.clear()
+        prepare(path, cutoff_len=512)
+        assert not caplog.records, "what is right is silent"
+
+
+def test_the_template_may_be_named(tmp_path: Path, prepare: Any) -> None:
+    tokenizer = make_tokenizer(None, SPECIALS["chatml"])
+    samples = prepare(write(tmp_path / "a.jsonl", rows_of(1)), tokenizer=tokenizer, template="alpaca")
+    assert tokenizer.decode(samples[0][0]).startswith("### Instruction:\n0 What is a router?")
+
+
+# The cache ----------------------------------------------------------------------------------------------------------
+
+
+def test_fingerprints_follow_the_samples_not_the_paths(tmp_path: Path, prepare: Any) -> None:
+    rows = rows_of(9)
+    base = prepare(write(tmp_path / "a.jsonl", rows)).fingerprint
+    assert prepare(write(tmp_path / "elsewhere.jsonl", rows)).fingerprint == base
+    (tmp_path / "parts").mkdir()
+    write(tmp_path / "parts/1.jsonl", rows[:4])
+    write(tmp_path / "parts/2.jsonl", ["", *rows[4:]])
+    assert prepare(tmp_path / "parts").fingerprint == base, "the same rows in two files"
+    assert prepare(tmp_path / "a.jsonl", num_proc=2, cache_dir=tmp_path / "other").fingerprint == base
+    changed = [
+        prepare(write(tmp_path / "b.jsonl", rows[::-1])),
+        prepare(write(tmp_path / "c.jsonl", rows[:-1])),
+        prepare(tmp_path / "a.jsonl", cutoff_len=40),
+        prepare(tmp_path / "a.jsonl", levels=None),
+        prepare(tmp_path / "a.jsonl", levels=LEVELS[::-1]),
+        prepare(tmp_path / "a.jsonl", tokenizer=family("mistral")),
+    ]
+    assert len({base, *(samples.fingerprint for samples in changed)}) == 7
+
+
+def test_hits_and_misses_are_said_with_their_reason(
+    tmp_path: Path, prepare: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "a.jsonl", rows_of(5))
+
+    def said(**options: Any) -> str:
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "finetune"):
+            prepare(path, **options)
+        return "\n".join(record.message for record in caplog.records if record.levelno == logging.INFO)
+
+    assert "making" in said() and "the first of its kind" in caplog.text
+    folder = next(entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir())
+    assert said() == f"tokenized data: reusing {folder}"
+    assert said(num_proc=2) == f"tokenized data: reusing {folder}", "the number of processes changes nothing"
+    assert "(compared with the nearest earlier data: cutoff_len 64 -> 48)" in said(cutoff_len=48)
+    assert "nearest earlier data: drop_bad_rows False -> True)" in said(on_bad_row="drop")
+    assert "nearest earlier data: tokenizer changed, template changed)" in said(tokenizer=family("mistral"))
+    template = TEMPLATES["chatml"].replace("helpful", "brief")
+    assert "nearest earlier data: template changed)" in said(tokenizer=make_tokenizer(template, SPECIALS["chatml"]))
+    write(path, rows_of(6))
+    assert "nearest earlier data: data changed)" in said()
+
+
+def test_the_tokenizers_padding_and_truncation_are_not_part_of_it(tmp_path: Path, prepare: Any) -> None:
+    path = write(tmp_path / "a.jsonl", rows_of(3))
+    tokenizer = make_tokenizer(TEMPLATES["chatml"], SPECIALS["chatml"])
+    first = prepare(path, tokenizer=tokenizer)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer("some text", truncation=True, max_length=4, padding="max_length")
+    assert prepare(path, tokenizer=tokenizer).fingerprint == first.fingerprint
+    assert len([entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]) == 1
+    assert prepare(path, tokenizer=tokenizer)[0][0].tolist() == first[0][0].tolist()
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE = {
+    "a flipped bit": lambda folder: flip(folder / "tokens.npy"),
+    "a flipped bit of a mask": lambda folder: flip(folder / "supervised.npy"),
+    "cut off": lambda folder: os.truncate(folder / "row_ids.npy", 100),
+    "emptied": lambda folder: os.truncate(folder / "offsets.npy", 0),
+    "a missing array": lambda folder: (folder / "levels.npy").unlink(),
+    "no meta data": lambda folder: (folder / "meta.json").unlink(),
+    "broken meta data": lambda folder: (folder / "meta.json").write_text("{", encoding="utf-8"),
+    "other meta data": lambda folder: (folder / "meta.json").write_text("[]", encoding="utf-8"),
+    "an empty folder": lambda folder: [path.unlink() for path in folder.iterdir()],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_entry_is_found_and_made_again(
+    tmp_path: Path, prepare: Any, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "a.jsonl", rows_of(7))
+    before = prepare(path)
+    expected = [(ids.tolist(), mask.tolist()) for ids, mask in (before[index] for index in range(7))]
+    fingerprint = before.fingerprint
+    folder = next(entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir())
+    del before
+    DAMAGE[damage](folder)
+    with caplog.at_level(logging.INFO, "finetune"):
+        after = prepare(path)
+    assert "making" in caplog.text and any(word in caplog.text for word in ("damaged", "missing", "unreadable"))
+    assert after.fingerprint == fingerprint
+    assert [(ids.tolist(), mask.tolist()) for ids, mask in (after[index] for index in range(7))] == expected
+
+
+def _prepare_elsewhere(arguments: tuple[Path, Path, float]) -> tuple[str, int]:
+    path, cache_dir, start = arguments
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("finetune")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    time.sleep(max(0.0, start - time.time()))
+    samples = prepare_samples([path], family("chatml"), cutoff_len=64, levels=LEVELS, cache_dir=cache_dir, num_proc=1)
+    return samples.fingerprint, sum("data: making" in record for record in records)
+
+
+def test_processes_that_start_together_tokenize_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", rows_of(300))
+    family("chatml")
+    work = [(path, tmp_path / "cache", time.time() + 0.5)] * 4
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        results = pool.map(_prepare_elsewhere, work, chunksize=1)
+    assert len({fingerprint for fingerprint, _ in results}) == 1
+    assert sum(made for _, made in results) == 1
+
+
+def test_a_process_killed_while_making_leaves_nothing_in_the_way(tmp_path: Path, prepare: Any) -> None:
+    parts = {"data": "1"}
+    process = multiprocessing.get_context("fork").Process(
+        target=cache.open_or_make, args=(tmp_path / "cache", parts, _make_forever)
+    )
+    process.start()
+    while not list(tmp_path.glob("cache/.making-*/half.npy")):
+        assert process.is_alive()
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    folder = cache.open_or_make(tmp_path / "cache", parts, lambda folder: {"made": (folder / "x").write_text("x")})
+    assert cache.read_meta(folder)["made"] == 1
+    assert not list(tmp_path.glob("cache/.making-*"))
+
+
+def _make_forever(folder: Path) -> dict[str, Any]:
+    (folder / "half.npy").write_bytes(b"half")
+    time.sleep(60)
+    return {}
+
+
+def test_an_error_while_making_leaves_nothing_behind(tmp_path: Path) -> None:
+    def fail(folder: Path) -> dict[str, Any]:
+        (folder / "half.npy").write_bytes(b"half")
+        raise DataError("bad rows")
+
+    with pytest.raises(DataError, match="bad rows"):
+        cache.open_or_make(tmp_path, {"data": "1"}, fail)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_a_cache_that_cannot_be_written_is_explained(tmp_path: Path, prepare: Any) -> None:
+    (tmp_path / "file").write_text("in the way", encoding="utf-8")
+    with pytest.raises(DataError, match="cannot be written") as caught:
+        prepare(write(tmp_path / "a.jsonl", rows_of(1)), cache_dir=tmp_path / "file" / "cache")
+    assert "--cache-dir" in caught.value.fix
+
+
+def test_the_default_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache.default_cache_dir() == tmp_path / "finetune/samples"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache.default_cache_dir() == tmp_path / ".cache/finetune/samples"
+
+
+def test_samples_are_sent_as_a_path_and_hold_no_pickles(tmp_path: Path, prepare: Any) -> None:
+    samples = prepare(write(tmp_path / "a.jsonl", rows_of(200)))
+    sent = pickle.dumps(samples)
+    assert len(sent) < 2_000 < samples.lengths.sum()
+    assert pickle.loads(sent)[7][0].tolist() == samples[7][0].tolist()
+    folder = next(entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir())
+    assert sorted(path.suffix for path in folder.iterdir()) == [".json"] + [".npy"] * 7, "no scratch files"
+    for path in folder.glob("*.npy"):
+        np.load(path, allow_pickle=False)
+    with pytest.raises(ValueError, match="read-only"):
+        samples[0][0][0] = 0
+
+
+def test_row_problems_do_not_quote_the_row() -> None:
+    """Messages go to logs; what people wrote does not."""
+    with pytest.raises(RowProblem) as caught:
+        to_conversation(
+            {"messages": [{"role": "user", "content": "secret"}, {"role": "user", "content": "x"}]}, "messages"
+        )
+    assert "secret" not in str(caught.value)
+    thought = Conversation((Message("user", "q"), Message("assistant", "<think>secret</think>a")))
+    with pytest.raises(RowProblem) as caught:
+        render(thought, family("deepseek"), 64)
+    assert "secret" not in str(caught.value)

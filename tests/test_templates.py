@@ -1,0 +1,108 @@
+"""Named templates, and tokenizers as a run loads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from chat_models import SPECIALS, make_tokenizer, marked, talk
+from transformers import AutoTokenizer
+
+from finetune.data.render import render
+from finetune.data.templates import TEMPLATES, load_tokenizer, template_source
+from finetune.errors import DataError
+
+EXPECTED = {
+    "chatml": "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n«a1<|im_end|>»\n"
+    "<|im_start|>user\nq2<|im_end|>\n<|im_start|>assistant\n«a2<|im_end|>»\n",
+    "llama3": "<s><|start_header_id|>system<|end_header_id|>\n\ns<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nq1<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n«a1<|eot_id|>»"
+    "<|start_header_id|>user<|end_header_id|>\n\nq2<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n«a2<|eot_id|>»",
+    "mistral": "<s>[INST] s\n\nq1[/INST]« a1</s>»[INST] q2[/INST]« a2</s>»",
+    "gemma": "<s><start_of_turn>user\ns\n\nq1<end_of_turn>\n<start_of_turn>model\n«a1<end_of_turn>»\n"
+    "<start_of_turn>user\nq2<end_of_turn>\n<start_of_turn>model\n«a2<end_of_turn>»\n",
+    "deepseek": "<s>s<｜User｜>q1<｜Assistant｜>«a1</s>»<｜User｜>q2<｜Assistant｜>«a2</s>»",
+    "phi3": "<|system|>\ns<|end|>\n<|user|>\nq1<|end|>\n<|assistant|>\n«a1<|end|>»\n"
+    "<|user|>\nq2<|end|>\n<|assistant|>\n«a2<|end|>»\n",
+    "glm4": "[gMASK]<sop><|system|>\ns<|user|>\nq1<|assistant|>\n«a1<|user|>»\nq2<|assistant|>\n«a2<|user|>»",
+    "alpaca": "s\n\n### Instruction:\nq1\n\n### Response:\n«a1</s>»\n\n"
+    "### Instruction:\nq2\n\n### Response:\n«a2</s>»\n\n",
+    "vicuna": "s USER: q1 ASSISTANT:« a1</s>»USER: q2 ASSISTANT:« a2</s>»",
+}
+EXPECTED["qwen"] = EXPECTED["chatml"]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_named_template_trains_the_answers_and_their_ends(name: str) -> None:
+    tokenizer = make_tokenizer(TEMPLATES[name], {**SPECIALS, "qwen": SPECIALS["chatml"]}.get(name, ()))
+    (sample,) = render(talk("q1", "a1", "q2", "a2", system="s"), tokenizer, 4096)
+    assert marked(tokenizer, sample.input_ids, sample.supervised) == EXPECTED[name]
+    assert sample.ends and sample.follows_prompt
+    turns = [{"role": "user", "content": "q1"}]
+    prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True)["input_ids"]
+    (alone,) = render(talk("q1", "a1"), tokenizer, 4096)
+    assert alone.input_ids[: np.flatnonzero(alone.supervised)[0]].tolist() == prompt
+
+
+def test_a_template_whose_end_is_no_token_of_the_tokenizer_is_noted() -> None:
+    (sample,) = render(talk("q1", "a1"), make_tokenizer(TEMPLATES["chatml"]), 4096)
+    assert not sample.ends
+    (sample,) = render(talk("q1", "a1"), make_tokenizer(TEMPLATES["alpaca"]), 4096)
+    assert sample.ends
+
+
+def test_unknown_names_and_broken_files(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="'chatlm' is neither a template's name nor a file; did you mean 'chatml'"):
+        template_source("chatlm")
+    broken = tmp_path / "broken.jinja"
+    broken.write_text("{{ bos_token }}\n{% for message in messages %}", encoding="utf-8")
+    with pytest.raises(DataError, match="cannot be read") as caught:
+        template_source(str(broken))
+    assert caught.value.where.startswith(f"{broken}:")
+    tagged = tmp_path / "tagged.jinja"
+    tagged.write_text(
+        "{% for m in messages %}{%- generation -%}{{ m }}{% endgeneration %}{% endfor %}", encoding="utf-8"
+    )
+    assert "generation" in template_source(str(tagged))
+
+
+def test_a_loaded_tokenizer_carries_the_template_and_saves_it(tmp_path: Path) -> None:
+    make_tokenizer(None, SPECIALS["chatml"]).save_pretrained(tmp_path / "base")
+    with pytest.raises(DataError, match="has no chat template") as caught:
+        load_tokenizer(str(tmp_path / "base"))
+    assert "alpaca" in caught.value.fix and caught.value.exit_code == 2
+    tokenizer = load_tokenizer(str(tmp_path / "base"), "chatml")
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    size = len(make_tokenizer(None, SPECIALS["chatml"]))
+    assert len(tokenizer) == size, "no token was added"
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    assert AutoTokenizer.from_pretrained(tmp_path / "adapter").chat_template == TEMPLATES["chatml"]
+    assert load_tokenizer(str(tmp_path / "adapter")).chat_template == TEMPLATES["chatml"]
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}', encoding="utf-8")
+    with pytest.raises(DataError, match="the model folder has no tokenizer"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{broken", encoding="utf-8")
+    with pytest.raises(DataError, match="the tokenizer cannot be loaded"):
+        load_tokenizer(str(tmp_path))
+    with pytest.raises(DataError, match="no such model folder"):
+        load_tokenizer(str(tmp_path / "nowhere"))
+
+
+def test_hub_names_are_looked_up_locally_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def from_pretrained(name: str, **options: object) -> object:
+        asked.append(options.get("local_files_only", False))
+        raise OSError("not there\nsecond line")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
+    monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example")
+    with pytest.raises(DataError, match="cannot be loaded: not there") as caught:
+        load_tokenizer("owner/name")
+    assert asked == [True, False] and "https://mirror.example" in caught.value.where
