@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from finetune.data.encode import Encoder, trained_tokens
 from finetune.data.formats import Conversation, Message
 from finetune.data.problems import RowProblem
-from finetune.data.render import Renderer, render
+from finetune.data.render import Renderer, render, stop_token_ids
 from finetune.data.spans import ChatTemplate, Turn, content_span, find_turns
 from finetune.errors import DataError
 
@@ -486,6 +486,15 @@ def test_a_row_whose_frame_is_too_long_has_no_target() -> None:
     conversation = Conversation((*turns, Message("user", "q"), Message("assistant", "a")))
     (sample,) = render(conversation, family("gemma"), 40)
     assert not sample.supervised.any() and len(sample.input_ids) <= 40
+
+
+@pytest.mark.parametrize(
+    ("name", "stops"),
+    [("chatml", ["</s>", "<|im_end|>"]), ("mistral", ["</s>"]), ("phi3", ["</s>", "<|end|>"]), ("glm4", ["</s>"])],
+)
+def test_where_generation_stops(name: str, stops: list[str]) -> None:
+    tokenizer = family(name)
+    assert sorted(tokenizer.convert_ids_to_tokens(stop_token_ids(tokenizer))) == stops
 
 
 def test_renderers_travel_between_processes() -> None:

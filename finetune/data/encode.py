@@ -35,7 +35,7 @@ class Encoder:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        if not tokenizer.is_fast:
+        if not getattr(tokenizer, "is_fast", False):
             raise DataError(
                 f"{type(tokenizer).__name__} gives no character offsets: answers cannot be told from prompts exactly",
                 where=str(tokenizer.name_or_path),

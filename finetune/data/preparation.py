@@ -96,8 +96,6 @@ class Preparation:
         finally:
             shutil.rmtree(scratch)
 
-    # Reading -----------------------------------------------------------------------------------------------------
-
     def _read(self, path: Path) -> tuple[DataReport, Dataset]:
         """Read and check all rows into an Arrow file; refuse bad ones or count them."""
         import datasets
@@ -154,8 +152,6 @@ class Preparation:
     def _no_level(self) -> RowProblem:
         return RowProblem("no level", f"other rows have a '{self.difficulty_field}', this one has none")
 
-    # Tokenizing --------------------------------------------------------------------------------------------------
-
     def _tokenize(self, rows: Dataset, scratch: Path) -> Dataset:
         import datasets
 
@@ -177,8 +173,6 @@ class Preparation:
         cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         processes = self.num_proc or min(cpus, _MOST_PROCESSES, rows // _ROWS_PER_PROCESS)
         return min(processes, rows) if processes > 1 and rows > 1 else None
-
-    # Writing -----------------------------------------------------------------------------------------------------
 
     def _write(self, rendered: Dataset, report: DataReport, folder: Path) -> dict[str, Any]:
         """Write the arrays of all samples that are kept, and complete the report."""

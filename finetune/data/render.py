@@ -15,6 +15,7 @@ from finetune.data.truncate import fit
 from finetune.errors import DataError
 
 _PROBE_QUESTION = "What does a router do?"
+_PROBE = (Message("user", _PROBE_QUESTION), Message("assistant", "It forwards packets."))
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,8 @@ class Renderer:
         return sorted((content for content in contents if len(content)), key=lambda content: content[0])
 
     def _check_cutoff(self, where: str) -> None:
-        probe = (Message("user", _PROBE_QUESTION), Message("assistant", "It forwards packets."))
         try:
-            rendering = find_turns(self.template, probe)[0]
+            rendering = find_turns(self.template, _PROBE)[0]
         except RowProblem as problem:
             raise DataError(
                 f"the chat template cannot write a question and its answer: {problem}",
@@ -127,6 +127,28 @@ class Renderer:
                 where=f"--cutoff-len, {where}",
                 fix=f"set --cutoff-len to at least {header_tokens + 2}; hundreds or thousands are usual",
             )
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Ids that end an answer: the special tokens that the chat template ends one with, and the tokenizer's own end.
+
+    Generation must stop at each of them: a base model's own settings know only the last.
+
+    Raises:
+        DataError: as `Renderer`.
+    """
+    renderer = Renderer(tokenizer, cutoff_len=1 << 30)
+    (sample,) = renderer(Conversation(_PROBE))
+    specials = set(tokenizer.convert_tokens_to_ids(list(renderer.template.specials)))
+    ends = []
+    for token in reversed(sample.input_ids[sample.supervised].tolist()):
+        if token in specials:
+            ends.append(token)
+        elif tokenizer.decode([token]).strip():  # the answer itself; white space may stand between two ends
+            break
+    if tokenizer.eos_token_id is not None:
+        ends.append(tokenizer.eos_token_id)
+    return tuple(sorted(set(ends)))
 
 
 def render(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, cutoff_len: int) -> list[Rendered]:
