@@ -186,15 +186,16 @@ def choose_device_type(requested: str) -> str:
         ConfigError: the requested type is not available here.
     """
     available = available_device_types()
-    if requested == "auto":
-        return available[0]
-    if requested not in available:
+    chosen = available[0] if requested == "auto" else requested
+    if chosen not in available:
         raise ConfigError(
             f"device type {requested!r} is not available on this machine; available: {', '.join(available)}",
             where="--device-type",
             fix="leave --device-type out to take the best one, or install the driver and package it needs",
         )
-    return requested
+    # DeepSpeed detects on its own (an importable torch_npu is enough for it); tell it.
+    os.environ.setdefault("DS_ACCELERATOR", chosen)
+    return chosen
 
 
 def check_local_ranks(device_type: str, world: LaunchWorld) -> None:

@@ -4,7 +4,7 @@ Files in the run folder (their form is public and frozen by a test):
 
 `trainer_log.jsonl`  one line per logged step: `StepRecord` fields; at least step, loss, learning_rate, tokens_per_second
 `events.jsonl`       one line per event that is not a step: `{"event": NAME, "time": seconds, ...}`
-`samples.jsonl`      with `--log-samples`: `{"step": 1-based, "ids": [...]}` (see training/run_folder.py)
+`samples.jsonl`      with `--log-samples`: `{"step": 1-based, "ids": [...]}` (see storage/run_folder.py)
 `logs/`              console copies, one file per rank and start
 """
 

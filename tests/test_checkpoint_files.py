@@ -26,7 +26,7 @@ from safetensors.numpy import load_file, save_file
 from finetune.errors import ConfigError, FinetuneError
 from finetune.operations import checkpoints as checkpoints_command
 from finetune.training import checkpoint_files, durable_files
-from finetune.training.checkpoint_files import (
+from finetune.storage.checkpoint_files import (
     CheckpointWriter,
     clean_staging,
     list_checkpoints,
@@ -625,7 +625,7 @@ def test_the_command_on_a_run_without_checkpoints_and_on_no_run(
 
 def test_the_file_layer_imports_no_torch() -> None:
     code = (
-        "import sys; import finetune.operations.checkpoints, finetune.training.run_folder;"
+        "import sys; import finetune.operations.checkpoints, finetune.storage.run_folder;"
         "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'safetensors', 'pickle')))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

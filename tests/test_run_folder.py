@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from finetune.errors import ConfigError, DataError, FinetuneError, StateError
 from finetune.training import run_lock
-from finetune.training.run_folder import (
+from finetune.storage.run_folder import (
     Difference,
     RunLock,
     SampleLog,
@@ -39,7 +39,7 @@ IDENTITY = {"model": "tiny", "data": "ab12", "global_batch_size": 32, "levels": 
 
 HOLDER = """
 import os, sys, time
-from finetune.training.run_folder import RunLock
+from finetune.storage.run_folder import RunLock
 with RunLock(sys.argv[1], 0):
     {inside}
     print("held", flush=True)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import ExitCode, StateError
-from finetune.training.checkpoint_files import list_checkpoints, step_of, verify
-from finetune.training.durable_files import format_bytes, walk_files
-from finetune.training.run_folder import CONFIG_NAME, IDENTITY_NAME, STATUS_NAME
+from finetune.storage.checkpoint_files import list_checkpoints, step_of, verify
+from finetune.storage.durable_files import format_bytes, walk_files
+from finetune.storage.run_folder import CONFIG_NAME, IDENTITY_NAME, STATUS_NAME
 
 
 def describe_checkpoints(run_folder: Path | str) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Checkpoints of a run: all ranks write, one publishes, and nothing older goes before the new one is verified.
 
 What is inside `checkpoint-<step>`: the training state (training/state.py), for LoRA also the adapter as peft reads it,
-and the manifest (training/checkpoint_manifest.py). The sampler, the schedule and the random numbers have no state: they
+and the manifest (storage/checkpoint_manifest.py). The sampler, the schedule and the random numbers have no state: they
 are functions of the step.
 """
 
@@ -12,11 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from finetune.errors import FinetuneError
 from finetune.runlog import RunLog
-from finetune.training.checkpoint_files import CheckpointWriter, newest_valid, rotate, step_of
+from finetune.storage.checkpoint_files import CheckpointWriter, newest_valid, rotate, step_of
 from finetune.training.control import Control
-from finetune.training.run_folder import SampleLog
+from finetune.storage.run_folder import SampleLog
 from finetune.training.state import TrainingState
 
 logger = logging.getLogger("finetune")
@@ -77,7 +79,9 @@ class Checkpointer:
             if self.rank == 0:
                 names += self.write_model_files(writer.folder)
             return writer.seal(names), None
-        except Exception as error:  # noqa: BLE001  (raised by the caller once the other ranks know)
+        except (OSError, SafetensorError, FinetuneError) as error:
+            # Raised by the caller once the other ranks know. Anything else is a bug: it must end this process at once,
+            # because the other ranks are in a collective that this one has left.
             return {}, error
 
     def _publish(self, writer: CheckpointWriter, records: dict[str, Any]) -> tuple[str, Exception | None]:
@@ -88,7 +92,7 @@ class Checkpointer:
                 self.sample_log.sync()
             folder = writer.publish(records, self.metadata)
             removed = rotate(self.run_folder, self.keep, known_valid=[folder.name])
-        except Exception as error:  # noqa: BLE001  (raised by the caller once the other ranks know)
+        except (OSError, FinetuneError) as error:  # raised by the caller once the other ranks know
             return "", error
         size_bytes = sum(int(record["size_bytes"]) for record in records.values())
         self.runlog.event("checkpoint", step=writer.step, name=folder.name, size_bytes=size_bytes, removed=removed)

@@ -17,10 +17,10 @@ from finetune.device import LaunchWorld
 from finetune.errors import FinetuneError, StateError
 from finetune.results import EXIT_CODES
 from finetune.runlog import RunLog, add_log_file
-from finetune.training import durable_files
+from finetune.storage import durable_files
 from finetune.training.checkpoint import find_checkpoint, step_in
-from finetune.training.checkpoint_files import clean_staging, verify
-from finetune.training.run_folder import (
+from finetune.storage.checkpoint_files import clean_staging, verify
+from finetune.storage.run_folder import (
     Difference,
     RunLock,
     SampleLog,

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from finetune.modeling.pretrained import DTYPES, check_adapter_file
-from finetune.training import durable_files
+from finetune.storage import durable_files
 from finetune.training.state import gathered
 from finetune.training.trainer import RunTrainer
 

@@ -64,6 +64,7 @@ class TrainingState:
         writes = self.sliced or rank == 0
         suffix = f"-{rank:05d}" if self.sliced else ""
         kinds = {"weights": (None,), "moments": MOMENTS} if self._optimizer_step() else {"weights": (None,)}
+        self._link_stage_1_and_2()
         names: list[str] = []
         failure: BaseException | None = None
         for kind, keys in kinds.items():
@@ -168,7 +169,17 @@ class TrainingState:
                 "step": torch.tensor(float(step)),
                 **{key: torch.zeros_like(flat.data) for key in MOMENTS},
             }
-        if flats is None:  # stages 1 and 2 link parameters to the flat state after the first step
+        self._link_stage_1_and_2()
+
+    def _link_stage_1_and_2(self) -> None:
+        """Let parameters of ZeRO-1/2 see their slices of the flat state.
+
+        DeepSpeed 0.19.8 links all groups when the first group has stepped, at which time the others have no state yet,
+        and never again; `safe_get_full_optimizer_state` then raises on some ranks. May go when that is fixed there.
+        """
+        zero = getattr(self.engine, "optimizer", None)
+        if hasattr(zero, "_hp_optimizer_states_linked"):
+            zero._hp_optimizer_states_linked = False
             zero._lazy_init_hp_params_optimizer_state()
 
     def _load_engine(self, moments: SavedTensors, weights: SavedTensors) -> None:

@@ -29,7 +29,7 @@ from finetune.training.control import Control, StopSignals
 from finetune.training.execution import StepExecutor
 from finetune.training.guards import NonFiniteGuard, SpikeDetector
 from finetune.training.progress import ProgressLine, StepMeter
-from finetune.training.run_folder import SampleLog
+from finetune.storage.run_folder import SampleLog
 from finetune.training.state import TrainingState
 
 logger = logging.getLogger("finetune")
@@ -169,18 +169,22 @@ class RunTrainer(Trainer):
         self._level_losses += result.level_losses
         self._level_tokens += inputs.level_tokens
         if self.is_deepspeed_enabled:
-            self._step_engine(model, result.loss)
+            self._step_engine(model)
         return result.loss
 
-    def _step_engine(self, engine: Any, loss: torch.Tensor) -> None:
-        """DeepSpeed's step, unless gradients are not finite: outside float16 it would take them without a look."""
-        self._nonfinite = False
-        if not engine.fp16_enabled() and engine.optimizer.has_overflow():
-            self._nonfinite = True
-            engine.optimizer.zero_grad()
-            engine.optimizer._overflow_clean_up(engine.optimizer.loss_scale)
-            return
+    def _step_engine(self, engine: Any) -> None:
+        """DeepSpeed's step, unless gradients are not finite.
+
+        ZeRO-1/2 and float16 look for themselves; ZeRO-3 in float32 and bfloat16 would take NaN into the weights.
+        """
+        zero = engine.optimizer
+        if hasattr(zero, "_overflow_clean_up") and not engine.fp16_enabled():
+            if zero.has_overflow():
+                zero._overflow_clean_up(zero.loss_scale)
+                self._nonfinite = True
+                return
         engine.step()
+        self._nonfinite = bool(zero.overflow) and not engine.fp16_enabled()
 
     def _clip_grad_norm(self, model: torch.nn.Module):
         norm = super()._clip_grad_norm(model)
@@ -242,6 +246,7 @@ class RunTrainer(Trainer):
             if count:
                 metrics[f"{metric_key_prefix}_loss/{name}"] = loss / count
         self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
     def _sum_over_ranks(self, tensor: torch.Tensor) -> None:

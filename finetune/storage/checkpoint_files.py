@@ -23,8 +23,8 @@ from types import TracebackType
 from typing import Any
 
 from finetune.errors import ConfigError, FinetuneError, StateError
-from finetune.training import durable_files
-from finetune.training.checkpoint_manifest import (
+from finetune.storage import durable_files
+from finetune.storage.checkpoint_manifest import (
     MANIFEST_NAME,
     Validity,
     is_allowed,

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from finetune.errors import ExitCode, FinetuneError, StateError
-from finetune.training import durable_files
+from finetune.storage import durable_files
 
 LOCK_NAME = ".lock"
 POLL_SECONDS = 0.2

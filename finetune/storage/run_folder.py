@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 from finetune.errors import DataError, StateError
-from finetune.training import durable_files
-from finetune.training.run_lock import LOCK_NAME, RunLock, now_utc
+from finetune.storage import durable_files
+from finetune.storage.run_lock import LOCK_NAME, RunLock, now_utc
 
 __all__ = [
     "Difference",

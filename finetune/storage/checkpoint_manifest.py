@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import StateError
-from finetune.training import durable_files
+from finetune.storage import durable_files
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
