@@ -1,0 +1,107 @@
+"""What tests share: a tiny model, tiny data, and the real command."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+LEVELS = ("explain", "reasoning", "topology")
+
+# Before any test imports a Hugging Face library: nothing is fetched, and warnings about forks are not wanted.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory):
+    """Tokenized data and library caches of this test run, apart from the user's; started commands inherit it."""
+    before = os.environ.get("HF_DATASETS_CACHE")
+    os.environ["HF_DATASETS_CACHE"] = str(tmp_path_factory.mktemp("datasets_cache"))
+    yield
+    if before is None:
+        del os.environ["HF_DATASETS_CACHE"]
+    else:
+        os.environ["HF_DATASETS_CACHE"] = before
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a 2-layer Qwen3 (random weights), a byte-level BPE tokenizer and a ChatML template. Read only."""
+    import torch
+    from chat_models import CHATML, SPECIALS, make_tokenizer
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny_model")
+    tokenizer = make_tokenizer(CHATML, SPECIALS["chatml"])
+    tokenizer.save_pretrained(folder)
+    config = Qwen3Config(
+        vocab_size=(len(tokenizer) + 7) // 8 * 8,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        # Larger than usual, so that logits are far from uniform and wrong arithmetic shows.
+        initializer_range=0.2,
+    )
+    generator_state = torch.get_rng_state()
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    torch.set_rng_state(generator_state)
+    return folder
+
+
+def make_rows(count: int, seed: int = 0) -> list[dict[str, str]]:
+    """Alpaca rows over the three levels in turn, answers of 3 to 60 words, questions of 3 to 25; a few with a system."""
+    words = "router switch packet frame port link hop route cost table address mask 路由器 交换机 数据包 42 7 -> = ;".split()
+    choose = random.Random(seed)
+
+    def text(low: int, high: int) -> str:
+        return " ".join(choose.choices(words, k=choose.randint(low, high)))
+
+    rows = []
+    for number in range(count):
+        row = {"instruction": text(3, 25), "input": "", "output": text(3, 60), "difficulty": LEVELS[number % 3]}
+        if number % 7 == 0:
+            row["system"] = text(2, 8)
+        rows.append(row)
+    return rows
+
+
+@pytest.fixture(scope="session")
+def write_rows() -> Callable[[Path, list[dict[str, str]]], Path]:
+    """Write rows as JSON Lines; returns the path."""
+
+    def write(path: Path, rows: list[dict[str, str]]) -> Path:
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory: pytest.TempPathFactory, write_rows) -> Path:
+    """train.jsonl: 60 rows, 20 of each level in turn, 30 to 200 tokens long. Read only."""
+    return write_rows(tmp_path_factory.mktemp("tiny_data") / "train.jsonl", make_rows(60))
+
+
+@pytest.fixture(scope="session")
+def tiny_valid(tmp_path_factory: pytest.TempPathFactory, write_rows) -> Path:
+    """valid.jsonl: 9 rows, 3 of each level. Read only."""
+    return write_rows(tmp_path_factory.mktemp("tiny_valid") / "valid.jsonl", make_rows(9, seed=1))
+
+
+@pytest.fixture(scope="session")
+def run_cli():
+    """The real command: see `launching.run_cli`."""
+    from launching import run_cli
+
+    return run_cli
