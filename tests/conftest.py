@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+WORDS = ("router", "switch", "packet", "frame", "port", "link", "route", "mask", "路由器", "数据包", "42", "->", ";")
 LEVELS = ("explain", "reasoning", "topology")
 
 # Before any test imports a Hugging Face library: nothing is fetched, and warnings about forks are not wanted.
@@ -60,12 +61,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_rows(count: int, seed: int = 0) -> list[dict[str, str]]:
-    """Alpaca rows over the three levels in turn, answers of 3 to 60 words, questions of 3 to 25; a few with a system."""
-    words = "router switch packet frame port link hop route cost table address mask 路由器 交换机 数据包 42 7 -> = ;".split()
+    """Alpaca rows, the three levels in turn; answers of 3 to 60 words, questions of 3 to 25, some with a system."""
     choose = random.Random(seed)
 
     def text(low: int, high: int) -> str:
-        return " ".join(choose.choices(words, k=choose.randint(low, high)))
+        return " ".join(choose.choices(WORDS, k=choose.randint(low, high)))
 
     rows = []
     for number in range(count):

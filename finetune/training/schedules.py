@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 
 def warmup_count(warmup_steps: int | float, total_steps: int) -> int:
-    """Steps of warm-up: a number below 1 is a fraction of all steps, rounded up."""
-    return math.ceil(warmup_steps * total_steps) if warmup_steps < 1 else int(warmup_steps)
+    """Steps of warm-up: a number below 1 is a fraction of all steps, rounded up.
+
+    The fraction is the decimal that was written: 0.55 of 180 steps are 99, though 0.55 * 180 is 99.00000000000001.
+    """
+    return math.ceil(Fraction(str(warmup_steps)) * total_steps) if warmup_steps < 1 else int(warmup_steps)
 
 
 def learning_rate_factor(step: int, *, total_steps: int, warmup_steps: int, scheduler: str) -> float:
