@@ -1,7 +1,7 @@
 """Fine-tune and pretrain language models: a run is a list of global batches; the machine is only how it is executed.
 
-    import finetune
-    result = finetune.run({"model": "...", "data": "...", "output_dir": "..."})
+import finetune
+result = finetune.run({"model": "...", "data": "...", "output_dir": "..."})
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The device table and the launch environment: the only file that says torch.cuda, torch.npu or torch.mps.
 
-Order of preference: NPU > CUDA > MPS > CPU. Asking for the NPU first matters because `torch_npu`'s transfer module makes
-CUDA look present (accelerate state.py has the same order for the same reason).
+Order of preference: NPU > CUDA > MPS > CPU. Asking for the NPU first matters because `torch_npu`'s transfer module
+makes CUDA look present (accelerate state.py has the same order for the same reason).
 
 Everything above the line "torch from here on" runs before torch is imported: an installed but unloadable torch_npu
 makes `import torch` itself die, so it is probed in a subprocess first.
@@ -73,7 +73,7 @@ class LaunchWorld:
 
 
 def launch_world() -> LaunchWorld:
-    """Read RANK, LOCAL_RANK, WORLD_SIZE. A WORLD_SIZE without RANK (exported by an old script) is ignored, with a warning."""
+    """Read RANK, LOCAL_RANK, WORLD_SIZE. A WORLD_SIZE without RANK (an old script's) is ignored, with a warning."""
     environment = os.environ
     if "RANK" not in environment:
         if "WORLD_SIZE" in environment:
@@ -98,7 +98,7 @@ def free_port() -> int:
 
 
 def probe_torch_npu() -> None:
-    """Raise ConfigError if torch_npu is installed but cannot be loaded: `import torch` or transformers would die of it."""
+    """Raise ConfigError if torch_npu is installed but cannot be loaded: importing torch would die of it."""
     if importlib.util.find_spec("torch_npu") is None:
         return
     probe = subprocess.run(
@@ -205,7 +205,7 @@ def check_local_ranks(device_type: str, world: LaunchWorld) -> None:
         variable = DEVICE_KINDS[device_type].visible_variable
         shown = f"{variable}={os.environ[variable]}" if variable in os.environ else f"{variable} is not set"
         raise ConfigError(
-            f"{world.local_world_size} processes were started on this machine but it shows {count} {device_type} devices",
+            f"{world.local_world_size} processes were started here, on {count} {device_type} device(s)",
             where=shown,
             fix=f"start at most {count} processes per machine (--nproc_per_node {count}), or make more devices visible",
         )

@@ -2,7 +2,7 @@
 
 Files in the run folder (their form is public and frozen by a test):
 
-`trainer_log.jsonl`  one line per logged step: `StepRecord` fields; at least step, loss, learning_rate, tokens_per_second
+`trainer_log.jsonl`  one line per logged step: at least step, loss, learning_rate, tokens_per_second
 `events.jsonl`       one line per event that is not a step: `{"event": NAME, "time": seconds, ...}`
 `samples.jsonl`      with `--log-samples`: `{"step": 1-based, "ids": [...]}` (see storage/run_folder.py)
 `logs/`              console copies, one file per rank and start
@@ -17,7 +17,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from finetune.errors import DataError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 LOGGER_NAME = "finetune"
 
@@ -37,19 +42,72 @@ EVENTS = (
 
 
 class JsonLines:
-    """Appends one flushed line per record; a crash tears at most the last line."""
+    """Appends one record per line, each with a single unbuffered write: a crash tears at most the last line.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab", buffering=0)
+    Args:
+        path: the file; made where it is not there.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._descriptor = os.open(
+            self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | os.O_CLOEXEC, 0o666
+        )
 
     def write(self, record: dict[str, Any]) -> None:
-        # Unbuffered and in one call: a kill leaves a record whole or (a full disk) as a torn last line.
-        self._file.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
+        line = memoryview((json.dumps(record, ensure_ascii=False) + "\n").encode())
+        while line:  # one write; the system takes less only when the disk is full, and then says so on the second
+            line = line[os.write(self._descriptor, line) :]
+
+    def sync(self) -> None:
+        """Have the device hold all lines."""
+        os.fsync(self._descriptor)
 
     def close(self) -> None:
-        self._file.close()
+        """Close the file; twice does no harm."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class StepLog(JsonLines):
+    """A log with a line per step, that a resumed run goes on with.
+
+    Opening it for a run that goes on after step `resume_step` cuts a torn last line and the lines of later steps, which
+    the run will write again: so the file of an interrupted run ends up the same as that of an uninterrupted one.
+
+    Attributes:
+        kept_steps: the steps whose lines were kept, in order.
+    """
+
+    def __init__(self, path: Path | str, resume_step: int = 0) -> None:
+        super().__init__(path)
+        self.kept_steps: list[int] = []
+        try:
+            self._repair(resume_step)
+        except BaseException:
+            self.close()
+            raise
+
+    def _repair(self, resume_step: int) -> None:
+        keep_bytes = 0
+        with open(self.path, "rb") as file:
+            for line in file:
+                record = _parse_line(line)
+                step = record.get("step") if record else None
+                if not line.endswith(b"\n") or (type(step) is int and step > resume_step):
+                    break
+                keep_bytes += len(line)
+                if type(step) is int:
+                    self.kept_steps.append(step)
+        os.ftruncate(self._descriptor, keep_bytes)
+        self.sync()
 
 
 class RunLog:
@@ -58,7 +116,7 @@ class RunLog:
     def __init__(self, run_folder: Path | None, resume_step: int = 0) -> None:
         self._steps = self._events = None
         if run_folder is not None:
-            self._steps = JsonLines(run_folder / "trainer_log.jsonl")
+            self._steps = StepLog(run_folder / "trainer_log.jsonl", resume_step)
             self._events = JsonLines(run_folder / "events.jsonl")
 
     def step(self, record: dict[str, Any]) -> None:
@@ -78,28 +136,33 @@ class RunLog:
                 stream.close()
 
 
-def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a JSONL log; a torn last line (a crash while writing) is passed over.
+def read_jsonl_tolerant(path: Path | str) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file in order; a torn last line (no newline at its end, or not JSON) is left out.
 
     Raises:
-        ValueError: a line that is not the last is not JSON; names the line.
+        DataError: a line before the last is not a JSON object.
+        OSError: the file cannot be read.
     """
-    with path.open(encoding="utf-8") as file:
-        previous: str | None = None
-        number = 0
-        for line in file:
-            if previous is not None:
-                yield _record(previous, path, number)
-            previous, number = line, number + 1
-        if previous is not None and previous.endswith("\n"):
-            yield _record(previous, path, number)
+    torn: int | None = None
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if torn is not None:
+                raise DataError(
+                    "a line in the middle of the log is not a JSON object", f"{path}:{torn}", "take out that line"
+                )
+            record = _parse_line(line)
+            if record is None or not line.endswith(b"\n"):
+                torn = number
+            else:
+                yield record
 
 
-def _record(line: str, path: Path, number: int) -> dict[str, Any]:
+def _parse_line(line: bytes) -> dict[str, Any] | None:
     try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}:{number}: not a JSON line: {error.msg}") from error
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
 
 
 class _TaggedFormatter(logging.Formatter):

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: `accelerate launch -m finetune.sft --config ds_configs/zero3.json`, or `finetune.run(config)`.
+"""Supervised fine-tuning: `accelerate launch -m finetune.sft --config ds_configs/zero3.json`, or `finetune.run(cfg)`.
 
 Reads top to bottom in the order things happen: resolve, check, prepare data (before any process group), decide where to
 start, then build and train.
@@ -28,6 +28,26 @@ if TYPE_CHECKING:
     from finetune.training.session import Resume, Session
 
 logger = logging.getLogger("finetune")
+
+# Settings that make a run this run, besides its data and schedule. What only executes it (devices, micro-batch,
+# packing, ZeRO stage, checkpointing) is not among them, and may change when a run goes on.
+IDENTITY_SETTINGS = (
+    "model",
+    "finetuning",
+    "lora_r",
+    "lora_alpha",
+    "lora_dropout",
+    "global_batch_size",
+    "seed",
+    "learning_rate",
+    "warmup_steps",
+    "weight_decay",
+    "max_grad_norm",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "lr_scheduler",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,9 +85,12 @@ def train(resolved: Resolved, world: LaunchWorld) -> RunResult:
     """Execute the run that a resolved configuration describes."""
     config = resolved.config
     for note in resolved.notes:
-        logger.info("%s", note)
+        probably_wrong = note.startswith("warning: ")
+        logger.log(logging.WARNING if probably_wrong else logging.INFO, "%s", note.removeprefix("warning: "))
     probe_torch_npu()
-    for line in prepare_environment(world, use_deepspeed=bool(config.deepspeed), timeout_seconds=config.timeout_seconds):
+    for line in prepare_environment(
+        world, use_deepspeed=bool(config.deepspeed), timeout_seconds=config.timeout_seconds
+    ):
         logger.info("environment: %s", line)
     raise_problems(check_paths(config))
 
@@ -94,7 +117,7 @@ def train(resolved: Resolved, world: LaunchWorld) -> RunResult:
         world,
         identity=data.identity,
         config_yaml=to_yaml(config),
-        start_step=start.step,
+        start=start,
         log_samples=config.log_samples,
     )
     with session:
@@ -118,7 +141,7 @@ class Prepared:
 def prepare_data(config: RunConfig) -> Prepared:
     """Tokenizer, samples, and the list of global batches, with the checks that need no weights."""
     from finetune.batching.curriculum import build_schedule
-    from finetune.batching.sampler import GlobalBatches
+    from finetune.batching.sampler import GlobalBatches, count_steps
     from finetune.data.dataset import prepare_samples
     from finetune.data.templates import load_tokenizer
     from finetune.modeling.attention import can_pack
@@ -144,7 +167,7 @@ def prepare_data(config: RunConfig) -> Prepared:
         for paths in (config.data, config.valid_data)
     )
     schedule, level_ids = build_schedule(config, train.levels, train.row_ids)
-    total_steps = config.max_steps or -(-int(config.num_epochs * len(train)) // config.global_batch_size)
+    total_steps = count_steps(len(train), config.global_batch_size, config.num_epochs, config.max_steps)
     batches = GlobalBatches(level_ids, schedule, config.global_batch_size, total_steps, config.curriculum_seed)
     for name, samples in batches.unused.items():
         logger.warning("level %s has weight 0 in every stage: its %d samples are not trained on", name, samples)
@@ -165,12 +188,8 @@ def prepare_data(config: RunConfig) -> Prepared:
 
 
 def _identity(config: RunConfig, train: Samples, batches: GlobalBatches) -> dict[str, Any]:
-    """What makes this run this run. Devices, micro-batch, packing and ZeRO stage are not in it: they only execute it."""
-    names = (
-        "model finetuning lora_r lora_alpha lora_dropout global_batch_size seed learning_rate warmup_steps weight_decay "
-        "max_grad_norm adam_beta1 adam_beta2 adam_epsilon lr_scheduler"
-    ).split()
-    identity: dict[str, Any] = {"kind": "sft", **{name: getattr(config, name) for name in names}}
+    """What makes this run this run, as plain JSON."""
+    identity: dict[str, Any] = {"kind": "sft", **{name: getattr(config, name) for name in IDENTITY_SETTINGS}}
     if config.finetuning == "lora":
         targets = config.lora_target_modules
         identity["lora_target_modules"] = targets if isinstance(targets, str) else list(targets)

@@ -25,7 +25,7 @@ from safetensors.numpy import load_file, save_file
 
 from finetune.errors import ConfigError, FinetuneError
 from finetune.operations import checkpoints as checkpoints_command
-from finetune.training import checkpoint_files, durable_files
+from finetune.storage import checkpoint_files, durable_files
 from finetune.storage.checkpoint_files import (
     CheckpointWriter,
     clean_staging,

@@ -64,9 +64,7 @@ class Execution:
     samples_per_row: int | None
 
     def plan(self, lengths: np.ndarray) -> ExecutionPlan:
-        return plan_rows(
-            lengths, self.world_size, token_budget=self.token_budget, samples_per_row=self.samples_per_row
-        )
+        return plan_rows(lengths, self.world_size, token_budget=self.token_budget, samples_per_row=self.samples_per_row)
 
     def smaller(self, longest_sample_tokens: int) -> Execution | None:
         """Half the budget (more rows, the same global batch); None at the floor, where a row holds one sample."""

@@ -1,9 +1,9 @@
 """The loss: cross-entropy at supervised positions only, summed, so that the caller divides by the global denominator.
 
 `forward(logits_to_keep=<bool mask>)` makes the model compute logits only where the next token is a target. For a large
-vocabulary even those do not fit: then the LM head itself returns the losses, chunk by chunk under checkpointing, so that
-no more than one chunk of logits exists at a time, forward or backward. It happens inside the model's own forward, so
-that the hooks of DeepSpeed, DDP and peft around it see an ordinary call.
+vocabulary even those do not fit: then the LM head itself returns the losses, chunk by chunk under checkpointing, so
+that no more than one chunk of logits exists at a time, forward or backward. It happens inside the model's own forward,
+so that the hooks of DeepSpeed, DDP and peft around it see an ordinary call.
 """
 
 from __future__ import annotations
@@ -72,9 +72,7 @@ def make_chunked_head(model: torch.nn.Module) -> ChunkedHead | None:
     return ChunkedHead(head)
 
 
-def row_losses(
-    model: torch.nn.Module, row: Row, device: torch.device, head: ChunkedHead | None = None
-) -> torch.Tensor:
+def row_losses(model: torch.nn.Module, row: Row, device: torch.device, head: ChunkedHead | None = None) -> torch.Tensor:
     """Loss of each target of one row: float32 `(n,)`; empty, but part of the graph, for a row without targets."""
     inputs = row.model_inputs(device)
     targets = row.targets.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Models: loaded with the checks that save a run, with a LoRA adapter on top where asked, and saved so that peft reopens."""
+"""Models: loaded with the checks that save a run, and with a LoRA adapter on top where asked."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def check_partitioned(model: torch.nn.Module) -> None:
         raise FinetuneError(
             f"ZeRO-3 is on but {len(whole)} parameters are not partitioned, first {whole[0]}",
             where="model loading",
-            fix="the DeepSpeed configuration must be registered before the model is made; report this with your versions",
+            fix="the DeepSpeed configuration must be registered before the model; report this with your versions",
         )
 
 
@@ -157,7 +157,9 @@ def _initialise(parameter: torch.nn.Parameter, seed: int, name: str) -> None:
         parameter.copy_(start)
 
 
-def check_adapter_file(folder: Path, expected: dict[str, tuple[int, ...]] | None = None, *, trained: bool = True) -> None:
+def check_adapter_file(
+    folder: Path, expected: dict[str, tuple[int, ...]] | None = None, *, trained: bool = True
+) -> None:
     """Reopen a saved adapter and refuse one that is empty, incomplete or untrained.
 
     ZeRO-3 has saved adapters of `torch.Size([0])` in more than one package: a run of days, and nothing in the file.
@@ -177,7 +179,9 @@ def check_adapter_file(folder: Path, expected: dict[str, tuple[int, ...]] | None
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a dict)
         empty = [name for name, shape in shapes.items() if math.prod(shape) == 0]
         if not shapes or empty:
-            raise FinetuneError(f"the saved adapter has an empty tensor: {(empty or ['no tensor at all'])[0]}", str(path), fix)
+            raise FinetuneError(
+                f"the saved adapter has an empty tensor: {(empty or ['no tensor at all'])[0]}", str(path), fix
+            )
         for name, shape in (expected or {}).items():
             if shapes.get(name) != shape:
                 raise FinetuneError(f"the saved adapter has {name} as {shapes.get(name)}, not {shape}", str(path), fix)

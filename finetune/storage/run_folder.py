@@ -12,13 +12,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
-from finetune.errors import DataError, StateError
+from finetune.errors import StateError
+from finetune.runlog import StepLog, read_jsonl_tolerant
 from finetune.storage import durable_files
 from finetune.storage.run_lock import LOCK_NAME, RunLock, now_utc
 
@@ -189,40 +189,8 @@ def format_differences(differences: Sequence[Difference]) -> str:
     return "\n".join(f"{name}: {old!r} in the folder, {new!r} now" for name, old, new in differences)
 
 
-def read_jsonl_tolerant(path: Path | str) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file in order; a torn last line (no newline at its end, or not JSON) is left out.
-
-    Raises:
-        DataError: a line before the last is not a JSON object.
-        OSError: the file cannot be read.
-    """
-    torn: int | None = None
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if torn is not None:
-                raise DataError(
-                    "a line in the middle of the log is not a JSON object", f"{path}:{torn}", "take out that line"
-                )
-            record = _parse_line(line)
-            if record is None or not line.endswith(b"\n"):
-                torn = number
-            else:
-                yield record
-
-
-def _parse_line(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else None
-
-
-class SampleLog:
+class SampleLog(StepLog):
     """`samples.jsonl`: which rows every optimizer step took, one flushed write per step.
-
-    Opening it for a run that goes on after step `resume_step` cuts a torn last line and the lines of later steps, which
-    the run will write again: so the file of an interrupted run ends up the same as that of an uninterrupted one.
 
     Args:
         path: the file; made where it is not there.
@@ -230,37 +198,14 @@ class SampleLog:
     """
 
     def __init__(self, path: Path | str, resume_step: int = 0) -> None:
-        self.path = Path(path)
-        self._descriptor = os.open(
-            self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
-        )
-        try:
-            self._repair(resume_step)
-        except BaseException:
-            self.close()
-            raise
-
-    def _repair(self, resume_step: int) -> None:
-        keep_bytes, next_step = 0, 1
-        with open(self.path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                record = _parse_line(line)
-                step = record.get("step") if record else None
-                if not line.endswith(b"\n") or (type(step) is int and step > resume_step):
-                    break
-                keep_bytes += len(line)
-                if step == next_step:
-                    next_step += 1
-                else:
-                    logger.warning("%s:%d is not the line of step %d", self.path, number, next_step)
-                    next_step = step + 1 if type(step) is int else next_step + 1
-        os.ftruncate(self._descriptor, keep_bytes)
-        if next_step != resume_step + 1:
+        super().__init__(path, resume_step)
+        if self.kept_steps != list(range(1, resume_step + 1)):
+            present = set(self.kept_steps)
+            missing = next((step for step in range(1, resume_step + 1) if step not in present), resume_step)
             logger.warning(
-                "%s ends before step %d, from which the run goes on; lines are missing from step %d",
-                self.path, resume_step + 1, next_step,
+                "%s is not whole up to step %d, from which the run goes on; lines are missing from step %d",
+                self.path, resume_step, missing,
             )  # fmt: skip
-        self.sync()
 
     def append(self, step: int, ids: Sequence[int]) -> None:
         """Write the line of one optimizer step.
@@ -269,25 +214,4 @@ class SampleLog:
             step: counted from 1.
             ids: row numbers of the step's global batch, counted from 0 through the data files in order.
         """
-        record = {"step": int(step), "ids": [int(row) for row in ids]}
-        line = memoryview((json.dumps(record) + "\n").encode())
-        while line:  # one write; the system takes less only when the disk is full, and then says so on the second
-            line = line[os.write(self._descriptor, line) :]
-
-    def sync(self) -> None:
-        """Have the device hold all lines. Call it before a checkpoint is published: it must not outlive its lines."""
-        os.fsync(self._descriptor)
-
-    def close(self) -> None:
-        """Close the file; twice does no harm."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def __enter__(self) -> SampleLog:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+        self.write({"step": int(step), "ids": [int(row) for row in ids]})

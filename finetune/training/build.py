@@ -1,11 +1,10 @@
-"""From a checked run to a trainer: arguments, DeepSpeed, model, adapter, rows, in the order that they need one another."""
+"""From a checked run to a trainer: arguments, DeepSpeed, model, adapter, rows, in the order that they need."""
 
 from __future__ import annotations
 
 import logging
-import math
+from dataclasses import asdict
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,9 +23,11 @@ from finetune.training.checkpoint import Checkpointer
 from finetune.training.control import Control, StopSignals
 from finetune.training.deepspeed_config import deepspeed_dict, zero_stage
 from finetune.training.execution import StepExecutor, heaviest_row
+from finetune.training.quiet import quiet_known_warnings
 from finetune.training.schedules import learning_rate_factor, warmup_count
 from finetune.training.session import Resume, Session, read_out_of_memory
 from finetune.training.sft_trainer import SFTTrainer
+from finetune.training.startup import plan_summary, print_table, startup_lines
 from finetune.training.state import TrainingState
 from finetune.training.trainer import RunContext
 
@@ -47,6 +48,7 @@ def build_trainer(
     dtype: str,
 ) -> SFTTrainer:
     """Build the trainer of a fine-tuning run; the process group exists."""
+    quiet_known_warnings()
     devices.use_fast_matmul(device_type)
     lora = config.finetuning == "lora"
     checkpointing = config.gradient_checkpointing
@@ -103,7 +105,7 @@ def build_trainer(
         runlog=session.runlog,
         sample_log=session.sample_log,
     )
-    _say_start(trainer, config, world, session, device_type, dtype)
+    _say_start(trainer, config, world, data, device_type, dtype)
     return trainer
 
 
@@ -193,7 +195,10 @@ def _check_world(trainer: SFTTrainer, config: RunConfig, world: LaunchWorld, dev
     """Refuse to train as something else than what was asked for: all of these happen silently elsewhere."""
     accelerator = trainer.accelerator
     checks = [
-        (accelerator.num_processes == world.world_size, f"{accelerator.num_processes} processes, not {world.world_size}"),
+        (
+            accelerator.num_processes == world.world_size,
+            f"{accelerator.num_processes} processes, not {world.world_size}",
+        ),
         (accelerator.device.type == device_type, f"device {accelerator.device.type}, not {device_type}"),
         (
             (accelerator.distributed_type.value == "DEEPSPEED") == bool(config.deepspeed),
@@ -210,34 +215,38 @@ def package_versions() -> dict[str, str]:
 
 
 def _say_start(
-    trainer: SFTTrainer, config: RunConfig, world: LaunchWorld, session: Session, device_type: str, dtype: str
+    trainer: SFTTrainer, config: RunConfig, world: LaunchWorld, data: Prepared, device_type: str, dtype: str
 ) -> None:
-    parameters = count_parameters(trainer.model)
-    facts = {
-        "step": trainer.context.start_step,
-        "total_steps": trainer.context.total_steps,
-        "device_type": device_type,
-        "world_size": world.world_size,
-        "dtype": dtype,
-        "zero_stage": zero_stage(config),
-        "global_batch_size": config.global_batch_size,
-        "rows": trainer.rows.execution.describe(),
-        "parameters": parameters,
-        "versions": package_versions(),
-    }
-    session.runlog.event("start", **facts)
-    if trainer.context.start_step:
-        session.runlog.event("resume", step=trainer.context.start_step, checkpoint=str(trainer.context.resume_from.name))
-    logger.info(
-        "%d process(es) on %s, %s, %s; %s of %s parameters trained; steps %d to %d, %d samples each; %s",
-        world.world_size,
-        device_type,
-        dtype,
-        f"ZeRO-{zero_stage(config)}" if config.deepspeed else "DDP" if world.world_size > 1 else "one process",
-        f"{parameters['trainable']:,}",
-        f"{parameters['total']:,}",
-        trainer.context.start_step + 1,
-        trainer.context.total_steps,
-        config.global_batch_size,
-        trainer.rows.execution.describe(),
+    """The start event, and on rank 0 the tables."""
+    context, parameters = trainer.context, count_parameters(trainer.model)
+    summary = plan_summary(trainer.rows, config)
+    context.runlog.event(
+        "start",
+        step=context.start_step,
+        total_steps=context.total_steps,
+        device_type=device_type,
+        world_size=world.world_size,
+        dtype=dtype,
+        zero_stage=zero_stage(config),
+        global_batch_size=config.global_batch_size,
+        rows=trainer.rows.execution.describe(),
+        plan=asdict(summary),
+        parameters=parameters,
+        versions=package_versions(),
     )
+    if context.resume_from is not None:
+        context.runlog.event("resume", step=context.start_step, checkpoint=context.resume_from.name)
+        logger.info("going on from %s", context.resume_from.name)
+    if not world.is_main:
+        return
+    for title, samples in (("training data", data.train), ("validation data", data.valid)):
+        if samples is not None:
+            print_table(title, samples.report.lines())
+    sharding = f"ZeRO-{zero_stage(config)}" if config.deepspeed else "DDP" if world.world_size > 1 else "none"
+    facts = {
+        "steps": f"{context.start_step + 1} to {context.total_steps}, {config.global_batch_size} samples each",
+        "processes": f"{world.world_size} on {device_type}, {dtype}, sharding {sharding}",
+        "trained parameters": f"{parameters['trainable']:,} of {parameters['total']:,}",
+        "rows": trainer.rows.execution.describe(),
+    }
+    print_table("execution", startup_lines(summary, facts))

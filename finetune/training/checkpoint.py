@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from finetune.errors import FinetuneError
 from finetune.runlog import RunLog
 from finetune.storage.checkpoint_files import CheckpointWriter, newest_valid, rotate, step_of
-from finetune.training.control import Control
 from finetune.storage.run_folder import SampleLog
+from finetune.training.control import Control
 from finetune.training.state import TrainingState
 
 logger = logging.getLogger("finetune")

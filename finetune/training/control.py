@@ -97,7 +97,9 @@ class StopSignals:
             os._exit(128 + number)
         self.name = signal.Signals(number).name
         # os.write, because a log call inside a handler can deadlock on the logger's own lock.
-        os.write(2, f"[WARNING] {self.name}: saving after this step, then stopping; once more leaves at once\n".encode())
+        os.write(
+            2, f"[WARNING] {self.name}: saving after this step, then stopping; once more leaves at once\n".encode()
+        )
 
 
 def die_with_launcher(world: LaunchWorld) -> None:

@@ -42,7 +42,7 @@ class NonFiniteGuard:
             raise FinetuneError(
                 f"loss or gradients were NaN or inf in {self.in_a_row} steps in a row, up to step {step}",
                 where="training",
-                fix="lower --learning-rate, use --dtype bfloat16 rather than float16, and look at the rows of these steps "
+                fix="lower --learning-rate, prefer --dtype bfloat16 to float16, and look at the rows of these steps "
                 f"(events.jsonl names them); the last good checkpoint is {last_good or 'none: start again'}",
             )
 
@@ -58,7 +58,7 @@ class SpikeDetector:
         self.losses: deque[float] = deque(maxlen=window_steps)
 
     def is_spike(self, loss: float) -> bool:
-        """Whether this loss is a spike against the window; then it enters the window. Silent until the window is full."""
+        """Whether this loss is a spike against the window, which it then enters. False until the window is full."""
         spike = False
         if math.isfinite(loss):
             if len(self.losses) == self.losses.maxlen:

@@ -1,4 +1,4 @@
-"""A run as a process: its folder, lock, logs, signals, process group, and how it ends. The same for every kind of training."""
+"""A run as a process: its folder, lock, logs and process group, and how it ends. The same for every training."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from finetune.errors import FinetuneError, StateError
 from finetune.results import EXIT_CODES
 from finetune.runlog import RunLog, add_log_file
 from finetune.storage import durable_files
-from finetune.training.checkpoint import find_checkpoint, step_in
-from finetune.storage.checkpoint_files import clean_staging, verify
+from finetune.storage.checkpoint_files import clean_staging, list_checkpoints, set_aside, verify
 from finetune.storage.run_folder import (
     Difference,
     RunLock,
@@ -30,16 +29,24 @@ from finetune.storage.run_folder import (
     write_identity,
     write_status,
 )
+from finetune.training.checkpoint import find_checkpoint, step_in
 
 logger = logging.getLogger("finetune")
 
 OUT_OF_MEMORY_NAME = "oom.json"
+
+
 @dataclass(frozen=True)
 class Resume:
-    """Where a run starts: a checkpoint and its step, or None and 0."""
+    """Where a run starts: a checkpoint and its step, or None and 0.
+
+    Attributes:
+        changed: the run differs from the one in the folder, and the user allowed it.
+    """
 
     folder: Path | None
     step: int
+    changed: bool = False
 
 
 def decide_resume(
@@ -66,7 +73,7 @@ def decide_resume(
     status = describe_folder(output_dir).status or {}
     if step_in(folder) >= total_steps and status.get("state") == "done":
         return None
-    return Resume(folder, step_in(folder))
+    return Resume(folder, step_in(folder), changed=bool(differences))
 
 
 def _resume_path(folder: Path, output_dir: Path, identity: dict[str, Any], allow_change: bool) -> Resume:
@@ -85,8 +92,9 @@ def _resume_path(folder: Path, output_dir: Path, identity: dict[str, Any], allow
     ]
     _refuse_differences(differences, str(folder), allow_change)
     if describe_folder(output_dir).kind != "empty":
-        _refuse_differences(check_output_folder(output_dir, identity), str(output_dir), allow_change)
-    return Resume(folder, step_in(folder))
+        differences += check_output_folder(output_dir, identity)
+        _refuse_differences(differences, str(output_dir), allow_change)
+    return Resume(folder, step_in(folder), changed=bool(differences))
 
 
 def _refuse_differences(differences: list[Difference], where: str, allow_change: bool) -> None:
@@ -118,14 +126,14 @@ class Session:
         *,
         identity: dict[str, Any],
         config_yaml: str,
-        start_step: int,
+        start: Resume,
         log_samples: bool,
     ) -> None:
-        self.output_dir, self.world, self.start_step = output_dir, world, start_step
+        self.output_dir, self.world, self.start = output_dir, world, start
         self._identity, self._config_yaml, self._log_samples = identity, config_yaml, log_samples
         self._stack = contextlib.ExitStack()
         self.runlog, self.sample_log = RunLog(None), None
-        self.steps_done = start_step
+        self.steps_done = start.step
 
     def __enter__(self) -> Session:
         with contextlib.ExitStack() as stack:
@@ -134,16 +142,27 @@ class Session:
                 write_identity(self.output_dir, self._identity)
                 durable_files.replace_file(self.output_dir / "run.yaml", self._config_yaml.encode())
                 clean_staging(self.output_dir)
-                self.runlog = RunLog(self.output_dir, resume_step=self.start_step)
+                self._set_aside_what_is_left_behind()
+                self.runlog = RunLog(self.output_dir, resume_step=self.start.step)
                 stack.callback(self.runlog.close)
                 if self._log_samples:
                     self.sample_log = stack.enter_context(
-                        SampleLog(self.output_dir / "samples.jsonl", resume_step=self.start_step)
+                        SampleLog(self.output_dir / "samples.jsonl", resume_step=self.start.step)
                     )
-                write_status(self.output_dir, "running", None, step=self.start_step, pid=os.getpid())
+                write_status(self.output_dir, "running", None, step=self.start.step, pid=os.getpid())
                 self._copy_log(stack)
             self._stack = stack.pop_all()
         return self
+
+    def _set_aside_what_is_left_behind(self) -> None:
+        """Going back to an earlier checkpoint, or on with a changed run, later checkpoints are another training's.
+
+        The run will come to their steps again and must not find its own work done there.
+        """
+        later = [folder for folder in list_checkpoints(self.output_dir) if step_in(folder) > self.start.step]
+        for folder in later:
+            if verify(folder, hashes=False).valid:
+                set_aside(folder, f"the run goes on from step {self.start.step}")
 
     def joined(self) -> None:
         """The process group exists, so rank 0 holds the folder: other ranks may write their logs into it."""
@@ -181,9 +200,7 @@ def process_group(device_type: str, world: LaunchWorld, timeout_seconds: int) ->
 
     ours = world.world_size > 1 and not dist.is_initialized()
     if ours:
-        dist.init_process_group(
-            devices.DEVICE_KINDS[device_type].backend, timeout=timedelta(seconds=timeout_seconds)
-        )
+        dist.init_process_group(devices.DEVICE_KINDS[device_type].backend, timeout=timedelta(seconds=timeout_seconds))
     try:
         yield
         # Only after a good end: a rank that fails must not wait for peers that are stuck in a collective.

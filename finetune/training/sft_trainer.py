@@ -1,4 +1,4 @@
-"""SFTTrainer: RunTrainer for fine-tuning, whose output folder is a peft adapter or a whole model, with its tokenizer."""
+"""SFTTrainer: RunTrainer for fine-tuning; the output is a peft adapter or a whole model, with its tokenizer."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class SFTTrainer(RunTrainer):
         return sorted(set(os.listdir(folder)) - before)
 
     def _has_learned(self) -> bool:
-        """Whether any step so far had a learning rate above zero (the first of a warm-up has none)."""
+        """Whether any step so far had a learning rate above zero (a warm-up's first has none)."""
         return any(self.context.learning_rate_factor(step) > 0 for step in range(min(self.state.global_step, 10_000)))
 
     def save_output(self, output_dir: Path) -> None:
-        """Put the result into the run folder: written beside, reopened, then moved in file by file. Every rank calls."""
+        """Put the result into the run folder: written beside, reopened, then moved in. Every rank calls."""
         staging = output_dir / ".staging-0-output"
         if self.lora:
             weights = self._whole_weights(trainable_only=True)

@@ -236,8 +236,8 @@ class SavedTensors:
         if saved != shapes:
             wrong = sorted(name for name in saved.keys() | shapes.keys() if saved.get(name) != shapes.get(name))
             raise FinetuneError(
-                f"the checkpoint's trainable parameters are not this model's: {wrong[0]} is {saved.get(wrong[0])} there "
-                f"and {shapes.get(wrong[0])} here ({len(wrong)} differ)",
+                f"the checkpoint's trainable parameters are not this model's: {wrong[0]} is {saved.get(wrong[0])} "
+                f"there and {shapes.get(wrong[0])} here ({len(wrong)} differ)",
                 where=self.folder.name,
                 fix="resume with the model and LoRA settings that the run was started with",
             )
@@ -245,6 +245,8 @@ class SavedTensors:
     def get(self, name: str) -> torch.Tensor:
         """The whole float32 tensor, in the parameter's shape, on the CPU."""
         parts = [file.get_tensor(name) for file in self.files]
-        shape = self.description["shapes"][name.split(".", 1)[1] if name.startswith(tuple(f"{key}." for key in MOMENTS)) else name]
+        shape = self.description["shapes"][
+            name.split(".", 1)[1] if name.startswith(tuple(f"{key}." for key in MOMENTS)) else name
+        ]
         flat = torch.cat([part.flatten() for part in parts]) if len(parts) > 1 else parts[0].flatten()
         return flat[: math.prod(shape)].reshape(shape)

@@ -1,9 +1,10 @@
 """RunTrainer: transformers.Trainer executing a list of global batches.
 
-Trainer keeps the loop, accelerate the devices. Overridden are: where batches come from (one loader item is one optimizer
-step), how a step is executed (training/execution.py), the loss, evaluation by the same plan and sums, checkpoints
-(training/checkpoint.py), and what is logged. Private hooks that are overridden or called (`_init_training_state`,
-`_prepare_for_training`, `_save_checkpoint`, `_clip_grad_norm`) are pinned by tests/test_trainer_hooks.py.
+Trainer keeps the loop, accelerate the devices. Overridden are: where batches come from (one loader item is one
+optimizer step), how a step is executed (training/execution.py), the loss, evaluation by the same plan and sums,
+checkpoints (training/checkpoint.py), and what is logged. Private hooks that are overridden or called
+(`_init_training_state`, `_prepare_for_training`, `_save_checkpoint`, `_clip_grad_norm`) are pinned by
+tests/test_trainer_hooks.py.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from finetune.data.steps import StepBatch, StepRows
 from finetune.modeling.loss import ChunkedHead, row_losses
 from finetune.runlog import RunLog
+from finetune.storage.run_folder import SampleLog
 from finetune.training.checkpoint import Checkpointer
 from finetune.training.control import Control, StopSignals
 from finetune.training.execution import StepExecutor
 from finetune.training.guards import NonFiniteGuard, SpikeDetector
 from finetune.training.progress import ProgressLine, StepMeter
-from finetune.storage.run_folder import SampleLog
 from finetune.training.state import TrainingState
 
 logger = logging.getLogger("finetune")
@@ -178,11 +179,10 @@ class RunTrainer(Trainer):
         ZeRO-1/2 and float16 look for themselves; ZeRO-3 in float32 and bfloat16 would take NaN into the weights.
         """
         zero = engine.optimizer
-        if hasattr(zero, "_overflow_clean_up") and not engine.fp16_enabled():
-            if zero.has_overflow():
-                zero._overflow_clean_up(zero.loss_scale)
-                self._nonfinite = True
-                return
+        if hasattr(zero, "_overflow_clean_up") and not engine.fp16_enabled() and zero.has_overflow():
+            zero._overflow_clean_up(zero.loss_scale)
+            self._nonfinite = True
+            return
         engine.step()
         self._nonfinite = bool(zero.overflow) and not engine.fp16_enabled()
 
@@ -224,7 +224,7 @@ class RunTrainer(Trainer):
     # ------------------------------------------------------------------ evaluation
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Loss over all validation targets, overall and per level: sums over the same kind of plan, not means of means."""
+        """Loss over all validation targets, overall and per level: sums over a plan, not means of means."""
         rows = self.eval_rows if eval_dataset is None else eval_dataset
         levels = rows.levels
         with self.meter.paused():
