@@ -11,9 +11,7 @@ train.jsonl or valid.jsonl; only the tokenizer has read train.jsonl.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +22,15 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 HERE = Path(__file__).resolve().parent
 SEED = 20
-MODEL_FILES = (
+# Only the weights come out of the run; everything else is as it went in.
+UNCHANGED_FILES = (
     "config.json",
     "generation_config.json",
-    "model.safetensors",
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
 )
+WEIGHTS = "model.safetensors"
 # What the run gets on top of the package's defaults.
 RUN_SETTINGS: dict[str, Any] = {
     "finetuning": "full",
@@ -91,30 +90,30 @@ def prepare(work: Path) -> tuple[Path, int]:
     return folder, make_initial_model(make_tokenizer.train_tokenizer(texts), folder)
 
 
-def train(work: Path, steps: int) -> dict[str, Any]:
-    """Train the untrained model on the corpus with `finetune.run`, into `work`/run; return the settings used."""
+def train(work: Path, steps: int) -> dict[str, float]:
+    """Train the untrained model on the corpus with `finetune.run`, into `work`/run; return the last losses.
+
+    Raises:
+        SystemExit: the run did not get to its end now, so there are no losses to write down.
+    """
     import finetune
 
-    run: Callable[[dict[str, Any]], object] = finetune.run
-    settings = {
-        **RUN_SETTINGS,
-        "max_steps": steps,
-        "model": str(work / "init"),
-        "data": (str(work / "corpus" / make_corpus.TRAIN_NAME),),
-        "valid_data": (str(work / "corpus" / make_corpus.VALID_NAME),),
-        "output_dir": str(work / "run"),
-    }
-    run(settings)
-    return settings
-
-
-def last_values(log: Path, names: tuple[str, ...]) -> dict[str, float]:
-    """The last value of each name in a `trainer_log.jsonl`; names that never occur are left out."""
-    found: dict[str, float] = {}
-    for line in log.read_text(encoding="utf-8").splitlines():
-        event = json.loads(line)
-        found.update({name: event[name] for name in names if isinstance(event.get(name), int | float)})
-    return found
+    result = finetune.run(
+        {
+            **RUN_SETTINGS,
+            "max_steps": steps,
+            "model": str(work / "init"),
+            "data": (str(work / "corpus" / make_corpus.TRAIN_NAME),),
+            "valid_data": (str(work / "corpus" / make_corpus.VALID_NAME),),
+            "output_dir": str(work / "run"),
+        }
+    )
+    losses = {name: value for name, value in result.metrics.items() if name in ("loss", "eval_loss")}
+    if result.state != "done" or "eval_loss" not in losses:
+        raise SystemExit(
+            f"{work / 'run'}: {result.state} at step {result.steps}; finish it, or remove it to begin again"
+        )
+    return losses
 
 
 def write_recipe(path: Path, parameters: int, losses: dict[str, float], steps: int) -> None:
@@ -140,15 +139,12 @@ def write_recipe(path: Path, parameters: int, losses: dict[str, float], steps: i
     path.write_text("\n".join(lines), encoding="utf-8")
 
 
-def export(work: Path, destination: Path, parameters: int, steps: int) -> None:
-    """Copy what a user needs from the finished run to `destination` and write the recipe."""
-    losses = last_values(work / "run" / "trainer_log.jsonl", ("loss", "eval_loss"))
+def export(work: Path, destination: Path) -> None:
+    """Copy what a user needs from the start and the finished run to `destination`."""
     destination.mkdir(parents=True, exist_ok=True)
-    for name in MODEL_FILES:
-        source = work / "run" / name
-        # A run need not write every file again; what it leaves out is unchanged from the start.
-        shutil.copyfile(source if source.exists() else work / "init" / name, destination / name)
-    write_recipe(destination / "RECIPE.md", parameters, losses, steps)
+    shutil.copyfile(work / "run" / WEIGHTS, destination / WEIGHTS)
+    for name in UNCHANGED_FILES:
+        shutil.copyfile(work / "init" / name, destination / name)
 
 
 def main() -> None:
@@ -162,8 +158,9 @@ def main() -> None:
     folder, parameters = prepare(options.work)
     print(f"{folder}: {parameters:,} parameters, untrained")
     if options.only == "all":
-        train(options.work, options.steps)
-        export(options.work, options.out, parameters, options.steps)
+        losses = train(options.work, options.steps)
+        export(options.work, options.out)
+        write_recipe(options.out / "RECIPE.md", parameters, losses, options.steps)
         print(f"{options.out}: trained")
 
 

@@ -28,8 +28,7 @@ WORD_PATTERN = (
 )
 # Chinese has no spaces: without a limit whole phrases would become single tokens. 15 bytes are 5 characters.
 MAX_TOKEN_BYTES = 15
-# Roles are text: the chat template writes their names, which should be one token each.
-FIELDS_THAT_ARE_NOT_TEXT = {"difficulty", "answer"}
+FIELDS_THAT_ARE_NOT_TEXT = {"role", "from", "difficulty"}
 
 
 def strings_of(value: Any) -> Iterator[str]:

@@ -91,7 +91,8 @@ def test_tokenizer_splits_digits_and_keeps_special_tokens_apart(tokenizer: Any) 
         "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
     )
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "u"}], add_generation_prompt=True)["input_ids"]
-    assert tokenizer.convert_ids_to_tokens(ids)[-3:-1] == ["<|im_start|>", "assistant"]
+    assert tokenizer.decode(ids) == "<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n"
+    assert ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 2 and ids.count(tokenizer.eos_token_id) == 1
     with pytest.raises(Exception, match="unknown role: robot"):
         tokenizer.apply_chat_template([{"role": "robot", "content": "u"}])
 
@@ -112,10 +113,6 @@ def test_initial_model_opens_with_its_tokenizer(scripts: dict[str, ModuleType], 
 
 
 def test_recipe_names_settings_and_losses(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
-    log = tmp_path / "trainer_log.jsonl"
-    log.write_text('{"step": 1, "loss": 8.0}\n{"step": 2, "loss": 0.5}\n{"step": 2, "eval_loss": 0.75}\n')
-    losses = scripts["base"].last_values(log, ("loss", "eval_loss"))
-    assert losses == {"loss": 0.5, "eval_loss": 0.75}
-    scripts["base"].write_recipe(tmp_path / "RECIPE.md", 1312128, losses, steps=2)
+    scripts["base"].write_recipe(tmp_path / "RECIPE.md", 1312128, {"loss": 0.5, "eval_loss": 0.75}, steps=2)
     text = (tmp_path / "RECIPE.md").read_text(encoding="utf-8")
     assert "| eval_loss | 0.7500 |" in text and "| max_steps | 2 |" in text and str(tmp_path) not in text
