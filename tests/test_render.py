@@ -18,6 +18,7 @@ from finetune.data.formats import Conversation, Message
 from finetune.data.problems import RowProblem
 from finetune.data.render import Renderer, render, stop_token_ids
 from finetune.data.spans import ChatTemplate, Turn, content_span, find_turns
+from finetune.data.truncate import _share
 from finetune.errors import DataError
 
 ONE = talk("q1", "a1")
@@ -284,6 +285,20 @@ def test_contents_are_found_only_where_certain() -> None:
     assert ChatTemplate(family("gemma")).render(ONE.messages)[23:25] == "q1"
 
 
+def test_marks_that_change_what_a_template_writes_find_nothing() -> None:
+    template = ChatTemplate(make_tokenizer("{% for m in messages %}{{ m.content | capitalize + '.' }}{% endfor %}"))
+    text = template.render(ONE.messages)
+    assert text == "Q1.A1." and content_span(template, text, ONE.messages, 0) is None
+
+
+def test_position_0_is_never_a_target() -> None:
+    late = "{% for m in messages %}{% if not loop.first %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
+    tokenizer = make_tokenizer(late)
+    (sample,) = render(TWO, tokenizer, 4096)
+    assert tokenizer.decode(sample.input_ids) == "a1</s>q2</s>a2</s>"
+    assert marked(tokenizer, sample.input_ids, sample.supervised) == "a«1</s>»q2</s>«a2</s>»"
+
+
 # Where tokens straddle a boundary ---------------------------------------------------------------------------------
 
 
@@ -344,6 +359,9 @@ def test_a_tokenizer_that_cannot_be_cut_keeps_the_straddling_token_in_the_prompt
     assert encoded.ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]  # no space was put in
     spans = trained_tokens(text, encoded, turns)[0]
     assert all(encoded.starts[spans] >= 5)
+    early = (Turn(5, len(text) - 1, ends=False),)
+    assert encoded.ends[-1] - encoded.starts[-1] > 1, "the last token straddles the earlier end"
+    assert trained_tokens(text, encoded, early)[0].tolist() == spans.tolist()[:-1]
 
 
 def test_trimmed_offsets_make_no_difference() -> None:
@@ -436,6 +454,8 @@ def test_truncation_at_every_cutoff(name: str, system: str | None) -> None:
             assert sample.input_ids[-1] == trained[-1] and len(sample.input_ids) == cutoff
             question = text.removesuffix(after)
             assert "\ufffd" not in question, "no character is torn"
+            if cutoff >= framing + 40:
+                assert first > framing, "an answer that is cut keeps some of its question"
         if system is None and text != tokenizer.decode(prompt):
             assert sample.trimmed_tokens == len(prompt) - first
             kept = text.removesuffix(after).removeprefix(before)
@@ -473,6 +493,28 @@ def test_short_prompt_parts_are_spared_before_long_ones() -> None:
     (sample,) = render(conversation, tokenizer, len(full.input_ids) - 60)
     assert "be kind to the user" in tokenizer.decode(sample.input_ids)
     assert 59 <= sample.trimmed_tokens <= 63  # besides the newline after the last target; whole characters
+
+
+@given(lengths=st.lists(st.integers(0, 50), max_size=6), room=st.integers(0, 200))
+def test_room_is_shared_evenly(lengths: list[int], room: int) -> None:
+    kept = _share(np.array(lengths, dtype=np.int64), room)
+    assert sum(kept) == min(room, sum(lengths))
+    assert all(0 <= keep <= length for keep, length in zip(kept, lengths, strict=True))
+    most = max(kept, default=0)
+    assert all(keep >= most - 1 for keep, length in zip(kept, lengths, strict=True) if keep < length)
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "mistral"])
+def test_the_smallest_cutoff_is_the_template_with_one_token_each(name: str) -> None:
+    prompt = "".join(
+        marked(family(name), s.input_ids, s.supervised).split("«")[0] for s in render(ONE, family(name), 999)
+    )
+    header_tokens = sum(len(family(name)(part, add_special_tokens=False)["input_ids"]) for part in prompt.split("q1"))
+    with pytest.raises(DataError, match=f"takes {header_tokens} tokens") as caught:
+        Renderer(family(name), header_tokens + 1)
+    assert f"at least {header_tokens + 2}" in caught.value.fix
+    (sample,) = render(ONE, family(name), header_tokens + 2)
+    assert sample.supervised.any()
 
 
 def test_a_cutoff_below_the_template_is_refused_at_once() -> None:
