@@ -22,8 +22,10 @@ LOGITS_PER_CHUNK = 32 * 2**20
 
 
 def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of each target in float32. logits `(n, vocabulary)`, targets `(n,)` -> `(n,)`."""
-    return cross_entropy(logits.float(), targets, reduction="none")
+    """Cross-entropy of each target, in float32 or better. logits `(n, vocabulary)`, targets `(n,)` -> `(n,)`."""
+    # Not .float(): it would round float64 logits, in which gradients are checked against the definition.
+    precise = torch.promote_types(logits.dtype, torch.float32)
+    return cross_entropy(logits.to(precise), targets, reduction="none")
 
 
 class ChunkedHead:

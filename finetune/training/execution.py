@@ -119,7 +119,7 @@ class StepExecutor:
                 row_loss = losses.sum() * row_weight
                 self._backward(model, row_loss)
             if row_weight:
-                detached = losses.detach()
+                detached = losses.detach().to(loss.dtype)
                 loss += detached.sum() * (self.accelerator.num_processes / batch.supervised_tokens)
                 # Level -1 (none) lands in the last slot and is dropped.
                 level_losses.index_add_(0, row.levels.to(device) % (self.rows.levels + 1), detached)

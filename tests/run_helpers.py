@@ -1,0 +1,400 @@
+"""For tests of whole runs: a tiny model and data, processes that train, and what they left behind.
+
+Ranks are forked from a server that has imported everything once, so that a run costs seconds: each is a process of its
+own with the environment that a launcher gives, and meets its peers in a store that the test holds (as torchrun's does).
+Where the launcher itself is what is tested, `launch_torchrun` starts a real one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PRELOADED = (
+    "finetune.sft",
+    "finetune.training.build",
+    "finetune.training.run",
+    "finetune.data.dataset",
+    "deepspeed",
+    "peft",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.integrations.deepspeed",
+)
+DEFAULT_TIMEOUT_SECONDS = 240.0
+
+
+# ---------------------------------------------------------------- what is trained
+
+
+def make_model(folder: Path, *, seed: int = 0, tokenizer_name: str = "chatml") -> Path:
+    """A Qwen3 of two layers, 32 wide, with random weights, and its tokenizer."""
+    import chat_models
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = chat_models.family(tokenizer_name)
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        initializer_range=0.1,  # so that attention and depth matter, which at 0.02 and this width they hardly do
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_data(path: Path, rows: int, *, seed: int = 0) -> Path:
+    """Alpaca rows of very different lengths on three levels."""
+    choose = random.Random(seed)
+    words = ("router", "switch", "port", "frame", "packet", "BGP", "VLAN", "路由", "交换", "端口", "42", "link", "node")
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(rows):
+            question = " ".join(choose.choices(words, k=choose.randint(1, 6)))
+            answer = " ".join(choose.choices(words, k=int(choose.paretovariate(1.2)) % 24 + 1))
+            level = ("explain", "reasoning", "topology")[number % 3]
+            row = {"instruction": question, "input": "", "output": answer, "difficulty": level}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    return path
+
+
+@dataclass(frozen=True)
+class Materials:
+    """A tiny model and its data, in one folder."""
+
+    folder: Path
+    model: Path
+    data: Path
+    valid: Path
+
+    def settings(self, output_dir: Path, **changes: Any) -> dict[str, Any]:
+        """Settings of a small float32 run; None takes a setting out."""
+        settings = {
+            "model": str(self.model),
+            "data": str(self.data),
+            "output_dir": str(output_dir),
+            "cutoff_len": 96,
+            "micro_batch_size": 2,
+            "global_batch_size": 8,
+            "max_steps": 6,
+            "learning_rate": 1e-2,
+            "lora_r": 4,
+            "dtype": "float32",
+            "device_type": "cpu",
+            "save_steps": 0,
+            "log_samples": True,
+            "report_to": "none",
+            "preprocessing_num_workers": 1,
+            "cache_dir": str(self.folder / "cache"),
+            "timeout_seconds": 120,
+        } | changes
+        return {name: value for name, value in settings.items() if value is not None}
+
+
+def make_materials(folder: Path, *, rows: int = 60, seed: int = 0) -> Materials:
+    folder.mkdir(parents=True, exist_ok=True)
+    return Materials(
+        folder=folder,
+        model=make_model(folder / "model", seed=seed),
+        data=make_data(folder / "train.jsonl", rows, seed=seed),
+        valid=make_data(folder / "valid.jsonl", 13, seed=seed + 1),
+    )
+
+
+def deepspeed_keys(stage: int, *, offload: bool = False) -> dict[str, Any]:
+    """DeepSpeed keys for a ZeRO stage. Small enough thresholds that a tiny model is really partitioned."""
+    zero: dict[str, Any] = {"stage": stage}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+    if stage == 3:
+        zero |= {"stage3_param_persistence_threshold": 0}
+        if offload:
+            zero["offload_param"] = {"device": "cpu", "pin_memory": False}
+    return {"zero_optimization": zero}
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "zero2": {"deepspeed": deepspeed_keys(2)},
+    "zero3": {"deepspeed": deepspeed_keys(3)},
+    "zero3_offload": {"deepspeed": deepspeed_keys(3, offload=True)},
+}
+
+
+# ---------------------------------------------------------------- processes that train
+
+
+@dataclass
+class Ranks:
+    """The processes of one run that are (or were) at work."""
+
+    processes: list[Any]
+    log_paths: list[Path]
+    store: Any
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self.processes]
+
+    def wait(self, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> list[int | None]:
+        """Exit codes by rank, negative for a signal; all are killed when the time is up."""
+        deadline = time.monotonic() + timeout_seconds
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        hung = [process for process in self.processes if process.exitcode is None]
+        for process in hung:
+            process.kill()
+            process.join()
+        if hung:
+            raise TimeoutError(f"a rank still ran after {timeout_seconds} s:\n{self.output()}")
+        return [process.exitcode for process in self.processes]
+
+    def kill(self) -> None:
+        """SIGKILL to every rank, as nearly at once as can be."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+    def output(self) -> str:
+        parts = [f"--- rank {rank}\n{path.read_text(errors='replace')}" for rank, path in enumerate(self.log_paths)]
+        return "\n".join(parts)[-20_000:]
+
+
+_forks: list[Any] = []
+
+
+def _fork_context() -> Any:
+    """A server that has imported what a run needs, without a thread of its own (OMP_NUM_THREADS=1)."""
+    if not _forks:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOADED))
+        _forks.append(context)
+    return _forks[0]
+
+
+def start(
+    settings: Mapping[str, Any],
+    processes: int = 1,
+    *,
+    patch: Callable[..., None] | None = None,
+    patch_arguments: Sequence[Any] = (),
+    arguments: Sequence[str] = (),
+    launched: bool | None = None,
+) -> Ranks:
+    """Start `python -m finetune.sft --config SETTINGS` on so many ranks.
+
+    Args:
+        patch: called in each rank before the run, with its rank and `patch_arguments`; a function of a module.
+        arguments: further flags.
+        launched: whether the ranks have a launcher's environment; by default where there are several.
+    """
+    from torch.distributed import TCPStore
+
+    output_dir = Path(str(settings["output_dir"]))
+    side = output_dir.parent / f"{output_dir.name}.side"
+    side.mkdir(parents=True, exist_ok=True)
+    number = len(list(side.glob("*.json")))
+    config = side / f"{number}.json"
+    config.write_text(json.dumps(settings), encoding="utf-8")
+    launched = processes > 1 if launched is None else launched
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if launched else None
+    logs = [side / f"{number}-rank{rank}.log" for rank in range(processes)]
+    context = _fork_context()
+    made = [
+        context.Process(
+            target=_rank,
+            args=(
+                _environment(rank, processes, store.port) if store is not None else {},
+                ["--config", str(config), *arguments],
+                str(logs[rank]),
+                patch,
+                (rank, *patch_arguments),
+            ),
+            daemon=True,
+        )
+        for rank in range(processes)
+    ]
+    for process in made:
+        process.start()
+    return Ranks(made, logs, store)
+
+
+def train(settings: Mapping[str, Any], processes: int = 1, *, expect: int = 0, **options: Any) -> Ranks:
+    """Run to the end and check every rank's exit code."""
+    ranks = start(settings, processes, **options)
+    codes = ranks.wait()
+    assert codes == [expect] * processes, f"exit codes {codes}\n{ranks.output()}"
+    return ranks
+
+
+def _environment(rank: int, processes: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        # The store exists already, as under torchrun: ranks only connect to it.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _rank(
+    environment: dict[str, str],
+    arguments: list[str],
+    log_path: str,
+    patch: Callable[..., None] | None,
+    patch_arguments: tuple[Any, ...],
+) -> None:
+    """One rank, in a forked process: never returns."""
+    descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    import torch
+
+    torch.set_num_threads(1)
+    code = 70
+    try:
+        if patch is not None:
+            patch(*patch_arguments)
+        from finetune.sft import main
+
+        code = main(arguments)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 70
+    except BaseException:
+        traceback.print_exc()
+        code = 1  # what the interpreter makes of it
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+@contextlib.contextmanager
+def launch_torchrun(
+    settings: Mapping[str, Any], processes: int, *, max_restarts: int = 0, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen]:
+    """A real launcher in a session of its own; whatever is left of it at the end is killed, by process id."""
+    output_dir = Path(str(settings["output_dir"]))
+    side = output_dir.parent / f"{output_dir.name}.side"
+    side.mkdir(parents=True, exist_ok=True)
+    number = len(list(side.glob("*.json")))
+    config = side / f"{number}.json"
+    config.write_text(json.dumps(settings), encoding="utf-8")
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
+        "--max-restarts", str(max_restarts), "-m", "finetune.sft", "--config", str(config),
+    ]  # fmt: skip
+    with (side / f"{number}.log").open("wb") as log:
+        launcher = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+        )
+    family: set[int] = set()
+    try:
+        yield launcher
+    finally:
+        family |= descendants(launcher.pid)
+        for pid in [launcher.pid, *family]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
+        launcher.wait()
+
+
+def descendants(pid: int) -> set[int]:
+    """Process ids of all children, theirs included, that are alive now."""
+    import psutil
+
+    try:
+        return {child.pid for child in psutil.Process(pid).children(recursive=True)}
+    except psutil.NoSuchProcess:
+        return set()
+
+
+# ---------------------------------------------------------------- what a run left
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def sample_ids(output_dir: Path) -> list[list[int]]:
+    """The ids of every step, in order; every step must be there once."""
+    records = lines(output_dir / "samples.jsonl")
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+    return [record["ids"] for record in records]
+
+
+def losses(output_dir: Path) -> list[float]:
+    """The loss of every step, in order; every step must be there once."""
+    records = lines(output_dir / "trainer_log.jsonl")
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+    return [record["loss"] for record in records]
+
+
+def events(output_dir: Path, name: str) -> list[dict[str, Any]]:
+    return [record for record in lines(output_dir / "events.jsonl") if record["event"] == name]
+
+
+def status(output_dir: Path) -> dict[str, Any]:
+    return json.loads((output_dir / "status.json").read_text(encoding="utf-8"))
+
+
+def result_weights(output_dir: Path) -> dict[str, Any]:
+    """The tensors of the run's output: its adapter, or the whole model."""
+    from safetensors.torch import load_file
+
+    adapter = output_dir / "adapter_model.safetensors"
+    return load_file(adapter if adapter.exists() else output_dir / "model.safetensors")
+
+
+def largest_relative_difference(first: Sequence[float], second: Sequence[float]) -> float:
+    assert len(first) == len(second)
+    return max(abs(a - b) / abs(a) for a, b in zip(first, second, strict=True))
+
+
+def wait_for(condition: Callable[[], Any], timeout_seconds: float = 60.0, *, what: str = "the condition") -> Any:
+    """Poll until the condition is true; returns its value."""
+    deadline = time.monotonic() + timeout_seconds
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} did not come about in {timeout_seconds} s")
+        time.sleep(0.02)
+    return value
