@@ -4,8 +4,8 @@
     python data_samples/make_base_model.py --only init     # corpus, tokenizer and the untrained model, without training
 
 The steps: corpus (make_corpus.py), tokenizer (make_tokenizer.py), a seeded random Qwen3, `finetune.run` on the corpus,
-and a copy of the files that a user needs, with the recipe and the final losses in RECIPE.md. The model never sees
-train.jsonl or valid.jsonl; only the tokenizer has read train.jsonl.
+and a copy of the files that a user needs, with the recipe and the final losses in RECIPE.md. The model has
+read definitions and worked examples as pages of a handbook, and no question of train.jsonl or valid.jsonl.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RUN_SETTINGS: dict[str, Any] = {
     "cutoff_len": 512,
     "micro_batch_size": 4,
     "global_batch_size": 64,
-    "max_steps": 2000,
+    "max_steps": 1300,
     "learning_rate": 3e-3,
     "warmup_steps": 0.05,
     "weight_decay": 0.01,
@@ -123,8 +123,9 @@ def write_recipe(path: Path, parameters: int, losses: dict[str, float], steps: i
         "# tiny-qwen3",
         "",
         f"A Qwen3-shaped base model with {parameters:,} parameters, trained from a random start by this package's own",
-        "full-parameter path on the corpus of `data_samples/make_corpus.py`. It follows the chat template and knows",
-        "the words; it has never seen the questions of `train.jsonl` or `valid.jsonl`.",
+        "full-parameter path on the corpus of `data_samples/make_corpus.py`. It follows the chat template and has",
+        "read definitions and worked examples as pages of a handbook; it was never asked a question of `train.jsonl` or",
+        "`valid.jsonl`.",
         "Made by `python data_samples/make_base_model.py`. Our own work, under the licence of this package.",
         "",
         "| setting | value |",

@@ -3,8 +3,9 @@
     python data_samples/make_corpus.py --out runs/base_corpus
 
 The rows come from the same world as train.jsonl, in English and Chinese, as `messages` with one to three turns, some
-with a system prompt. No question of train.jsonl or valid.jsonl and no answer of the table of facts is among them, so a
-model trained on them speaks the chat template and knows the words, and still has train.jsonl to learn.
+with a system prompt: small tasks, and pages of a handbook (corpus_documents.py). No question of train.jsonl or
+valid.jsonl is among them. A model trained on them speaks the chat template and has read about the field, and still has
+to learn from train.jsonl to answer.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from corpus_documents import Handbook
 from corpus_tasks import TASKS, Turn
 from drawing import LANGUAGES, Draw
 from make_data import SYSTEM_PROMPTS, question, split_rows
@@ -22,11 +24,12 @@ from networks_explain import read_facts
 TRAIN_NAME, VALID_NAME = "corpus.jsonl", "corpus_valid.jsonl"
 TRAIN_ROWS, VALID_ROWS = 20000, 200
 SYSTEM_SHARE, SECOND_TURN_SHARE = 0.15, 0.2
+HANDBOOK_WEIGHT = 100  # the small tasks together have as much
 
 
-def weighted_tasks() -> list[Any]:
+def weighted_tasks(shipped: set[str]) -> list[Any]:
     """Each task as often as its weight."""
-    return [task for weight, task in TASKS for _ in range(weight)]
+    return [task for weight, task in (*TASKS, (HANDBOOK_WEIGHT, Handbook(shipped))) for _ in range(weight)]
 
 
 def draw_turns(draw: Draw, tasks: list[Any], language: str) -> list[Turn]:
@@ -47,8 +50,9 @@ def corpus_row(draw: Draw, turns: list[Turn]) -> dict[str, Any]:
 
 def corpus_rows(count: int, valid_count: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Train and valid rows, which share no question with each other or with the shipped files."""
-    draw, tasks = Draw("corpus"), weighted_tasks()
+    draw = Draw("corpus")
     shipped = {question(row) for rows in split_rows().values() for row in rows}
+    tasks = weighted_tasks(shipped)
     facts = {fact.answer for fact in read_facts()}
     asked_in_train: set[str] = set()
     train: list[dict[str, Any]] = []

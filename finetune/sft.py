@@ -10,13 +10,14 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config import RunConfig
 from finetune.config_file import Resolved, check_paths, format_config, resolve, resolve_object, to_yaml
 from finetune.device import LaunchWorld, launch_world, prepare_environment, probe_torch_npu
-from finetune.errors import raise_problems
+from finetune.errors import ConfigError, FinetuneError, raise_problems
 from finetune.results import RunResult, exit_with
 from finetune.runlog import setup_console
 
@@ -92,7 +93,7 @@ def train(resolved: Resolved, world: LaunchWorld) -> RunResult:
         world, use_deepspeed=bool(config.deepspeed), timeout_seconds=config.timeout_seconds
     ):
         logger.info("environment: %s", line)
-    raise_problems(check_paths(config))
+    raise_problems([*check_paths(config), *missing_packages(config)])
 
     from finetune import device as devices
     from finetune.training.session import Session, decide_resume
@@ -124,6 +125,19 @@ def train(resolved: Resolved, world: LaunchWorld) -> RunResult:
         return _train(config, world, data, start, session, device_type, dtype)
 
 
+def missing_packages(config: RunConfig) -> list[FinetuneError]:
+    """Packages that this configuration needs and that are not installed."""
+    trackers = () if config.report_to == "auto" else config.report_to
+    needed = {name: f"--report-to {name}" for name in trackers if name != "none"}
+    if config.deepspeed:
+        needed["deepspeed"] = "the configuration has DeepSpeed keys"
+    return [
+        ConfigError(f"{name} is not installed", where=why, fix=f"pip install {name}")
+        for name, why in needed.items()
+        if find_spec(name) is None
+    ]
+
+
 @dataclass(frozen=True)
 class Prepared:
     """Everything that is known before a model or a process group exists."""
@@ -150,7 +164,7 @@ def prepare_data(config: RunConfig) -> Prepared:
     model_config = load_model_config(config.model, trust_remote_code=config.trust_remote_code)
     tokenizer = load_tokenizer(config.model, template=config.template, trust_remote_code=config.trust_remote_code)
     check_embeddings(model_config, tokenizer, config.model)
-    levels = config.curriculum.levels
+    levels = config.curriculum.levels if config.use_curriculum else None
     train, valid = (
         prepare_samples(
             paths,
@@ -180,7 +194,7 @@ def prepare_data(config: RunConfig) -> Prepared:
         train=train,
         valid=valid,
         batches=batches,
-        level_names=levels if (train.levels >= 0).any() else (),
+        level_names=levels if levels and (train.levels >= 0).any() else (),
         stages=tuple(stage.until for stage in schedule.stages),
         packing=packing,
         identity=_identity(config, train, batches),

@@ -250,8 +250,9 @@ def read_levels(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[str]]:
 def show(arguments: Sequence[str], as_json: bool) -> CurriculumReport:
     """Resolve the configuration, read the data's levels, print the plan, and return it."""
     from finetune.config_file import resolve
+    from finetune.device import launch_world
 
-    config = resolve(arguments, world_size=1).config
+    config = resolve(arguments, world_size=launch_world().world_size).config
     levels, row_ids, dropped = read_levels(config)
     schedule, level_ids, warnings = choose_schedule(config, levels, row_ids)
     steps = count_steps(len(level_ids), config.global_batch_size, config.num_epochs, config.max_steps)

@@ -54,8 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from finetune.config_file import resolve
     from finetune.data.dataset import prepare_samples
     from finetune.data.templates import load_tokenizer
+    from finetune.device import launch_world
 
-    config = resolve(rest, overrides={"output_dir": "."}, world_size=1).config  # nothing is written there
+    world_size = launch_world().world_size
+    config = resolve(rest, overrides={"output_dir": "."}, world_size=world_size).config  # nothing is written there
     tokenizer = load_tokenizer(config.model, config.template, trust_remote_code=config.trust_remote_code)
     samples = prepare_samples(
         config.data,

@@ -76,6 +76,7 @@ def training_arguments(
         dataloader_pin_memory=False,
         report_to=reporters(config.report_to) or "none",
         run_name=Path(config.output_dir).name,
+        use_cache=True,  # Trainer writes this into the model's config; the forward is told not to
         disable_tqdm=True,
         log_level="warning",
         deepspeed=deepspeed,
