@@ -18,6 +18,7 @@ from finetune.config import RunConfig
 from finetune.config_file import Resolved, check_paths, format_config, resolve, resolve_object, to_yaml
 from finetune.device import LaunchWorld, launch_world, prepare_environment, probe_torch_npu
 from finetune.errors import ConfigError, FinetuneError, raise_problems
+from finetune.orphans import die_with_launcher
 from finetune.results import RunResult, exit_with
 from finetune.runlog import setup_console
 
@@ -84,6 +85,7 @@ def run(config: RunConfig | Mapping[str, Any] | str | Path) -> RunResult:
 
 def train(resolved: Resolved, world: LaunchWorld) -> RunResult:
     """Execute the run that a resolved configuration describes."""
+    die_with_launcher(world)
     config = resolved.config
     for note in resolved.notes:
         probably_wrong = note.startswith("warning: ")

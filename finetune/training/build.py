@@ -157,7 +157,7 @@ def _context(config: RunConfig, world: LaunchWorld, data: Prepared, start: Resum
         stage_name=stage_name,
         learning_rate_factor=factor,
         epochs_per_step=config.global_batch_size / len(data.train),
-        control=Control(world.world_size),
+        control=Control(world.world_size, config.timeout_seconds),
         signals=StopSignals(),
         runlog=session.runlog,
         sample_log=session.sample_log,

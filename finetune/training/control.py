@@ -5,34 +5,28 @@ Agreement uses a gloo group of its own beside the device's group: a handful of b
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import random
 import signal
-import sys
 import threading
-import time
 from collections.abc import Callable
+from datetime import timedelta
 from types import FrameType
 
 import torch
 import torch.distributed as dist
 
-from finetune.device import LaunchWorld
-
 logger = logging.getLogger("finetune")
-
-PARENT_CHECK_SECONDS = 2.0
-PARENT_GRACE_SECONDS = 60.0
 
 
 class Control:
     """Agreement between ranks. With one process every method answers at once."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, timeout_seconds: int = 1800) -> None:
         self.world_size = world_size
-        self.group = dist.new_group(backend="gloo") if world_size > 1 else None
+        timeout = timedelta(seconds=timeout_seconds)
+        self.group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank. Every rank must call."""
@@ -100,27 +94,3 @@ class StopSignals:
         os.write(
             2, f"[WARNING] {self.name}: saving after this step, then stopping; once more leaves at once\n".encode()
         )
-
-
-def die_with_launcher(world: LaunchWorld) -> None:
-    """Make a worker stop when its launcher is gone (torch elastic starts workers in sessions of their own).
-
-    The kernel sends SIGTERM at the parent's death (Linux); a thread looks as well, because that signal is bound to the
-    parent's *thread* and does not exist elsewhere. A worker that has not stopped PARENT_GRACE_SECONDS after that is
-    ended by SIGKILL: its peers may be gone, and it would wait in a collective for them.
-    """
-    if not world.launched:
-        return
-    parent = os.getppid()
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(PARENT_CHECK_SECONDS)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(PARENT_GRACE_SECONDS)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

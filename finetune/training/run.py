@@ -6,7 +6,6 @@ import logging
 
 from finetune.errors import ExitCode, FinetuneError
 from finetune.results import RunResult
-from finetune.training.control import die_with_launcher
 from finetune.training.execution import OutOfMemory
 from finetune.training.session import Session, write_out_of_memory
 from finetune.training.sft_trainer import SFTTrainer
@@ -27,7 +26,6 @@ def execute(trainer: SFTTrainer, session: Session) -> RunResult:
         OutOfMemoryError: under DDP buckets or ZeRO, after `oom.json` was written for the next start.
         FinetuneError: what stopped the training, with the last good checkpoint.
     """
-    die_with_launcher(session.world)
     with trainer.context.signals:
         try:
             trainer.train()
