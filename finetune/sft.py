@@ -161,11 +161,14 @@ def prepare_data(config: RunConfig) -> Prepared:
     from finetune.data.dataset import prepare_samples
     from finetune.data.templates import load_tokenizer
     from finetune.modeling.attention import can_pack
-    from finetune.modeling.pretrained import check_embeddings, load_model_config
+    from finetune.modeling.pretrained import check_embeddings, check_lora_targets, check_weights, load_model_config
 
     model_config = load_model_config(config.model, trust_remote_code=config.trust_remote_code)
     tokenizer = load_tokenizer(config.model, template=config.template, trust_remote_code=config.trust_remote_code)
     check_embeddings(model_config, tokenizer, config.model)
+    check_weights(config.model)
+    if config.finetuning == "lora":
+        check_lora_targets(model_config, config.lora_target_modules, trust_remote_code=config.trust_remote_code)
     levels = config.curriculum.levels if config.use_curriculum else None
     train, valid = (
         prepare_samples(

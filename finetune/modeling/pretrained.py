@@ -54,6 +54,40 @@ def check_embeddings(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBas
         )
 
 
+def check_weights(name: str) -> None:
+    """Raise ConfigError if a model folder has no safetensors weights, or not all of them (a hub id shows it when loaded).
+
+    A .bin file is a pickle, and pickles are never read.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir() or (folder / "model.safetensors").exists():
+        return
+    index = folder / "model.safetensors.index.json"
+    missing = "model.safetensors"
+    if index.exists():
+        try:
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ConfigError("the index of the model's weights is broken", str(index), "copy it again") from error
+        absent = sorted(shard for shard in shards if not (folder / shard).exists())
+        if not absent:
+            return
+        missing = f"{len(absent)} of {len(shards)} shards, first {absent[0]}"
+    raise ConfigError(
+        f"the model's weights are not there: {missing}",
+        where=name,
+        fix="the folder needs model.safetensors, or its shards with model.safetensors.index.json; convert .bin weights "
+        "with save_pretrained on a machine you trust them on",
+    )
+
+
+def check_lora_targets(config: PretrainedConfig, wanted: str | tuple[str, ...], *, trust_remote_code: bool) -> None:
+    """Raise ConfigError if LoRA is to adapt a module that the model does not have. Makes the model without memory."""
+    if wanted != "all-linear":
+        with torch.device("meta"):
+            target_modules(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code), wanted)
+
+
 def load_model(
     config: RunConfig, *, device_type: str, dtype: str, model_dtype: torch.dtype, zero3: bool
 ) -> PreTrainedModel:

@@ -14,7 +14,7 @@ from typing import Any
 
 from finetune import device as devices
 from finetune.device import LaunchWorld
-from finetune.errors import FinetuneError, StateError
+from finetune.errors import ExitCode, FinetuneError, StateError
 from finetune.results import EXIT_CODES
 from finetune.runlog import RunLog, add_log_file
 from finetune.storage import durable_files
@@ -174,10 +174,10 @@ class Session:
         stack.callback(handler.close)
         stack.callback(logger.removeHandler, handler)
 
-    def finish(self, state: str, *, step: int, **facts: Any) -> None:
-        """Write how the run ended; on rank 0."""
+    def finish(self, state: str, *, step: int, exit_code: int | None = None, **facts: Any) -> None:
+        """Write how the run ended, with the code that the process ends with; on rank 0."""
         if self.world.is_main:
-            code = int(EXIT_CODES[state])
+            code = int(EXIT_CODES[state] if exit_code is None else exit_code)
             write_status(self.output_dir, state, code, step=step, **facts)
             self.runlog.event("end", state=state, exit_code=code, step=step)
 
@@ -185,7 +185,8 @@ class Session:
         if error is not None:
             logger.error("%s", error if isinstance(error, FinetuneError) else f"{type(error).__name__}: {error}")
             message = str(error).splitlines()[0] if str(error) else kind.__name__
-            self.finish("failed", step=self.steps_done, error=message)
+            code = int(getattr(error, "exit_code", ExitCode.FAILED))
+            self.finish("failed", step=self.steps_done, exit_code=code, error=message)
         self._stack.close()
 
 
