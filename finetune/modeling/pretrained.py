@@ -55,7 +55,7 @@ def check_embeddings(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBas
 
 
 def check_weights(name: str) -> None:
-    """Raise ConfigError if a model folder has no safetensors weights, or not all of them (a hub id shows it when loaded).
+    """Raise ConfigError if a model folder has not all of its safetensors weights (a hub id shows it when it is loaded).
 
     A .bin file is a pickle, and pickles are never read.
     """
