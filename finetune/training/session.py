@@ -42,11 +42,13 @@ class Resume:
 
     Attributes:
         changed: the run differs from the one in the folder, and the user allowed it.
+        passed_over: names of newer checkpoints that are not valid, each with the reason.
     """
 
     folder: Path | None
     step: int
     changed: bool = False
+    passed_over: tuple[tuple[str, str], ...] = ()
 
 
 def decide_resume(
@@ -69,11 +71,12 @@ def decide_resume(
             "choose another --output-dir, or leave --resume out to continue that run",
         )
     _refuse_differences(differences, str(output_dir), allow_change)
-    folder, _ = find_checkpoint(output_dir)
+    folder, skipped = find_checkpoint(output_dir)
     status = describe_folder(output_dir).status or {}
     if step_in(folder) >= total_steps and status.get("state") == "done":
         return None
-    return Resume(folder, step_in(folder), changed=bool(differences))
+    passed_over = tuple((path.name, why) for path, why in skipped)
+    return Resume(folder, step_in(folder), changed=bool(differences), passed_over=passed_over)
 
 
 def _resume_path(folder: Path, output_dir: Path, identity: dict[str, Any], allow_change: bool) -> Resume:
@@ -145,6 +148,8 @@ class Session:
                 self._set_aside_what_is_left_behind()
                 self.runlog = RunLog(self.output_dir, resume_step=self.start.step)
                 stack.callback(self.runlog.close)
+                for name, why in self.start.passed_over:
+                    self.runlog.event("skipped_checkpoint", name=name, why=why)
                 if self._log_samples:
                     self.sample_log = stack.enter_context(
                         SampleLog(self.output_dir / "samples.jsonl", resume_step=self.start.step)
