@@ -189,7 +189,7 @@ class _ConsoleHandler(logging.StreamHandler):
 
 
 def setup_console(rank: int) -> logging.Logger:
-    """Send the package's messages to stderr as `[INFO] ...` lines; ranks above 0 say errors only (all is in their log files)."""
+    """Send the package's messages to stderr as `[INFO] ...` lines; ranks above 0 say errors only."""
     logger = logging.getLogger(LOGGER_NAME)
     logger.propagate = False
     logger.setLevel(logging.INFO)
