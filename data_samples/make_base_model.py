@@ -126,7 +126,7 @@ def write_recipe(path: Path, parameters: int, losses: dict[str, float], steps: i
         "full-parameter path on the corpus of `data_samples/make_corpus.py`. It follows the chat template and has",
         "read definitions and worked examples as pages of a handbook; it was never asked a question of `train.jsonl` or",
         "`valid.jsonl`.",
-        "Made by `python data_samples/make_base_model.py`. Our own work, under the licence of this package.",
+        "Made by `python data_samples/make_base_model.py`. Our own work, under the terms of this package.",
         "",
         "| setting | value |",
         "|---|---|",
