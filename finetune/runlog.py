@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 LOGGER_NAME = "finetune"
+LOG_FILE_ONLY = {"log_file_only": True}  # as `extra` of a log call: not to the console
 
 # Names of events in events.jsonl. A name outside this table is refused, so that readers can rely on it.
 EVENTS = (
@@ -184,8 +185,9 @@ class _ConsoleHandler(logging.StreamHandler):
         super().__init__(sys.stderr)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.setStream(sys.stderr)
-        super().emit(record)
+        if not getattr(record, "log_file_only", False):
+            self.setStream(sys.stderr)
+            super().emit(record)
 
 
 def setup_console(rank: int) -> logging.Logger:

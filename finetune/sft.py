@@ -192,7 +192,10 @@ def prepare_data(config: RunConfig) -> Prepared:
         logger.warning("level %s has weight 0 in every stage: its %d samples are not trained on", name, samples)
     packing = config.packing
     if packing and not can_pack(model_config):
-        logger.warning("%s carries state along a row: packing is off (fix: --packing false)", model_config.model_type)
+        logger.warning(
+            "documents are not known to stay apart in packed rows of a %s model: packing is off (fix: --packing false)",
+            model_config.model_type,
+        )
         packing = False
     return Prepared(
         tokenizer=tokenizer,

@@ -8,7 +8,8 @@ A packed row holds several documents one after another, `(1, row_tokens)`; a pad
 | CUDA, 16-bit       | torch.nn.attention.varlen (flash) over document bounds   | SDPA, causal                       |
 | NPU, 16-bit        | transformers' own npu_fusion_attention path, TND         | the same path, one document a line |
 | everything else    | SDPA per document: O(sum of squares), no mask is built   | SDPA, causal                       |
-| softcap, sinks     | transformers' eager path, block mask from position_ids   | eager, causal mask                 |
+| softcap            | transformers' eager path, block mask from position_ids   | eager, causal mask                 |
+| other model types  | never packed                                             | transformers' own choice           |
 
 Right padding needs no mask under causal attention: a real token never sees the padding behind it.
 
@@ -24,14 +25,31 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig
 
 ISOLATED = "finetune_isolated"
-# Layer types that mix tokens by attention only. Others (recurrences, convolutions) carry state across documents.
-ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+# Model types whose packed documents stay apart and whose logits here equal transformers' own: each is tested
+# (tests/test_attention.py). Others are trained in padded rows, with transformers' attention: they may build ALiBi or a
+# window into a mask that we do not see (Bloom, Llama 4, Phi-3.5-MoE), call attention by themselves (Nemotron, StableLM),
+# not tell the mask about documents (gpt-oss), or carry a state along the row (Mamba).
+ISOLATED_MODEL_TYPES = frozenset(
+    """
+    afmoe apertus arcee bitnet cohere cohere2 cwm deepseek_v2 deepseek_v3 diffllama ernie4_5 ernie4_5_moe exaone4
+    exaone_moe flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox granite
+    granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe internlm3 jetmoe llama longcat_flash minicpm3
+    minimax_m2 ministral ministral3 mistral mixtral nanochat olmo olmo2 olmo3 olmoe opt persimmon phi phi3 qwen2 qwen3
+    qwen3_moe seed_oss smollm3 starcoder2
+    """.split()
+)
+ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def choose_attention(config: PretrainedConfig, device_type: str, dtype: torch.dtype) -> str:
-    """The attention implementation for `from_pretrained(attn_implementation=...)`; registers ours when it is chosen."""
-    if getattr(config, "attn_logit_softcapping", None) or config.model_type == "gpt_oss":
-        return "eager"  # SDPA has neither softcap nor sinks
+def choose_attention(config: PretrainedConfig, device_type: str, dtype: torch.dtype) -> str | None:
+    """The attention for `from_pretrained(attn_implementation=...)`; registers ours when it is chosen.
+
+    None leaves the choice to transformers: a model type that was not tested with ours.
+    """
+    if getattr(config, "attn_logit_softcapping", None):
+        return "eager"  # SDPA has no softcap
+    if not can_pack(config):
+        return None
     if device_type == "npu" and dtype in (torch.float16, torch.bfloat16):
         return "flash_attention_2"
     AttentionInterface.register(ISOLATED, isolated_attention)
@@ -39,16 +57,9 @@ def choose_attention(config: PretrainedConfig, device_type: str, dtype: torch.dt
 
 
 def can_pack(config: PretrainedConfig) -> bool:
-    """Whether documents stay apart in a packed row: True for pure attention models.
-
-    A layer that carries a state along the row (Mamba, linear attention, short convolutions) would carry it from one
-    document into the next.
-    """
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None:
-        return set(layer_types) <= ATTENTION_LAYER_TYPES
-    text = str(config.model_type)
-    return not any(name in text for name in ("mamba", "rwkv", "recurrent", "lfm", "jamba", "falcon_h1", "xlstm"))
+    """Whether documents are known to stay apart in a packed row: a tested model type with attention layers only."""
+    layer_types = getattr(config, "layer_types", None) or ()
+    return config.model_type in ISOLATED_MODEL_TYPES and set(layer_types) <= ATTENTION_LAYER_TYPES
 
 
 def isolated_attention(
@@ -82,7 +93,7 @@ def isolated_attention(
         _causal(q, k, v, dropout, scaling, sliding_window)
         for q, k, v in zip(query.split(bounds, 2), key.split(bounds, 2), value.split(bounds, 2), strict=True)
     ]
-    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)).transpose(1, 2), None
+    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)).transpose(1, 2).contiguous(), None
 
 
 def _causal(query, key, value, dropout, scaling, sliding_window):

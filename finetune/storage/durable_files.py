@@ -107,6 +107,13 @@ def sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
+def share_file(path: Path) -> None:
+    """Give a file the permissions of any new file: safetensors 0.8 makes files that only their owner can read."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    os.chmod(path, 0o666 & ~umask)
+
+
 def sync_folder(path: Path) -> None:
     """Have the device hold a folder's names: files made, renamed and removed in it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -16,7 +16,7 @@ from finetune import device as devices
 from finetune.device import LaunchWorld
 from finetune.errors import ExitCode, FinetuneError, StateError
 from finetune.results import EXIT_CODES
-from finetune.runlog import RunLog, add_log_file
+from finetune.runlog import LOG_FILE_ONLY, RunLog, add_log_file
 from finetune.storage import durable_files
 from finetune.storage.checkpoint_files import clean_staging, list_checkpoints, set_aside, verify
 from finetune.storage.run_folder import (
@@ -188,7 +188,8 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         if error is not None:
-            logger.error("%s", error if isinstance(error, FinetuneError) else f"{type(error).__name__}: {error}")
+            text = str(error) if isinstance(error, FinetuneError) else f"{type(error).__name__}: {error}"
+            logger.error("%s", text, extra=LOG_FILE_ONLY)  # the console gets it when the process ends
             message = str(error).splitlines()[0] if str(error) else kind.__name__
             code = int(getattr(error, "exit_code", ExitCode.FAILED))
             self.finish("failed", step=self.steps_done, exit_code=code, error=message)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from finetune.modeling.pretrained import DTYPES, check_adapter_file
 from finetune.storage import durable_files
-from finetune.training.state import gathered
+from finetune.training.state import gathered, trainable
 from finetune.training.trainer import RunTrainer
 
 
@@ -36,7 +36,7 @@ class SFTTrainer(RunTrainer):
         before = set(os.listdir(folder))
         if self.lora:
             write_adapter(folder, self.model, load_file(folder / "weights.safetensors"))
-            check_adapter_file(folder, trained=self._has_learned())
+            check_adapter_file(folder, adapter_shapes(self.model), trained=self._has_learned())
         self.processing_class.save_pretrained(folder)
         return sorted(set(os.listdir(folder)) - before)
 
@@ -56,11 +56,12 @@ class SFTTrainer(RunTrainer):
             staging.mkdir()
             if self.lora:
                 write_adapter(staging, self.model, weights)
-                check_adapter_file(staging, trained=self._has_learned())
+                check_adapter_file(staging, adapter_shapes(self.model), trained=self._has_learned())
             else:
                 self.model.save_pretrained(staging, state_dict=weights)
             self.processing_class.save_pretrained(staging)
             for path in sorted(staging.iterdir()):
+                durable_files.share_file(path)
                 durable_files.sync_file(path)
                 os.replace(path, output_dir / path.name)
             staging.rmdir()
@@ -94,4 +95,14 @@ def write_adapter(folder: Path, model: torch.nn.Module, weights: dict[str, torch
     lora.save_pretrained(folder)
     lora.inference_mode = in_training
     adapter = get_peft_model_state_dict(model, state_dict=weights)
-    save_file({name: tensor.contiguous() for name, tensor in adapter.items()}, folder / "adapter_model.safetensors")
+    path = folder / "adapter_model.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in adapter.items()}, path)
+    durable_files.share_file(path)
+
+
+def adapter_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """What a complete adapter file holds: the name there and the whole shape of every trained parameter."""
+    return {
+        name.replace(".default.", "."): tuple(getattr(parameter, "ds_shape", parameter.shape))
+        for name, parameter in trainable(model)
+    }

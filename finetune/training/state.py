@@ -28,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from finetune.errors import FinetuneError
+from finetune.storage import durable_files
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE_NAME = "state.json"
@@ -73,6 +74,7 @@ class TrainingState:
                 names.append(f"{kind}{suffix}.safetensors")
                 try:
                     save_file(tensors, folder / names[-1])
+                    durable_files.share_file(folder / names[-1])
                 except (OSError, SafetensorError) as error:
                     # The other ranks are in the next collective already: go through it, then say so.
                     failure = error
