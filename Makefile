@@ -20,7 +20,7 @@ demo: $(READY)
 	$(BIN)/python launchers/demo.py
 
 test: $(READY)
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests
 
 check: $(READY)
 	$(BIN)/ruff check finetune tests data_samples launchers
