@@ -1,0 +1,311 @@
+"""Attention isolation: what one document of a row holds never reaches another, and nothing reaches an earlier token."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from finetune.data.collate import Row, collate
+from finetune.modeling.attention import ISOLATED, ISOLATED_MODEL_TYPES, can_pack, choose_attention
+
+VOCABULARY = 64
+CPU = torch.device("cpu")
+LENGTHS = (9, 1, 14, 5)  # of the documents of a row: longer and shorter than the window, and a single token
+
+# Every size that a model family calls by one of these names; a family takes those that its configuration has.
+TINY: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "n_embd": 32,
+    "intermediate_size": 32,
+    "n_inner": 32,
+    "ffn_dim": 32,
+    "word_embed_proj_dim": 32,
+    "num_hidden_layers": 4,
+    "n_layer": 2,
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "n_positions": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "sliding_window": 4,
+    "initializer_range": 0.3,  # so that attention matters at this width
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_layer_start_index": 1,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "hidden_size_per_layer_input": 8,
+}
+# Multi-head latent attention has as many key heads as query heads.
+LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3"}
+# Families to look at closely: (model type, changes of its tiny configuration).
+CLOSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {}),
+    "qwen3 with windows": (
+        "qwen3",
+        {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"] * 2},
+    ),
+    "qwen2": ("qwen2", {}),
+    "llama": ("llama", {}),
+    "mistral": ("mistral", {}),  # its window of 4 is in every layer
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 8}),  # softcap, so the eager path; windows in every other layer
+    "nanochat": ("nanochat", {}),
+}
+
+
+def tiny_config(model_type: str, **changes: Any) -> PretrainedConfig:
+    config_class = CONFIG_MAPPING[model_type]
+    default = config_class()
+    sizes = {name: value for name, value in TINY.items() if hasattr(default, name)}
+    if model_type in LATENT:
+        sizes |= {"num_key_value_heads": 4}
+    return config_class(**{**sizes, **changes})
+
+
+def make_model(config: PretrainedConfig, attention: str | None) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention)
+    return model.eval().requires_grad_(False)
+
+
+def as_trained(config: PretrainedConfig) -> torch.nn.Module:
+    return make_model(config, choose_attention(config, "cpu", torch.float32))
+
+
+def documents(seed: int = 0) -> list[np.ndarray]:
+    choose = np.random.default_rng(seed)
+    return [choose.integers(3, VOCABULARY, length).astype(np.int32) for length in LENGTHS]
+
+
+def make_row(docs: list[np.ndarray], *, packing: bool, pad_token_id: int = 0) -> Row:
+    members = [(ids, np.arange(len(ids)) % 3 == 1, 0) for ids in docs]
+    return collate(members, packing=packing, pad_token_id=pad_token_id)
+
+
+def outputs(model: torch.nn.Module, docs: list[np.ndarray], *, packing: bool, pad_token_id: int = 0) -> list:
+    """Logits of every token, by document."""
+    row = make_row(docs, packing=packing, pad_token_id=pad_token_id)
+    logits = model(**{**row.model_inputs(CPU), "logits_to_keep": 0}).logits
+    if packing:
+        return list(logits[0].split([len(ids) for ids in docs]))
+    return [line[: len(ids)] for line, ids in zip(logits, docs, strict=True)]
+
+
+def alone(model: torch.nn.Module, ids: np.ndarray) -> torch.Tensor:
+    return model(input_ids=torch.from_numpy(ids.astype(np.int64))[None], use_cache=False).logits[0]
+
+
+def other_tokens(ids: np.ndarray, positions: slice | int) -> np.ndarray:
+    changed = ids.copy()
+    changed[positions] = 3 + (changed[positions] - 3 + 17) % (VOCABULARY - 3)
+    return changed
+
+
+@pytest.fixture(scope="module", params=CLOSE.values(), ids=CLOSE.keys())
+def close_config(request) -> PretrainedConfig:
+    model_type, changes = request.param
+    return tiny_config(model_type, **changes)
+
+
+@pytest.fixture(scope="module")
+def close_model(close_config) -> torch.nn.Module:
+    return as_trained(close_config)
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+def test_other_documents_are_bit_equal_when_one_changes(close_model, packing):
+    docs = documents()
+    before = outputs(close_model, docs, packing=packing)
+    for number, ids in enumerate(docs):
+        changed = [*docs[:number], other_tokens(ids, slice(None)), *docs[number + 1 :]]
+        after = outputs(close_model, changed, packing=packing)
+        for other in range(len(docs)):
+            assert torch.equal(before[other], after[other]) == (other != number), (number, other)
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+def test_earlier_tokens_are_bit_equal_when_a_later_one_changes(close_model, packing):
+    docs = documents()
+    before = outputs(close_model, docs, packing=packing)
+    for position in range(len(docs[2])):
+        after = outputs(close_model, [*docs[:2], other_tokens(docs[2], position), docs[3]], packing=packing)
+        assert torch.equal(before[2][:position], after[2][:position])
+        assert not torch.equal(before[2][position], after[2][position])
+        if 0 < position < len(docs[2]) - 1:  # and later ones see it: attention is at work
+            assert not torch.equal(before[2][position + 1], after[2][position + 1])
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+def test_no_gradient_flows_into_another_document(close_model, packing):
+    docs = documents()
+    embedded: list[torch.Tensor] = []
+
+    def keep(module: torch.nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[0]
+
+    handle = close_model.get_input_embeddings().register_forward_hook(keep)
+    try:
+        result = outputs(close_model, docs, packing=packing)
+    finally:
+        handle.remove()
+    result[2].logsumexp(dim=-1).sum().backward()
+    gradient = embedded[0].grad
+    by_document = gradient[0].split(LENGTHS) if packing else gradient
+    assert [bool(part.any()) for part in by_document] == [False, False, True, False]
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+def test_a_row_gives_what_each_document_gives_alone(close_config, close_model, packing):
+    """The reference is transformers' eager attention, with its own masks."""
+    reference = make_model(close_config, "eager")
+    for ids, ours in zip(documents(), outputs(close_model, documents(), packing=packing), strict=True):
+        wanted = alone(reference, ids)
+        torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-5 * wanted.abs().max().item())
+
+
+def test_the_padding_is_never_seen(close_model):
+    for first, second in zip(
+        outputs(close_model, documents(), packing=False, pad_token_id=0),
+        outputs(close_model, documents(), packing=False, pad_token_id=41),
+        strict=True,
+    ):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+def test_only_the_kept_logits_are_computed_and_in_the_order_of_the_targets(close_model, packing):
+    row = make_row(documents(), packing=packing)
+    every = close_model(**{**row.model_inputs(CPU), "logits_to_keep": 0}).logits
+    kept = close_model(**row.model_inputs(CPU)).logits
+    assert kept.shape == (len(row.targets), VOCABULARY)
+    torch.testing.assert_close(kept, every[row.keep], rtol=1e-5, atol=1e-5)
+    following = torch.roll(row.input_ids, -1, dims=1)
+    assert torch.equal(row.targets, following[row.keep])
+
+
+# ---------------------------------------------------------------- every model type that may be packed
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quiet():
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(logging.ERROR)
+    yield
+    transformers.logging.set_verbosity(before)
+
+
+@pytest.mark.parametrize("model_type", sorted(ISOLATED_MODEL_TYPES))
+def test_every_packable_type_is_isolated_and_right(model_type):
+    """Packed documents against transformers' eager attention on each alone; windows shorter than the documents.
+
+    Experts see the tokens of all documents in one matrix product, whose size decides its rounding: so mixtures of
+    experts are equal within rounding here, not bit by bit.
+    """
+    config = tiny_config(model_type)
+    assert can_pack(config)
+    model, reference = as_trained(config), make_model(config, "eager")
+    docs = documents()
+    ours = outputs(model, docs, packing=True)
+    for ids, got in zip(docs, ours, strict=True):
+        wanted = alone(reference, ids)
+        assert wanted.abs().max() > 0
+        torch.testing.assert_close(got, wanted, rtol=0, atol=2e-5 * wanted.abs().max().item())
+    changed = outputs(model, [other_tokens(docs[0], slice(None)), *docs[1:]], packing=True)
+    assert not torch.equal(changed[0], ours[0])
+    for before, after in zip(ours[1:], changed[1:], strict=True):
+        torch.testing.assert_close(after, before, rtol=0, atol=2e-5 * before.abs().max().item())
+
+
+RECURRENT = (
+    "bamba falcon_h1 falcon_mamba granitemoehybrid jamba lfm2_moe lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid "
+    "qwen3_5_text qwen3_5 qwen3_next recurrent_gemma rwkv xlstm zamba zamba2 kimi_linear"
+)
+
+
+@pytest.mark.parametrize("model_type", [*RECURRENT.split(), "bloom", "stablelm", "nemotron", "gpt_oss", "llama4_text"])
+def test_models_whose_documents_would_mix_are_not_packed(model_type):
+    config = CONFIG_MAPPING[model_type]()
+    assert not can_pack(config)
+    assert choose_attention(config, "cpu", torch.float32) is None
+
+
+def test_a_short_convolution_among_attention_layers_is_not_packed():
+    config = tiny_config("qwen3")
+    config.layer_types = ["full_attention", "conv", "full_attention", "full_attention"]
+    assert not can_pack(config)
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "stablelm", "gpt_oss"])
+def test_a_type_that_is_not_packed_is_right_in_padded_rows(model_type):
+    config = tiny_config(model_type)
+    model = as_trained(config)
+    docs = documents()
+    for ids, ours in zip(docs, outputs(model, docs, packing=False), strict=True):
+        wanted = alone(model, ids)
+        torch.testing.assert_close(ours, wanted, rtol=0, atol=2e-5 * wanted.abs().max().item())
+
+
+def test_which_attention_is_chosen():
+    assert choose_attention(tiny_config("qwen3"), "cpu", torch.float32) == ISOLATED
+    assert choose_attention(tiny_config("qwen3"), "cuda", torch.bfloat16) == ISOLATED
+    assert choose_attention(tiny_config("qwen3"), "npu", torch.bfloat16) == "flash_attention_2"
+    assert choose_attention(tiny_config("qwen3"), "npu", torch.float32) == ISOLATED
+    assert choose_attention(tiny_config("gemma2"), "cpu", torch.float32) == "eager"
+
+
+# ---------------------------------------------------------------- CUDA: flash attention over document bounds
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3 with windows", "llama", "mistral"])
+def test_varlen_attention_on_cuda(name, dtype):
+    """Bit-equal isolation and causality on the varlen path; its values within 16-bit rounding of float32 on the CPU."""
+    model_type, changes = CLOSE[name]
+    config = tiny_config(model_type, head_dim=16, **changes)
+    device = torch.device("cuda")
+    reference = as_trained(config)
+    model = make_model(config, choose_attention(config, "cuda", dtype)).to(device, dtype)
+
+    def on_device(docs: list[np.ndarray]) -> list[torch.Tensor]:
+        row = make_row(docs, packing=True)
+        logits = model(**{**row.model_inputs(device), "logits_to_keep": 0}).logits
+        return list(logits[0].cpu().split([len(ids) for ids in docs]))
+
+    docs = documents()
+    before = on_device(docs)
+    for ids, ours in zip(docs, before, strict=True):
+        wanted = alone(reference, ids)
+        torch.testing.assert_close(ours.float(), wanted, rtol=0, atol=0.05 * wanted.abs().max().item())
+    for number in range(len(docs)):
+        after = on_device([*docs[:number], other_tokens(docs[number], slice(None)), *docs[number + 1 :]])
+        for other in range(len(docs)):
+            assert torch.equal(before[other], after[other]) == (other != number), (number, other)
+    after = on_device([*docs[:2], other_tokens(docs[2], 6), docs[3]])
+    assert torch.equal(before[2][:6], after[2][:6]) and not torch.equal(before[2][6], after[2][6])
