@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.errors import ConfigError, DataError, FinetuneError
@@ -191,6 +191,9 @@ def _initialise(parameter: torch.nn.Parameter, seed: int, name: str) -> None:
         parameter.copy_(start)
 
 
+_DO_NOT_USE = "do not use this adapter; report it with your versions and DeepSpeed configuration"
+
+
 def check_adapter_file(
     folder: Path, expected: dict[str, tuple[int, ...]] | None = None, *, trained: bool = True
 ) -> None:
@@ -207,20 +210,23 @@ def check_adapter_file(
         FinetuneError: names the first tensor that is wrong.
     """
     path = folder / "adapter_model.safetensors"
-    fix = "do not use this adapter; report it with your versions and DeepSpeed configuration"
-    json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    with safe_open(path, framework="pt") as file:
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        empty = [name for name, shape in shapes.items() if math.prod(shape) == 0]
-        if not shapes or empty:
-            raise FinetuneError(
-                f"the saved adapter has an empty tensor: {(empty or ['no tensor at all'])[0]}", str(path), fix
-            )
-        for name, shape in (expected or {}).items():
-            if shapes.get(name) != shape:
-                raise FinetuneError(f"the saved adapter has {name} as {shapes.get(name)}, not {shape}", str(path), fix)
-        if trained and not any(bool(file.get_tensor(name).any()) for name in shapes if "lora_B" in name):
-            raise FinetuneError("every lora_B of the saved adapter is zero: nothing was trained", str(path), fix)
+    try:
+        json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        with safe_open(path, framework="pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no dict)
+            learned = any(bool(file.get_tensor(name).any()) for name in shapes if "lora_B" in name)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise FinetuneError(f"the saved adapter cannot be read: {error}", str(folder), _DO_NOT_USE) from error
+    empty = [name for name, shape in shapes.items() if math.prod(shape) == 0] or (
+        [] if shapes else ["no tensor at all"]
+    )
+    wrong = [(name, shape) for name, shape in (expected or {}).items() if shapes.get(name) != shape]
+    if empty:
+        raise FinetuneError(f"the saved adapter has an empty tensor: {empty[0]}", str(path), _DO_NOT_USE)
+    for name, shape in wrong:
+        raise FinetuneError(f"the saved adapter has {name} as {shapes.get(name)}, not {shape}", str(path), _DO_NOT_USE)
+    if trained and not learned:
+        raise FinetuneError("every lora_B of the saved adapter is zero: nothing was trained", str(path), _DO_NOT_USE)
 
 
 def count_parameters(model: torch.nn.Module) -> dict[str, Any]:

@@ -103,6 +103,8 @@ def write_adapter(folder: Path, model: torch.nn.Module, weights: dict[str, torch
 def adapter_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     """What a complete adapter file holds: the name there and the whole shape of every trained parameter."""
     return {
-        name.replace(".default.", "."): tuple(getattr(parameter, "ds_shape", parameter.shape))
+        ".".join(part for part in name.split(".") if part != "default"): tuple(
+            getattr(parameter, "ds_shape", parameter.shape)
+        )
         for name, parameter in trainable(model)
     }
