@@ -16,6 +16,8 @@ LEVELS = ("explain", "reasoning", "topology")
 # Before any test imports a Hugging Face library: nothing is fetched, and warnings about forks are not wanted.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Tensors here are tiny: threads of one operation would wait for one another, and for the other processes of a test.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session", autouse=True)
