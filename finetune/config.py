@@ -8,6 +8,7 @@ Words: a sample is one conversation, a global batch is the samples of one optimi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -27,6 +28,8 @@ class BaseConfig(Strict):
     rules: ClassVar[tuple[Rule, ...]] = ()
     # Settings that follow from the number of processes: resolved for this machine, never written to run.yaml.
     machine_fields: ClassVar[frozenset[str]] = frozenset()
+    # Other spelling -> field, for flags and files.
+    aliases: ClassVar[Mapping[str, str]] = {}
 
     output_dir: Text = setting(
         group="model and data", unit="folder", description="Folder that receives everything the run writes."

@@ -48,7 +48,7 @@ def resolve(
         ConfigError: one thing is wrong; `Problems` for several.
         SystemExit: with 0, after `--help` was printed.
     """
-    parsed = parse(list(arguments or ()), flags_of(model_class))
+    parsed = parse(list(arguments or ()), flags_of(model_class), model_class.aliases)
     if parsed.help:
         sys.stdout.write(help_text(model_class))
         raise SystemExit(0)

@@ -142,8 +142,12 @@ class Parsed:
     problems: list[ConfigError] = field(default_factory=list)
 
 
-def parse(arguments: Sequence[str], flags: Mapping[str, Flag]) -> Parsed:
-    """Take a command line apart. Raises nothing: problems are collected in the result."""
+def parse(arguments: Sequence[str], flags: Mapping[str, Flag], aliases: Mapping[str, str] | None = None) -> Parsed:
+    """Take a command line apart. Raises nothing: problems are collected in the result.
+
+    Args:
+        aliases: other spelling -> field.
+    """
     parsed = Parsed()
     position = 0
     while position < len(arguments):
@@ -155,6 +159,7 @@ def parse(arguments: Sequence[str], flags: Mapping[str, Flag]) -> Parsed:
             continue
         typed, equals, attached = word.partition("=")
         name = "help" if typed == "-h" else normal(typed) if typed.startswith("--") else typed
+        name = (aliases or {}).get(name, name)
         if name not in EXTRA and (name not in flags or name in ONLY_IN_FILES):
             parsed.problems.append(_unknown(typed, name, flags))
             position += 0 if equals else _words_that_follow(arguments, position, len(arguments))
@@ -249,7 +254,9 @@ def help_text(model_class: type[BaseConfig]) -> str:
         lines += ["", group] if members else []
         for found in members:
             default = "required" if found.name in required else f"default {found.default}"
-            lines += _entry(f"{flag(found.name)} {found.metavar}", f"{found.description} [{default}]")
+            others = ", ".join(flag(other) for other, name in model_class.aliases.items() if name == found.name)
+            also = f"; also {others}" if others else ""
+            lines += _entry(f"{flag(found.name)} {found.metavar}", f"{found.description} [{default}{also}]")
     if "curriculum" in flags:
         lines += ["", "curriculum.levels and curriculum.stages (until, mix, ramp) are set in a file."]
     return "\n".join(lines) + "\n"
@@ -272,5 +279,6 @@ def flag_table(model_class: type[BaseConfig]) -> str:
             for found in flags_of(model_class).values()
             if found.name not in ONLY_IN_FILES
         ),
+        *((flag(other), f"the same as {flag(name)}", "-") for other, name in model_class.aliases.items()),
     ]
     return "".join(f"{name}  {kind}  [{default}]\n" for name, kind, default in sorted(rows))

@@ -64,7 +64,7 @@ def layer_of(content: Mapping[str, Any], label: str, level: int, model_class: ty
         level: its precedence.
     """
     layer = Layer()
-    names = model_class.model_fields.keys()
+    names = {*model_class.model_fields, *model_class.aliases}
     if is_deepspeed(content, names):
         own, prefix = content.get(BLOCK, {}), f"{BLOCK}."
         keys = {name: value for name, value in content.items() if name != BLOCK}
@@ -120,8 +120,9 @@ def _own_values(
     """Our name -> (value, place); unknown names become problems of the layer."""
     names = model_class.model_fields
     values = {}
-    for name, value in own.items():
-        place = f"{label}: {prefix}{name}"
+    for written, value in own.items():
+        place = f"{label}: {prefix}{written}"
+        name = model_class.aliases.get(written, written)
         if name == "deepspeed":
             if prefix:
                 fix = "remove it: the file around the block is the DeepSpeed configuration"

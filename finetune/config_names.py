@@ -119,6 +119,15 @@ OTHERWISE: dict[str, tuple[str, str]] = {
         "optim optimizer",
         ("fine-tuning trains with AdamW", "remove it; see --adam-beta1, --weight-decay"),
     ),
+    **_each(
+        "window_pattern aspect_ratio head_dim fp8_recipe",
+        ("sliding windows, other shapes and fp8 recipes of nanochat are not in transformers' models", "remove it"),
+    ),
+    "model_tag": ("a run is named by its folder", "use --output-dir"),
+    **_each(
+        "core_metric_every core_metric_max_per_task",
+        ("CORE is not evaluated here, bits per byte on validation data are", "use --eval-steps"),
+    ),
     "stage": ("fine-tuning on instructions is the only stage here", "remove it"),
     "do_train": ("python -m finetune.sft always trains", "remove it"),
     "do_eval": ("data in --valid-data is always evaluated", "remove it, or see --eval-steps"),

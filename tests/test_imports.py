@@ -20,7 +20,11 @@ PACKAGE = ROOT / "finetune"
 # or further left on its own; on floors marked False not even that.
 FLOORS: tuple[tuple[bool, str], ...] = (
     (True, "version errors"),
-    (True, "config_names config_rules config_fields config batching device runlog results storage"),
+    (
+        True,
+        "config_names config_rules config_pretrain_rules config_fields config config_pretrain batching device "
+        "orphans runlog results storage",
+    ),
     (
         True,
         "deepspeed_keys deepspeed_numbers config_sources config_layers config_flags config_errors config_paths "
