@@ -17,15 +17,16 @@ class Row:
     Attributes:
         input_ids: int64 `(1, T)` packed or `(S, T)` padded.
         position_ids: int64, the same shape; restarts at 0 in each document.
-        keep: bool, the same shape; True where the *next* token is a target (so its logits are needed).
-        targets: int64 `(n,)`: the next tokens there, in row-major order of `keep`.
+        keep: bool, the same shape; True where the *next* token is a target (so its logits are needed). None: everywhere,
+            and the last tokens of the samples, which are only targets, are not among the inputs.
+        targets: int64 `(n,)`: the next tokens there, in row-major order.
         levels: int64 `(n,)`: level of each target's sample; -1 where samples have none.
         document_lengths: tokens of each document of a packed row; None for a padded row.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
-    keep: torch.Tensor
+    keep: torch.Tensor | None
     targets: torch.Tensor
     levels: torch.Tensor
     document_lengths: tuple[int, ...] | None
@@ -40,9 +41,10 @@ class Row:
         inputs: dict[str, Any] = {
             "input_ids": self.input_ids.to(device, non_blocking=True),
             "position_ids": self.position_ids.to(device, non_blocking=True),
-            "logits_to_keep": self.keep.to(device, non_blocking=True),
             "use_cache": False,
         }
+        if self.keep is not None:
+            inputs["logits_to_keep"] = self.keep.to(device, non_blocking=True)
         if self.document_lengths is not None:
             bounds = np.concatenate([[0], np.cumsum(self.document_lengths)])
             cu_seq_lens = torch.from_numpy(bounds.astype(np.int32)).to(device, non_blocking=True)
@@ -57,7 +59,8 @@ class Row:
         return inputs
 
 
-Sample = tuple[np.ndarray, np.ndarray, int]  # input_ids int32 (t,), supervised bool (t,), level
+# input_ids int32 (t,); supervised bool (t,), or None: every token but the first is a target; level
+Sample = tuple[np.ndarray, np.ndarray | None, int]
 
 
 def collate(samples: Sequence[Sample], *, packing: bool, pad_token_id: int) -> Row:
@@ -68,6 +71,8 @@ def collate(samples: Sequence[Sample], *, packing: bool, pad_token_id: int) -> R
     if not samples:
         ids = np.full(2, pad_token_id, dtype=np.int32)
         samples = [(ids, np.zeros(2, dtype=bool), -1)]
+    if samples[0][1] is None:
+        return _whole(samples)
     kept = [np.append(supervised[1:], False) for _, supervised, _ in samples]
     targets = np.concatenate([ids[1:][supervised[1:]] for ids, supervised, _ in samples])
     levels = np.concatenate([np.full(keep.sum(), level) for keep, (_, _, level) in zip(kept, samples, strict=True)])
@@ -80,6 +85,20 @@ def collate(samples: Sequence[Sample], *, packing: bool, pad_token_id: int) -> R
         targets=_tensor(targets),
         levels=_tensor(levels),
         document_lengths=tuple(len(line) for line in ids) if packing else None,
+    )
+
+
+def _whole(samples: Sequence[Sample]) -> Row:
+    """The padded row of windows of one length, in which every token but the first is a target."""
+    block = _tensor(np.stack([ids for ids, _, _ in samples]))
+    inputs, targets = block[:, :-1], block[:, 1:]
+    return Row(
+        input_ids=inputs.contiguous(),
+        position_ids=torch.arange(inputs.shape[1]).expand_as(inputs).contiguous(),
+        keep=None,
+        targets=targets.flatten(),
+        levels=_tensor(np.repeat([level for _, _, level in samples], inputs.shape[1])),
+        document_lengths=None,
     )
 
 

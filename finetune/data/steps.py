@@ -16,13 +16,13 @@ from finetune.data.collate import Row, collate
 class SampleSource(Protocol):
     """What training needs of a data set; `data.dataset.Samples` is one, a token stream's windows are another."""
 
-    lengths: np.ndarray  # int (N,): tokens of each sample
+    lengths: np.ndarray  # int (N,): tokens of each sample that the model computes
     supervised_counts: np.ndarray  # int (N,): targets of each sample
     row_ids: np.ndarray  # int (N,): the input row each sample came from
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]: ...
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray | None]: ...
 
 
 class BatchSource(Protocol):

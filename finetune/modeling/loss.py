@@ -47,6 +47,7 @@ class ChunkedHead:
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.targets is None:
             return self._plain_forward(hidden)
+        hidden = hidden.flatten(0, -2)  # rows of windows come whole, (S, T, width)
         chunks = zip(hidden.split(self.tokens_per_chunk), self.targets.split(self.tokens_per_chunk), strict=True)
         # The head's matrix product runs in the model's dtype (tensor cores), only the softmax in float32.
         losses = [checkpoint(self._chunk, h, t, use_reentrant=False) for h, t in chunks]
@@ -85,4 +86,4 @@ def row_losses(model: torch.nn.Module, row: Row, device: torch.device, head: Chu
     if len(targets) == 0:
         # Nothing to learn, but every parameter must take part, or DDP and ZeRO wait for gradients that never come.
         return logits.float().sum(dim=-1)
-    return token_losses(logits, targets)
+    return token_losses(logits.flatten(0, -2), targets)

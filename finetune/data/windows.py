@@ -1,0 +1,88 @@
+"""A token stream as samples: windows of `max_seq_len` targets, which training reads like any other samples.
+
+A window holds one token more than it has targets: the model sees all but its last, and is to predict all but its first.
+Windows follow one another without gap (the last token of one is the first of the next, so every token but the stream's
+first is a target once a pass), or each begins where a document begins.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from finetune.errors import DataError
+
+
+class TokenStream(Protocol):
+    """What windows need of `data.tokens.TokenShards`."""
+
+    tokens: int
+
+    @property
+    def documents(self) -> np.ndarray: ...
+
+    def slice(self, start: int, stop: int) -> np.ndarray: ...
+
+
+class Windows:
+    """Windows of a token stream; a `data.steps.SampleSource`.
+
+    Args:
+        stream: the tokens.
+        max_seq_len: targets of a window.
+        document_aligned: begin every window at a document; tokens between a window's end and the next document are cut.
+        limit: most windows, from the beginning; None for all.
+
+    Attributes:
+        starts: int64 `(N,)`: the first token of each window.
+        lengths: int32 `(N,)`: tokens that the model computes for each window, which are its targets too.
+        cut_tokens: tokens that are no target of any window.
+
+    Raises:
+        DataError: not even one window.
+    """
+
+    def __init__(
+        self, stream: TokenStream, max_seq_len: int, *, document_aligned: bool = False, limit: int | None = None
+    ) -> None:
+        self.stream, self.max_seq_len = stream, max_seq_len
+        starts = (
+            _aligned_starts(stream.documents, max_seq_len)
+            if document_aligned
+            else np.arange(0, max(0, stream.tokens - max_seq_len), max_seq_len, dtype=np.int64)
+        )
+        if not len(starts):
+            raise DataError(
+                f"{stream.tokens:,} tokens are not one window of {max_seq_len:,} targets (and the token before them)",
+                where="token files",
+                fix=f"give more data, or lower --max-seq-len to at most {max(2, stream.tokens - 1):,}",
+            )
+        self.starts = starts[:limit]
+        self.cut_tokens = stream.tokens - 1 - len(starts) * max_seq_len
+        # One number seen N times, without memory.
+        self.lengths = np.broadcast_to(np.int32(max_seq_len), self.starts.shape)
+        self.supervised_counts = self.lengths
+        self.row_ids = np.arange(len(self.starts), dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, None]:
+        """int32 `(max_seq_len + 1,)`, and None: every token but the first is a target."""
+        start = int(self.starts[index])
+        return self.stream.slice(start, start + self.max_seq_len + 1), None
+
+
+def _aligned_starts(documents: np.ndarray, max_seq_len: int) -> np.ndarray:
+    """The first document, then always the first document that begins where the last window has ended, or later.
+
+    Windows overlap by the token that only the earlier one predicts, as without alignment.
+    """
+    total = int(documents[-1])
+    starts = []
+    document = 0
+    while document < len(documents) - 1 and documents[document] + max_seq_len < total:
+        starts.append(int(documents[document]))
+        document = int(np.searchsorted(documents, starts[-1] + max_seq_len))
+    return np.array(starts, dtype=np.int64)

@@ -1,0 +1,144 @@
+"""Models from scratch: depth -> a transformers configuration, and weights that are a pure function of (seed, name).
+
+Shapes and start follow nanochat (karpathy/nanochat, gpt.py and base_train.py): one dial, the depth; width 64 x depth,
+heads of 128; normal embeddings of 0.8, a head near zero, uniform projections, and outputs of attention and MLP that
+start at zero, so that every block starts as the identity. Llama and Qwen3 get the same start, because the learning
+rates belong to it.
+
+Three traps of transformers' NanoChat, each with a test: its default `pad_token_id=1` makes token 1 a `padding_idx`
+that never trains; its own start is normal 0.02; its MLP is `fc1`, `fc2`, which LoRA target lists of Llama pass over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    NanoChatConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
+
+ASPECT = 64  # width per layer
+HEAD_DIM = 128
+VOCABULARY_MULTIPLE = 64  # tensor cores want the head's width in multiples of this
+EMBEDDING_STD = 0.8
+HEAD_STD = 0.001
+MLP_INPUT_FACTOR = 0.4
+ROPE_THETA = 100_000.0
+RESIDUAL_OUTPUTS = ("o_proj.weight", "fc2.weight", "down_proj.weight")
+MLP_INPUTS = ("fc1.weight", "gate_proj.weight", "up_proj.weight")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a depth makes: width in numbers, heads, and numbers of a head."""
+
+    depth: int
+    width: int
+    heads: int
+    head_dim: int
+
+
+def shape_of(depth: int) -> Shape:
+    """The shape of a depth: width 64 x depth, rounded up to whole heads of 128; below depth 3 two smaller heads."""
+    width = ASPECT * depth
+    if width <= HEAD_DIM:
+        return Shape(depth, width, 2, width // 2)
+    heads = math.ceil(width / HEAD_DIM)
+    return Shape(depth, heads * HEAD_DIM, heads, HEAD_DIM)
+
+
+def scratch_config(
+    arch: str,
+    depth: int,
+    *,
+    vocab_size: int,
+    max_seq_len: int,
+    bos_token_id: int | None = None,
+    eos_token_id: int | None = None,
+) -> PretrainedConfig:
+    """The transformers configuration of an architecture at a depth.
+
+    Args:
+        arch: nanochat, qwen3 or llama.
+        vocab_size: ids of the tokenizer; the model gets as many, rounded up to a multiple of 64.
+
+    Raises:
+        ValueError: another architecture.
+    """
+    shape = shape_of(depth)
+    common = {
+        "vocab_size": math.ceil(vocab_size / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE,
+        "hidden_size": shape.width,
+        "num_hidden_layers": depth,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.heads,
+        "max_position_embeddings": max_seq_len,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
+        "tie_word_embeddings": False,
+        "bos_token_id": bos_token_id,
+        "eos_token_id": eos_token_id,
+        # Never the tokenizer's pad token: it would be an index that does not train. Rows of ours have no padding.
+        "pad_token_id": None,
+    }
+    if arch == "nanochat":
+        return NanoChatConfig(intermediate_size=4 * shape.width, **common)
+    # As many numbers as nanochat's two matrices of 4 x width, in the three of a gated MLP.
+    gated = {"intermediate_size": math.ceil(8 * shape.width / 3 / 64) * 64, "head_dim": shape.head_dim}
+    if arch == "qwen3":
+        return Qwen3Config(**gated, **common)
+    if arch == "llama":
+        return LlamaConfig(**gated, **common)
+    raise ValueError(f"unknown architecture {arch!r}: nanochat, qwen3 and llama are known")
+
+
+def make_model(config: PretrainedConfig, *, seed: int, attention: str = "sdpa") -> PreTrainedModel:
+    """The model of a configuration in float32 on the CPU, its start a pure function of (seed, parameter name)."""
+    with torch.random.fork_rng(devices=[]):  # the start that transformers draws is replaced
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    initialise(model, seed)
+    return model
+
+
+def make_empty_model(config: PretrainedConfig) -> PreTrainedModel:
+    """The model without numbers (on torch's meta device), to look at its parameters."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def initialise(model: PreTrainedModel, seed: int) -> None:
+    """Draw every parameter anew; the same numbers on every machine, whatever the order of the parameters."""
+    embedding = model.get_input_embeddings().weight
+    for name, parameter in model.named_parameters():
+        with torch.no_grad():
+            if parameter is embedding:
+                parameter.copy_(_normal(parameter.shape, EMBEDDING_STD, seed, name))
+            elif parameter is model.get_output_embeddings().weight:
+                parameter.copy_(_normal(parameter.shape, HEAD_STD, seed, name))
+            elif parameter.ndim < 2:
+                parameter.fill_(1.0)  # scales of norms; these architectures have no biases
+            elif name.endswith(RESIDUAL_OUTPUTS):
+                parameter.zero_()
+            else:
+                # Uniform with standard deviation 1 / sqrt(width): its bound is sqrt(3) times that.
+                bound = math.sqrt(3 / parameter.shape[1]) * (MLP_INPUT_FACTOR if name.endswith(MLP_INPUTS) else 1.0)
+                generator = _generator(seed, name)
+                parameter.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
+
+
+def _normal(shape: torch.Size, std: float, seed: int, name: str) -> torch.Tensor:
+    # In float64: torch's float32 normals go through vector instructions whose last bit depends on the processor.
+    return torch.empty(shape, dtype=torch.float64).normal_(0.0, std, generator=_generator(seed, name)).float()
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
