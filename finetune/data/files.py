@@ -97,7 +97,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         if path.suffix.lower() == ".parquet":
             yield from _parquet_rows(path)
-        elif _first_character(path) == b"[":
+        elif first_character(path) == b"[":
             yield from _array_rows(path)
         else:
             yield from _line_rows(path)
@@ -105,7 +105,8 @@ def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
         raise DataError(f"cannot be read: {error.strerror or error}", where=str(path), fix="check the file") from error
 
 
-def _first_character(path: Path) -> bytes:
+def first_character(path: Path) -> bytes:
+    """The first byte that is no white space; empty where there is none. `[` tells an array of rows from lines."""
     with path.open("rb") as file:
         block = file.read(4096).removeprefix(codecs.BOM_UTF8)
         while block:
@@ -127,11 +128,11 @@ def _line_rows(path: Path) -> Iterator[tuple[int, Any]]:
                         fix="write one row per line (.jsonl), or a JSON array of rows",
                     )
             if raw.strip():
-                yield line, _decoded(raw.rstrip(b"\r\n"))
+                yield line, decode_row(raw.rstrip(b"\r\n"))
 
 
-def _decoded(raw: bytes) -> Any:
-    """The row on this line, or the RowProblem that says why there is none."""
+def decode_row(raw: bytes) -> Any:
+    """The row on a line of JSON Lines, or the RowProblem that says why there is none."""
     try:
         return json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:

@@ -160,7 +160,7 @@ def load_tokenizer(
     Raises:
         DataError: no tokenizer there, an unknown template, or no template at all.
     """
-    tokenizer = _load(model, trust_remote_code)
+    tokenizer = read_tokenizer(model, trust_remote_code=trust_remote_code)
     if template is not None:
         tokenizer.chat_template = template_source(template)
     if not tokenizer.chat_template:
@@ -176,7 +176,12 @@ def load_tokenizer(
     return tokenizer
 
 
-def _load(model: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def read_tokenizer(model: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub id as it is, with or without chat template.
+
+    Raises:
+        DataError: no tokenizer there, or one that cannot be loaded.
+    """
     folder = Path(model).expanduser()
     if folder.is_dir():
         return _from_folder(folder, trust_remote_code)

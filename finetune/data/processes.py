@@ -1,0 +1,78 @@
+"""One function over many items in several processes: results in order, bounded memory, nobody left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from typing import Any
+
+from finetune.errors import FinetuneError
+
+# Items under way per process: enough that none waits, few enough that results do not pile up.
+_AHEAD = 3
+
+_job: Callable[[Any], Any] | None = None
+
+
+@contextmanager
+def ordered_map(job: Callable[[Any], Any], num_workers: int) -> Iterator[Callable[[Iterable[Any]], Iterator[Any]]]:
+    """`with ordered_map(job, n) as apply: for result in apply(items)`: the results of `job(item)` in order.
+
+    Args:
+        job: called in every process; sent there once, so it may be large. With one worker it is called here.
+        num_workers: processes.
+
+    Raises:
+        FinetuneError: a process was killed; and whatever `job` raises.
+    """
+    if num_workers == 1:
+        yield lambda items: map(job, items)
+        return
+    pool = ProcessPoolExecutor(
+        num_workers, mp_context=multiprocessing.get_context("spawn"), initializer=_start, initargs=(job,)
+    )
+    try:
+        yield lambda items: _in_order(pool, items, num_workers * _AHEAD)
+    except BrokenProcessPool as error:
+        raise FinetuneError(
+            "a worker process ended by itself; most often the system killed it because memory ran out",
+            "the worker processes",
+            "run the same command again with a smaller --num-workers: it goes on with the unfinished shard",
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _in_order(pool: ProcessPoolExecutor, items: Iterable[Any], most: int) -> Iterator[Any]:
+    waiting: deque[Any] = deque()
+    for item in items:
+        waiting.append(pool.submit(_run, item))
+        if len(waiting) >= most:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+def _start(job: Callable[[Any], Any]) -> None:
+    global _job
+    _job = job
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _run(item: Any) -> Any:
+    assert _job is not None
+    return _job(item)
