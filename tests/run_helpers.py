@@ -28,6 +28,7 @@ PRELOADED = (
     "finetune.training.run",
     "finetune.data.dataset",
     "deepspeed",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # brings torch._inductor, which takes two seconds
     "peft",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.integrations.deepspeed",

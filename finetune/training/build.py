@@ -168,7 +168,8 @@ def _rows(config: RunConfig, world: LaunchWorld, data: Prepared, session: Sessio
     budget, samples_per_row = config.micro_batch_size * config.cutoff_len, config.micro_batch_size
     note = read_out_of_memory(session.output_dir)
     if note is not None:
-        budget, samples_per_row = note.get("token_budget") or budget, note.get("samples_per_row") or samples_per_row
+        budget = min(budget, note.get("token_budget") or budget)
+        samples_per_row = min(samples_per_row, note.get("samples_per_row") or samples_per_row)
         logger.warning("the last start ran out of memory at step %s: going on with smaller rows", note["step"])
     execution = Execution(
         world.rank,

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
@@ -157,26 +158,41 @@ class StepExecutor:
     def _shrink(self, model: torch.nn.Module, batch: StepBatch, error: str | None) -> None:
         """Half the tokens of a row from here on; the same global batch in more rows."""
         old = self.rows.execution
-        longest = int(self.rows.samples.lengths.max())
-        new = old.smaller(longest)
+        new = old.smaller(int(self.rows.samples.lengths.max()))
         if new is None:
-            lengths = self.rows.samples.lengths[batch.indices]
-            worst = batch.indices[int(lengths.argmax())]
-            raise FinetuneError(
-                f"out of memory with one sample in a row: row {int(self.rows.samples.row_ids[worst])} of the data has "
-                f"{int(lengths.max())} tokens",
-                where=f"step {batch.step + 1}",
-                fix="lower --cutoff-len, turn --gradient-checkpointing on, or shard the model (ds_configs/zero3.json)",
-            )
+            raise floor_error(self.rows, batch.step, error, rehearsed=self.heaviest is not None)
         model.zero_grad(set_to_none=True)
         gc.collect()
         devices.empty_cache(self.accelerator.device)
         self.rows.execution = new
+        if self.heaviest is not None:
+            self.heaviest = heaviest_row(self.rows)
         self.on_out_of_memory(batch.step, old, new, error or "on another rank")
 
     def on_out_of_memory(self, step: int, old: Execution, new: Execution, error: str) -> None:
         """Told after each retry; the trainer replaces it to write the event."""
         logger.warning("step %d ran out of memory (%s): %s -> %s", step + 1, error, old.describe(), new.describe())
+
+
+def floor_error(rows: StepRows, step: int, error: str | None, *, rehearsed: bool) -> FinetuneError:
+    """The error for rows that cannot be made smaller; names the sample that they must hold.
+
+    Args:
+        step: 0-based.
+        rehearsed: the row may be another step's: the heaviest was being tried.
+    """
+    # Packed rows must have room for the longest sample of the data, padded ones hold one of this step each.
+    anywhere = rehearsed or rows.execution.token_budget is not None
+    candidates = np.arange(len(rows.samples)) if anywhere else rows.batches.indices(step)
+    worst = int(candidates[rows.samples.lengths[candidates].argmax()])
+    return FinetuneError(
+        f"out of memory with rows that cannot be made smaller ({rows.execution.describe()}): row "
+        f"{int(rows.samples.row_ids[worst])} of the data alone has {int(rows.samples.lengths[worst])} tokens; "
+        f"{error or 'another rank'}",
+        where=f"step {step + 1}",
+        fix="lower --cutoff-len, turn --gradient-checkpointing on, or shard the model and offload "
+        "(ds_configs/zero3.json)",
+    )
 
 
 def row_seed(seed: int, step: int, row: int, rank: int) -> int:

@@ -6,7 +6,7 @@ import logging
 
 from finetune.errors import ExitCode, FinetuneError
 from finetune.results import RunResult
-from finetune.training.execution import OutOfMemory
+from finetune.training.execution import OutOfMemory, floor_error
 from finetune.training.session import Session, write_out_of_memory
 from finetune.training.sft_trainer import SFTTrainer
 
@@ -53,10 +53,7 @@ def _note_out_of_memory(trainer: SFTTrainer, session: Session, error: str) -> No
     new = old.smaller(int(trainer.rows.samples.lengths.max()))
     step = trainer.state.global_step + 1
     if new is None:
-        raise FinetuneError(
-            f"out of memory at step {step} with rows that cannot be made smaller ({old.describe()}): {error}",
-            fix="lower --cutoff-len, turn --gradient-checkpointing on, or offload (ds_configs/zero3.json)",
-        )
+        raise floor_error(trainer.rows, step - 1, error, rehearsed=trainer.executor.heaviest is not None)
     write_out_of_memory(
         session.output_dir,
         step=step,

@@ -311,6 +311,8 @@ class RunTrainer(Trainer):
             self._progress.close()
 
     def _log_out_of_memory(self, step: int, old, new, error: str) -> None:
+        if self.eval_rows is not None:
+            self.eval_rows.execution = new
         logger.warning("step %d ran out of memory (%s): %s -> %s", step + 1, error, old.describe(), new.describe())
         self.context.runlog.event("oom", step=step + 1, error=error, old=old.describe(), new=new.describe())
 

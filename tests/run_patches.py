@@ -1,0 +1,121 @@
+"""For tests: what goes wrong in a rank, on purpose. A function here is called in the rank before its run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def follow_steps(before: Callable[[int], None]) -> None:
+    """Call `before(step)` (1-based) before each optimizer step of this rank."""
+    from finetune.training.execution import StepExecutor
+
+    original = StepExecutor.run
+
+    def run(self: StepExecutor, model: torch.nn.Module, batch: Any) -> Any:
+        before(batch.step + 1)
+        return original(self, model, batch)
+
+    StepExecutor.run = run
+
+
+def wrap_row_losses(wrap: Callable[..., torch.Tensor]) -> None:
+    """Let `wrap(original, model, row, device, head)` stand for the losses of a row in training."""
+    from finetune.training import execution
+
+    original = execution.row_losses
+    execution.row_losses = lambda *arguments: wrap(original, *arguments)
+
+
+def limit_row_tokens(rank: int, on_rank: int, limit_tokens: int, from_step: int = 1, where: str = "forward") -> None:
+    """One rank's memory holds rows of so many tokens only, from a step on; it shows in the forward or backward pass."""
+    if rank != on_rank:
+        return
+    now = [0]
+    follow_steps(lambda step: now.__setitem__(0, step))
+
+    class Exhausted(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, losses: torch.Tensor) -> torch.Tensor:
+            return losses.clone()
+
+        @staticmethod
+        def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+            raise torch.OutOfMemoryError("test: out of memory in the backward pass")
+
+    def wrap(original: Callable[..., torch.Tensor], model: Any, row: Any, *arguments: Any) -> torch.Tensor:
+        too_large = now[0] >= from_step and row.tokens > limit_tokens
+        if too_large and where == "forward":
+            raise torch.OutOfMemoryError(f"test: out of memory: {row.tokens} tokens where {limit_tokens} fit")
+        losses = original(model, row, *arguments)
+        return Exhausted.apply(losses) if too_large else losses
+
+    wrap_row_losses(wrap)
+
+
+def spoil_losses(rank: int, on_rank: int, steps: tuple[int, ...], factor: float) -> None:
+    """Multiply the losses of one rank's rows by a factor (NaN, inf, 1000) in these steps (1-based)."""
+    if rank != on_rank:
+        return
+    now = [0]
+    follow_steps(lambda step: now.__setitem__(0, step))
+
+    def wrap(original: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+        losses = original(*arguments)
+        return losses * factor if now[0] in steps else losses
+
+    wrap_row_losses(wrap)
+
+
+def pause_steps(rank: int, seconds: float) -> None:
+    """Make each step take at least so long, so that a test can act while the run is at work."""
+    import time
+
+    follow_steps(lambda step: time.sleep(seconds))
+
+
+def signal_self(rank: int, on_rank: int, step: int, number: int, times: int = 1) -> None:
+    """Send this rank a signal in a step (1-based)."""
+
+    def send(now: int) -> None:
+        if rank == on_rank and now == step:
+            for _ in range(times):
+                os.kill(os.getpid(), number)
+
+    follow_steps(send)
+
+
+def kill_self(rank: int, on_rank: int, step: int) -> None:
+    """SIGKILL this rank before a step (1-based)."""
+    signal_self(rank, on_rank, step, signal.SIGKILL)
+
+
+def short_lock_wait(rank: int, seconds: float) -> None:
+    """Wait for a locked run folder for `seconds` instead of 30."""
+    from finetune.storage import run_lock
+
+    run_lock.RunLock.__init__.__defaults__ = (seconds,)
+
+
+def watch_opened_files(rank: int, folder: str, record: str) -> None:
+    """Append the path of every file that this rank opens below `folder` to the file `record`."""
+    import sys
+
+    descriptor = os.open(record, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    busy = [False]
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event != "open" or busy[0] or not isinstance(arguments[0], (str, bytes, os.PathLike)):
+            return
+        busy[0] = True
+        path = os.path.realpath(os.fsdecode(arguments[0]))
+        if Path(path).is_relative_to(folder):
+            os.write(descriptor, (path + "\n").encode())
+        busy[0] = False
+
+    sys.addaudithook(hook)
