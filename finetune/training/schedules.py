@@ -14,6 +14,22 @@ def warmup_count(warmup_steps: int | float, total_steps: int) -> int:
     return math.ceil(Fraction(str(warmup_steps)) * total_steps) if warmup_steps < 1 else int(warmup_steps)
 
 
+def warmdown_factor(
+    step: int, *, total_steps: int, warmup_steps: int, warmdown_ratio: float, final_fraction: float
+) -> float:
+    """Factor for the update after `step` steps: warm-up, stable, and linearly down in the last share of the run.
+
+    nanochat's course (base_train.py get_lr_multiplier): the first update has 1 / warmup_steps, not 0, and the rate ends
+    at `final_fraction`. Where warm-up and warm-down overlap, the lower of the two counts.
+    """
+    up = (step + 1) / warmup_steps if step < warmup_steps else 1.0
+    warmdown_steps = round(warmdown_ratio * total_steps)
+    if step <= total_steps - warmdown_steps:
+        return up
+    left = max(0, total_steps - step) / warmdown_steps
+    return min(up, left + (1 - left) * final_fraction)
+
+
 def learning_rate_factor(step: int, *, total_steps: int, warmup_steps: int, scheduler: str) -> float:
     """Factor on the learning rate for the update that takes the run from `step` to `step + 1` (0-based).
 

@@ -1,4 +1,6 @@
-"""The training state, free of how many processes or which ZeRO stage hold it: trainable weights and Adam moments.
+"""The training state, free of how many processes or which ZeRO stage hold it: trainable weights and moments.
+
+The moments are Adam's two, or Muon's momentum: what torch's optimizer holds for the parameter.
 
 Two forms on disk, both safetensors plus `state.json`:
 
@@ -30,7 +32,8 @@ from safetensors.torch import save_file
 from finetune.errors import FinetuneError
 from finetune.storage import durable_files
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's
+ALL_MOMENTS = (*MOMENTS, "momentum_buffer")  # and Muon's
 STATE_NAME = "state.json"
 
 
@@ -64,7 +67,9 @@ class TrainingState:
         """Write this rank's files; every rank must call (tensors are gathered). Returns the names written here."""
         writes = self.sliced or rank == 0
         suffix = f"-{rank:05d}" if self.sliced else ""
-        kinds = {"weights": (None,), "moments": MOMENTS} if self._optimizer_step() else {"weights": (None,)}
+        kinds: dict[str, tuple[str | None, ...]] = {"weights": (None,)}
+        if self._optimizer_step():
+            kinds["moments"] = MOMENTS if self.engine is not None else ALL_MOMENTS
         self._link_stage_1_and_2()
         names: list[str] = []
         failure: BaseException | None = None
@@ -93,11 +98,17 @@ class TrainingState:
         """Float32 CPU tensors by name; every rank takes part, and only those that write keep them."""
         tensors = {}
         for name, parameter in trainable(self.model):
-            for key in keys:
+            for key in self._held(parameter, keys):
                 tensor = self._get(parameter, key)
                 if keep:
                     tensors[name if key is None else f"{key}.{name}"] = tensor.detach().float().cpu().contiguous()
         return tensors
+
+    def _held(self, parameter: torch.nn.Parameter, keys: tuple[str | None, ...]) -> tuple[str | None, ...]:
+        """Of moments, those that the parameter's optimizer has."""
+        if self.engine is not None or keys == (None,):
+            return keys
+        return tuple(key for key in keys if key in self.optimizer.state[parameter])
 
     def _description(self, world_size: int) -> dict[str, Any]:
         shapes = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in trainable(self.model)}
@@ -141,7 +152,7 @@ class TrainingState:
                 parameter.copy_(saved.get(name))
 
     def load_moments(self, folder: Path) -> None:
-        """Set Adam's moments and step count (and, under DeepSpeed, the float32 masters) at the start of training."""
+        """Set the moments and step count (and, under DeepSpeed, the float32 masters) at the start of training."""
         step = read_description(folder)["optimizer_step"]
         if step == 0:
             return
@@ -157,9 +168,13 @@ class TrainingState:
         for name, parameter in trainable(self.model):
             # torch keeps the step on the device for fused kernels and on the CPU otherwise.
             step_device = parameter.device if fused else torch.device("cpu")
-            state = {"step": torch.tensor(float(step), device=step_device)}
-            for key in MOMENTS:
-                state[key] = saved.get(f"{key}.{name}").reshape(parameter.shape).to(parameter)
+            state = {
+                key: saved.get(f"{key}.{name}").reshape(parameter.shape).to(parameter)
+                for key in ALL_MOMENTS
+                if f"{key}.{name}" in saved
+            }
+            if MOMENTS[0] in state:
+                state["step"] = torch.tensor(float(step), device=step_device)
             self.optimizer.state[parameter] = state
 
     def _seed_engine(self, step: int) -> None:
@@ -232,6 +247,10 @@ class SavedTensors:
         slices = self.description["slices"]
         names = [f"{kind}-{rank:05d}.safetensors" for rank in range(slices)] if slices else [f"{kind}.safetensors"]
         self.files = [safe_open(folder / name, framework="pt") for name in names]
+        self.names = frozenset(self.files[0].keys())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names
 
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
         saved = {name: tuple(shape) for name, shape in self.description["shapes"].items()}
@@ -248,7 +267,7 @@ class SavedTensors:
         """The whole float32 tensor, in the parameter's shape, on the CPU."""
         parts = [file.get_tensor(name) for file in self.files]
         shape = self.description["shapes"][
-            name.split(".", 1)[1] if name.startswith(tuple(f"{key}." for key in MOMENTS)) else name
+            name.split(".", 1)[1] if name.startswith(tuple(f"{key}." for key in ALL_MOMENTS)) else name
         ]
         flat = torch.cat([part.flatten() for part in parts]) if len(parts) > 1 else parts[0].flatten()
         return flat[: math.prod(shape)].reshape(shape)

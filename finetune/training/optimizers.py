@@ -1,0 +1,177 @@
+"""Pretraining's optimizer: Muon for the matrices of the blocks, AdamW for everything else, as one torch optimizer.
+
+Which parameter is trained how, with which rate, follows nanochat (karpathy/nanochat, gpt.py setup_optimizer and
+base_train.py); Muon itself is torch.optim.Muon (Jordan et al. 2024). With several processes every rank holds all
+gradients after DDP's sum and takes the same step: nothing is sharded, so nothing can be half received.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from finetune.config_pretrain import PretrainConfig
+
+# Rates are given for this width and batch; the decay for this many tokens (12 per parameter at depth 12).
+REFERENCE_WIDTH = 768
+REFERENCE_BATCH_TOKENS = 2**19
+REFERENCE_TOKENS = 12 * (12 * 12 * 768**2 + 32768 * 768)
+# The law for the decay was found on runs of more than a tenth of those tokens; shorter ones do not go beyond it.
+LARGEST_DECAY_FACTOR = 10.0
+EMBEDDING_BETA2 = 0.995
+EMBEDDING_DECAY, HEAD_DECAY = 0.001, 0.01
+MOMENTUM_START, MOMENTUM_TOP, MOMENTUM_END, MOMENTUM_STEPS = 0.85, 0.97, 0.90, 400
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Learning rates and decay of a run, scaled."""
+
+    matrix: float
+    embedding: float
+    head: float
+    vector: float
+    decay: float
+
+
+def scaled_rates(config: PretrainConfig, *, width: int, total_tokens: int) -> Rates:
+    """The rates that the run trains with.
+
+    With B tokens a step, all rates are scaled by sqrt(B / 2^19), those of AdamW also by (width / 768)^-1/2, the decay
+    by sqrt(B / 2^19) x (reference tokens / tokens of the run).
+
+    Args:
+        total_tokens: of the whole run.
+    """
+    single = config.learning_rate
+    matrix, embedding, head = (
+        single or rate for rate in (config.matrix_lr, config.embedding_lr, config.unembedding_lr)
+    )
+    batch = width_factor = decay = 1.0
+    if config.lr_scaling:
+        batch = math.sqrt(config.total_batch_size / REFERENCE_BATCH_TOKENS)
+        width_factor = (width / REFERENCE_WIDTH) ** -0.5
+        decay = min(LARGEST_DECAY_FACTOR, batch * REFERENCE_TOKENS / total_tokens)
+    adamw = config.lr_scale * batch * width_factor
+    return Rates(
+        matrix=matrix * (config.lr_scale * batch if config.optimizer == "muon" else adamw),
+        embedding=embedding * adamw,
+        head=head * adamw,
+        vector=head * adamw,
+        decay=config.weight_decay * decay,
+    )
+
+
+def parameter_kinds(model: PreTrainedModel) -> dict[str, list[tuple[str, torch.nn.Parameter]]]:
+    """Every trainable parameter under matrix, head, embedding or vector, in the model's order.
+
+    A head that is tied to the embedding counts as embedding. A two-dimensional parameter outside the blocks that is
+    neither is a vector's kin: Muon is for the matrices of the blocks.
+    """
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    blocks = {id(p) for layer in model.get_decoder().layers for p in layer.parameters()}
+    kinds: dict[str, list[tuple[str, torch.nn.Parameter]]] = {"matrix": [], "head": [], "embedding": [], "vector": []}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter is embedding:
+            kind = "embedding"
+        elif parameter is head:
+            kind = "head"
+        else:
+            kind = "matrix" if parameter.ndim == 2 and id(parameter) in blocks else "vector"
+        kinds[kind].append((name, parameter))
+    return kinds
+
+
+def make_optimizer(model: PreTrainedModel, config: PretrainConfig, rates: Rates, *, fused: bool) -> JointOptimizer:
+    """The optimizer of a pretraining run. The model is where it will be trained.
+
+    Args:
+        fused: whether AdamW's fused kernels are right on this device.
+    """
+    kinds = {kind: [p for _, p in members] for kind, members in parameter_kinds(model).items()}
+    beta1, beta2 = config.adam_beta1, config.adam_beta2
+    groups = {
+        "head": {"lr": rates.head, "betas": (beta1, beta2), "weight_decay": HEAD_DECAY},
+        "embedding": {"lr": rates.embedding, "betas": (beta1, EMBEDDING_BETA2), "weight_decay": EMBEDDING_DECAY},
+        "vector": {"lr": rates.vector, "betas": (beta1, beta2), "weight_decay": 0.0},
+    }
+    parts: list[torch.optim.Optimizer] = []
+    if config.optimizer == "muon":
+        matrices = {"params": kinds["matrix"], "kind": "matrix"}
+        parts.append(torch.optim.Muon([matrices], lr=rates.matrix, weight_decay=rates.decay, momentum=MOMENTUM_START))
+    else:
+        groups = {"matrix": {"lr": rates.matrix, "betas": (beta1, beta2), "weight_decay": rates.decay}} | groups
+    adamw = [{"params": kinds[kind], "kind": kind, **group} for kind, group in groups.items() if kinds[kind]]
+    parts.append(torch.optim.AdamW(adamw, eps=config.adam_epsilon, fused=fused))
+    return JointOptimizer(parts)
+
+
+class JointOptimizer(torch.optim.Optimizer):
+    """Several optimizers of different parameters as one: one list of groups and one state, shared with the parts.
+
+    What sets a group's rate or reads a parameter's state (schedulers, accelerate, checkpoints) needs no word about it.
+    """
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        self.parts = tuple(parts)
+        self.group_counts = [len(part.param_groups) for part in self.parts]
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """Let the parts see the groups and the state of the whole."""
+        start = 0
+        for part, count in zip(self.parts, self.group_counts, strict=True):
+            part.param_groups = self.param_groups[start : start + count]
+            part.state = self.state
+            start += count
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """A step of every part."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._share()
+
+
+def decay_factor(step: int, total_steps: int) -> float:
+    """Factor on the matrices' weight decay for the update after `step` steps: half a cosine to 0."""
+    return 0.5 * (1.0 + math.cos(math.pi * min(step, total_steps) / total_steps))
+
+
+def momentum_at(step: int, total_steps: int, warmdown_ratio: float) -> float:
+    """Muon's momentum for the update after `step` steps: 0.85 to 0.97 in 400 steps, to 0.90 in the warm-down."""
+    rise = min(step / MOMENTUM_STEPS, 1.0)
+    momentum = (1 - rise) * MOMENTUM_START + rise * MOMENTUM_TOP
+    warmdown_steps = round(warmdown_ratio * total_steps)
+    if step <= total_steps - warmdown_steps:
+        return momentum
+    left = (total_steps - step) / warmdown_steps
+    return min(momentum, left * MOMENTUM_TOP + (1 - left) * MOMENTUM_END)
+
+
+def set_matrix_course(
+    optimizer: torch.optim.Optimizer, step: int, *, total_steps: int, warmdown_ratio: float, decay: float
+) -> None:
+    """Set momentum and decay of the matrices for the next update. A function of the step: nothing is restored."""
+    for group in optimizer.param_groups:
+        if group["kind"] == "matrix":
+            group["weight_decay"] = decay * decay_factor(step, total_steps)
+            if "momentum" in group:
+                group["momentum"] = momentum_at(step, total_steps, warmdown_ratio)
