@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -62,6 +63,7 @@ def _in_order(pool: ProcessPoolExecutor, items: Iterable[Any], most: int) -> Ite
 def _start(job: Callable[[Any], Any]) -> None:
     global _job
     _job = job
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends us
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
 

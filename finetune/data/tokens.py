@@ -121,7 +121,7 @@ class TokenShards:
             end = min(stop, int(self._ends[number]))
             parts.append(self._part(number, start - begin, end - begin))
             start, number = end, number + 1
-        return np.concatenate(parts) if len(parts) != 1 else parts[0]
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int32), *parts])
 
     def verify(self) -> None:
         """Read everything once: the SHA-256 of every headed shard and its index, and every id.

@@ -10,12 +10,11 @@ documents in the same files and the same settings give the same bytes.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,14 +31,8 @@ from finetune.data.corpus_passes import (
     tokenizer_texts,
 )
 from finetune.data.processes import ordered_map
-from finetune.data.tokens_header import (
-    PLAN_FILE,
-    PLAN_FORMAT,
-    PLAN_VERSION,
-    TOKENIZER_FOLDER,
-    TokenHeader,
-    dtype_for,
-)
+from finetune.data.tokens_header import TOKENIZER_FOLDER, TokenHeader, dtype_for
+from finetune.data.tokens_plan import Plan, read_plan
 from finetune.data.tokens_tokenizer import (
     open_tokenizer,
     save_tokenizer,
@@ -48,10 +41,9 @@ from finetune.data.tokens_tokenizer import (
     train_tokenizer,
     vocabulary_of,
 )
-from finetune.data.tokens_write import SHARD_NAME, SPLITS, ShardKind, ShardWriter, finished_shards, remove_unfinished
+from finetune.data.tokens_write import SPLITS, ShardKind, ShardWriter, finished_shards, remove_unfinished
 from finetune.errors import DataError, FinetuneError, StateError
-from finetune.storage.durable_files import read_bytes, replace_file
-from finetune.storage.run_lock import LOCK_NAME, RunLock
+from finetune.storage.run_lock import RunLock
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,8 +54,6 @@ TOKENIZER_TEXT_BYTES = 1 << 30
 # Below this, starting another process costs more than it saves.
 BYTES_PER_WORKER = 4 << 20
 _LOCK_WAIT_SECONDS = 5.0
-_PLAN_LIMIT_BYTES = 1 << 20
-_OURS = {PLAN_FILE, f".{PLAN_FILE}.tmp", TOKENIZER_FOLDER, f".{TOKENIZER_FOLDER}.tmp", LOCK_NAME}
 
 # Called with (what is being done, bytes of input done, bytes of input in all).
 Progress = Callable[[str, int, int], None]
@@ -147,26 +137,31 @@ class _Preparation:
         progress: Progress,
     ) -> None:
         self.folder, self.settings, self.progress = folder, settings, progress
-        self.plan = _read_plan(folder)
+        self.begun = read_plan(folder)
         self.files = find_files(data)
         self.input_bytes = sum(path.stat().st_size for path in self.files)
         self.num_workers = num_workers or max(1, min(_cores(), self.input_bytes // BYTES_PER_WORKER))
 
     def run(self) -> Prepared:
         borrowed = open_tokenizer(self.settings.tokenizer) if self.settings.tokenizer is not None else None
-        self._check_settings(tokenizer_hash(borrowed) if borrowed is not None else None)
+        settings = self._settings_of_result(borrowed)
+        if self.begun is not None:
+            self.begun.check_settings(self.folder, settings)
         self.scan = self._scan()
         self._check_scan()
+        self.plan = Plan(settings, self._corpus())  # as long as it is not finished
+        if self.begun is None:
+            self.plan.write(self.folder)
+        else:
+            self.begun.check_corpus(self.folder, self.plan.corpus)
         self.bound = settled_bound(self.scan, self.settings.valid_fraction)
-        if self.plan is None:
-            self._write_plan(tokenizer_hash(borrowed) if borrowed is not None else None, finished=None)
         tokenizer = self._tokenizer(borrowed)
-        kind = self._kind(tokenizer)
+        kind = _kind(tokenizer, self.settings.shard_tokens)
         splits = {split: finished_shards(self.folder, split, kind) for split in SPLITS}
         found = sum(map(len, splits.values()))
-        if not self._is_whole(splits):
+        if self.begun is None or not self.begun.is_whole(splits):
             splits = self._make_shards(tokenizer, kind, splits)
-        self._finish(kind, splits)
+            replace(self.plan, finished=_finished(kind, splits)).write(self.folder)
         made = sum(map(len, splits.values())) - found
         return Prepared(self.folder, self.scan, kind.tokenizer_hash, kind.vocabulary, splits, made)
 
@@ -202,14 +197,6 @@ class _Preparation:
                 "there is only one document, so there is no validation split: every part of a text file above 1 MiB, "
                 "or every row of a JSONL file, would be a document of its own"
             )
-        before = self.plan["corpus"] if self.plan else None
-        now = self._corpus()
-        if before is not None and before != now:
-            raise StateError(
-                f"the output folder was begun with other data: {_words(before)} then, {_words(now)} now",
-                str(self.folder),
-                "give the same --data (the order of the files counts), or choose another --output-dir",
-            )
 
     def _corpus(self) -> dict[str, Any]:
         return {
@@ -220,54 +207,13 @@ class _Preparation:
             "dropped": self.scan.problems.total,
         }
 
-    # ------------------------------------------------------------------ the plan
-
-    def _result_settings(self, borrowed_hash: str | None) -> dict[str, Any]:
+    def _settings_of_result(self, borrowed: PreTrainedTokenizerBase | None) -> dict[str, Any]:
         """The settings that the result depends on; a tokenizer counts by what it does, not by where it lies."""
         kept = asdict(self.settings)
-        del kept["drop_bad_rows"]
-        kept["tokenizer"] = borrowed_hash
-        if borrowed_hash is not None:
-            kept["vocab_size"] = None
+        del kept["drop_bad_rows"]  # the documents that are left are compared
+        if borrowed is not None:
+            kept |= {"tokenizer": tokenizer_hash(borrowed), "vocab_size": None}
         return kept
-
-    def _check_settings(self, borrowed_hash: str | None) -> None:
-        if self.plan is None:
-            return
-        before, now = self.plan["settings"], self._result_settings(borrowed_hash)
-        changed = [f"{name} was {before.get(name)}, now {now[name]}" for name in now if before.get(name) != now[name]]
-        if changed:
-            raise StateError(
-                f"the output folder was begun with other settings: {'; '.join(changed)}",
-                str(self.folder),
-                "give the same settings to go on with it, or choose another --output-dir",
-            )
-
-    def _write_plan(self, borrowed_hash: str | None, finished: dict[str, Any] | None) -> None:
-        self.plan = {
-            "format": PLAN_FORMAT,
-            "version": PLAN_VERSION,
-            "settings": self._result_settings(borrowed_hash),
-            "corpus": self._corpus(),
-            "finished": finished,
-        }
-        replace_file(self.folder / PLAN_FILE, (json.dumps(self.plan, indent=1) + "\n").encode())
-
-    def _finish(self, kind: ShardKind, splits: dict[str, list[TokenHeader]]) -> None:
-        finished: dict[str, Any] = {
-            "tokenizer_hash": kind.tokenizer_hash,
-            "vocabulary": kind.vocabulary,
-            "separator_id": kind.separator_id,
-        }
-        for split, headers in splits.items():
-            finished[split] = {
-                "shards": len(headers),
-                "documents": sum(header.documents for header in headers),
-                "tokens": sum(header.tokens for header in headers),
-            }
-        assert self.plan is not None
-        if self.plan["finished"] != finished:
-            self._write_plan(self.plan["settings"]["tokenizer"], finished)
 
     # ------------------------------------------------------------------ the tokenizer
 
@@ -298,25 +244,14 @@ class _Preparation:
             done += sum(piece.size_bytes for piece in unit)
             self.progress(what, done, self.input_bytes)
 
-    def _kind(self, tokenizer: PreTrainedTokenizerBase) -> ShardKind:
-        vocabulary = vocabulary_of(tokenizer)
-        return ShardKind(
-            dtype_for(vocabulary),
-            vocabulary,
-            tokenizer_hash(tokenizer),
-            separator_of(tokenizer),
-            self.settings.shard_tokens,
-        )
-
     # ------------------------------------------------------------------ the tokens
 
     def _make_shards(
         self, tokenizer: PreTrainedTokenizerBase, kind: ShardKind, splits: dict[str, list[TokenHeader]]
     ) -> dict[str, list[TokenHeader]]:
         """Make what is missing after the finished shards, and return all."""
-        assert self.plan is not None
-        if self.plan["finished"] is not None:  # nobody may take the folder for whole while it is mended
-            self._write_plan(self.plan["settings"]["tokenizer"], finished=None)
+        if self.begun is not None and self.begun.finished is not None:
+            self.plan.write(self.folder)  # nobody may take the folder for whole while it is mended
         for split, kept in splits.items():
             remove_unfinished(self.folder, split, kept)
         writers = {split: ShardWriter(self.folder, split, kind, kept) for split, kept in splits.items()}
@@ -360,9 +295,28 @@ class _Preparation:
         units = (unit for number, unit in enumerate(self._units()) if number >= begin)
         return zip(units, apply(wanted), strict=True)
 
-    def _is_whole(self, splits: dict[str, list[TokenHeader]]) -> bool:
-        finished = self.plan["finished"] if self.plan is not None else None
-        return finished is not None and all(finished[split]["shards"] == len(splits[split]) for split in SPLITS)
+
+def _kind(tokenizer: PreTrainedTokenizerBase, shard_tokens: int) -> ShardKind:
+    vocabulary = vocabulary_of(tokenizer)
+    return ShardKind(
+        dtype_for(vocabulary), vocabulary, tokenizer_hash(tokenizer), separator_of(tokenizer), shard_tokens
+    )
+
+
+def _finished(kind: ShardKind, splits: dict[str, list[TokenHeader]]) -> dict[str, Any]:
+    """What the plan says when all is there."""
+    facts: dict[str, Any] = {
+        "tokenizer_hash": kind.tokenizer_hash,
+        "vocabulary": kind.vocabulary,
+        "separator_id": kind.separator_id,
+    }
+    for split, headers in splits.items():
+        facts[split] = {
+            "shards": len(headers),
+            "documents": sum(header.documents for header in headers),
+            "tokens": sum(header.tokens for header in headers),
+        }
+    return facts
 
 
 def _cores() -> int:
@@ -391,35 +345,3 @@ def _changed(unit: Unit) -> DataError:
         names,
         "leave the files alone meanwhile; prepare into another --output-dir, or delete this one",
     )
-
-
-def _read_plan(folder: Path) -> dict[str, Any] | None:
-    """The plan of a folder that was begun; None for one with nothing in it.
-
-    Raises:
-        StateError: the folder holds other things, or a plan that is none.
-    """
-    names = {path.name for path in folder.iterdir()}
-    strange = sorted(name for name in names if name not in _OURS and not SHARD_NAME.fullmatch(name))
-    if strange or (PLAN_FILE not in names and names - {LOCK_NAME, f".{PLAN_FILE}.tmp"}):
-        what = ", ".join((strange or sorted(names - {LOCK_NAME}))[:3])
-        raise StateError(
-            f"the output folder already holds other things: {what}", str(folder), "choose another --output-dir"
-        )
-    if PLAN_FILE not in names:
-        return None
-    try:
-        plan = json.loads(read_bytes(folder / PLAN_FILE, _PLAN_LIMIT_BYTES))
-        known = plan["format"] == PLAN_FORMAT and plan["version"] == PLAN_VERSION
-        known = known and {"settings", "corpus", "finished"} <= plan.keys() and isinstance(plan["settings"], dict)
-    except (ValueError, KeyError, TypeError):
-        known = False
-    if not known:
-        raise StateError(
-            f"{PLAN_FILE} is damaged, or of another version", str(folder), "delete the folder or choose another"
-        )
-    return plan
-
-
-def _words(corpus: dict[str, Any]) -> str:
-    return f"{corpus.get('documents')} documents of {corpus.get('bytes')} bytes ({str(corpus.get('sha256'))[:8]})"
