@@ -1,7 +1,7 @@
 """`make demo`: the main job on this machine, for real, then what it gave.
 
-LoRA fine-tuning under DeepSpeed ZeRO-3 with optimizer and parameters offloaded to the CPU, two processes, the staged
-curriculum on, bundled data and model. Ends with the validation loss per level before and after, an answer per level from
+LoRA fine-tuning under DeepSpeed ZeRO-3 with optimizer and parameters offloaded to the CPU, two processes, the
+staged curriculum on, bundled data and model. Ends with the validation loss per level before and after, an answer per level from
 the base model and from the adapter (loaded with plain peft), and where the adapter is.
 """
 
@@ -57,6 +57,9 @@ def answers(output_dir: Path, rows: list[dict[str, str]]) -> Table:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from finetune.training.quiet import quiet_known_warnings
+
+    quiet_known_warnings()
     settings = json.loads((ROOT / CONFIG).read_text(encoding="utf-8"))["finetune"]
     tokenizer = AutoTokenizer.from_pretrained(output_dir)
     base = AutoModelForCausalLM.from_pretrained(ROOT / settings["model"], dtype=torch.float32)
@@ -87,7 +90,7 @@ def answers(output_dir: Path, rows: list[dict[str, str]]) -> Table:
 def one_row_per_level() -> list[dict[str, str]]:
     rows = [json.loads(line) for line in (ROOT / "data_samples/valid.jsonl").read_text(encoding="utf-8").splitlines()]
     first: dict[str, dict[str, str]] = {}
-    for row in sorted(rows, key=lambda row: len(row["output"])):
+    for row in rows:
         first.setdefault(row["difficulty"], row)
     return [first[level] for level in ("explain", "reasoning", "topology")]
 
@@ -98,7 +101,7 @@ def main() -> None:
     os.chdir(ROOT)
     train(output_dir)
     before, *_, after = evaluations(output_dir)
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=140)
     console.print(loss_table(before, after))
     console.print(answers(output_dir, one_row_per_level()))
     print(f"the adapter is in {output_dir}: PeftModel.from_pretrained(base, {str(output_dir)!r})")
