@@ -1,8 +1,8 @@
 """`make demo`: the main job on this machine, for real, then what it gave.
 
 LoRA fine-tuning under DeepSpeed ZeRO-3 with optimizer and parameters offloaded to the CPU, two processes, the
-staged curriculum on, bundled data and model. Ends with the validation loss per level before and after, an answer per level from
-the base model and from the adapter (loaded with plain peft), and where the adapter is.
+staged curriculum on, bundled data and model. Ends with the validation loss per level before and after, an answer per
+level from the base model and from the adapter (loaded with plain peft), and where the adapter is.
 """
 
 from __future__ import annotations
