@@ -225,7 +225,7 @@ def _identity(config: RunConfig, train: Samples, batches: GlobalBatches) -> dict
 def _train(
     config: RunConfig, world: LaunchWorld, data: Prepared, start: Resume, session: Session, device_type: str, dtype: str
 ) -> RunResult:
-    from finetune.training.build import build_trainer
+    from finetune.training.build_sft import build_trainer
     from finetune.training.run import execute
     from finetune.training.session import process_group
 

@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PRELOADED = (
     "finetune.sft",
-    "finetune.training.build",
+    "finetune.training.build_sft",
     "finetune.training.run",
     "finetune.data.dataset",
     "deepspeed",

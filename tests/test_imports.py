@@ -37,7 +37,7 @@ FLOORS: tuple[tuple[bool, str], ...] = (
 # Imports of `operations` and `chat` from `training` that the design allows: (module, name). None is needed so far.
 ALLOWED: frozenset[tuple[str, str]] = frozenset()
 # Upward imports for type checkers only: nothing happens at run time.
-ALLOWED_FOR_TYPES = frozenset({("training.build", "sft")})
+ALLOWED_FOR_TYPES = frozenset({("training.build_sft", "sft"), ("training.build_pretrain", "pretrain")})
 HEAVY = ("torch", "transformers", "deepspeed", "accelerate", "peft", "datasets", "pandas", "pyarrow", "tokenizers")
 
 

@@ -1,17 +1,18 @@
-"""RunConfig -> TrainingArguments: the one place where the two meet.
+"""Settings -> TrainingArguments: the one place where the two meet.
 
 Trainer, accelerate and DeepSpeed are all told micro-batch 1, accumulation 1: one loader item is one optimizer step.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainingArguments
 
-from finetune.config import RunConfig
+from finetune.config import BaseConfig
 from finetune.device import DEVICE_KINDS
 
 REPORTERS = ("tensorboard", "wandb", "swanlab", "trackio")
@@ -27,31 +28,35 @@ def reporters(report_to: str | tuple[str, ...]) -> list[str]:
 
 
 def training_arguments(
-    config: RunConfig,
+    config: BaseConfig,
     *,
+    learning_rate: float,
+    evaluates: bool,
     device_type: str,
     dtype: str,
     total_steps: int,
     gradient_checkpointing: bool,
     deepspeed: dict[str, Any] | None,
     resumed: bool,
+    run_name: str | None = None,
 ) -> TrainingArguments:
     """Make the arguments; this also creates the process group (TrainingArguments does)."""
     kind = DEVICE_KINDS[device_type]
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(Path(config.output_dir) / "tensorboard"))
-    evaluates = bool(config.valid_data)
     return TrainingArguments(
         output_dir=config.output_dir,
         use_cpu=device_type == "cpu",
         per_device_train_batch_size=1,
         gradient_accumulation_steps=1,
         max_steps=total_steps,
-        learning_rate=config.learning_rate,
+        learning_rate=learning_rate,
         weight_decay=config.weight_decay,
         adam_beta1=config.adam_beta1,
         adam_beta2=config.adam_beta2,
         adam_epsilon=config.adam_epsilon,
-        max_grad_norm=config.max_grad_norm,
+        # Without clipping the norm is still taken: not finite, it makes the step one that is skipped. (DeepSpeed looks
+        # for itself.)
+        max_grad_norm=config.max_grad_norm or (0.0 if deepspeed else math.inf),
         optim="adamw_torch_fused" if kind.fused_adamw else "adamw_torch",
         lr_scheduler_type="constant",  # replaced by RunTrainer.create_scheduler
         bf16=dtype == "bfloat16",
@@ -75,7 +80,7 @@ def training_arguments(
         remove_unused_columns=False,
         dataloader_pin_memory=False,
         report_to=reporters(config.report_to) or "none",
-        run_name=Path(config.output_dir).name,
+        run_name=run_name or Path(config.output_dir).name,
         use_cache=True,  # Trainer writes this into the model's config; the forward is told not to
         disable_tqdm=True,
         log_level="warning",

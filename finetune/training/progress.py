@@ -112,8 +112,10 @@ class ProgressLine:
         )
         return bar, bar.add_task("train", total=self.total_steps, completed=done_steps, facts="")
 
-    def update(self, step: int, *, stage: str, loss: float, tokens_per_second: float, eta_seconds: float) -> None:
-        facts = f"{stage + '  ' if stage else ''}loss {loss:.4f}  {tokens_per_second:,.0f} tok/s"
+    def update(
+        self, step: int, *, stage: str, loss: float, tokens_per_second: float, eta_seconds: float, more: str = ""
+    ) -> None:
+        facts = f"{stage + '  ' if stage else ''}loss {loss:.4f}  {tokens_per_second:,.0f} tok/s{more}"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, facts=facts)
         elif time.monotonic() - self._last_line >= self.every_seconds or step == self.total_steps:

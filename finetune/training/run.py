@@ -8,7 +8,7 @@ from finetune.errors import ExitCode, FinetuneError
 from finetune.results import RunResult
 from finetune.training.execution import OutOfMemory, floor_error
 from finetune.training.session import Session, write_out_of_memory
-from finetune.training.sft_trainer import SFTTrainer
+from finetune.training.trainer import RunTrainer
 
 logger = logging.getLogger("finetune")
 
@@ -19,7 +19,7 @@ class OutOfMemoryError(FinetuneError):
     exit_code = ExitCode.OUT_OF_MEMORY
 
 
-def execute(trainer: SFTTrainer, session: Session) -> RunResult:
+def execute(trainer: RunTrainer, session: Session) -> RunResult:
     """Train to the end or to a signal.
 
     Raises:
@@ -47,7 +47,7 @@ def execute(trainer: SFTTrainer, session: Session) -> RunResult:
     return RunResult(session.output_dir, state, steps, metrics, trainer.history)
 
 
-def _note_out_of_memory(trainer: SFTTrainer, session: Session, error: str) -> None:
+def _note_out_of_memory(trainer: RunTrainer, session: Session, error: str) -> None:
     """Write down a smaller execution for the next start. Any rank may be the one that knows."""
     old = trainer.rows.execution
     new = old.smaller(int(trainer.rows.samples.lengths.max()))

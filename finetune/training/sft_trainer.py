@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from finetune.modeling.pretrained import DTYPES, check_adapter_file
 from finetune.storage import durable_files
-from finetune.training.state import gathered, trainable
+from finetune.training.state import trainable
 from finetune.training.trainer import RunTrainer
 
 
@@ -44,46 +43,19 @@ class SFTTrainer(RunTrainer):
         """Whether any step so far had a learning rate above zero (a warm-up's first has none)."""
         return any(self.context.learning_rate_factor(step) > 0 for step in range(min(self.state.global_step, 10_000)))
 
-    def save_output(self, output_dir: Path) -> None:
-        """Put the result into the run folder: written beside, reopened, then moved in. Every rank calls."""
-        staging = output_dir / ".staging-0-output"
+    def output_weights(self) -> dict[str, torch.Tensor]:
+        """Float32 masters of an adapter; a whole model in the compute dtype."""
         if self.lora:
-            weights = self._whole_weights(trainable_only=True)
-        else:
-            weights = self._whole_weights(trainable_only=False)
-        if self.is_world_process_zero():
-            shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir()
-            if self.lora:
-                write_adapter(staging, self.model, weights)
-                check_adapter_file(staging, adapter_shapes(self.model), trained=self._has_learned())
-            else:
-                self.model.save_pretrained(staging, state_dict=weights)
-            self.processing_class.save_pretrained(staging)
-            for path in sorted(staging.iterdir()):
-                durable_files.share_file(path)
-                durable_files.sync_file(path)
-                os.replace(path, output_dir / path.name)
-            staging.rmdir()
-            durable_files.sync_folder(output_dir)
-        self.context.control.barrier()
+            return self.training_state().collect_weights(keep=self.is_world_process_zero())
+        return self.whole_weights(DTYPES["bfloat16"] if self.compute_dtype == "bfloat16" else None)
 
-    def _whole_weights(self, *, trainable_only: bool) -> dict[str, torch.Tensor]:
-        """Whole tensors by name on rank 0, CPU: float32 masters of an adapter, compute dtype of a whole model."""
-        if trainable_only:
-            state = self.training_state()
-            return state.collect_weights(keep=self.is_world_process_zero())
-        dtype = DTYPES["bfloat16"] if self.compute_dtype == "bfloat16" else None
-        weights = {}
-        for name, parameter in self.model.named_parameters():
-            with gathered(parameter):
-                if self.is_world_process_zero():
-                    weights[name] = parameter.detach().to("cpu", dtype or parameter.dtype, copy=True)
-        if self.is_world_process_zero():
-            for name, buffer in self.model.state_dict(keep_vars=True).items():
-                if not isinstance(buffer, torch.nn.Parameter):
-                    weights[name] = buffer.detach().cpu().clone()
-        return weights
+    def write_output(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        if self.lora:
+            write_adapter(folder, self.model, weights)
+            check_adapter_file(folder, adapter_shapes(self.model), trained=self._has_learned())
+        else:
+            self.model.save_pretrained(folder, state_dict=weights)
+        self.processing_class.save_pretrained(folder)
 
 
 def write_adapter(folder: Path, model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:

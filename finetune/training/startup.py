@@ -8,22 +8,25 @@ from typing import TYPE_CHECKING, Any
 from finetune.batching.execution_plan import PlanSummary, summarise
 
 if TYPE_CHECKING:
-    from finetune.config import RunConfig
     from finetune.data.steps import StepRows
 
 # Global batches that are planned for the table: enough for the mean, cheap for a run of any length.
 SUMMARISED_STEPS = 50
 
 
-def plan_summary(rows: StepRows, config: RunConfig) -> PlanSummary:
-    """Rows, fill, imbalance and padding of an even choice of the run's steps."""
+def plan_summary(rows: StepRows, *, token_budget: int, samples_per_row: int) -> PlanSummary:
+    """Rows, fill, imbalance and padding of an even choice of the run's steps.
+
+    Args:
+        token_budget, samples_per_row: of the way of making rows that the run does not take, to compare.
+    """
     stride = max(1, len(rows) // SUMMARISED_STEPS)
     lengths = [rows.samples.lengths[rows.batches.indices(step)] for step in range(0, len(rows), stride)]
     return summarise(
         lengths,
         rows.execution.world_size,
-        token_budget=rows.execution.token_budget or config.micro_batch_size * config.cutoff_len,
-        samples_per_row=rows.execution.samples_per_row or config.micro_batch_size,
+        token_budget=rows.execution.token_budget or token_budget,
+        samples_per_row=rows.execution.samples_per_row or samples_per_row,
         packing=rows.execution.token_budget is not None,
     )
 

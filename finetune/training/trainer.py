@@ -3,15 +3,16 @@
 Trainer keeps the loop, accelerate the devices. Overridden are: where batches come from (one loader item is one
 optimizer step), how a step is executed (training/execution.py), the loss, evaluation by the same plan and sums,
 checkpoints (training/checkpoint.py), and what is logged. Private hooks that are overridden or called
-(`_init_training_state`, `_prepare_for_training`, `_save_checkpoint`, `_clip_grad_norm`) are pinned by
+(`_init_training_state`, `_prepare_for_training`, `_save_checkpoint`, `_get_grad_norm`, `_tr_loss`) are pinned by
 tests/test_trainer_hooks.py.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +23,18 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
+from finetune.data.collate import Row
 from finetune.data.steps import StepBatch, StepRows
 from finetune.modeling.loss import ChunkedHead, row_losses
 from finetune.runlog import RunLog
+from finetune.storage import durable_files
 from finetune.storage.run_folder import SampleLog
 from finetune.training.checkpoint import Checkpointer
 from finetune.training.control import Control, StopSignals
 from finetune.training.execution import StepExecutor
 from finetune.training.guards import NonFiniteGuard, SpikeDetector
-from finetune.training.progress import ProgressLine, StepMeter
-from finetune.training.state import TrainingState
+from finetune.training.progress import Measured, ProgressLine, StepMeter
+from finetune.training.state import TrainingState, gathered
 
 logger = logging.getLogger("finetune")
 
@@ -98,7 +101,7 @@ class RunTrainer(Trainer):
         self.meter = StepMeter()
         self.guard, self.spikes = NonFiniteGuard(), SpikeDetector()
         self.checkpointer: Checkpointer | None = None
-        self.last_checkpoint: str | None = None
+        self.last_checkpoint = None if context.resume_from is None else context.resume_from.name
         self.stopped_by: str | None = None
         self.history: list[dict[str, Any]] = []
         self._progress: ProgressLine | None = None
@@ -186,8 +189,9 @@ class RunTrainer(Trainer):
         engine.step()
         self._nonfinite = bool(zero.overflow) and not engine.fp16_enabled()
 
-    def _clip_grad_norm(self, model: torch.nn.Module):
-        norm = super()._clip_grad_norm(model)
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
+        """The gradient norm, with or without clipping; where it is not finite the optimizer's step is made empty."""
+        norm = super()._get_grad_norm(model, grad_norm)
         if self.is_deepspeed_enabled:
             return math.nan if self._nonfinite else norm
         self._nonfinite = not math.isfinite(float(norm))
@@ -224,30 +228,43 @@ class RunTrainer(Trainer):
     # ------------------------------------------------------------------ evaluation
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Loss over all validation targets, overall and per level: sums over a plan, not means of means."""
-        rows = self.eval_rows if eval_dataset is None else eval_dataset
-        levels = rows.levels
+        """Over all validation targets: sums over a plan, not means of means."""
         with self.meter.paused():
-            sums = torch.zeros(levels + 1, device=self.args.device)
-            tokens, level_tokens = 0, torch.zeros(levels, dtype=torch.int64)
-            model = self.model_wrapped
-            model.eval()
-            for step in range(len(rows)):
-                batch = rows[step]
-                tokens += batch.supervised_tokens
-                level_tokens += torch.from_numpy(batch.level_tokens)
-                for row in batch.rows:
-                    with torch.no_grad():
-                        losses = row_losses(model, row, self.args.device, self.head)
-                    sums.index_add_(0, row.levels.to(self.args.device) % (levels + 1), losses)
-            self._sum_over_ranks(sums)
-        metrics = {f"{metric_key_prefix}_loss": float(sums.sum()) / tokens}
-        for name, loss, count in zip(self.context.level_names, sums.tolist(), level_tokens.tolist(), strict=False):
-            if count:
-                metrics[f"{metric_key_prefix}_loss/{name}"] = loss / count
+            measured = self.evaluation(self.eval_rows if eval_dataset is None else eval_dataset)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def evaluation(self, rows: StepRows) -> dict[str, float]:
+        """The loss of validation batches, overall and per level. Every rank calls."""
+        levels = rows.levels
+        sums = torch.zeros(levels + 1, device=self.args.device)
+        tokens, level_tokens = 0, torch.zeros(levels, dtype=torch.int64)
+        for batch, scored in self.scored(rows):
+            tokens += batch.supervised_tokens
+            level_tokens += torch.from_numpy(batch.level_tokens)
+            for row, losses in scored:
+                sums.index_add_(0, row.levels.to(self.args.device) % (levels + 1), losses)
+        self._sum_over_ranks(sums)
+        metrics = {"loss": float(sums.sum()) / tokens}
+        for name, loss, count in zip(self.context.level_names, sums.tolist(), level_tokens.tolist(), strict=False):
+            if count:
+                metrics[f"loss/{name}"] = loss / count
+        return metrics
+
+    def scored(self, rows: StepRows) -> Iterator[tuple[StepBatch, Iterator[tuple[Row, torch.Tensor]]]]:
+        """Each batch with this rank's rows of it and the losses of their targets, without gradients."""
+        model = self.model_wrapped
+        model.eval()
+
+        def score(row: Row) -> tuple[Row, torch.Tensor]:
+            with torch.no_grad():
+                return row, row_losses(model, row, self.args.device, self.head)
+
+        for step in range(len(rows)):
+            batch = rows[step]
+            yield batch, map(score, batch.rows)
 
     def _sum_over_ranks(self, tensor: torch.Tensor) -> None:
         if self.accelerator.num_processes > 1:
@@ -261,6 +278,7 @@ class RunTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
+            self._tr_loss.zero_()  # Trainer subtracts the sum from itself, which after a NaN leaves NaN for good
             self._add_step_facts(logs)
             record = {"step": self.state.global_step, **logs}
             self.context.runlog.step(record)
@@ -278,6 +296,7 @@ class RunTrainer(Trainer):
         logs["samples_per_second"] = round(measured.samples_per_second, 2)
         logs["step_seconds"] = round(measured.seconds / max(1, measured.steps), 4)
         logs["loader_wait_seconds"] = round(measured.loader_wait_seconds / max(1, measured.steps), 4)
+        logs.update(self.speed_facts(measured))
         if self.rows.levels:
             self._sum_over_ranks(self._level_losses)
             total = max(1, int(self._level_tokens.sum()))
@@ -292,6 +311,14 @@ class RunTrainer(Trainer):
             logger.warning("step %d: loss %.4f is a spike", self.state.global_step, logs["loss"])
             self.context.runlog.event("spike", step=self.state.global_step, loss=logs["loss"], ids=ids)
 
+    def speed_facts(self, measured: Measured) -> dict[str, float]:
+        """More facts for a line of the log, from what was measured since the last one."""
+        return {}
+
+    def line_facts(self, logs: dict[str, float]) -> str:
+        """More facts for the line that people see."""
+        return ""
+
     def _show(self, logs: dict[str, float]) -> None:
         if not self.is_world_process_zero():
             return
@@ -303,6 +330,7 @@ class RunTrainer(Trainer):
             stage=self.context.stage_name(step - 1),
             loss=logs["loss"],
             tokens_per_second=logs["tokens_per_second"],
+            more=self.line_facts(logs),
             eta_seconds=(self.context.total_steps - step) * logs["step_seconds"],
         )
 
@@ -323,12 +351,53 @@ class RunTrainer(Trainer):
             self.last_checkpoint = self.checkpointer.save(self.state.global_step, self.training_state())
         logger.info("saved %s", self.last_checkpoint)
 
+    def write_model_files(self, folder: Path) -> list[str]:
+        """On rank 0, beside the saved state, what makes a checkpoint usable as it is. Returns the names."""
+        raise NotImplementedError
+
+    def output_weights(self) -> dict[str, torch.Tensor]:
+        """The weights that the output is made of, whole, on rank 0's CPU. Every rank calls."""
+        raise NotImplementedError
+
+    def write_output(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        """On rank 0: write the output and check it."""
+        raise NotImplementedError
+
+    def save_output(self, output_dir: Path) -> None:
+        """Put the result into the run folder: written beside, reopened, then moved in. Every rank calls."""
+        staging = output_dir / ".staging-0-output"
+        weights = self.output_weights()
+        if self.is_world_process_zero():
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir()
+            self.write_output(staging, weights)
+            for path in sorted(staging.iterdir()):
+                durable_files.share_file(path)
+                durable_files.sync_file(path)
+                os.replace(path, output_dir / path.name)
+            staging.rmdir()
+            durable_files.sync_folder(output_dir)
+        self.context.control.barrier()
+
+    def whole_weights(self, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+        """Whole parameters and buffers by name on rank 0's CPU, parameters in `dtype` (None: as they are)."""
+        weights = {}
+        for name, parameter in self.model.named_parameters():
+            with gathered(parameter):
+                if self.is_world_process_zero():
+                    weights[name] = parameter.detach().to("cpu", dtype or parameter.dtype, copy=True)
+        if self.is_world_process_zero():
+            for name, buffer in self.model.state_dict(keep_vars=True).items():
+                if not isinstance(buffer, torch.nn.Parameter):
+                    weights[name] = buffer.detach().cpu().clone()
+        return weights
+
 
 class _StepEnd(TrainerCallback):
     """Calls the trainer at the end of each step; callbacks added last run last, after Trainer's own flow decided."""
 
     def __init__(self, trainer: RunTrainer) -> None:
-        self._end_of_step = functools.partial(RunTrainer.end_of_step, trainer)
+        self._end_of_step = trainer.end_of_step
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         self._end_of_step()

@@ -1,0 +1,185 @@
+"""From a checked fine-tuning run to a trainer: arguments, DeepSpeed, model, adapter, rows, in the order they need."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainingArguments
+
+from finetune import device as devices
+from finetune.config import RunConfig
+from finetune.data.dataset import Samples
+from finetune.data.steps import InOrder, StepRows
+from finetune.device import LaunchWorld
+from finetune.modeling.loss import make_chunked_head
+from finetune.modeling.pretrained import DTYPES, add_adapter, count_parameters, load_model
+from finetune.training.arguments import training_arguments
+from finetune.training.build import make_context, make_execution, make_rows, make_trainer, say_start
+from finetune.training.deepspeed_config import deepspeed_dict, zero_stage
+from finetune.training.quiet import quiet_known_warnings
+from finetune.training.schedules import learning_rate_factor, warmup_count
+from finetune.training.session import Resume, Session
+from finetune.training.sft_trainer import SFTTrainer
+from finetune.training.startup import plan_summary
+from finetune.training.state import TrainingState
+from finetune.training.trainer import RunContext
+
+if TYPE_CHECKING:
+    from finetune.sft import Prepared
+
+
+def build_trainer(
+    config: RunConfig,
+    world: LaunchWorld,
+    data: Prepared,
+    start: Resume,
+    session: Session,
+    *,
+    device_type: str,
+    dtype: str,
+) -> SFTTrainer:
+    """Build the trainer of a fine-tuning run; the process group exists."""
+    quiet_known_warnings()
+    devices.use_fast_matmul(device_type)
+    lora = config.finetuning == "lora"
+    checkpointing = config.gradient_checkpointing
+    arguments = training_arguments(
+        config,
+        learning_rate=config.learning_rate,
+        evaluates=bool(config.valid_data),
+        device_type=device_type,
+        dtype=dtype,
+        total_steps=data.batches.total_steps,
+        gradient_checkpointing=device_type != "cpu" if checkpointing is None else checkpointing,
+        deepspeed=_deepspeed(config, world, dtype),
+        resumed=start.step > 0,
+    )
+    model = _model(config, arguments, device_type, dtype)
+    if start.folder is not None:
+        TrainingState(model).load_weights(start.folder)
+    rows, eval_rows = _rows(config, world, data, session)
+    trainer = make_trainer(
+        SFTTrainer,
+        config,
+        data,
+        world,
+        session,
+        model=model,
+        arguments=arguments,
+        context=_context(config, world, data, start, session),
+        rows=rows,
+        eval_rows=eval_rows,
+        head=make_chunked_head(model),
+        flat_reduce=lora,
+        device_type=device_type,
+        processing_class=data.tokenizer,
+        lora=lora,
+        compute_dtype=dtype,
+        sliced_state=not lora and zero_stage(config) == 3,
+    )
+    _say_start(trainer, config, world, data, device_type, dtype)
+    return trainer
+
+
+def _deepspeed(config: RunConfig, world: LaunchWorld, dtype: str) -> dict[str, Any] | None:
+    if not config.deepspeed:
+        return None
+    largest = 0
+    if config.finetuning == "lora":
+        from finetune.modeling.pretrained import load_model_config
+
+        text = load_model_config(config.model, trust_remote_code=config.trust_remote_code).get_text_config()
+        widths = [text.hidden_size, getattr(text, "intermediate_size", None) or 4 * text.hidden_size]
+        largest = config.lora_r * max(widths)
+    return deepspeed_dict(config, world_size=world.world_size, dtype=dtype, largest_adapter_tensor=largest)
+
+
+def _model(config: RunConfig, arguments: TrainingArguments, device_type: str, dtype: str) -> torch.nn.Module:
+    if config.deepspeed:
+        import deepspeed
+
+        # After TrainingArguments (which registers the configuration) and before the model: else DeepSpeed takes the
+        # world for one process.
+        deepspeed.init_distributed(dist_backend=devices.DEVICE_KINDS[device_type].backend)
+    lora = config.finetuning == "lora"
+    # Without DeepSpeed, full training keeps float32 weights under autocast; DeepSpeed keeps float32 masters itself.
+    model_dtype = DTYPES[dtype] if lora or config.deepspeed else torch.float32
+    model = load_model(
+        config, device_type=device_type, dtype=dtype, model_dtype=model_dtype, zero3=zero_stage(config) == 3
+    )
+    return add_adapter(model, config, one_dtype=bool(config.deepspeed)) if lora else model
+
+
+def _context(config: RunConfig, world: LaunchWorld, data: Prepared, start: Resume, session: Session) -> RunContext:
+    total = data.batches.total_steps
+    warmup = warmup_count(config.warmup_steps, total)
+    stages = data.stages
+
+    def stage_name(step: int) -> str:
+        return f"stage {data.batches.stage(step) + 1}/{len(stages)}" if len(stages) > 1 else ""
+
+    def factor(step: int) -> float:
+        return learning_rate_factor(step, total_steps=total, warmup_steps=warmup, scheduler=config.lr_scheduler)
+
+    return make_context(
+        data,
+        world,
+        start,
+        session,
+        learning_rate_factor=factor,
+        epochs_per_step=config.global_batch_size / len(data.train),
+        level_names=data.level_names,
+        stage_name=stage_name,
+    )
+
+
+def _rows(config: RunConfig, world: LaunchWorld, data: Prepared, session: Session) -> tuple[StepRows, StepRows | None]:
+    execution = make_execution(
+        world,
+        session,
+        packing=data.packing,
+        token_budget=config.micro_batch_size * config.cutoff_len,
+        samples_per_row=config.micro_batch_size,
+    )
+
+    def make(samples: Samples, batches: Any) -> StepRows:
+        return make_rows(
+            samples,
+            batches,
+            execution,
+            levels=samples.levels,
+            level_count=len(data.level_names),
+            pad=data.tokenizer.pad_token_id,
+        )
+
+    valid = None if data.valid is None else make(data.valid, InOrder(len(data.valid), config.global_batch_size))
+    return make(data.train, data.batches), valid
+
+
+def _say_start(
+    trainer: SFTTrainer, config: RunConfig, world: LaunchWorld, data: Prepared, device_type: str, dtype: str
+) -> None:
+    parameters, start = count_parameters(trainer.model), trainer.context.start_step
+    sharding = f"ZeRO-{zero_stage(config)}" if config.deepspeed else "DDP" if world.world_size > 1 else "none"
+    summary = plan_summary(
+        trainer.rows,
+        token_budget=config.micro_batch_size * config.cutoff_len,
+        samples_per_row=config.micro_batch_size,
+    )
+    reports = (("training data", data.train), ("validation data", data.valid))
+    say_start(
+        trainer,
+        world,
+        summary,
+        tables={title: samples.report.lines() for title, samples in reports if samples is not None},
+        facts={
+            "steps": f"{start + 1} to {trainer.context.total_steps}, {config.global_batch_size} samples each",
+            "processes": f"{world.world_size} on {device_type}, {dtype}, sharding {sharding}",
+            "trained parameters": f"{parameters['trainable']:,} of {parameters['total']:,}",
+            "rows": trainer.rows.execution.describe(),
+        },
+        dtype=dtype,
+        zero_stage=zero_stage(config),
+        global_batch_size=config.global_batch_size,
+    )
