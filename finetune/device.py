@@ -118,9 +118,9 @@ def probe_torch_npu() -> None:
 def prepare_environment(world: LaunchWorld, *, use_deepspeed: bool, timeout_seconds: int) -> list[str]:
     """Set what the user did not, before torch is imported. Returns a line per variable: what was set and why.
 
-    A variable that the user set is never changed, with two exceptions that would silently train something else:
-    ACCELERATE_USE_CPU and ACCELERATE_USE_DEEPSPEED are taken out, because our own configuration decides both
-    (with ACCELERATE_USE_CPU=true, accelerate drops a DeepSpeed plugin without a word).
+    A variable that the user set is never changed, with three exceptions that would silently train something else:
+    ACCELERATE_USE_CPU, ACCELERATE_USE_DEEPSPEED and ACCELERATE_MIXED_PRECISION are taken out, because our own
+    configuration decides them (with ACCELERATE_USE_CPU=true, accelerate drops a DeepSpeed plugin without a word).
 
     Raises:
         ConfigError: the launcher asked for DeepSpeed but the configuration has no DeepSpeed keys.
