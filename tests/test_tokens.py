@@ -137,7 +137,9 @@ def test_the_fingerprint_follows_content_and_not_names(tmp_path: Path):
     assert a == b != c
     for name, last in (("raw", 7), ("moved", 7), ("other", 8)):
         np.array([1, 2, 1, last], "<u2").tofile(tmp_path / f"{name}.bin")
-    raw, moved, other = (TokenShards(tmp_path / f"{n}.bin", vocab_size=9).fingerprint for n in ("raw", "moved", "other"))
+    raw, moved, other = (
+        TokenShards(tmp_path / f"{n}.bin", vocab_size=9).fingerprint for n in ("raw", "moved", "other")
+    )
     assert raw == moved != other
 
 

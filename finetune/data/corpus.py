@@ -168,18 +168,9 @@ def documents_of(unit: Unit, text_field: str) -> Iterator[tuple[Place, str | Row
     for piece in unit:
         try:
             for line, found in _READERS[piece.kind](piece, text_field):
-                yield (piece.path, line), _checked(found)
+                yield (piece.path, line), found
         except OSError as error:
             raise DataError(f"cannot be read: {error.strerror or error}", piece.path, "check the file") from error
-
-
-def _checked(found: str | RowProblem) -> str | RowProblem:
-    if isinstance(found, str) and not found.isascii():
-        try:
-            found.encode()
-        except UnicodeEncodeError as error:
-            return RowProblem("half of a surrogate pair", f"character {error.start + 1} of the text")
-    return found
 
 
 def _read_text(piece: Piece, text_field: str) -> Iterator[tuple[int, str | RowProblem]]:
@@ -285,7 +276,13 @@ def _text_of(row: Any, text_field: str) -> str | RowProblem:
             f"no field {text_field}", f"its fields are {', '.join(map(str, row))}{_meant(text_field, row)}"
         )
     value = row[text_field]
-    return value if isinstance(value, str) else RowProblem(f"{text_field} is no text", f"a {type(value).__name__}")
+    if not isinstance(value, str):
+        return RowProblem(f"{text_field} is no text", f"a {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # JSON can write what UTF-8 cannot
+        return RowProblem("half of a surrogate pair", f"character {error.start + 1} of the text")
+    return value
 
 
 def _meant(text_field: str, known: Sequence[str] | dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from finetune.data.tokens_files import check_alike, checked_header, damage, find_shards, read_index
+from finetune.data.tokens_files import check_alike, check_finished, checked_header, damage, find_shards, read_index
 from finetune.data.tokens_header import DTYPES, TOKENIZER_FOLDER, TokenHeader
 from finetune.data.tokens_tokenizer import bytes_per_token, tokenizer_hash
 from finetune.errors import DataError, FinetuneError, raise_problems
@@ -48,6 +48,8 @@ class TokenShards:
         tokenizer_hash: str | None = None,
     ) -> None:
         self.paths = find_shards(source, split)
+        for folder in dict.fromkeys(path.parent for path in self.paths):
+            check_finished(folder)
         problems: list[FinetuneError] = []
         headers: list[TokenHeader] = []
         for path in self.paths:

@@ -82,7 +82,6 @@ def checked_header(path: Path, vocab_size: int | None, tokenizer_hash: str | Non
     Raises:
         DataError: unfinished, truncated, of another tokenizer or vocabulary, or bare and not what it seems.
     """
-    _check_finished(path)
     size_bytes = path.stat().st_size
     header = read_header(path)
     if header is None:
@@ -112,18 +111,18 @@ def checked_header(path: Path, vocab_size: int | None, tokenizer_hash: str | Non
     return header
 
 
-def _check_finished(path: Path) -> None:
-    plan = path.parent / PLAN_FILE
-    if not plan.is_file():
-        return
+def check_finished(folder: Path) -> None:
+    """Raises:
+    DataError: the folder's preparation was stopped before its end.
+    """
     try:
-        content = json.loads(plan.read_bytes())
-    except ValueError:
-        return  # not ours: our own file is replaced as a whole
+        content = json.loads((folder / PLAN_FILE).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return  # ValueError: not ours; our own file is only ever replaced as a whole
     if isinstance(content, dict) and content.get("format") == PLAN_FORMAT and content.get("finished") is None:
         raise DataError(
             "the data in this folder is not completely prepared",
-            str(path.parent),
+            str(folder),
             "run the same `python -m finetune prepare` again: it goes on where it was stopped",
         )
 
