@@ -219,6 +219,16 @@ def test_more_processes_than_simulated_npus_are_refused(tiny_model: Path, tiny_d
     assert not (tmp_path / "out").exists()
 
 
+def test_weights_that_a_device_unties_are_not_trained(tiny_model: Path, tiny_data: Path, tmp_path: Path):
+    """A simulated npu whose `model.to` makes new parameters: what PyTorch does where a backend says nothing."""
+    flags = ["--model", tiny_model, "--data", tiny_data, "--output-dir", tmp_path / "out", "--max-steps", 1]
+    paths = os.pathsep.join([str(FAKE_NPU), str(ROOT)])
+    flags += ["--dtype", "float32", "--finetuning", "full"]
+    result = run_cli(flags, env={"PYTHONPATH": paths, "FAKE_NPU_UNTIES": "1"})
+    assert result.returncode == 1
+    assert "[ERROR] tied weights came apart on the way to the npu device" in result.stderr
+
+
 # ---------------------------------------------------------------- the simulation itself
 
 ATTENTION = """

@@ -116,6 +116,7 @@ def make_trainer(
             heaviest=heaviest_row(rows),
         )
 
+    trained = count_parameters(model)["trainable"]
     trainer = trainer_class(
         model=model,
         args=arguments,
@@ -127,6 +128,12 @@ def make_trainer(
         **own,
     )
     _check_world(trainer, config, world, device_type)
+    if count_parameters(trainer.model)["trainable"] != trained:
+        raise FinetuneError(
+            f"tied weights came apart on the way to the {device_type} device: each would train on its own",
+            "start of training",
+            "report this with your versions; until then train a model whose embeddings are not tied",
+        )
     trainer.checkpointer = Checkpointer(
         session.output_dir,
         context.control,

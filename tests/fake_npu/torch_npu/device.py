@@ -110,9 +110,10 @@ _OWN = {
     "record_stream": lambda tensor, stream: None,
     "_fused_sdp_choice": lambda *args, **kwargs: 0,  # attention by plain products
     "view": lambda tensor, size: _shell(unwrap(tensor).reshape(size)),
-    # As backends do that want `model.to(device)` to keep its parameters, and with them tied weights and optimizers.
-    "_has_compatible_shallow_copy_type": lambda tensor, other: True,
 }
+if "FAKE_NPU_UNTIES" not in os.environ:
+    # As backends do that want `model.to(device)` to keep its parameters, and with them tied weights and optimizers.
+    _OWN["_has_compatible_shallow_copy_type"] = lambda tensor, other: True
 _SHARE_THE_STORAGE = {"detach", "alias"}  # C++ makes these, and the numbers follow
 _COMPOSITE = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 
