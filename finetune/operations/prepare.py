@@ -88,10 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config is None:
         sys.stdout.write(help_text())
         return int(ExitCode.DONE)
-    if not logger.handlers:
-        logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-        for loud in ("httpx", "urllib3"):
-            logging.getLogger(loud).setLevel(logging.WARNING)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logger.setLevel(logging.INFO)
 
     from finetune.data.tokens_prepare import PrepareSettings, prepare_tokens
 
