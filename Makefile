@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test check clean-venv
+.PHONY: demo test check grid crash clean-venv
 
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed; this is %d.%d" % sys.version_info[:2] or 0)'
@@ -25,6 +25,13 @@ test: $(READY)
 check: $(READY)
 	$(BIN)/ruff check finetune tests data_samples launchers
 	$(BIN)/ruff format --check finetune tests data_samples launchers
+
+# Exhaustive runs; their tables are committed in docs/.
+grid: $(READY)
+	$(BIN)/python tests/grid.py
+
+crash: $(READY)
+	$(BIN)/python tests/crash.py
 
 clean-venv:
 	rm -rf $(VENV)
