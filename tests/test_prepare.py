@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from file_system_calls import breaking, killed_at
+from file_system_calls import PowerLoss, breaking, killed_at, watched
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from launching import ROOT, run_cli, said
@@ -27,6 +27,7 @@ from finetune.data import corpus, processes, tokens_prepare
 from finetune.data.tokens import TokenShards, bytes_per_token, tokenizer_folder, tokenizer_hash
 from finetune.data.tokens_prepare import Prepared, PrepareSettings, prepare_tokens
 from finetune.data.tokens_tokenizer import SMALLEST_VOCABULARY, open_tokenizer
+from finetune.data.tokens_write import ShardKind, ShardWriter, finished_shards
 from finetune.errors import DataError, FinetuneError, StateError
 from finetune.operations.prepare import SMALLEST_VOCAB_SIZE, PrepareConfig, main
 
@@ -342,6 +343,40 @@ def test_a_killed_preparation_goes_on_to_the_same_bytes(data: Path, prepared: Pa
         prepare(data, folder, tokenizer=borrowed)
         assert content(folder) == expected
     assert kills >= 6
+
+
+def test_power_loss_leaves_no_shard_that_is_not_whole(tmp_path: Path):
+    """At every call, with what fsync promises and no more: a .bin under its name has its header, index and ids."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    kind = ShardKind("uint16", 300, "ab" * 32, 1, 40)
+    states = set()
+
+    def look(disk: PowerLoss) -> None:
+        for names_kept in ("all", "none", "below"):
+            shutil.rmtree(tmp_path / "after", ignore_errors=True)
+            disk.restore(tmp_path / "after", names_kept=names_kept)
+            shards = list((tmp_path / "after").glob("*.bin"))
+            assert len(finished_shards(tmp_path / "after", "train", kind)) == len(shards)
+            states.add(len(shards))
+
+    disk = PowerLoss(folder, look)
+    with watched(disk.hook):
+        writer = ShardWriter(folder, "train", kind, [])
+        for number in range(9):
+            writer.add(np.arange(1, 12, dtype="uint16"), 0, number)
+        writer.finish()
+    assert states == {0, 1, 2, 3}
+
+
+def test_the_output_folder_may_lie_among_the_data(prepared: Path, tmp_path: Path):
+    (tmp_path / "a.txt").write_text("first")
+    (tmp_path / "b.txt").write_text("second")
+    prepare(tmp_path, tmp_path / "out", tokenizer=str(prepared / "tokenizer"))
+    before = content(tmp_path / "out")
+    (tmp_path / "out" / "val-00000.bin").unlink()
+    assert prepare(tmp_path, tmp_path / "out", tokenizer=str(prepared / "tokenizer")).made == 1
+    assert content(tmp_path / "out") == before
 
 
 def test_killed_while_the_tokenizer_is_made(data: Path, prepared: Path, tmp_path: Path):

@@ -138,7 +138,8 @@ class _Preparation:
     ) -> None:
         self.folder, self.settings, self.progress = folder, settings, progress
         self.begun = read_plan(folder)
-        self.files = find_files(data)
+        inside = folder.resolve()  # what we wrote ourselves is no data, where the folder lies in that of the data
+        self.files = tuple(path for path in find_files(data) if inside not in path.resolve().parents)
         self.input_bytes = sum(path.stat().st_size for path in self.files)
         self.num_workers = num_workers or max(1, min(_cores(), self.input_bytes // BYTES_PER_WORKER))
 
