@@ -26,6 +26,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from launching import ROOT
+from torch.utils import cpp_extension
 from transformers import PretrainedConfig, Trainer, TrainerCallback, TrainingArguments
 
 from finetune.training.sft_trainer import SFTTrainer
@@ -84,6 +85,7 @@ SIGNATURES: tuple[tuple[Any, str, str, str], ...] = (
     ),
     (torch._utils, "_flatten_dense_tensors", "tensors", f"{EXECUTION}: _sum_gradients"),
     (torch._utils, "_unflatten_dense_tensors", "flat tensors", f"{EXECUTION}: _sum_gradients"),
+    (cpp_extension, "_get_build_directory", "name verbose", "finetune/training/operators.py"),
     (
         peft,
         "get_peft_model_state_dict",
