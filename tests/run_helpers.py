@@ -8,6 +8,7 @@ Where the launcher itself is what is tested, `launch_torchrun` starts a real one
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -25,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PRELOADED = (
     "finetune.sft",
     "finetune.training.build_sft",
+    "finetune.training.build_pretrain",
     "finetune.training.run",
     "finetune.data.dataset",
     "deepspeed",
@@ -205,8 +207,9 @@ def start(
     patch_arguments: Sequence[Any] = (),
     arguments: Sequence[str] = (),
     launched: bool | None = None,
+    module: str = "finetune.sft",
 ) -> Ranks:
-    """Start `python -m finetune.sft --config SETTINGS` on so many ranks.
+    """Start `python -m MODULE --config SETTINGS` on so many ranks.
 
     Args:
         patch: called in each rank before the run, with its rank and `patch_arguments`; a function of a module.
@@ -234,6 +237,7 @@ def start(
                 str(logs[rank]),
                 patch,
                 (rank, *patch_arguments),
+                module,
             ),
             daemon=True,
         )
@@ -273,6 +277,7 @@ def _rank(
     log_path: str,
     patch: Callable[..., None] | None,
     patch_arguments: tuple[Any, ...],
+    module: str,
 ) -> None:
     """One rank, in a forked process: never returns."""
     descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -290,9 +295,7 @@ def _rank(
     try:
         if patch is not None:
             patch(*patch_arguments)
-        from finetune.sft import main
-
-        code = main(arguments)
+        code = importlib.import_module(module).main(arguments)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 70
     except BaseException:

@@ -58,16 +58,27 @@ def limit_row_tokens(rank: int, on_rank: int, limit_tokens: int, from_step: int 
     wrap_row_losses(wrap)
 
 
-def spoil_losses(rank: int, on_rank: int, steps: tuple[int, ...], factor: float) -> None:
-    """Multiply the losses of one rank's rows by a factor (NaN, inf, 1000) in these steps (1-based)."""
+def spoil_losses(rank: int, on_rank: int, steps: tuple[int, ...], factor: float, where: str = "loss") -> None:
+    """Multiply one rank's losses, or only their gradients, by a factor (NaN, inf, 1000) in these steps (1-based)."""
     if rank != on_rank:
         return
     now = [0]
     follow_steps(lambda step: now.__setitem__(0, step))
 
+    class SpoiledGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, losses: torch.Tensor) -> torch.Tensor:
+            return losses.clone()
+
+        @staticmethod
+        def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * factor
+
     def wrap(original: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
         losses = original(*arguments)
-        return losses * factor if now[0] in steps else losses
+        if now[0] not in steps:
+            return losses
+        return losses * factor if where == "loss" else SpoiledGradient.apply(losses)
 
     wrap_row_losses(wrap)
 

@@ -17,6 +17,7 @@ from finetune.modeling.pretrained import DTYPES, add_adapter, count_parameters, 
 from finetune.training.arguments import training_arguments
 from finetune.training.build import make_context, make_execution, make_rows, make_trainer, say_start
 from finetune.training.deepspeed_config import deepspeed_dict, zero_stage
+from finetune.training.operators import load_shared_memory_operator
 from finetune.training.quiet import quiet_known_warnings
 from finetune.training.schedules import learning_rate_factor, warmup_count
 from finetune.training.session import Resume, Session
@@ -99,6 +100,7 @@ def _model(config: RunConfig, arguments: TrainingArguments, device_type: str, dt
     if config.deepspeed:
         import deepspeed
 
+        load_shared_memory_operator()
         # After TrainingArguments (which registers the configuration) and before the model: else DeepSpeed takes the
         # world for one process.
         deepspeed.init_distributed(dist_backend=devices.DEVICE_KINDS[device_type].backend)

@@ -1,0 +1,147 @@
+"""NaN and inf are never hidden and never reach the weights; loss spikes are told."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import run_helpers
+import run_patches
+import torch
+from run_helpers import LAYOUTS, Materials
+from safetensors.torch import load_file
+
+from finetune.training.guards import NONFINITE_LIMIT, SPIKE_WINDOW_STEPS
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.fixture(scope="module")
+def materials(tmp_path_factory: pytest.TempPathFactory) -> Materials:
+    return run_helpers.make_materials(tmp_path_factory.mktemp("nonfinite"))
+
+
+def saved_state(output_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    """Weights and moments of a checkpoint, by file and name."""
+    folder = output_dir / f"checkpoint-{step}"
+    return {
+        f"{path.name}:{name}": tensor
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+
+
+def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    assert first.keys() == second.keys()
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+CASES: dict[str, tuple[int, dict[str, Any], tuple]] = {
+    # name: processes, settings, (on rank, steps, factor, where)
+    "one process": (1, {}, (0, (3,), NAN, "loss")),
+    "one process, only gradients": (1, {}, (0, (3,), INF, "gradient")),
+    "no clipping": (1, {"max_grad_norm": 0.0}, (0, (3,), NAN, "gradient")),
+    "no clipping, ZeRO-2": (2, {"max_grad_norm": 0.0, **LAYOUTS["zero2"]}, (1, (3,), NAN, "gradient")),
+    "DDP, LoRA": (2, {}, (1, (3,), NAN, "loss")),
+    "DDP, full": (2, {"finetuning": "full"}, (1, (3,), INF, "loss")),
+    "ZeRO-2": (2, {"finetuning": "full", **LAYOUTS["zero2"]}, (1, (3,), NAN, "loss")),
+    "ZeRO-3, offload": (2, LAYOUTS["zero3_offload"], (1, (3,), NAN, "loss")),
+    "ZeRO-3, full, only gradients": (2, {"finetuning": "full", **LAYOUTS["zero3"]}, (0, (3,), INF, "gradient")),
+    "ZeRO-3, bfloat16": (2, {"dtype": "bfloat16", **LAYOUTS["zero3"]}, (0, (3,), NAN, "loss")),
+}
+
+
+@pytest.mark.parametrize(("processes", "changes", "spoiled"), CASES.values(), ids=CASES.keys())
+def test_the_step_is_skipped_on_all_ranks_and_training_goes_on(materials, tmp_path, processes, changes, spoiled):
+    output_dir = tmp_path / "run"
+    ranks = run_helpers.train(
+        materials.settings(output_dir, save_steps=1, save_total_limit=9, max_steps=5, warmup_steps=0, **changes),
+        processes,
+        patch=run_patches.spoil_losses,
+        patch_arguments=spoiled,
+        launched=True,
+    )
+    ids = run_helpers.sample_ids(output_dir)
+    (event,) = run_helpers.events(output_dir, "nonfinite")
+    assert event["step"] == 3 and event["ids"] == ids[2]
+    assert "step 3 was skipped" in ranks.output()
+
+    states = {step: saved_state(output_dir, step) for step in range(1, 6)}
+    for state in states.values():
+        assert all(tensor.isfinite().all() for tensor in state.values())
+    assert not equal(states[1], states[2])
+    assert equal(states[2], states[3]), "the skipped step left something in weights or moments"
+    assert not equal(states[3], states[4])
+    assert not equal(states[4], states[5])
+
+    losses = run_helpers.losses(output_dir)
+    assert math.isfinite(losses[2]) == (spoiled[3] == "gradient"), "the log must show what happened"
+    assert all(math.isfinite(loss) for step, loss in enumerate(losses, 1) if step != 3)
+    norms = [record["grad_norm"] for record in run_helpers.lines(output_dir / "trainer_log.jsonl")]
+    assert [math.isfinite(norm) for norm in norms] == [True, True, False, True, True]
+
+
+@pytest.mark.parametrize(("processes", "layout"), [(1, "plain"), (2, "zero3")])
+def test_at_the_limit_the_run_stops_and_names_the_last_good_checkpoint(materials, tmp_path, processes, layout):
+    output_dir = tmp_path / "run"
+    steps = NONFINITE_LIMIT + 6
+    settings = materials.settings(output_dir, save_steps=3, max_steps=steps, **LAYOUTS[layout])
+    spoiled = {"patch": run_patches.spoil_losses, "patch_arguments": (processes - 1, range(5, 99), NAN)}
+    ranks = run_helpers.train(settings, processes, expect=1, launched=True, **spoiled)
+    # Steps 5 to 14 are skipped; what was saved meanwhile holds the weights of step 4, which are good.
+    assert len(run_helpers.events(output_dir, "nonfinite")) == NONFINITE_LIMIT
+    newest = max(output_dir.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    assert f"the last good checkpoint is {newest.name}" in ranks.output()
+    assert all(tensor.isfinite().all() for tensor in saved_state(output_dir, int(newest.name.split("-")[1])).values())
+    status = run_helpers.status(output_dir)
+    assert (status["state"], status["exit_code"]) == ("failed", 1)
+    assert f"{NONFINITE_LIMIT} steps in a row" in status["error"]
+
+
+def test_a_resumed_run_names_the_checkpoint_that_it_went_on_from(materials, tmp_path):
+    output_dir = tmp_path / "run"
+    steps = NONFINITE_LIMIT + 6
+    settings = materials.settings(output_dir, max_steps=steps, save_steps=4)
+    run_helpers.train(settings, 1, patch=run_patches.signal_self, patch_arguments=(0, 4, 15), expect=3)
+    ranks = run_helpers.train(
+        settings | {"save_steps": 0},
+        1,
+        expect=1,
+        patch=run_patches.spoil_losses,
+        patch_arguments=(0, range(5, 99), NAN),
+    )
+    assert "the last good checkpoint is checkpoint-4" in ranks.output()
+
+
+def test_a_good_step_between_resets_the_count(materials, tmp_path):
+    output_dir = tmp_path / "run"
+    bad = [step for step in range(2, 2 * NONFINITE_LIMIT + 1) if step != NONFINITE_LIMIT]
+    run_helpers.train(
+        materials.settings(output_dir, max_steps=2 * NONFINITE_LIMIT),
+        1,
+        expect=1,
+        patch=run_patches.spoil_losses,
+        patch_arguments=(0, bad, NAN),
+    )
+    skipped = [event["step"] for event in run_helpers.events(output_dir, "nonfinite")]
+    assert skipped == bad  # 8 in a row, one good step, then 10
+
+
+def test_spikes_are_told_with_the_ids_of_their_step(materials, tmp_path):
+    """The window is full after 128 steps; a spike is trained on all the same."""
+    output_dir = tmp_path / "run"
+    spike = SPIKE_WINDOW_STEPS + 3
+    ranks = run_helpers.train(
+        materials.settings(output_dir, max_steps=spike + 3, learning_rate=1e-4, global_batch_size=4),
+        1,
+        patch=run_patches.spoil_losses,
+        patch_arguments=(0, (10, spike), 30.0),
+    )
+    (event,) = run_helpers.events(output_dir, "spike")
+    assert event["step"] == spike
+    assert event["ids"] == run_helpers.sample_ids(output_dir)[spike - 1]
+    assert event["loss"] == run_helpers.losses(output_dir)[spike - 1]
+    assert f"step {spike}: loss" in ranks.output()
+    assert run_helpers.status(output_dir)["state"] == "done"
