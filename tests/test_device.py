@@ -193,9 +193,14 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *, npu: int = 0, cuda: int = 0, mps
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: bfloat16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0) if bfloat16 else (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3" if bfloat16 else "Tesla T4")
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
     module = types.SimpleNamespace(
-        is_available=lambda: npu > 0, device_count=lambda: npu, is_bf16_supported=lambda: bfloat16
+        is_available=lambda: npu > 0,
+        device_count=lambda: npu,
+        is_bf16_supported=lambda: bfloat16,
+        get_device_name=lambda *_: "Ascend 910B3",
     )
     monkeypatch.setattr(torch, "npu", module, raising=False)
     monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: object() if npu else None)
