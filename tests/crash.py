@@ -1,0 +1,150 @@
+"""Kill -9 at random moments of a run, go on, and compare with the run that was left alone.
+
+    python tests/crash.py             # 20 kills, the table into docs/crash_table.md (`make crash`)
+    python tests/crash.py 1           # one kill per kind of run, printed only
+
+All ranks are killed at once, at a random moment between the start of the processes and the end of the run: while it
+starts, trains, saves or writes its result. The same command is then given again. It must end well, every step's samples
+must be there once and be those of the uninterrupted run, and the trained weights must be bit-identical to its weights.
+(Kills at every file-system call of a save are in tests/test_checkpoint_files.py.)
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import run_helpers as runs
+
+TABLE = runs.ROOT / "docs" / "crash_table.md"
+KINDS = (("lora", "plain"), ("lora", "zero3_offload"), ("full", "plain"), ("full", "zero3_offload"))
+PROCESSES, STEPS, SAVE_STEPS = 2, 12, 3
+KILLS_PER_KIND = 5
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One killed run and what became of it; `why` is empty where all is as it must be."""
+
+    finetuning: str
+    layout: str
+    after_seconds: float
+    steps_done: int
+    resumed_from: int
+    why: str
+
+
+class Crashes:
+    """Kills runs of one kind after another.
+
+    Args:
+        folder: everything is written below it.
+        seed: of the moments.
+    """
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder = folder
+        self.materials = runs.make_materials(folder / "materials")
+        self.moments = random.Random(seed)
+        self._references: dict[tuple[str, str], tuple[Path, float]] = {}
+
+    def settings(self, name: str, finetuning: str, layout: str) -> dict[str, Any]:
+        return self.materials.settings(
+            self.folder / name,
+            finetuning=finetuning,
+            max_steps=STEPS,
+            save_steps=SAVE_STEPS,
+            valid_data=str(self.materials.valid),
+            **runs.LAYOUTS[layout],
+        )
+
+    def reference(self, finetuning: str, layout: str) -> tuple[Path, float]:
+        """The uninterrupted run and how long it took, in seconds."""
+        kind = (finetuning, layout)
+        if kind not in self._references:
+            settings = self.settings(f"reference-{finetuning}-{layout}", finetuning, layout)
+            began = time.monotonic()
+            runs.train(settings, PROCESSES)
+            self._references[kind] = Path(settings["output_dir"]), time.monotonic() - began
+        return self._references[kind]
+
+    def kill(self, number: int, finetuning: str, layout: str) -> Kill:
+        """Kill one run at a random moment, go on, compare."""
+        reference, duration_seconds = self.reference(finetuning, layout)
+        settings = self.settings(f"{finetuning}-{layout}-{number}", finetuning, layout)
+        run = Path(settings["output_dir"])
+        after_seconds = self.moments.uniform(0.05, 1.0) * duration_seconds
+        ranks = runs.start(settings, PROCESSES)
+        time.sleep(after_seconds)
+        ranks.kill()
+        log = run / "trainer_log.jsonl"
+        steps_done = len(log.read_bytes().splitlines()) if log.exists() else 0
+        runs.train(settings, PROCESSES)
+        resumed = runs.events(run, "resume")
+        resumed_from = resumed[-1]["step"] if resumed else 0
+        return Kill(finetuning, layout, after_seconds, steps_done, resumed_from, self._differences(run, reference))
+
+    @staticmethod
+    def _differences(run: Path, reference: Path) -> str:
+        import torch
+
+        wrong = []
+        if runs.sample_ids(run) != runs.sample_ids(reference):
+            wrong.append("other samples")
+        if runs.losses(run) != runs.losses(reference):
+            wrong.append("other losses")
+        found, expected = runs.result_weights(run), runs.result_weights(reference)
+        if found.keys() != expected.keys() or not all(torch.equal(found[name], expected[name]) for name in expected):
+            wrong.append("other weights")
+        return "; ".join(wrong)
+
+
+def table(kills: list[Kill]) -> str:
+    """The committed page."""
+    held = sum(not kill.why for kill in kills)
+    lines = [
+        "# Kill -9 at random moments",
+        "",
+        f"Runs of {STEPS} steps on {PROCESSES} processes on a CPU, a checkpoint every {SAVE_STEPS} steps, all killed",
+        "at a random moment, then the same command again. `make crash` makes this page. Required: the same samples in",
+        "every step, the same losses, and final weights bit-identical to the run that was left alone.",
+        "",
+        f"**{held} of {len(kills)} hold.**",
+        "",
+        "| trained | sharding | killed after | steps logged by then | went on from step | |",
+        "|---|---|--:|--:|--:|---|",
+    ]
+    for kill in kills:
+        sharding = "DDP" if kill.layout == "plain" else kill.layout.replace("_", " + ")
+        lines.append(
+            f"| {kill.finetuning} | {sharding} | {kill.after_seconds:.2f} s | {kill.steps_done} | {kill.resumed_from} "
+            f"| {kill.why or 'holds'} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def main(arguments: list[str]) -> int:
+    per_kind = int(arguments[0]) if arguments else KILLS_PER_KIND
+    kills = []
+    with tempfile.TemporaryDirectory() as folder:
+        crashes = Crashes(Path(folder), seed=20)
+        for finetuning, layout in KINDS:
+            for number in range(per_kind):
+                kills.append(crashes.kill(number, finetuning, layout))
+                print(f"{len(kills)}/{per_kind * len(KINDS)} {kills[-1]}", flush=True)
+    page = table(kills)
+    print(page)
+    if not arguments:
+        TABLE.write_text(page, encoding="utf-8")
+    return int(any(kill.why for kill in kills))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    sys.exit(main(sys.argv[1:]))

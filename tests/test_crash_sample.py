@@ -1,0 +1,15 @@
+"""A few kills of tests/crash.py; twenty of them are `make crash`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from crash import KINDS, Crashes
+
+
+@pytest.mark.parametrize(("finetuning", "layout"), [KINDS[1], KINDS[2]], ids="-".join)
+def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path, finetuning: str, layout: str) -> None:
+    crashes = Crashes(tmp_path, seed=3)
+    kill = crashes.kill(0, finetuning, layout)
+    assert not kill.why, kill
