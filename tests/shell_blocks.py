@@ -1,0 +1,76 @@
+"""The commands that a Markdown file shows, and how to try them here: small, in a folder of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from launching import BIN, ROOT, environment
+
+_FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(document: Path, language: str) -> list[str]:
+    """The contents of the fenced blocks of one language, in order."""
+    return [text for found, text in _FENCE.findall(document.read_text(encoding="utf-8")) if found == language]
+
+
+def shell_lines(document: Path) -> list[str]:
+    """The commands of all shell blocks, in order, without their comments."""
+    lines = [line.partition("  # ")[0].strip() for block in blocks(document, "bash") for line in block.splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def trains(line: str) -> bool:
+    return ("finetune.sft" in line and "--print-config" not in line) or "launchers/" in line
+
+
+def small(line: str, folder: Path) -> str:
+    """The same command for two steps, without validation, in `folder` instead of runs/ and the user's cache."""
+    if trains(line):
+        if "--output-dir" not in line:
+            line += " --output-dir runs/" + re.search(r"ds_configs/(\w+)[.]json", line)[1]
+        line += " --data data_samples/train.jsonl --max-steps 2 --device-type cpu"
+    if trains(line) or "finetune inspect" in line:
+        line += f" --cache-dir {shlex.quote(str(folder / 'cache'))}"
+    return line.replace("runs/", f"{folder}/")
+
+
+def run_together(
+    lines: Sequence[str], folder: Path, variables: dict[str, str] | None = None, timeout_seconds: float = 240
+) -> list[tuple[int, str]]:
+    """Run shell lines at the same time (as on several nodes); the exit code and output of each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    env = environment(
+        {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "HF_HOME": str(folder / "hf"), **(variables or {})}
+    )
+    logs = [folder / f"output-{number}-{time.monotonic_ns()}.txt" for number in range(len(lines))]
+    started = []
+    try:
+        for line, log in zip(lines, logs, strict=True):
+            with log.open("wb") as file:
+                words = ["bash", "-c", line]
+                started.append(
+                    subprocess.Popen(words, cwd=ROOT, env=env, stdout=file, stderr=file, start_new_session=True)
+                )
+        deadline = time.monotonic() + timeout_seconds
+        codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in started]
+    finally:
+        for process in started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # its workers watch it and end too
+                process.wait()
+    return [(code, log.read_text(errors="replace")) for code, log in zip(codes, logs, strict=True)]
+
+
+def run_line(line: str, folder: Path, variables: dict[str, str] | None = None) -> str:
+    """Run one shell line; its output. Fails unless the exit code is 0."""
+    ((code, output),) = run_together([line], folder, variables)
+    assert code == 0, f"{line}\nexit code {code}\n{output}"
+    return output

@@ -1,0 +1,133 @@
+"""What the READMEs show is true: every command runs, both languages show the same ones, and what is named exists."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from launching import ROOT
+from run_helpers import events
+from shell_blocks import blocks, run_line, shell_lines, small, trains
+
+from finetune.config import RunConfig
+from finetune.config_flags import EXTRA, flags_of
+
+ENGLISH, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
+DOCUMENTS = [ENGLISH, CHINESE, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINES = shell_lines(ENGLISH)
+# Flags in the documents that are not finetune.sft's: of the launchers, of other commands, and of the guides.
+LAUNCHER_FLAGS = {"--nproc_per_node", "--standalone", "--config_file", "--max-restarts", "--nnodes", "--node_rank"}
+LAUNCHER_FLAGS |= {"--master_addr", "--master_port", "--local-rank", "--signal", "--use_deepspeed"}
+COMMAND_FLAGS = {"--rows", "--row", "--level", "--json", "--help", "--flag"}
+
+
+def test_both_languages_show_the_same() -> None:
+    assert shell_lines(CHINESE) == LINES
+    assert blocks(CHINESE, "python") == blocks(ENGLISH, "python")
+    assert blocks(CHINESE, "json") == blocks(ENGLISH, "json")
+
+    def facts(document: Path) -> list[str]:
+        """Code spans but for links, headings by rank, and rows of tables by their number."""
+        text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
+        return sorted(re.findall(r"`([^`]+)`", text)) + re.findall(r"^(#+) ", text, flags=re.MULTILINE)
+
+    assert facts(CHINESE) == facts(ENGLISH)
+
+
+def test_the_two_commands_come_first() -> None:
+    assert LINES[:2] == ["make demo", "make test"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stands for runs/: commands that follow one another find what the earlier ones left."""
+    return tmp_path_factory.mktemp("readme")
+
+
+@pytest.mark.parametrize("number", range(len(LINES)), ids=lambda number: LINES[number][:60])
+def test_every_command_works(number: int, folder: Path) -> None:
+    """In the order of the document."""
+    line = LINES[number]
+    if line.startswith("make "):
+        assert f"\n{line.removeprefix('make ')}: $(READY)\n" in (ROOT / "Makefile").read_text()
+        return
+    if line.startswith("source "):
+        assert line == "source .venv/bin/activate" and "VENV   := .venv\n" in (ROOT / "Makefile").read_text()
+        return
+    if "multi_node.sh" in line:
+        return  # both lines together are run by tests/test_launchers.py
+    output = run_line(small(line, folder), folder, {"NPROC_PER_NODE": "2"})
+    for shown in re.findall(r"log in (logs/\S+)", output):
+        assert "SUCCESS" in (ROOT / shown).read_text()
+        (ROOT / shown).unlink()
+    if trains(line) and not line.startswith("timeout"):
+        check_run(line, folder)
+    elif line.startswith("tail "):
+        assert {"step", "loss", "learning_rate", "grad_norm", "tokens_per_second"} <= set(json.loads(output))
+    elif line.startswith("cat "):
+        assert (json.loads(output)["state"], json.loads(output)["exit_code"]) == ("done", 0)
+    elif "checkpoints" in line:
+        assert re.fullmatch(r"checkpoint-2  step 2 .* valid\n", output)
+    elif "inspect" in line:
+        assert output.count("\nrow ") == 3 and "[[" in output
+    elif "curriculum show" in line:
+        assert "80.0%" in output and "passes" in output
+    elif "--print-config" in line:
+        assert re.search(r"^micro_batch_size +4 +ds_configs/zero3.json$", output, re.MULTILINE)
+
+
+def check_run(line: str, folder: Path) -> None:
+    """The run is done, and was what the line says."""
+    output_dir = Path(re.search(r"--output-dir (\S+)", small(line, folder))[1])
+    processes = 2 if re.search("nproc_per_node 2|cpu_2|single_node", line) else 1
+    stage = 0 if "--deepspeed none" in line else int(re.search(r"zero(\d)", line.split("--config ")[-1])[1])
+    assert json.loads((output_dir / "status.json").read_text())["state"] == "done"
+    start = events(output_dir, "start")
+    if not (output_dir.name == "zero2" and len(start) == 1):  # stopped after 20 seconds, or done before that
+        assert (start[-1]["world_size"], start[-1]["zero_stage"]) == (processes, stage)
+
+
+@pytest.mark.parametrize("number", range(len(blocks(ENGLISH, "python"))))
+def test_every_python_example_works(number: int, folder: Path, tmp_path: Path) -> None:
+    """After the commands, whose adapter the second one loads."""
+    code = blocks(ENGLISH, "python")[number].replace("runs/", f"{folder}/")
+    code = code.replace('"max_steps": 20', f'"max_steps": 2, "cache_dir": "{folder}/cache", "device_type": "cpu"')
+    (tmp_path / "example.py").write_text(code, encoding="utf-8")
+    output = run_line(f"python {tmp_path / 'example.py'}", tmp_path, {"PYTHONPATH": str(ROOT)})
+    if "finetune.run" in code:
+        assert re.search(r"^done 2 \d+\.\d+$", output, re.MULTILINE)
+
+
+def test_the_data_example_is_a_row() -> None:
+    from finetune.data.formats import ALPACA, detect_format, to_conversation
+
+    (row,) = map(json.loads, blocks(ENGLISH, "json"))
+    assert detect_format(row) == ALPACA
+    assert to_conversation(row, ALPACA, ("explain", "reasoning", "topology")).level == "explain"
+
+
+def test_the_curriculum_example_is_a_configuration() -> None:
+    (text,) = blocks(ROOT / "docs" / "curriculum.md", "yaml")
+    settings = {"model": "m", "data": "d", "output_dir": "o", **yaml.safe_load(text)}
+    assert RunConfig.model_validate(settings).curriculum.levels == ("easy", "hard")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_what_is_named_exists(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    known = {name.replace("_", "-") for name in [*flags_of(RunConfig), *EXTRA]}
+    # In the table of the guides only the right column is ours, and what it refuses it names.
+    ours = "\n".join(line.split(" | ")[-1] for line in text.splitlines() if "refused" not in line)
+    for name in re.findall(r"(?<![\w-])--([a-z][\w-]+)", ours if document.name == "from_the_guides.md" else text):
+        assert name.replace("_", "-") in known or f"--{name}" in LAUNCHER_FLAGS | COMMAND_FLAGS, f"--{name}"
+    for path in re.findall(r"\b(?:tests|docs|ds_configs|accelerate_configs|launchers|data_samples)/[\w/.-]*\w", text):
+        assert (ROOT / path).exists(), path
+    for target in re.findall(r"\]\(([^)#]+)", text):
+        assert (document.parent / target).exists(), target
+    for command in re.findall(r"python -m finetune (\w+)", text):
+        from finetune.__main__ import COMMANDS
+
+        assert command in COMMANDS, command
