@@ -12,6 +12,7 @@ from finetune.errors import ExitCode, FinetuneError
 COMMANDS = {
     "sft": ("finetune.sft", "fine-tune a model (the same as python -m finetune.sft)"),
     "prepare": ("finetune.operations.prepare", "turn text into token shards and a tokenizer, for pretraining"),
+    "pretrain": ("finetune.pretrain", "train a model from scratch (the same as python -m finetune.pretrain)"),
     "inspect": ("finetune.operations.inspect_data", "show rows with the trained tokens marked"),
     "curriculum": ("finetune.operations.curriculum", "show the curriculum's plan before training"),
     "checkpoints": ("finetune.operations.checkpoints", "list a run's checkpoints and whether they are valid"),

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from finetune.config import RunConfig
+from finetune.config import BaseConfig, RunConfig
 from finetune.config_rules import flag
 from finetune.config_sources import similar_files
 from finetune.errors import ConfigError
@@ -24,7 +24,7 @@ def check_paths(config: RunConfig) -> list[ConfigError]:
 
     Only looks whether they exist and are of the right kind; reads none, and does not ask the hub.
     """
-    return [*_check_model(config.model), *_check_data(config), *_check_places(config)]
+    return [*_check_model(config.model), *_check_data(config), *check_folders(config), *_check_template(config)]
 
 
 def _check_model(model: str) -> Iterator[ConfigError]:
@@ -48,7 +48,8 @@ def _check_data(config: RunConfig) -> Iterator[ConfigError]:
                 yield ConfigError(f"the file {entry} does not exist", flag(name), fix)
 
 
-def _check_places(config: RunConfig) -> Iterator[ConfigError]:
+def check_folders(config: BaseConfig) -> Iterator[ConfigError]:
+    """What is wrong with the folders that a run writes to or resumes from."""
     for name in ("output_dir", "cache_dir"):
         place = getattr(config, name)
         if place is not None and Path(place).exists() and not Path(place).is_dir():
@@ -56,6 +57,9 @@ def _check_places(config: RunConfig) -> Iterator[ConfigError]:
     if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
         fix = f"give auto, never, or the folder of a checkpoint; {_remedy(Path(config.resume))}"
         yield ConfigError(f"resume is {config.resume}, and there is no such folder", flag("resume"), fix)
+
+
+def _check_template(config: RunConfig) -> Iterator[ConfigError]:
     template = config.template
     if template is not None and ("/" in template or "." in template) and not Path(template).is_file():
         yield ConfigError(f"the template file {template} does not exist", flag("template"), _remedy(Path(template)))

@@ -178,6 +178,12 @@ class PretrainConfig(BaseConfig):
         shown_default="all devices here",
         description="Processes that --distributed starts.",
     )
+    gradient_checkpointing: bool | None = setting(
+        None,
+        group="device",
+        shown_default="off",
+        description="Recompute activations in the backward pass instead of keeping them.",
+    )
     save_steps: int = setting(
         250,
         ge=0,

@@ -222,6 +222,99 @@ def device_count(device_type: str) -> int | None:
     return 1 if device_type == "mps" else None
 
 
+@dataclass(frozen=True)
+class Capabilities:
+    """What the device of this process can do; the one table that is asked instead of device types.
+
+    Attributes:
+        name: the device's own name.
+        bfloat16: arithmetic in hardware (on a CPU: supported, though it pays only compiled).
+        fp8: matrix products of float8 numbers.
+        flash: fused attention without a matrix of scores.
+        compile: whether torch.compile pays without being asked for.
+        peak_flops: dense 16-bit matrix operations per second; None where it is unknown.
+    """
+
+    name: str
+    bfloat16: bool
+    fp8: bool
+    flash: bool
+    compile: bool
+    peak_flops: float | None
+
+
+# Dense bfloat16 (float16 on Ascend) operations per second, from the vendors' data sheets; more specific names first.
+PEAK_FLOPS = (
+    ("B200", 2.25e15),
+    ("H200", 989e12),
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989e12),
+    ("H800", 989e12),
+    ("H20", 148e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("L40S", 362e12),
+    ("L4", 121e12),
+    ("A40", 149.7e12),
+    ("A10", 125e12),
+    ("RTX 4090", 165.2e12),
+    ("RTX 3090", 71e12),
+    ("910B3", 313e12),
+    ("910B4", 280e12),
+    ("910A", 256e12),
+)
+
+
+def peak_flops(name: str) -> float | None:
+    """Peak of a device by its name; None for one that is not in the table."""
+    words = f" {name} ".replace("-", " ").lower()
+    return next((flops for known, flops in PEAK_FLOPS if f"{known.lower()} " in words), None)
+
+
+def capabilities(device_type: str) -> Capabilities:
+    """The row of this process's device."""
+    import torch
+
+    if device_type == "cuda":
+        generation, name = torch.cuda.get_device_capability(), torch.cuda.get_device_name()
+        return Capabilities(
+            name,
+            bfloat16=torch.cuda.is_bf16_supported(including_emulation=False),
+            fp8=generation >= (8, 9),  # Ada and Hopper on
+            flash=generation >= (8, 0),
+            compile=generation >= (7, 0),  # Triton's least
+            peak_flops=peak_flops(name),
+        )
+    if device_type == "npu":
+        name = str(getattr(torch.npu, "get_device_name", lambda: "npu")())
+        # Dynamo has backends there, but they are young: asked for by name only.
+        bfloat16 = torch.npu.is_bf16_supported()
+        return Capabilities(name, bfloat16, fp8=False, flash=True, compile=False, peak_flops=peak_flops(name))
+    return Capabilities(
+        device_type, bfloat16=device_type == "cpu", fp8=False, flash=False, compile=False, peak_flops=None
+    )
+
+
+def choose_backend(requested: str, device_type: str) -> str:
+    """The process group's backend.
+
+    Raises:
+        ConfigError: one that does not work with this device.
+    """
+    own = DEVICE_KINDS[device_type].backend
+    chosen = own if requested == "auto" else requested
+    # gloo moves CUDA tensors through the host: slow, but it works where NCCL does not. accelerate forces hccl on NPU.
+    usable = [own, "gloo"] if device_type == "cuda" else [own]
+    if chosen not in usable:
+        raise ConfigError(
+            f"backend {chosen} does not work with {device_type}",
+            where="--backend",
+            fix=f"leave it out, or use {' or '.join(usable)}",
+        )
+    return chosen
+
+
 def choose_dtype(requested: str, device_type: str) -> str:
     """The compute dtype: bfloat16 where the device has it in hardware, float32 elsewhere, unless asked.
 
@@ -230,17 +323,10 @@ def choose_dtype(requested: str, device_type: str) -> str:
     Raises:
         ConfigError: bfloat16 or float16 asked for where the device does not have it.
     """
-    import torch
-
-    has_bfloat16 = {
-        "cuda": lambda: torch.cuda.is_bf16_supported(including_emulation=False),
-        "npu": lambda: torch.npu.is_bf16_supported(),
-        "mps": lambda: False,
-        "cpu": lambda: True,
-    }[device_type]
+    has_bfloat16 = capabilities(device_type).bfloat16
     if requested == "auto":
-        return "bfloat16" if device_type in ("cuda", "npu") and has_bfloat16() else "float32"
-    if requested == "bfloat16" and not has_bfloat16():
+        return "bfloat16" if device_type in ("cuda", "npu") and has_bfloat16 else "float32"
+    if requested == "bfloat16" and not has_bfloat16:
         raise ConfigError(
             f"this {device_type} device has no bfloat16", where="--dtype", fix="use --dtype float16 or --dtype float32"
         )

@@ -31,6 +31,7 @@ LOG_FILE_ONLY = {"log_file_only": True}  # as `extra` of a log call: not to the 
 EVENTS = (
     "start",  # the run (again) begins at a step: device, world size, plan, versions
     "eval",  # validation loss, overall and per level
+    "sample",  # pretraining: beginnings of windows and how the model goes on with them
     "checkpoint",  # a checkpoint was verified and published
     "skipped_checkpoint",  # resume passed over an invalid checkpoint, and why
     "resume",  # the run goes on from a checkpoint

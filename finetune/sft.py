@@ -1,7 +1,6 @@
 """Supervised fine-tuning: `accelerate launch -m finetune.sft --config ds_configs/zero3.json`, or `finetune.run(cfg)`.
 
-Reads top to bottom in the order things happen: resolve, check, prepare data (before any process group), decide where to
-start, then build and train.
+The order in which things happen is in `command`; here is what fine-tuning prepares.
 """
 
 from __future__ import annotations
@@ -10,24 +9,19 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.command import RunKind, run_command, run_object
 from finetune.config import RunConfig
-from finetune.config_file import Resolved, check_paths, format_config, resolve, resolve_object, to_yaml
-from finetune.device import LaunchWorld, launch_world, prepare_environment, probe_torch_npu
-from finetune.errors import ConfigError, FinetuneError, raise_problems
-from finetune.orphans import die_with_launcher
-from finetune.results import RunResult, exit_with
-from finetune.runlog import setup_console
+from finetune.config_file import check_paths
+from finetune.results import RunResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.batching.sampler import GlobalBatches
     from finetune.data.dataset import Samples
-    from finetune.training.session import Resume, Session
 
 logger = logging.getLogger("finetune")
 
@@ -54,19 +48,7 @@ IDENTITY_SETTINGS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command: flags in, exit code out. `--help` and `--print-config` need no torch."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    world = launch_world()
-    setup_console(world.rank)
-    return exit_with(world, lambda: _command(arguments, world))
-
-
-def _command(arguments: Sequence[str], world: LaunchWorld) -> RunResult | None:
-    resolved = resolve(arguments, world_size=world.world_size)
-    if resolved.print_config:
-        if world.is_main:
-            print(format_config(resolved))
-        return None
-    return train(resolved, world)
+    return run_command(KIND, arguments)
 
 
 def run(config: RunConfig | Mapping[str, Any] | str | Path) -> RunResult:
@@ -78,66 +60,7 @@ def run(config: RunConfig | Mapping[str, Any] | str | Path) -> RunResult:
     Raises:
         FinetuneError: with what is wrong, where, and the fix.
     """
-    world = launch_world()
-    setup_console(world.rank)
-    return train(resolve_object(config, world_size=world.world_size), world)
-
-
-def train(resolved: Resolved, world: LaunchWorld) -> RunResult:
-    """Execute the run that a resolved configuration describes."""
-    die_with_launcher(world)
-    config = resolved.config
-    for note in resolved.notes:
-        probably_wrong = note.startswith("warning: ")
-        logger.log(logging.WARNING if probably_wrong else logging.INFO, "%s", note.removeprefix("warning: "))
-    probe_torch_npu()
-    for line in prepare_environment(
-        world, use_deepspeed=bool(config.deepspeed), timeout_seconds=config.timeout_seconds
-    ):
-        logger.info("environment: %s", line)
-    raise_problems([*check_paths(config), *missing_packages(config)])
-
-    from finetune import device as devices
-    from finetune.training.session import Session, decide_resume
-
-    device_type = devices.choose_device_type(config.device_type)
-    devices.check_local_ranks(device_type, world)
-    dtype = devices.choose_dtype(config.dtype, device_type)
-    data = prepare_data(config)
-    output_dir = Path(config.output_dir)
-    start = decide_resume(
-        output_dir,
-        config.resume,
-        data.identity,
-        total_steps=data.batches.total_steps,
-        allow_change=config.allow_data_change,
-    )
-    if start is None:
-        logger.info("this run is finished: %s holds its output; choose another --output-dir for a new run", output_dir)
-        return RunResult(output_dir, "done", data.batches.total_steps)
-    session = Session(
-        output_dir,
-        world,
-        identity=data.identity,
-        config_yaml=to_yaml(config),
-        start=start,
-        log_samples=config.log_samples,
-    )
-    with session:
-        return _train(config, world, data, start, session, device_type, dtype)
-
-
-def missing_packages(config: RunConfig) -> list[FinetuneError]:
-    """Packages that this configuration needs and that are not installed."""
-    trackers = () if config.report_to == "auto" else config.report_to
-    needed = {name: f"--report-to {name}" for name in trackers if name != "none"}
-    if config.deepspeed:
-        needed["deepspeed"] = "the configuration has DeepSpeed keys"
-    return [
-        ConfigError(f"{name} is not installed", where=why, fix=f"pip install {name}")
-        for name, why in needed.items()
-        if find_spec(name) is None
-    ]
+    return run_object(KIND, config)
 
 
 @dataclass(frozen=True)
@@ -222,17 +145,7 @@ def _identity(config: RunConfig, train: Samples, batches: GlobalBatches) -> dict
     }
 
 
-def _train(
-    config: RunConfig, world: LaunchWorld, data: Prepared, start: Resume, session: Session, device_type: str, dtype: str
-) -> RunResult:
-    from finetune.training.build_sft import build_trainer
-    from finetune.training.run import execute
-    from finetune.training.session import process_group
-
-    with process_group(device_type, world, config.timeout_seconds):
-        session.joined()
-        trainer = build_trainer(config, world, data, start, session, device_type=device_type, dtype=dtype)
-        return execute(trainer, session)
+KIND = RunKind(RunConfig, check=check_paths, prepare=prepare_data, builder="finetune.training.build_sft")
 
 
 if __name__ == "__main__":

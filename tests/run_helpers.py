@@ -352,6 +352,21 @@ def descendants(pid: int) -> set[int]:
         return set()
 
 
+def workers(launcher_pid: int) -> list[int]:
+    """Process ids of the launcher's own children that train."""
+    import psutil
+
+    children = psutil.Process(launcher_pid).children()
+    return [child.pid for child in children if "finetune" in " ".join(child.cmdline())]
+
+
+def send(pids: Sequence[int], number: int) -> None:
+    """Send a signal to processes, as nearly at once as can be; those that are gone are passed over."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
 # ---------------------------------------------------------------- what a run left
 
 

@@ -31,7 +31,7 @@ FLOORS: tuple[tuple[bool, str], ...] = (
         "config_text config_file data modeling",
     ),
     (False, "training operations chat"),  # what only looks at a run must not need what trains one
-    (True, "sft pretrain"),
+    (True, "command sft pretrain"),
     (True, "__init__ __main__"),
 )
 # Imports of `operations` and `chat` from `training` that the design allows: (module, name). None is needed so far.

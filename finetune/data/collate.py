@@ -17,7 +17,7 @@ class Row:
     Attributes:
         input_ids: int64 `(1, T)` packed or `(S, T)` padded.
         position_ids: int64, the same shape; restarts at 0 in each document.
-        keep: bool, the same shape; True where the *next* token is a target (so its logits are needed). None: everywhere,
+        keep: bool, the same shape; True where the *next* token is a target (so its logits are needed). None: all are,
             and the last tokens of the samples, which are only targets, are not among the inputs.
         targets: int64 `(n,)`: the next tokens there, in row-major order.
         levels: int64 `(n,)`: level of each target's sample; -1 where samples have none.

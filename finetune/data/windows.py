@@ -33,6 +33,7 @@ class Windows:
         max_seq_len: targets of a window.
         document_aligned: begin every window at a document; tokens between a window's end and the next document are cut.
         limit: most windows, from the beginning; None for all.
+        name: the setting that names the stream, for messages.
 
     Attributes:
         starts: int64 `(N,)`: the first token of each window.
@@ -44,7 +45,13 @@ class Windows:
     """
 
     def __init__(
-        self, stream: TokenStream, max_seq_len: int, *, document_aligned: bool = False, limit: int | None = None
+        self,
+        stream: TokenStream,
+        max_seq_len: int,
+        *,
+        document_aligned: bool = False,
+        limit: int | None = None,
+        name: str = "token files",
     ) -> None:
         self.stream, self.max_seq_len = stream, max_seq_len
         starts = (
@@ -55,7 +62,7 @@ class Windows:
         if not len(starts):
             raise DataError(
                 f"{stream.tokens:,} tokens are not one window of {max_seq_len:,} targets (and the token before them)",
-                where="token files",
+                where=name,
                 fix=f"give more data, or lower --max-seq-len to at most {max(2, stream.tokens - 1):,}",
             )
         self.starts = starts[:limit]

@@ -197,17 +197,24 @@ class Session:
 
 
 @contextlib.contextmanager
-def process_group(device_type: str, world: LaunchWorld, timeout_seconds: int) -> Iterator[None]:
+def process_group(
+    device_type: str, world: LaunchWorld, timeout_seconds: int, backend: str | None = None
+) -> Iterator[None]:
     """The process group of the run, if it has several processes; torn down with a barrier, so that none aborts.
 
     Made here rather than by accelerate because accelerate gives the CPU's group no timeout. One that exists is used and
     left alone.
+
+    Args:
+        backend: None for the device's own.
     """
     import torch.distributed as dist
 
     ours = world.world_size > 1 and not dist.is_initialized()
     if ours:
-        dist.init_process_group(devices.DEVICE_KINDS[device_type].backend, timeout=timedelta(seconds=timeout_seconds))
+        dist.init_process_group(
+            backend or devices.DEVICE_KINDS[device_type].backend, timeout=timedelta(seconds=timeout_seconds)
+        )
     try:
         yield
         # Only after a good end: a rank that fails must not wait for peers that are stuck in a collective.

@@ -1,0 +1,213 @@
+"""From a checked pretraining run to a trainer: model from scratch, rates, schedule, rows."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from finetune import device as devices
+from finetune.config_pretrain import PretrainConfig
+from finetune.data.steps import InOrder, StepRows
+from finetune.data.windows import Windows
+from finetune.device import Capabilities, LaunchWorld
+from finetune.errors import ConfigError
+from finetune.modeling.attention import choose_attention
+from finetune.modeling.flops import flops_per_token
+from finetune.modeling.loss import make_chunked_head
+from finetune.modeling.pretrained import DTYPES, count_parameters
+from finetune.modeling.scratch import make_model
+from finetune.training.arguments import training_arguments
+from finetune.training.build import make_context, make_execution, make_rows, make_trainer, say_start
+from finetune.training.optimizers import scaled_rates
+from finetune.training.pretrain_trainer import PretrainTrainer
+from finetune.training.quiet import quiet_known_warnings
+from finetune.training.schedules import learning_rate_factor, warmdown_factor, warmup_count
+from finetune.training.session import Resume, Session
+from finetune.training.startup import plan_summary
+from finetune.training.state import TrainingState
+from finetune.training.trainer import RunContext
+
+if TYPE_CHECKING:
+    from finetune.pretrain import Prepared
+
+logger = logging.getLogger("finetune")
+
+
+def build_trainer(
+    config: PretrainConfig,
+    world: LaunchWorld,
+    data: Prepared,
+    start: Resume,
+    session: Session,
+    *,
+    device_type: str,
+    dtype: str,
+) -> PretrainTrainer:
+    """Build the trainer of a pretraining run; the process group exists."""
+    quiet_known_warnings()
+    devices.use_fast_matmul(device_type)
+    able = devices.capabilities(device_type)
+    total_steps = data.batches.total_steps
+    rates = scaled_rates(
+        config, width=data.model_config.hidden_size, total_tokens=total_steps * config.total_batch_size
+    )
+    arguments = training_arguments(
+        config,
+        learning_rate=rates.matrix,
+        evaluates=data.valid is not None,
+        device_type=device_type,
+        dtype=dtype,
+        total_steps=total_steps,
+        gradient_checkpointing=bool(config.gradient_checkpointing),
+        deepspeed=None,
+        resumed=start.step > 0,
+        run_name=config.wandb_run_name,
+    )
+    model = make_model(
+        data.model_config,
+        seed=config.seed,
+        attention=choose_attention(data.model_config, device_type, DTYPES[dtype]),
+    )
+    if data.tokenizer is not None:
+        # As Trainer would, with a warning; the embedding is made already and has no padding_idx. Not saved with it.
+        model.config.pad_token_id = model.generation_config.pad_token_id = data.tokenizer.pad_token_id
+    if start.folder is not None:
+        TrainingState(model).load_weights(start.folder)
+    flops = flops_per_token(model, config.max_seq_len)
+    compiled = able.compile if config.compile is None else config.compile
+    fp8 = _use_fp8(model, config, able)
+    if compiled:
+        # In place: names stay, and generation can do without.
+        model.compile()
+    rows, eval_rows = _rows(config, world, data, session)
+    trainer = make_trainer(
+        PretrainTrainer,
+        config,
+        data,
+        world,
+        session,
+        model=model,
+        arguments=arguments,
+        context=_context(config, world, data, start, session),
+        rows=rows,
+        eval_rows=eval_rows,
+        # Compiled, the head and the softmax are fused, and a head with a method of its own would break the graph.
+        head=None if compiled else make_chunked_head(model),
+        flat_reduce=False,
+        device_type=device_type,
+        processing_class=data.tokenizer,
+        settings=config,
+        rates=rates,
+        flops_per_token=flops,
+        peak_flops=able.peak_flops if dtype != "float32" else None,
+        bytes_per_token=_padded(data.bytes_per_token, data.model_config.vocab_size),
+        fused=devices.DEVICE_KINDS[device_type].fused_adamw,
+    )
+    execution = {"compiled": compiled, "fp8": fp8}
+    _say_start(trainer, config, world, data, able, dtype, execution)
+    return trainer
+
+
+def _use_fp8(model: torch.nn.Module, config: PretrainConfig, able: Capabilities) -> bool:
+    """Let the blocks' matrix products run in float8, where the device has it; elsewhere say so once."""
+    if not config.fp8:
+        return False
+    if not able.fp8:
+        logger.warning("--fp8 is ignored: %s has no float8 matrix products", able.name)
+        return False
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise ConfigError("torchao is not installed", "--fp8", "pip install torchao, or leave --fp8 out") from error
+    # The head stays as it is: its products decide the loss, and softmax amplifies their rounding.
+    convert_to_float8_training(
+        model,
+        config=Float8LinearConfig.from_recipe_name("tensorwise"),
+        module_filter_fn=lambda module, name: "lm_head" not in name and all(n % 16 == 0 for n in module.weight.shape),
+    )
+    return True
+
+
+def _padded(sizes: np.ndarray | None, vocabulary: int) -> np.ndarray | None:
+    """Bytes per token for every row of the head; those beyond the tokenizer's have none."""
+    if sizes is None:
+        return None
+    return np.pad(np.asarray(sizes), (0, max(0, vocabulary - len(sizes))))
+
+
+def _context(config: PretrainConfig, world: LaunchWorld, data: Prepared, start: Resume, session: Session) -> RunContext:
+    total = data.batches.total_steps
+    warmup = warmup_count(config.warmup_steps, total)
+
+    def factor(step: int) -> float:
+        if config.lr_scheduler == "warmdown":
+            return warmdown_factor(
+                step,
+                total_steps=total,
+                warmup_steps=warmup,
+                warmdown_ratio=config.warmdown_ratio,
+                final_fraction=config.final_lr_fraction,
+            )
+        return learning_rate_factor(step, total_steps=total, warmup_steps=warmup, scheduler=config.lr_scheduler)
+
+    return make_context(data, world, start, session, learning_rate_factor=factor, epochs_per_step=data.passes / total)
+
+
+def _rows(
+    config: PretrainConfig, world: LaunchWorld, data: Prepared, session: Session
+) -> tuple[StepRows, StepRows | None]:
+    execution = make_execution(world, session, packing=False, token_budget=0, samples_per_row=config.device_batch_size)
+
+    def make(windows: Windows, batches: Any) -> StepRows:
+        levels = np.broadcast_to(np.int64(-1), (len(windows),))
+        return make_rows(windows, batches, execution, levels=levels, level_count=0, pad=0)
+
+    at_a_time = config.device_batch_size * world.world_size
+    valid = None if data.valid is None else make(data.valid, InOrder(len(data.valid), at_a_time))
+    return make(data.train, data.batches), valid
+
+
+def _say_start(
+    trainer: PretrainTrainer,
+    config: PretrainConfig,
+    world: LaunchWorld,
+    data: Prepared,
+    able: Capabilities,
+    dtype: str,
+    execution: dict[str, bool],
+) -> None:
+    parameters, total = count_parameters(trainer.model), trainer.context.total_steps
+    shape, rates = data.model_config, trainer.rates
+    cut = data.train.cut_tokens / max(1, data.train.stream.tokens)
+    facts = {
+        "model": f"{config.arch}, depth {config.depth}: {shape.hidden_size} wide, {shape.num_attention_heads} heads, "
+        f"vocabulary {shape.vocab_size:,}, {parameters['total']:,} parameters",
+        "steps": f"{trainer.context.start_step + 1} to {total}, {config.total_batch_size:,} tokens each "
+        f"({config.global_batch_size:,} windows of {config.max_seq_len:,})",
+        "training data": f"{data.train.stream.tokens:,} tokens, {data.passes:.2f} passes, {cut:.1%} of them cut",
+        "processes": f"{world.world_size} on {able.name}, {dtype}"
+        + "".join(f", {name}" for name, used in execution.items() if used),
+        "gradient accumulation": f"{config.gradient_accumulation_steps} rows of {config.device_batch_size} windows",
+        "learning rates": f"matrices {rates.matrix:.3g} ({config.optimizer}), embedding {rates.embedding:.3g}, "
+        f"head {rates.head:.3g}; decay {rates.decay:.3g}",
+        "arithmetic": f"{trainer.flops_per_token / 1e6:,.1f} MFLOP a token",
+    }
+    say_start(
+        trainer,
+        world,
+        plan_summary(trainer.rows, token_budget=0, samples_per_row=config.device_batch_size),
+        tables={},
+        facts=facts,
+        dtype=dtype,
+        zero_stage=0,
+        global_batch_size=config.global_batch_size,
+        total_batch_size=config.total_batch_size,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        flops_per_token=trainer.flops_per_token,
+        peak_flops=trainer.peak_flops,
+        passes=data.passes,
+        **execution,
+    )

@@ -1,0 +1,182 @@
+"""PretrainTrainer: RunTrainer for pretraining; the output is a whole transformers model with its tokenizer."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from finetune.config_pretrain import PretrainConfig
+from finetune.data.steps import StepBatch, StepRows
+from finetune.modeling.flops import flops_utilisation
+from finetune.training.optimizers import Rates, make_optimizer, set_matrix_course
+from finetune.training.progress import Measured
+from finetune.training.trainer import RunTrainer
+
+logger = logging.getLogger("finetune")
+
+PROMPTS, PROMPT_TOKENS, SAMPLE_TOKENS = 3, 16, 48
+
+
+class PretrainTrainer(RunTrainer):
+    """Pretrains.
+
+    Args:
+        settings: of the run.
+        rates: learning rates and decay, scaled.
+        flops_per_token: of training.
+        peak_flops: of one device; None where it is unknown.
+        bytes_per_token: int `(vocabulary,)`; None without a tokenizer.
+        fused: whether AdamW's fused kernels are right on this device.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: PretrainConfig,
+        rates: Rates,
+        flops_per_token: int,
+        peak_flops: float | None,
+        bytes_per_token: np.ndarray | None,
+        fused: bool,
+        **arguments: Any,
+    ) -> None:
+        self.settings, self.rates, self.fused = settings, rates, fused
+        self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
+        self.bytes_per_token = None if bytes_per_token is None else torch.from_numpy(np.asarray(bytes_per_token))
+        super().__init__(sliced_state=False, **arguments)
+
+    # ------------------------------------------------------------------ optimizer
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            self.optimizer = make_optimizer(self.model, self.settings, self.rates, fused=self.fused)
+        return self.optimizer
+
+    def training_step(self, model: torch.nn.Module, inputs: StepBatch, num_items_in_batch: Any = None) -> torch.Tensor:
+        set_matrix_course(
+            self.optimizer,
+            inputs.step,
+            total_steps=self.context.total_steps,
+            warmdown_ratio=self.settings.warmdown_ratio,
+            decay=self.rates.decay,
+        )
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    # ------------------------------------------------------------------ evaluation
+
+    def evaluation(self, rows: StepRows) -> dict[str, float]:
+        """Loss per token; and bits per byte, which tokenizers of any vocabulary share.
+
+        Bits per byte: nats of the tokens that stand for text / (ln 2 x bytes of that text). Special tokens have no
+        bytes, and their nats do not count.
+        """
+        nats = text_nats = 0.0
+        tokens = text_bytes = 0
+        for _, scored in self.scored(rows):
+            for row, losses in scored:
+                precise = losses.cpu().double()
+                nats, tokens = nats + float(precise.sum()), tokens + len(row.targets)
+                if self.bytes_per_token is not None:
+                    sizes = self.bytes_per_token[row.targets]
+                    text_nats += float(precise[sizes > 0].sum())
+                    text_bytes += int(sizes.sum())
+        parts = self.context.control.gather((nats, tokens, text_nats, text_bytes))
+        nats, tokens, text_nats, text_bytes = (sum(column) for column in zip(*parts, strict=True))
+        metrics = {"loss": nats / tokens}
+        if text_bytes:
+            metrics["bpb"] = text_nats / (math.log(2) * text_bytes)
+        return metrics
+
+    # ------------------------------------------------------------------ log
+
+    def speed_facts(self, measured: Measured) -> dict[str, float]:
+        used = flops_utilisation(
+            measured.tokens_per_second, self.flops_per_token, self.peak_flops, self.accelerator.num_processes
+        )
+        return {"mfu": None if used is None else round(used, 4)}
+
+    def line_facts(self, logs: dict[str, float]) -> str:
+        mfu = "unknown" if logs["mfu"] is None else f"{logs['mfu']:.1%}"
+        return f"  lr {logs['learning_rate']:.3g}  dt {logs['step_seconds']:.3f} s  mfu {mfu}"
+
+    # ------------------------------------------------------------------ samples
+
+    def end_of_step(self) -> None:
+        super().end_of_step()
+        step, every = self.state.global_step, self.settings.sample_every
+        due = every and (step % every == 0 or step == self.context.total_steps)
+        if due and self.processing_class is not None and self.is_world_process_zero():
+            with self.meter.paused():
+                self.print_samples(step)
+
+    def print_samples(self, step: int) -> None:
+        """Go on with the beginnings of a few windows of the validation data (or else the training data)."""
+        windows = (self.eval_rows or self.rows).samples
+        prompts = [windows[i][0][:PROMPT_TOKENS] for i in range(min(PROMPTS, len(windows)))]
+        prompt = torch.from_numpy(np.stack(prompts)).long().to(self.args.device)
+        temperature = self.settings.sample_temperature
+        choice = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        tokenizer = self.processing_class
+        padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        with _for_generation(self.model), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.settings.seed + step)
+            made = self.model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=SAMPLE_TOKENS,
+                pad_token_id=padding or 0,
+                **choice,
+            )
+        texts = [(tokenizer.decode(row[: prompt.shape[1]]), tokenizer.decode(row[prompt.shape[1] :])) for row in made]
+        for before, after in texts:
+            logger.info("sample at step %d: %r -> %r", step, before, after)
+        self.context.runlog.event("sample", step=step, samples=[list(pair) for pair in texts])
+
+    # ------------------------------------------------------------------ output
+
+    def write_model_files(self, folder: Path) -> list[str]:
+        """On rank 0, beside the saved state: configuration and tokenizer. Returns the names."""
+        before = set(os.listdir(folder))
+        self._unset_padding()
+        self.model.config.save_pretrained(folder)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
+        return sorted(set(os.listdir(folder)) - before)
+
+    def output_weights(self) -> dict[str, torch.Tensor]:
+        return self.whole_weights(None)
+
+    def write_output(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        self._unset_padding()
+        self.model.save_pretrained(folder, state_dict=weights)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
+
+    def _unset_padding(self) -> None:
+        # Trainer copies the tokenizer's pad token into the model's configuration, where it would become a padding_idx,
+        # an embedding that does not train, in everything that is trained from this model.
+        self.model.config.pad_token_id = None
+
+
+@contextlib.contextmanager
+def _for_generation(model: torch.nn.Module) -> Iterator[None]:
+    """Uncompiled, with SDPA (whose masks know a cache) and without dropout; afterwards as before."""
+    attention, training, compiled = model.config._attn_implementation, model.training, model._compiled_call_impl
+    model._compiled_call_impl = None
+    model.set_attn_implementation("sdpa")
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.set_attn_implementation(attention)
+        model.train(training)
+        model._compiled_call_impl = compiled
