@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -331,14 +332,10 @@ def launch_torchrun(
             start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
         )
-    family: set[int] = set()
     try:
         yield launcher
     finally:
-        family |= descendants(launcher.pid)
-        for pid in [launcher.pid, *family]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, 9)
+        send([launcher.pid, *descendants(launcher.pid)], signal.SIGKILL)
         launcher.wait()
 
 
@@ -358,6 +355,18 @@ def workers(launcher_pid: int) -> list[int]:
 
     children = psutil.Process(launcher_pid).children()
     return [child.pid for child in children if "finetune" in " ".join(child.cmdline())]
+
+
+def alive(pids: Sequence[int]) -> list[int]:
+    """Those of the processes that still run; one that ended and was not waited for does not."""
+    import psutil
+
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+    return found
 
 
 def send(pids: Sequence[int], number: int) -> None:

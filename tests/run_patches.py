@@ -90,12 +90,15 @@ def pause_steps(rank: int, seconds: float) -> None:
     follow_steps(lambda step: time.sleep(seconds))
 
 
-def signal_self(rank: int, on_rank: int, step: int, number: int, times: int = 1) -> None:
-    """Send this rank a signal in a step (1-based)."""
+def signal_self(rank: int, on_rank: int, step: int, number: int, again_after: float | None = None) -> None:
+    """Send this rank a signal in a step (1-based), and once more after some seconds."""
+    import time
 
     def send(now: int) -> None:
         if rank == on_rank and now == step:
-            for _ in range(times):
+            os.kill(os.getpid(), number)
+            if again_after is not None:
+                time.sleep(again_after)
                 os.kill(os.getpid(), number)
 
     follow_steps(send)

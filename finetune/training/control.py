@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from types import FrameType
@@ -18,6 +19,9 @@ import torch
 import torch.distributed as dist
 
 logger = logging.getLogger("finetune")
+
+# Signals that come within this time are one request. Longer than a worker's watch over its launcher takes to notice.
+SAME_REQUEST_SECONDS = 3.0
 
 
 class Control:
@@ -62,7 +66,9 @@ class Control:
 
 
 class StopSignals:
-    """SIGTERM and SIGINT ask for a stop at the end of the step; the second one leaves at once.
+    """SIGTERM and SIGINT ask for a stop at the end of the step; a second one, seconds later, leaves at once.
+
+    Not one that comes right after the first: a batch system signals every process, and the launcher passes its own on.
 
     A context manager: handlers are put back on exit. Outside the main thread (a notebook's worker, a test) Python does
     not allow handlers; then signals keep their meaning and this asks for nothing.
@@ -70,6 +76,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.name: str | None = None
+        self._first_seconds = 0.0
         self._previous: dict[int, Callable | int | None] = {}
 
     def __enter__(self) -> StopSignals:
@@ -88,9 +95,11 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.name is not None:
-            os._exit(128 + number)
+            if time.monotonic() - self._first_seconds >= SAME_REQUEST_SECONDS:
+                os._exit(128 + number)
+            return
+        self._first_seconds = time.monotonic()
         self.name = signal.Signals(number).name
         # os.write, because a log call inside a handler can deadlock on the logger's own lock.
-        os.write(
-            2, f"[WARNING] {self.name}: saving after this step, then stopping; once more leaves at once\n".encode()
-        )
+        text = f"saving after this step, then stopping; once more in {SAME_REQUEST_SECONDS:.0f} s leaves at once"
+        os.write(2, f"[WARNING] {self.name}: {text}\n".encode())

@@ -36,9 +36,9 @@ def execute(trainer: RunTrainer, session: Session) -> RunResult:
             session.steps_done = trainer.state.global_step
         if trainer.stopped_by is None:
             trainer.save_output(session.output_dir)
-    state = "stopped" if trainer.stopped_by is not None else "done"
-    steps = trainer.state.global_step
-    session.finish(state, step=steps, checkpoint=trainer.last_checkpoint)
+        state = "stopped" if trainer.stopped_by is not None else "done"
+        steps = trainer.state.global_step
+        session.finish(state, step=steps, checkpoint=trainer.last_checkpoint)
     if state == "stopped":
         logger.warning("stopped by %s at step %d; %s is saved", trainer.stopped_by, steps, trainer.last_checkpoint)
     metrics: dict[str, float] = {}
