@@ -18,6 +18,7 @@ import yaml
 from launching import ROOT, run_cli, run_command
 from safetensors.torch import load_file
 
+BUILD_SECONDS = 500  # DeepSpeed's first start on a machine builds an extension, a minute of two cores
 STEPS, GLOBAL_BATCH = 20, 10  # 10 samples do not divide by 2 processes x micro-batch 2: plans are uneven
 ZERO3 = {
     "zero_optimization": {
@@ -103,10 +104,11 @@ def run(settings: dict, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
         elif name == "torchrun, 2 processes":
             run_cli(flags, nproc=2, check=True)
         elif name == "accelerate":
-            run_cli(flags, launcher="accelerate", env=own, check=True)
+            run_cli(flags, launcher="accelerate", env=own, check=True, timeout=BUILD_SECONDS)
         elif name == "accelerate, 2 processes":
             topology = ROOT / "accelerate_configs" / "cpu_2_zero3.yaml"
-            run_cli(flags, launcher="accelerate", launcher_args=["--config_file", topology], env=own, check=True)
+            words = {"launcher": "accelerate", "launcher_args": ["--config_file", topology], "env": own}
+            run_cli(flags, **words, check=True, timeout=BUILD_SECONDS)
         else:
             result = run_command([sys.executable, str(script), str(configs["plain"]), str(output)])
             assert result.returncode == 0, result.stderr
