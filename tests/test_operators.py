@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import sys
 from pathlib import Path
 
-from finetune.training.operators import one_at_a_time
+import pytest
+
+from finetune.training.operators import one_at_a_time, prefer_own_ninja
 
 
 def die_inside(folder: Path) -> None:
@@ -51,3 +55,20 @@ def test_processes_take_turns(tmp_path):
     writers = (tmp_path / "order").read_text().split()
     assert len(writers) == 800
     assert sum(first != second for first, second in zip(writers, writers[1:], strict=False)) == 3
+
+
+def test_the_environments_own_ninja_is_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("system", "own"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "ninja").write_text("")
+        (tmp_path / folder / "ninja").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "own" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "system"))
+    prefer_own_ninja()
+    assert shutil.which("ninja") == str(tmp_path / "own" / "ninja")
+    prefer_own_ninja()
+    assert os.environ["PATH"] == f"{tmp_path / 'own'}{os.pathsep}{tmp_path / 'system'}"
+    (tmp_path / "own" / "ninja").unlink()
+    monkeypatch.setenv("PATH", str(tmp_path / "system"))
+    prefer_own_ninja()
+    assert os.environ["PATH"] == str(tmp_path / "system")

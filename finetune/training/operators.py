@@ -12,6 +12,8 @@ import contextlib
 import fcntl
 import logging
 import os
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,8 +22,16 @@ logger = logging.getLogger("finetune")
 _AT_WORK = b"loading\n"
 
 
+def prefer_own_ninja() -> None:
+    """Let torch build with this environment's ninja, active or not: ninjas of two versions each build all anew."""
+    own = Path(sys.executable).parent / "ninja"
+    if own.exists() and shutil.which("ninja") != str(own):
+        os.environ["PATH"] = f"{own.parent}{os.pathsep}{os.environ.get('PATH', '')}"
+
+
 def load_shared_memory_operator() -> None:
     """Load what `deepspeed.init_distributed` would load on a CPU; nothing on other devices."""
+    prefer_own_ninja()
     import deepspeed
     from deepspeed.accelerator import get_accelerator
     from torch.utils.cpp_extension import _get_build_directory
