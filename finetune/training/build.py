@@ -69,10 +69,8 @@ def make_execution(
     """How global batches are executed here; smaller than asked for where the last start ran out of memory."""
     note = read_out_of_memory(session.output_dir)
     if note is not None:
-        token_budget, samples_per_row = (
-            note.get("token_budget") or token_budget,
-            note.get("samples_per_row") or samples_per_row,
-        )
+        token_budget = min(token_budget, note.get("token_budget") or token_budget)
+        samples_per_row = min(samples_per_row, note.get("samples_per_row") or samples_per_row)
         logger.warning("the last start ran out of memory at step %s: going on with smaller rows", note["step"])
     return Execution(
         world.rank,
