@@ -97,8 +97,16 @@ def settle_reporting(settling: Settling) -> None:
     """--use_wandb is --report-to wandb; a run named dummy is nanochat's word for no wandb."""
     if settling.value("wandb_run_name") == "dummy":
         settling.derive("use_wandb", False, "derived: the run is named dummy")
-    if settling.value("use_wandb") is True and settling.level("report_to") == DEFAULT_LEVEL:
+    if settling.value("use_wandb") is not True:
+        return
+    trackers = settling.value("report_to")
+    if settling.level("use_wandb") > settling.level("report_to"):
         settling.derive("report_to", ["wandb"], "derived from use_wandb")
+    elif "wandb" not in ([trackers] if isinstance(trackers, str) else trackers or ()):
+        places = ", ".join(settling.values[name].where for name in ("use_wandb", "report_to"))
+        settling.problems.append(
+            ConfigError(f"use_wandb is true, and report_to is {trackers}", places, "leave one of the two out")
+        )
 
 
 def warn_of_long_warmup(settling: Settling) -> None:

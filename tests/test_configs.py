@@ -16,7 +16,7 @@ from finetune.config_file import resolve
 from finetune.device import free_port
 
 PRESET = "qwen32b_lora_zero3.json"
-DEEPSPEED_FILES = sorted(path.name for path in (ROOT / "ds_configs").glob("*.json"))
+DEEPSPEED_FILES = sorted(path.name for path in (ROOT / "ds_configs").glob("*zero*.json"))
 
 
 # ---------------------------------------------------------------- ds_configs/
