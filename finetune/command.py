@@ -4,9 +4,11 @@ start, then build and train. `sft` and `pretrain` say what is theirs with a `Run
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -80,7 +82,21 @@ def run_object(kind: RunKind, config: BaseConfig | Mapping[str, Any] | str | Pat
     """Run from a configuration object, a dict of settings, or the path of a configuration file."""
     world = launch_world()
     setup_console(world.rank)
-    return train(kind, resolve_object(config, world.world_size, kind.model_class), world)
+    resolved = resolve_object(config, world.world_size, kind.model_class)
+    with unchanged_environment():
+        return train(kind, resolved, world)
+
+
+@contextlib.contextmanager
+def unchanged_environment() -> Iterator[None]:
+    """Put the environment back as it was: another run in this process must not take our RANK for a launcher's."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def train(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:

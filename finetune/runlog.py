@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -57,7 +58,8 @@ class JsonLines:
         )
 
     def write(self, record: dict[str, Any]) -> None:
-        line = memoryview((json.dumps(record, ensure_ascii=False) + "\n").encode())
+        text = json.dumps(_strict(record), ensure_ascii=False, allow_nan=False)
+        line = memoryview((text + "\n").encode())
         while line:  # one write; the system takes less only when the disk is full, and then says so on the second
             line = line[os.write(self._descriptor, line) :]
 
@@ -76,6 +78,15 @@ class JsonLines:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _strict(value: Any) -> Any:
+    """NaN and inf as null: JSON has no word for them. That a step had one is an event of its own."""
+    if isinstance(value, dict):
+        return {name: _strict(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class StepLog(JsonLines):

@@ -3,10 +3,11 @@
     python tests/crash.py             # 20 kills, the table into docs/crash_table.md (`make crash`)
     python tests/crash.py 1           # one kill per kind of run, printed only
 
-All ranks are killed at once, at a random moment between the start of the processes and the end of the run: while it
-starts, trains, saves or writes its result. The same command is then given again. It must end well, every step's samples
-must be there once and be those of the uninterrupted run, and the trained weights must be bit-identical to its weights.
-(Kills at every file-system call of a save are in tests/test_checkpoint_files.py.)
+All ranks are killed at once, at a random moment: one kill in five while the run starts, the others up to half a second
+after a random step, so while it trains, evaluates, saves or writes its result. The same command is then given again. It
+must end well, every step's samples must be there once and be those of the uninterrupted run, and the trained weights
+must be bit-identical to its weights. (Kills at every file-system call of a save are in
+tests/test_checkpoint_files.py.)
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Crashes:
         self.folder = folder
         self.materials = runs.make_materials(folder / "materials")
         self.moments = random.Random(seed)
-        self._references: dict[tuple[str, str], tuple[Path, float]] = {}
+        self._references: dict[tuple[str, str], Path] = {}
 
     def settings(self, name: str, finetuning: str, layout: str) -> dict[str, Any]:
         return self.materials.settings(
@@ -64,31 +65,39 @@ class Crashes:
             **runs.LAYOUTS[layout],
         )
 
-    def reference(self, finetuning: str, layout: str) -> tuple[Path, float]:
-        """The uninterrupted run and how long it took, in seconds."""
+    def reference(self, finetuning: str, layout: str) -> Path:
+        """The uninterrupted run."""
         kind = (finetuning, layout)
         if kind not in self._references:
             settings = self.settings(f"reference-{finetuning}-{layout}", finetuning, layout)
-            began = time.monotonic()
             runs.train(settings, PROCESSES)
-            self._references[kind] = Path(settings["output_dir"]), time.monotonic() - began
+            self._references[kind] = Path(settings["output_dir"])
         return self._references[kind]
 
     def kill(self, number: int, finetuning: str, layout: str) -> Kill:
         """Kill one run at a random moment, go on, compare."""
-        reference, duration_seconds = self.reference(finetuning, layout)
+        reference = self.reference(finetuning, layout)
         settings = self.settings(f"{finetuning}-{layout}-{number}", finetuning, layout)
         run = Path(settings["output_dir"])
-        after_seconds = self.moments.uniform(0.05, 1.0) * duration_seconds
-        ranks = runs.start(settings, PROCESSES)
-        time.sleep(after_seconds)
-        ranks.kill()
         log = run / "trainer_log.jsonl"
-        steps_done = len(log.read_bytes().splitlines()) if log.exists() else 0
+
+        def steps_done() -> int:
+            return len(log.read_bytes().splitlines()) if log.exists() else 0
+
+        began = time.monotonic()
+        ranks = runs.start(settings, PROCESSES)
+        if number % 5 == 0:
+            time.sleep(self.moments.uniform(0.05, 3.0))
+        else:
+            step = self.moments.randint(1, STEPS)
+            runs.wait_for(lambda: steps_done() >= step, what=f"step {step}")
+            time.sleep(self.moments.uniform(0.0, 0.5))
+        ranks.kill()
+        after_seconds, done = time.monotonic() - began, steps_done()
         runs.train(settings, PROCESSES)
         resumed = runs.events(run, "resume")
         resumed_from = resumed[-1]["step"] if resumed else 0
-        return Kill(finetuning, layout, after_seconds, steps_done, resumed_from, self._differences(run, reference))
+        return Kill(finetuning, layout, after_seconds, done, resumed_from, self._differences(run, reference))
 
     @staticmethod
     def _differences(run: Path, reference: Path) -> str:

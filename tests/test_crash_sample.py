@@ -11,5 +11,6 @@ from crash import KINDS, Crashes
 @pytest.mark.parametrize(("finetuning", "layout"), [KINDS[1], KINDS[2]], ids="-".join)
 def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path, finetuning: str, layout: str) -> None:
     crashes = Crashes(tmp_path, seed=3)
-    kill = crashes.kill(0, finetuning, layout)
+    kill = crashes.kill(1, finetuning, layout)
     assert not kill.why, kill
+    assert kill.steps_done

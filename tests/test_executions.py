@@ -197,3 +197,21 @@ def _untrained_adapter(settings: dict) -> dict[str, torch.Tensor]:
     config = RunConfig(**{**settings, "data": (settings["data"],), "report_to": ("none",), "output_dir": "unused"})
     model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
     return get_peft_model_state_dict(add_adapter(model, config, one_dtype=False))
+
+
+def test_two_runs_in_one_process_with_deepspeed_first(tiny_model, tiny_data, tmp_path) -> None:
+    """What the first run set for DeepSpeed (RANK and so on) must not make a launcher's worker of the second."""
+    script = f"""
+import os, finetune
+before = dict(os.environ)
+common = dict(model={str(tiny_model)!r}, data={str(tiny_data)!r}, max_steps=2, global_batch_size=4, cutoff_len=256,
+              dtype="float32", device_type="cpu", report_to="none", save_steps=0)
+for name, deepspeed in (("first", {{"zero_optimization": {{"stage": 2}}}}), ("second", None)):
+    result = finetune.run(common | dict(output_dir={str(tmp_path)!r} + "/" + name, deepspeed=deepspeed))
+    assert result.state == "done" and dict(os.environ) == before, os.environ.keys() ^ before.keys()
+print("both done", flush=True)
+"""
+    from launching import run_command
+
+    done = run_command([sys.executable, "-c", script], env={})
+    assert "both done" in done.stdout, done.stdout + done.stderr
