@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -11,12 +12,13 @@ import numpy as np
 import pytest
 import run_helpers
 import torch
+from conftest import make_rows
 from launching import BIN, run_cli, run_command, said
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.config_file import resolve_object
 from finetune.config_pretrain import PretrainConfig
-from finetune.data.tokens import TokenShards, bytes_per_token
+from finetune.data.tokens import TokenShards
 from finetune.data.windows import Windows
 from finetune.device import free_port
 from finetune.modeling.scratch import make_model, scratch_config
@@ -30,17 +32,11 @@ HERE = Path(__file__).resolve().parent
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory) -> Path:
-    """A folder that `prepare` made of a few of these tests' own sources."""
+    """A folder that `prepare` made of 400 short documents."""
     folder = tmp_path_factory.mktemp("tokens")
-    sources = [HERE / name for name in ("conftest.py", "launching.py", "test_windows.py", "run_helpers.py")]
-    sources += [HERE / "test_config_pretrain.py", HERE / "test_scratch.py", HERE / "test_optimizers.py"]
-    (folder / "src").mkdir()
-    for source in sources:
-        # Numbered paragraphs: enough documents that the split takes some of each file.
-        parts = source.read_text(encoding="utf-8").split("\n\n\n")
-        for number, part in enumerate(parts):
-            (folder / "src" / f"{source.stem}_{number}.txt").write_text(part, encoding="utf-8")
-    flags = ["--data", folder / "src", "--output-dir", folder / "shards", "--vocab-size", 512, "--num-workers", 1]
+    texts = [{"text": f"{row['instruction']}: {row['output']}."} for row in make_rows(400)]
+    (folder / "src.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts), encoding="utf-8")
+    flags = ["--data", folder / "src.jsonl", "--output-dir", folder / "shards", "--vocab-size", 300, "--num-workers", 1]
     assert prepare.main([str(word) for word in [*flags, "--valid-fraction", 0.2]]) == 0
     return folder / "shards"
 
@@ -86,16 +82,30 @@ def two(settings: dict, tmp_path_factory) -> Path:
     return train(settings, tmp_path_factory.mktemp("runs") / "two", processes=2)
 
 
-def test_a_plain_loop_does_the_same(one: Path, settings: dict, tokens: Path):
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_plain_loop_does_the_same(optimizer: str, one: Path, settings: dict, tokens: Path, tmp_path: Path):
     """Windows of the sample log, whole batches, no accumulation: from the definition."""
-    config = resolve_object({**settings, "output_dir": "x"}, 1, PretrainConfig).config
+    ours = one if optimizer == "muon" else train(settings, tmp_path / "run", optimizer=optimizer, sample_every=0)
+    settings = {**settings, "optimizer": optimizer, "output_dir": "x"}
+    model = make_model(scratch_config("nanochat", 1, vocab_size=300, max_seq_len=LENGTH), seed=42)
+    losses = plain_loop(model, settings, run_helpers.sample_ids(ours), tokens)
+    assert run_helpers.losses(ours) == pytest.approx(losses, rel=1e-4 if optimizer == "muon" else 1e-5)
+    assert losses[-1] < losses[0] - 0.1, "nothing was learned"
+    result = run_helpers.result_weights(ours)
+    for name, parameter in model.named_parameters():
+        difference = (result[name] - parameter.detach()).norm() / parameter.detach().norm()
+        # Muon works in bfloat16 and makes small singular values of a gradient large, their rounding too.
+        assert difference < (0.1 if optimizer == "muon" else 1e-4), name
+
+
+def plain_loop(model, settings: dict, batches: list[list[int]], tokens: Path) -> list[float]:
+    config = resolve_object(settings, 1, PretrainConfig).config
     windows = Windows(TokenShards(tokens, split="train"), LENGTH)
-    model = make_model(scratch_config("nanochat", 1, vocab_size=512, max_seq_len=LENGTH), seed=42)
     rates = scaled_rates(config, width=64, total_tokens=1)
     optimizer = make_optimizer(model, config, rates, fused=True)
     peaks = [group["lr"] for group in optimizer.param_groups]
     losses = []
-    for step, ids in enumerate(run_helpers.sample_ids(one)):
+    for step, ids in enumerate(batches):
         batch = torch.from_numpy(np.stack([windows[i][0] for i in ids])).long()
         factor = warmdown_factor(step, total_steps=STEPS, warmup_steps=2, warmdown_ratio=0.65, final_fraction=0.05)
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
@@ -107,13 +117,7 @@ def test_a_plain_loop_does_the_same(one: Path, settings: dict, tokens: Path):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert run_helpers.losses(one) == pytest.approx(losses, rel=1e-5)
-    assert losses[-1] < losses[0] - 0.1, "nothing was learned"
-    result = run_helpers.result_weights(one)
-    for name, parameter in model.named_parameters():
-        difference = (result[name] - parameter.detach()).norm() / parameter.detach().norm()
-        # Muon rounds to bfloat16 inside: a last bit of the gradient becomes a last bit of bfloat16.
-        assert difference < 5e-3, name
+    return losses
 
 
 def test_each_window_once_a_pass(one: Path, tokens: Path):
@@ -135,21 +139,22 @@ def test_bits_per_byte_by_definition(one: Path, tokens: Path):
     """From the result folder: nats of tokens that stand for text, over the bytes of that text."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(one), AutoTokenizer.from_pretrained(one)
     windows = Windows(TokenShards(tokens, split="val"), LENGTH, limit=40)
-    sizes = bytes_per_token(tokenizer)
+    special = set(tokenizer.all_special_ids)
     nats = total_bytes = 0.0
     for index in range(len(windows)):
         ids = torch.from_numpy(windows[index][0]).long()
         with torch.no_grad():
             log_probabilities = model(ids[None, :-1]).logits[0].double().log_softmax(-1)
         for position, token in enumerate(ids[1:].tolist()):
-            if sizes[token]:
+            if token not in special:
                 nats -= log_probabilities[position, token].item()
-                total_bytes += len(tokenizer.decode([token]).encode()) if sizes[token] == 1 else sizes[token]
+                # A byte-level token is written with one character for each of its bytes.
+                total_bytes += len(tokenizer.convert_ids_to_tokens(token))
     last = run_helpers.events(one, "eval")[-1]
     assert last["step"] == STEPS
-    assert last["eval_bpb"] == pytest.approx(nats / math.log(2) / total_bytes, rel=0.02)
+    assert last["eval_bpb"] == pytest.approx(nats / math.log(2) / total_bytes, rel=1e-5)
     # The first evaluation is the start's: every token equally likely.
-    assert run_helpers.events(one, "eval")[0]["eval_loss"] == pytest.approx(math.log(512), abs=1e-3)
+    assert run_helpers.events(one, "eval")[0]["eval_loss"] == pytest.approx(math.log(320), abs=1e-2)
 
 
 def test_lines_of_the_log(one: Path):
@@ -185,6 +190,20 @@ def test_resumed_on_the_same_number_it_is_bit_identical(interrupted: Path, one: 
 
 def test_resumed_on_another_number_it_is_the_same_training(interrupted: Path, one: Path, settings: dict):
     train(settings, interrupted, processes=2, device_batch_size=4)
+    assert run_helpers.sample_ids(interrupted) == run_helpers.sample_ids(one)
+    assert run_helpers.losses(interrupted)[-1] == pytest.approx(run_helpers.losses(one)[-1], rel=1e-4)
+
+
+def test_resumed_on_simulated_npus_it_is_the_same_training(interrupted: Path, one: Path, settings: dict, tmp_path):
+    """Two ranks over the fake hccl. It computes on the CPU: this shows the plumbing, nothing about Ascend."""
+    config = tmp_path / "run.json"
+    config.write_text(json.dumps({**settings, "device_type": "npu"}))
+    paths = os.pathsep.join([str(HERE / "fake_npu"), str(HERE.parent)])
+    flags = ["--config", config, "--output-dir", interrupted]
+    run_cli(flags, nproc=2, env={"PYTHONPATH": paths}, module="finetune.pretrain", check=True)
+    again = run_helpers.events(interrupted, "start")[-1]
+    assert (again["device_type"], again["world_size"], again["step"]) == ("npu", 2, 4)
+    assert again["compiled"] is False
     assert run_helpers.sample_ids(interrupted) == run_helpers.sample_ids(one)
     assert run_helpers.losses(interrupted)[-1] == pytest.approx(run_helpers.losses(one)[-1], rel=1e-4)
 

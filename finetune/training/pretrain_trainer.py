@@ -120,7 +120,9 @@ class PretrainTrainer(RunTrainer):
     def print_samples(self, step: int) -> None:
         """Go on with the beginnings of a few windows of the validation data (or else the training data)."""
         windows = (self.eval_rows or self.rows).samples
-        prompts = [windows[i][0][:PROMPT_TOKENS] for i in range(min(PROMPTS, len(windows)))]
+        length = self.settings.max_seq_len
+        begin = min(PROMPT_TOKENS, length // 2)
+        prompts = [windows[i][0][:begin] for i in range(min(PROMPTS, len(windows)))]
         prompt = torch.from_numpy(np.stack(prompts)).long().to(self.args.device)
         temperature = self.settings.sample_temperature
         choice = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
@@ -131,7 +133,7 @@ class PretrainTrainer(RunTrainer):
             made = self.model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
-                max_new_tokens=SAMPLE_TOKENS,
+                max_new_tokens=min(SAMPLE_TOKENS, length - begin),
                 pad_token_id=padding or 0,
                 **choice,
             )
