@@ -113,6 +113,8 @@ def test_loss_and_gradients_of_a_global_batch_are_those_of_the_definition(arch: 
     for parameter in model.parameters():  # the zero outputs hide what attention and MLP do
         if not parameter.any():
             torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
+    # Logits so large that the softcap of 15 bends them.
+    torch.nn.init.normal_(model.lm_head.weight, std=2.0, generator=torch.Generator().manual_seed(2))
     windows = Windows(Stream(96), 16)
     rows = StepRows(
         windows,
@@ -129,13 +131,13 @@ def test_loss_and_gradients_of_a_global_batch_are_those_of_the_definition(arch: 
         expected = expected - log_probabilities[torch.arange(16), ids[1:]].sum() / (5 * 16)
     expected.backward()
     reference = {name: p.grad.clone() for name, p in model.named_parameters()}
-    heads = [None] if arch == "nanochat" else [None, make_chunked_head(model)]
-    for head in heads:
+    for head in (None, make_chunked_head(model)):
         if head is not None:
             head.tokens_per_chunk = 7
         model.zero_grad()
         loss = sum(row_losses(model, row, torch.device("cpu"), head).sum() for row in rows[0].rows) / 80
         loss.backward()
+        assert getattr(model.config, "final_logit_softcapping", None) == (15.0 if arch == "nanochat" else None)
         assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
         for name, parameter in model.named_parameters():
             assert torch.allclose(parameter.grad, reference[name], rtol=1e-9, atol=1e-14), name

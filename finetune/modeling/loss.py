@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig
 
 from finetune.data.collate import Row
 
@@ -35,10 +36,20 @@ class ChunkedHead:
         head: the output embedding (`model.get_output_embeddings()`), a linear layer without bias; its forward is
             replaced on the instance, its parameters and hooks are untouched.
         logits_per_chunk: numbers in one chunk of logits.
+        softcapped: configuration of a model whose forward squashes logits by its `final_logit_softcapping`. It is
+            None while the head returns losses, and the head squashes in its place, in float32.
     """
 
-    def __init__(self, head: torch.nn.Linear, logits_per_chunk: int = LOGITS_PER_CHUNK) -> None:
+    def __init__(
+        self,
+        head: torch.nn.Linear,
+        logits_per_chunk: int = LOGITS_PER_CHUNK,
+        *,
+        softcapped: PretrainedConfig | None = None,
+    ) -> None:
         self.head = head
+        self.config = softcapped
+        self.softcap: float | None = None if softcapped is None else softcapped.final_logit_softcapping
         self.tokens_per_chunk = max(1, logits_per_chunk // head.out_features)
         self.targets: torch.Tensor | None = None
         self._plain_forward = head.forward
@@ -54,20 +65,30 @@ class ChunkedHead:
         return torch.cat(losses)
 
     def _chunk(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return token_losses(linear(hidden, self.head.weight, self.head.bias), targets)
+        logits = linear(hidden, self.head.weight, self.head.bias)
+        if self.softcap is not None:
+            precise = torch.promote_types(logits.dtype, torch.float32)
+            logits = self.softcap * torch.tanh(logits.to(precise) / self.softcap)
+        return token_losses(logits, targets)
 
     @contextmanager
     def scoring(self, targets: torch.Tensor) -> Iterator[None]:
         self.targets = targets
+        if self.config is not None:
+            self.config.final_logit_softcapping = None
         try:
             yield
         finally:
             self.targets = None
+            if self.config is not None:
+                self.config.final_logit_softcapping = self.softcap
 
 
 def make_chunked_head(model: torch.nn.Module) -> ChunkedHead | None:
-    """A chunked head for this model, or None where the head's output is transformed after it (final softcap)."""
+    """A chunked head for this model, or None where the head's output is transformed after it by what we cannot do."""
     head = model.get_output_embeddings()
+    if model.config.model_type == "nanochat" and type(head) is torch.nn.Linear:
+        return ChunkedHead(head, softcapped=model.config)
     softcapped = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
     scaled = getattr(model.config.get_text_config(), "logits_scaling", None) not in (None, 1, 1.0)
     if softcapped or scaled or type(head) is not torch.nn.Linear:
