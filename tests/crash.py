@@ -90,7 +90,7 @@ class Crashes:
             time.sleep(self.moments.uniform(0.05, 3.0))
         else:
             step = self.moments.randint(1, STEPS)
-            runs.wait_for(lambda: steps_done() >= step, what=f"step {step}")
+            runs.wait_for(lambda: steps_done() >= step, 240.0, what=f"step {step}")
             time.sleep(self.moments.uniform(0.0, 0.5))
         ranks.kill()
         after_seconds, done = time.monotonic() - began, steps_done()
