@@ -123,20 +123,21 @@ def train(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
     data = kind.prepare(config)
     output_dir = Path(config.output_dir)
     total_steps = data.batches.total_steps
-    start = decide_resume(
-        output_dir, config.resume, data.identity, total_steps=total_steps, allow_change=config.allow_data_change
-    )
-    if start is None:
-        logger.info("this run is finished: %s holds its output; choose another --output-dir for a new run", output_dir)
-        return RunResult(output_dir, "done", total_steps)
+    # Another rank may look when rank 0 has begun this very run.
+    resume = config.resume if world.is_main or config.resume != "never" else "auto"
     session = Session(
         output_dir,
         world,
         identity=data.identity,
         config_yaml=to_yaml(config),
-        start=start,
+        decide=lambda: decide_resume(
+            output_dir, resume, data.identity, total_steps=total_steps, allow_change=config.allow_data_change
+        ),
         log_samples=config.log_samples,
     )
+    if session.start is None:
+        logger.info("this run is finished: %s holds its output; choose another --output-dir for a new run", output_dir)
+        return RunResult(output_dir, "done", total_steps)
     with session:
         from finetune.training.run import execute
         from finetune.training.session import process_group
@@ -144,7 +145,7 @@ def train(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
         with process_group(device_type, world, config.timeout_seconds, backend):
             session.joined()
             build_trainer = import_module(kind.builder).build_trainer
-            trainer = build_trainer(config, world, data, start, session, device_type=device_type, dtype=dtype)
+            trainer = build_trainer(config, world, data, session.start, session, device_type=device_type, dtype=dtype)
             return execute(trainer, session)
 
 

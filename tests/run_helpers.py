@@ -183,8 +183,8 @@ class Ranks:
             process.join()
 
     def output(self) -> str:
-        parts = [f"--- rank {rank}\n{path.read_text(errors='replace')}" for rank, path in enumerate(self.log_paths)]
-        return "\n".join(parts)[-20_000:]
+        texts = [path.read_text(errors="replace") if path.exists() else "" for path in self.log_paths]
+        return "\n".join(f"--- rank {rank}\n{text}" for rank, text in enumerate(texts))[-20_000:]
 
 
 _forks: list[Any] = []

@@ -83,6 +83,24 @@ def spoil_losses(rank: int, on_rank: int, steps: tuple[int, ...], factor: float,
     wrap_row_losses(wrap)
 
 
+def delay(rank: int, on_rank: int, seconds: float) -> None:
+    """Start one rank later than the others."""
+    import time
+
+    if rank == on_rank:
+        time.sleep(seconds)
+
+
+def other_data(rank: int, on_rank: int, path: str, seconds: float) -> None:
+    """Give one rank other training data; rank 0 comes later, so that the run folder cannot tell the others."""
+    from finetune.data import dataset
+
+    delay(rank, 0, seconds)
+    original = dataset.prepare_samples
+    if rank == on_rank:
+        dataset.prepare_samples = lambda paths, *arguments, **options: original((path,), *arguments, **options)
+
+
 def pause_steps(rank: int, seconds: float) -> None:
     """Make each step take at least so long, so that a test can act while the run is at work."""
     import time

@@ -19,7 +19,7 @@ from finetune.errors import FinetuneError
 from finetune.modeling.loss import ChunkedHead
 from finetune.modeling.pretrained import count_parameters
 from finetune.training.checkpoint import Checkpointer
-from finetune.training.control import Control, StopSignals
+from finetune.training.control import StopSignals
 from finetune.training.execution import StepExecutor, heaviest_row
 from finetune.training.session import Resume, Session, read_out_of_memory
 from finetune.training.startup import print_table, startup_lines
@@ -56,7 +56,7 @@ def make_context(
         stage_name=stage_name,
         learning_rate_factor=learning_rate_factor,
         epochs_per_step=epochs_per_step,
-        control=Control(world.world_size),
+        control=session.control,
         signals=StopSignals(),
         runlog=session.runlog,
         sample_log=session.sample_log,
@@ -114,6 +114,7 @@ def make_trainer(
             heaviest=heaviest_row(rows),
         )
 
+    context.control.check_equal({**package_versions(), "rows": rows.execution.describe()})
     trained = count_parameters(model)["trainable"]
     trainer = trainer_class(
         model=model,

@@ -11,12 +11,14 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import FrameType
 
 import torch
 import torch.distributed as dist
+
+from finetune.errors import FinetuneError
 
 logger = logging.getLogger("finetune")
 
@@ -47,6 +49,23 @@ class Control:
         items: list[object] = [None] * self.world_size
         dist.all_gather_object(items, item, group=self.group)
         return items
+
+    def check_equal(self, facts: Mapping[str, object]) -> None:
+        """Raise on every rank unless all ranks know the same facts. Every rank must call, with the same names.
+
+        Raises:
+            FinetuneError: names the first fact that differs, with both values.
+        """
+        everyone = self.gather({name: str(value) for name, value in facts.items()})
+        for rank, other in enumerate(everyone):
+            for name, value in everyone[0].items():
+                if other[name] != value:
+                    raise FinetuneError(
+                        f"ranks do not have the same run: {name} is {value} on rank 0 and {other[name]} on rank {rank}",
+                        where="start of training",
+                        fix="give all nodes the same files, settings and package versions, and one output folder that "
+                        "they share; if another run was just ending there, start the same command again",
+                    )
 
     def share(self, item: object) -> object:
         """Rank 0's plain object on every rank."""

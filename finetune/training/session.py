@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +30,7 @@ from finetune.storage.run_folder import (
     write_status,
 )
 from finetune.training.checkpoint import find_checkpoint, step_in
+from finetune.training.control import Control
 
 logger = logging.getLogger("finetune")
 
@@ -117,7 +118,12 @@ def _refuse_differences(differences: list[Difference], where: str, allow_change:
 class Session:
     """Everything a run holds while it works; enters after every check has passed, so that a refused run writes nothing.
 
+    Args:
+        decide: says where the run starts (see `decide_resume`); called again where the folder changed meanwhile.
+
     Attributes:
+        start: where the run starts; None where it is finished already, and then there is nothing to enter.
+        control: agreement between the ranks, once they have joined.
         runlog: events and steps; silent on ranks other than 0.
         sample_log: samples.jsonl where asked for, on rank 0.
     """
@@ -129,19 +135,23 @@ class Session:
         *,
         identity: dict[str, Any],
         config_yaml: str,
-        start: Resume,
+        decide: Callable[[], Resume | None],
         log_samples: bool,
     ) -> None:
-        self.output_dir, self.world, self.start = output_dir, world, start
+        self.output_dir, self.world, self._decide = output_dir, world, decide
+        self._checkpoints_seen = self._checkpoint_names()
+        self.start = decide()
         self._identity, self._config_yaml, self._log_samples = identity, config_yaml, log_samples
         self._stack = contextlib.ExitStack()
         self.runlog, self.sample_log = RunLog(None), None
-        self.steps_done = start.step
+        self.control: Control | None = None
+        self.steps_done = self.start.step if self.start is not None else 0
 
     def __enter__(self) -> Session:
         with contextlib.ExitStack() as stack:
             if self.world.is_main:
                 stack.enter_context(RunLock(self.output_dir))
+                self._decide_again()
                 write_identity(self.output_dir, self._identity)
                 durable_files.replace_file(self.output_dir / "run.yaml", self._config_yaml.encode())
                 clean_staging(self.output_dir)
@@ -159,6 +169,24 @@ class Session:
             self._stack = stack.pop_all()
         return self
 
+    def _checkpoint_names(self) -> list[str]:
+        return [folder.name for folder in list_checkpoints(self.output_dir)] if self.output_dir.is_dir() else []
+
+    def _decide_again(self) -> None:
+        """The run that held the folder may have saved while this one waited for it, and ranks look at different times.
+
+        Raises:
+            StateError: it is finished meanwhile.
+        """
+        if self._checkpoint_names() == self._checkpoints_seen:
+            return  # deciding reads all of a checkpoint
+        start = self._decide()
+        if start is None:
+            raise StateError(
+                "another process finished this run meanwhile", str(self.output_dir), "nothing is left to do"
+            )
+        self.start, self.steps_done = start, start.step
+
     def _set_aside_what_is_left_behind(self) -> None:
         """Going back to an earlier checkpoint, or on with a changed run, later checkpoints are another training's.
 
@@ -170,9 +198,18 @@ class Session:
                 set_aside(folder, f"the run goes on from step {self.start.step}")
 
     def joined(self) -> None:
-        """The process group exists, so rank 0 holds the folder: other ranks may write their logs into it."""
+        """The process group exists, so rank 0 holds the folder: other ranks may look at it and write logs into it.
+
+        Raises:
+            FinetuneError: on every rank, if they do not have the same run.
+        """
+        self.control = Control(self.world.world_size)
         if not self.world.is_main:
             self._copy_log(self._stack)
+            self._decide_again()
+        checkpoint = self.start.folder.name if self.start.folder is not None else "none"
+        # Ranks plan without talking: two nodes with different files would train on different batches, in silence.
+        self.control.check_equal({**self._identity, "checkpoint": checkpoint})
 
     def _copy_log(self, stack: contextlib.ExitStack) -> None:
         handler = add_log_file(self.output_dir, self.world.rank)

@@ -1,0 +1,99 @@
+"""One run at a time in a folder, and no worker without its launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import run_helpers
+import run_patches
+from run_helpers import Materials
+
+from finetune.storage.checkpoint_files import verify
+
+
+@pytest.fixture(scope="module")
+def materials(tmp_path_factory: pytest.TempPathFactory) -> Materials:
+    return run_helpers.make_materials(tmp_path_factory.mktemp("orphans"))
+
+
+def logged_steps(output_dir: Path) -> int:
+    log = output_dir / "trainer_log.jsonl"
+    return log.read_bytes().count(b"\n") if log.exists() else 0
+
+
+def test_no_worker_trains_on_when_the_launcher_is_killed(materials, tmp_path):
+    """torch elastic starts workers in sessions of their own: nothing but they themselves can end them. They save."""
+    output_dir = tmp_path / "run"
+    settings = materials.settings(output_dir, max_steps=100_000)
+    with run_helpers.launch_torchrun(settings, 2) as launcher:
+        run_helpers.wait_for(lambda: logged_steps(output_dir) > 2, 120, what="the third step")
+        workers = run_helpers.workers(launcher.pid)
+        assert len(workers) == 2
+        try:
+            os.kill(launcher.pid, signal.SIGKILL)
+            run_helpers.wait_for(lambda: not run_helpers.alive(workers), 60, what="the end of the workers")
+        finally:
+            run_helpers.send(run_helpers.alive(workers), signal.SIGKILL)
+    status = run_helpers.status(output_dir)
+    assert (status["state"], status["exit_code"]) == ("stopped", 3)
+    assert verify(output_dir / f"checkpoint-{status['step']}").valid
+
+
+def test_a_second_run_in_the_folder_waits_and_is_refused(materials, tmp_path):
+    output_dir = tmp_path / "run"
+    settings = materials.settings(output_dir, max_steps=1000)
+    first = run_helpers.start(settings, patch=run_patches.pause_steps, patch_arguments=(0.1,))
+    try:
+        run_helpers.wait_for(lambda: logged_steps(output_dir) > 0, what="the first step")
+        second = run_helpers.train(settings, expect=2, patch=run_patches.short_lock_wait, patch_arguments=(1.0,))
+        assert "waiting up to 1 s" in second.output()
+        assert "another run works in this folder" in second.output()
+        assert str(first.pids[0]) in second.output()
+        assert first.processes[0].exitcode is None, "the run at work was disturbed"
+        run_helpers.send(first.pids, signal.SIGTERM)
+        assert first.wait() == [3]
+    finally:
+        first.kill()
+    steps = run_helpers.status(output_dir)["step"]
+    assert len(run_helpers.sample_ids(output_dir)) == len(run_helpers.losses(output_dir)) == steps
+
+
+def test_a_run_that_waited_goes_on_from_what_the_other_left(materials, tmp_path):
+    """It had looked at the folder before the other saved there."""
+    output_dir = tmp_path / "run"
+    settings = materials.settings(output_dir, max_steps=30)
+    first = run_helpers.start(settings, patch=run_patches.pause_steps, patch_arguments=(0.2,))
+    try:
+        run_helpers.wait_for(lambda: logged_steps(output_dir) > 0, what="the first step")
+        second = run_helpers.start(settings)
+        run_helpers.wait_for(lambda: "waiting up to" in second.output(), what="the second run's wait")
+        run_helpers.send(first.pids, signal.SIGTERM)
+        assert first.wait() == [3]
+        assert second.wait() == [0], second.output()
+    finally:
+        first.kill()
+    stopped = run_helpers.events(output_dir, "signal")[0]["step"]
+    assert [event["step"] for event in run_helpers.events(output_dir, "resume")] == [stopped]
+    assert len(run_helpers.sample_ids(output_dir)) == len(run_helpers.losses(output_dir)) == 30
+    assert not list(output_dir.glob(".invalid-*"))
+
+
+def test_a_slow_rank_does_not_take_its_own_run_for_another(materials, tmp_path):
+    """`--resume never`: the first rank has made the run folder before the second looks at it."""
+    output_dir = tmp_path / "run"
+    settings = materials.settings(output_dir, resume="never")
+    run_helpers.train(settings, 2, patch=run_patches.delay, patch_arguments=(1, 4.0))
+    assert run_helpers.status(output_dir)["state"] == "done"
+
+
+def test_ranks_with_different_data_do_not_train(materials, tmp_path):
+    """Two nodes whose files differ: an error on every rank, not silently other batches."""
+    output_dir = tmp_path / "run"
+    other = run_helpers.make_data(tmp_path / "other.jsonl", 60, seed=9)
+    settings = materials.settings(output_dir)
+    ranks = run_helpers.train(settings, 2, expect=1, patch=run_patches.other_data, patch_arguments=(1, str(other), 4.0))
+    assert "rank 1" in ranks.output() and "data" in ranks.output()
+    assert not run_helpers.lines(output_dir / "trainer_log.jsonl")
