@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,16 +16,18 @@ from launching import ROOT
 from run_helpers import events
 from shell_blocks import blocks, run_line, shell_lines, small, trains
 
+from finetune.__main__ import COMMANDS
 from finetune.config import RunConfig
-from finetune.config_flags import EXTRA, flags_of
 
 ENGLISH, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
 DOCUMENTS = [ENGLISH, CHINESE, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINES = shell_lines(ENGLISH)
-# Flags in the documents that are not finetune.sft's: of the launchers, of other commands, and of the guides.
-LAUNCHER_FLAGS = {"--nproc_per_node", "--standalone", "--config_file", "--max-restarts", "--nnodes", "--node_rank"}
-LAUNCHER_FLAGS |= {"--master_addr", "--master_port", "--local-rank", "--signal", "--use_deepspeed"}
-COMMAND_FLAGS = {"--rows", "--row", "--level", "--json", "--help", "--flag"}
+# Flags in the documents that are not ours but of torchrun, accelerate launch and other programs.
+LAUNCHER_FLAGS = set(
+    "--standalone --nproc_per_node --nnodes --node_rank --master_addr --master_port --max-restarts --local-rank "
+    "--config_file --multi_gpu --num_processes --machine_rank --main_process_ip --main_process_port --use_deepspeed "
+    "--signal --flag".split()
+)
 
 
 def test_both_languages_show_the_same() -> None:
@@ -49,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("number", range(len(LINES)), ids=lambda number: LINES[number][:60])
 def test_every_command_works(number: int, folder: Path) -> None:
-    """In the order of the document."""
+    """In the order of the document, as later ones look at what earlier ones made."""
     line = LINES[number]
     if line.startswith("make "):
         assert f"\n{line.removeprefix('make ')}: $(READY)\n" in (ROOT / "Makefile").read_text()
@@ -115,19 +121,26 @@ def test_the_curriculum_example_is_a_configuration() -> None:
     assert RunConfig.model_validate(settings).curriculum.levels == ("easy", "hard")
 
 
+@cache
+def known_flags() -> frozenset[str]:
+    """What the help of every command names."""
+    said = io.StringIO()
+    for module, _ in COMMANDS.values():
+        with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+            import_module(module).main(["--help"])
+    return frozenset(re.findall(r"--[a-z][\w-]+", said.getvalue()))
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_what_is_named_exists(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
-    known = {name.replace("_", "-") for name in [*flags_of(RunConfig), *EXTRA]}
     # In the table of the guides only the right column is ours, and what it refuses it names.
     ours = "\n".join(line.split(" | ")[-1] for line in text.splitlines() if "refused" not in line)
     for name in re.findall(r"(?<![\w-])--([a-z][\w-]+)", ours if document.name == "from_the_guides.md" else text):
-        assert name.replace("_", "-") in known or f"--{name}" in LAUNCHER_FLAGS | COMMAND_FLAGS, f"--{name}"
+        assert f"--{name}".replace("_", "-") in known_flags() or f"--{name}" in LAUNCHER_FLAGS, f"--{name}"
     for path in re.findall(r"\b(?:tests|docs|ds_configs|accelerate_configs|launchers|data_samples)/[\w/.-]*\w", text):
         assert (ROOT / path).exists(), path
     for target in re.findall(r"\]\(([^)#]+)", text):
         assert (document.parent / target).exists(), target
     for command in re.findall(r"python -m finetune (\w+)", text):
-        from finetune.__main__ import COMMANDS
-
         assert command in COMMANDS, command
