@@ -69,8 +69,8 @@ def run_together(
     return [(code, log.read_text(errors="replace")) for code, log in zip(codes, logs, strict=True)]
 
 
-def run_line(line: str, folder: Path, variables: dict[str, str] | None = None) -> str:
-    """Run one shell line; its output. Fails unless the exit code is 0."""
+def run_line(line: str, folder: Path, variables: dict[str, str] | None = None, codes: Sequence[int] = (0,)) -> str:
+    """Run one shell line; its output. Fails unless the exit code is one of `codes`."""
     ((code, output),) = run_together([line], folder, variables)
-    assert code == 0, f"{line}\nexit code {code}\n{output}"
+    assert code in codes, f"{line}\nexit code {code}\n{output}"
     return output

@@ -23,11 +23,9 @@ ENGLISH, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
 DOCUMENTS = [ENGLISH, CHINESE, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINES = shell_lines(ENGLISH)
 # Flags in the documents that are not ours but of torchrun, accelerate launch and other programs.
-LAUNCHER_FLAGS = set(
-    "--standalone --nproc_per_node --nnodes --node_rank --master_addr --master_port --max-restarts --local-rank "
-    "--config_file --multi_gpu --num_processes --machine_rank --main_process_ip --main_process_port --use_deepspeed "
-    "--signal --flag".split()
-)
+LAUNCHER_FLAGS = {"--standalone", "--nproc_per_node", "--nnodes", "--node_rank", "--master_addr", "--master_port"}
+LAUNCHER_FLAGS |= {"--max-restarts", "--local-rank", "--config_file", "--multi_gpu", "--num_processes", "--signal"}
+LAUNCHER_FLAGS |= {"--machine_rank", "--main_process_ip", "--main_process_port", "--use_deepspeed", "--flag"}
 
 
 def test_both_languages_show_the_same() -> None:
@@ -65,11 +63,12 @@ def test_every_command_works(number: int, folder: Path) -> None:
         return
     if "multi_node.sh" in line:
         return  # both lines together are run by tests/test_launchers.py
-    output = run_line(small(line, folder), folder, {"NPROC_PER_NODE": "2"})
+    may_time_out = line.startswith("timeout ")
+    output = run_line(small(line, folder), folder, {"NPROC_PER_NODE": "2"}, codes=(0, 124) if may_time_out else (0,))
     for shown in re.findall(r"log in (logs/\S+)", output):
         assert "SUCCESS" in (ROOT / shown).read_text()
         (ROOT / shown).unlink()
-    if trains(line) and not line.startswith("timeout"):
+    if trains(line) and not may_time_out:
         check_run(line, folder)
     elif line.startswith("tail "):
         assert {"step", "loss", "learning_rate", "grad_norm", "tokens_per_second"} <= set(json.loads(output))
@@ -138,8 +137,8 @@ def test_what_is_named_exists(document: Path) -> None:
     ours = "\n".join(line.split(" | ")[-1] for line in text.splitlines() if "refused" not in line)
     for name in re.findall(r"(?<![\w-])--([a-z][\w-]+)", ours if document.name == "from_the_guides.md" else text):
         assert f"--{name}".replace("_", "-") in known_flags() or f"--{name}" in LAUNCHER_FLAGS, f"--{name}"
-    for path in re.findall(r"\b(?:tests|docs|ds_configs|accelerate_configs|launchers|data_samples)/[\w/.-]*\w", text):
-        assert (ROOT / path).exists(), path
+    for path in re.findall(r"\b(?:tests|docs|ds_configs|accelerate_configs|launchers|data_samples)/[\w/.*-]*\w", text):
+        assert list(ROOT.glob(path)), path
     for target in re.findall(r"\]\(([^)#]+)", text):
         assert (document.parent / target).exists(), target
     for command in re.findall(r"python -m finetune (\w+)", text):
