@@ -23,8 +23,8 @@ test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests
 
 check: $(READY)
-	$(BIN)/ruff check finetune tests data_samples launchers
-	$(BIN)/ruff format --check finetune tests data_samples launchers
+	$(BIN)/ruff check finetune tests data_samples launchers benchmarks
+	$(BIN)/ruff format --check finetune tests data_samples launchers benchmarks
 
 # Exhaustive runs; their tables are committed in docs/.
 grid: $(READY)
