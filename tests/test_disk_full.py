@@ -1,0 +1,61 @@
+"""A full disk: the run stops with a clear error, and the previous checkpoint is as good as before."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import run_helpers
+import run_patches
+from run_helpers import Materials
+
+from finetune.storage.checkpoint_files import list_checkpoints, verify
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB of its own."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(mount)], capture_output=True, text=True, check=False
+    )
+    if made.returncode != 0:
+        pytest.skip(f"mounting a small tmpfs is not allowed here: {made.stderr.strip()}")
+    yield mount
+    subprocess.run(["umount", "--lazy", str(mount)], check=True)
+
+
+@pytest.fixture(scope="module")
+def materials(tmp_path_factory: pytest.TempPathFactory) -> Materials:
+    return run_helpers.make_materials(tmp_path_factory.mktemp("disk_full"))
+
+
+@pytest.mark.parametrize(
+    ("processes", "leave_bytes", "changes"),
+    [(1, 40_960, {}), (1, 0, {}), (2, 40_960, {"finetuning": "full", **run_helpers.LAYOUTS["zero3"]})],
+    ids=["no room for a checkpoint", "no room for a line", "ZeRO-3 slices"],
+)
+def test_enospc(materials, small_disk, processes, leave_bytes, changes):
+    output_dir = small_disk / "run"
+    settings = materials.settings(output_dir, save_steps=2, max_steps=6, **changes)
+    reference = materials.settings(materials.folder / f"reference-{processes}", save_steps=2, max_steps=6, **changes)
+    filled = {"patch": run_patches.fill_disk, "patch_arguments": (str(small_disk), 4, leave_bytes)}
+    ranks = run_helpers.train(settings, processes, expect=1, launched=True, **filled)
+    assert "No space left on device" in ranks.output()
+    assert "Traceback" not in ranks.output()
+    assert [folder.name for folder in list_checkpoints(output_dir)] == ["checkpoint-2"]
+    assert verify(output_dir / "checkpoint-2").valid
+    assert not list(output_dir.glob(".staging-*"))
+
+    (small_disk / "filler").unlink()
+    run_helpers.train(settings, processes, launched=True)
+    run_helpers.train(reference, processes, launched=True)
+    assert run_helpers.events(output_dir, "resume")[-1]["checkpoint"] == "checkpoint-2"
+    assert run_helpers.sample_ids(output_dir) == run_helpers.sample_ids(Path(reference["output_dir"]))
+    assert run_helpers.losses(output_dir) == run_helpers.losses(Path(reference["output_dir"]))
