@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from launching import ROOT, run_cli, said
 
 from finetune.data import corpus, processes, tokens_prepare
+from finetune.data.corpus_passes import split_bound, tokenizer_texts
 from finetune.data.tokens import TokenShards, bytes_per_token, tokenizer_folder, tokenizer_hash
 from finetune.data.tokens_prepare import Prepared, PrepareSettings, prepare_tokens
 from finetune.data.tokens_tokenizer import SMALLEST_VOCABULARY, open_tokenizer
@@ -286,6 +287,14 @@ def test_a_tokenizer_is_taken_over(tmp_path: Path):
     shards = TokenShards(tmp_path / "out", split="train", tokenizer_hash=tokenizer_hash(own))
     assert own.convert_ids_to_tokens(int(shards.slice(0, 1)[0])) == "<|endoftext|>"
     assert saved.chat_template == own.chat_template
+
+
+def test_the_tokenizer_sees_no_validation_document(data: Path, prepared: Path):
+    units = list(corpus.units_of([data]))
+    seen = list(tokenizer_texts(units, "text", 42, split_bound(0.2), 1.0))
+    assert seen == texts_of(prepared, "train")
+    fewer = list(tokenizer_texts(units, "text", 42, split_bound(0.2), 0.5))
+    assert set(fewer) < set(seen) and len(fewer) > 5
 
 
 def test_the_smallest_vocabulary_is_one_number():
