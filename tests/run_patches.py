@@ -134,6 +134,22 @@ def short_lock_wait(rank: int, seconds: float) -> None:
     run_lock.RunLock.__init__.__defaults__ = (seconds,)
 
 
+def fill_disk(rank: int, folder: str, step: int, leave_bytes: int) -> None:
+    """Before a step (1-based), fill the file system of `folder` up to so many bytes."""
+
+    def fill(now: int) -> None:
+        if rank == 0 and now == step:
+            path = Path(folder) / "filler"
+            with path.open("wb", buffering=0) as file:
+                try:
+                    while True:
+                        file.write(bytes(4096))
+                except OSError:
+                    file.truncate(max(0, file.tell() - leave_bytes))
+
+    follow_steps(fill)
+
+
 def watch_opened_files(rank: int, folder: str, record: str) -> None:
     """Append the path of every file that this rank opens below `folder` to the file `record`."""
     import sys

@@ -59,3 +59,17 @@ def test_enospc(materials, small_disk, processes, leave_bytes, changes):
     assert run_helpers.events(output_dir, "resume")[-1]["checkpoint"] == "checkpoint-2"
     assert run_helpers.sample_ids(output_dir) == run_helpers.sample_ids(Path(reference["output_dir"]))
     assert run_helpers.losses(output_dir) == run_helpers.losses(Path(reference["output_dir"]))
+
+
+def test_enospc_while_a_line_is_logged(materials, small_disk):
+    """Between checkpoints only logs are written."""
+    output_dir = small_disk / "run"
+    settings = materials.settings(output_dir, max_steps=60, learning_rate=1e-4)
+    filled = {"patch": run_patches.fill_disk, "patch_arguments": (str(small_disk), 4, 0)}
+    ranks = run_helpers.train(settings, expect=1, **filled)
+    assert "the run folder's disk is full: No space left on device" in ranks.output()
+    assert "as there is no checkpoint yet" in ranks.output()
+    assert "Traceback" not in ranks.output()
+    (small_disk / "filler").unlink()
+    run_helpers.train(settings)
+    assert len(run_helpers.sample_ids(output_dir)) == len(run_helpers.losses(output_dir)) == 60

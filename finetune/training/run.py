@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 
 from finetune.errors import ExitCode, FinetuneError
@@ -31,6 +32,10 @@ def execute(trainer: RunTrainer, session: Session) -> RunResult:
             trainer.train()
         except OutOfMemory as error:
             _note_out_of_memory(trainer, session, str(error))
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise _disk_full(error, trainer, session) from error
         finally:
             trainer.close_progress()
             session.steps_done = trainer.state.global_step
@@ -45,6 +50,15 @@ def execute(trainer: RunTrainer, session: Session) -> RunResult:
     for record in trainer.history:
         metrics.update(record)
     return RunResult(session.output_dir, state, steps, metrics, trainer.history)
+
+
+def _disk_full(error: OSError, trainer: RunTrainer, session: Session) -> FinetuneError:
+    return FinetuneError(
+        f"the run folder's disk is full: {error.strerror}",
+        where=str(session.output_dir),
+        fix="free some space on it, then start the same command again; it goes on from "
+        f"{trainer.last_checkpoint or 'the start, as there is no checkpoint yet'}",
+    )
 
 
 def _note_out_of_memory(trainer: RunTrainer, session: Session, error: str) -> None:

@@ -229,7 +229,10 @@ class Session:
             logger.error("%s", text, extra=LOG_FILE_ONLY)  # the console gets it when the process ends
             message = str(error).splitlines()[0] if str(error) else kind.__name__
             code = int(getattr(error, "exit_code", ExitCode.FAILED))
-            self.finish("failed", step=self.steps_done, exit_code=code, error=message)
+            try:
+                self.finish("failed", step=self.steps_done, exit_code=code, error=message)
+            except OSError as second:  # a full disk, say: the first error is the one to tell
+                logger.error("the run's end could not be written down: %s", second)
         self._stack.close()
 
 
