@@ -134,7 +134,7 @@ class BaseConfig(Strict):
         None,
         group="data preparation",
         unit="folder",
-        shown_default="datasets' own",
+        shown_default="~/.cache/finetune/samples",
         description="Folder for tokenized data.",
     )
 
