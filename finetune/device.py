@@ -142,6 +142,9 @@ def prepare_environment(world: LaunchWorld, *, use_deepspeed: bool, timeout_seco
         os.environ.pop(name, None)
     if world.world_size > 1:
         default("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world.local_world_size)), "cores per process")
+    if use_deepspeed and sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
+        # torch's own place is one for all environments, and each builds anew what another has built, for a minute.
+        default("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"), "built once per environment")
     if use_deepspeed and not world.launched:
         # Without these DeepSpeed looks for mpi4py and dies.
         default("RANK", "0", "DeepSpeed needs a rank in a run of one process")

@@ -123,6 +123,17 @@ def test_what_the_user_set_is_never_changed(monkeypatch: pytest.MonkeyPatch):
     assert {os.environ[name] for name in names} == {"the user's"}
 
 
+def test_operators_are_built_once_per_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert "TORCH_EXTENSIONS_DIR" not in prepare()
+    assert prepare(use_deepspeed=True)["TORCH_EXTENSIONS_DIR"] == str(tmp_path / "torch_extensions")
+    assert "TORCH_EXTENSIONS_DIR" not in prepare(use_deepspeed=True), "one that is set stays"
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    monkeypatch.setattr(sys, "prefix", sys.base_prefix)
+    assert "TORCH_EXTENSIONS_DIR" not in prepare(use_deepspeed=True), "the system's Python keeps torch's own place"
+
+
 @pytest.mark.parametrize("name", ["ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_MIXED_PRECISION"])
 def test_what_would_silently_train_something_else_is_taken_out(name: str):
     os.environ[name] = "true"
