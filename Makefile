@@ -14,6 +14,8 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade -c constraints.txt pip setuptools wheel
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e '.[deepspeed,dev]'
+	-DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(abspath $(VENV))/torch_extensions $(BIN)/python -c \
+	  'from finetune.training.operators import load_shared_memory_operator as load; load()' >/dev/null 2>&1 # a minute, once
 	touch $(READY)
 
 demo: $(READY)
