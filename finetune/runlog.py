@@ -198,7 +198,7 @@ class _ConsoleHandler(logging.StreamHandler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if not getattr(record, "log_file_only", False):
-            self.setStream(sys.stderr)
+            self.stream = sys.stderr  # not setStream: it flushes the old one, which may be closed
             super().emit(record)
 
 
