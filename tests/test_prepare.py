@@ -70,6 +70,22 @@ def texts_of(folder: Path, split: str) -> list[str]:
     return [tokenizer.decode(shards.slice(a + 1, b)) for a, b in zip(starts, starts[1:], strict=False)]
 
 
+def test_special_tokens_in_documents_are_text_unless_asked(tmp_path):
+    chat = [f"<|im_start|>user\nquestion {n}<|im_end|>\n<|im_start|>assistant\nanswer<|im_end|>\n" for n in range(60)]
+    data = write_jsonl(tmp_path / "chats.jsonl", chat)
+    prepare(data, tmp_path / "text")
+    prepare(data, tmp_path / "chat", special_tokens=True)
+    tokenizer = open_tokenizer(tokenizer_folder(tmp_path / "chat"))
+    start, end = (tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>"))
+    for folder, of_each in (("text", 0), ("chat", 2)):
+        shards = TokenShards(tmp_path / folder, split="train")
+        ids = shards.slice(0, shards.tokens)
+        assert [(ids == token).sum() for token in (start, end)] == [of_each * (len(shards.documents) - 1)] * 2
+    assert not [token for token in tokenizer.get_vocab() if "im" in token and token not in ("<|im_start|>", "<|im_end|>")]
+    with pytest.raises(StateError, match="special_tokens was True, now None"):
+        prepare(data, tmp_path / "chat")
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     return write_jsonl(tmp_path_factory.mktemp("data") / "texts.jsonl", make_texts(60))

@@ -154,12 +154,13 @@ class EncodeJob:
     tokenizer_json: str
     separator_id: int
     dtype: str
+    special_tokens: bool = False
     _encoder: DocumentEncoder | None = None
 
     def __call__(self, item: tuple[Unit, int, int]) -> UnitTokens:
         unit, *first_wanted = item
         if self._encoder is None:
-            self._encoder = DocumentEncoder(self.tokenizer_json, self.separator_id)
+            self._encoder = DocumentEncoder(self.tokenizer_json, self.separator_id, self.special_tokens)
         reader = UnitReader(self.text_field, self.seed)
         texts, ordinals, is_valid = [], [], []
         for ordinal, (text, _, (key, _)) in enumerate(reader.read(unit)):

@@ -49,7 +49,8 @@ class Plan:
         StateError: the folder was begun with other settings.
         """
         before = self.settings
-        changed = [f"{name} was {before.get(name)}, now {now[name]}" for name in now if before.get(name) != now[name]]
+        names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        changed = [f"{name} was {before.get(name)}, now {now.get(name)}" for name in names]
         if changed:
             raise StateError(
                 f"the output folder was begun with other settings: {'; '.join(changed)}",

@@ -40,6 +40,7 @@ from finetune.data.tokens_tokenizer import (
     tokenizer_hash,
     train_tokenizer,
     vocabulary_of,
+    without_special_tokens,
 )
 from finetune.data.tokens_write import SPLITS, ShardKind, ShardWriter, finished_shards, remove_unfinished
 from finetune.errors import DataError, FinetuneError, StateError
@@ -70,6 +71,7 @@ class PrepareSettings:
         shard_tokens: most tokens of a shard.
         text_field: the field of JSON and parquet rows that holds the text.
         drop_bad_rows: leave out what cannot be used and count it, instead of refusing it.
+        special_tokens: what looks like a special token in a document is one.
     """
 
     vocab_size: int
@@ -79,6 +81,7 @@ class PrepareSettings:
     shard_tokens: int = 100_000_000
     text_field: str = "text"
     drop_bad_rows: bool = False
+    special_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -212,6 +215,8 @@ class _Preparation:
         """The settings that the result depends on; a tokenizer counts by what it does, not by where it lies."""
         kept = asdict(self.settings)
         del kept["drop_bad_rows"]  # the documents that are left are compared
+        if not self.settings.special_tokens:
+            del kept["special_tokens"]  # as in folders that were begun before there was a choice
         if borrowed is not None:
             kept |= {"tokenizer": tokenizer_hash(borrowed), "vocab_size": None}
         return kept
@@ -236,6 +241,8 @@ class _Preparation:
         share = min(1.0, TOKENIZER_TEXT_BYTES / self.scan.text_bytes)
         units = self._counted(self._units(), "training the tokenizer")
         texts = tokenizer_texts(units, self.settings.text_field, self.settings.seed, self.bound, share)
+        if self.settings.special_tokens:
+            texts = map(without_special_tokens, texts)  # they are ids of their own, not to be merged from pieces
         return train_tokenizer(texts, self.settings.vocab_size)
 
     def _counted(self, units: Iterator[Unit], what: str) -> Iterator[Unit]:
@@ -267,6 +274,7 @@ class _Preparation:
             tokenizer.backend_tokenizer.to_str(),
             kind.separator_id,
             kind.dtype,
+            self.settings.special_tokens,
         )
         begin = min(writer.position[0] for writer in writers.values())
         with ExitStack() as stack:

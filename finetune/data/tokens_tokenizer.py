@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -150,6 +151,11 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenize
     )
 
 
+def without_special_tokens(text: str) -> str:
+    """The text with what spells one of `SPECIAL_TOKENS` left out."""
+    return re.sub("|".join(map(re.escape, SPECIAL_TOKENS)), "", text)
+
+
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a tokenizer's folder whole or not at all."""
     temporary = folder.with_name(f".{folder.name}.tmp")
@@ -176,21 +182,22 @@ def open_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
 
 
 class DocumentEncoder:
-    """Texts -> ids, each document with the separator before it. What looks like a special token in a text is text.
+    """Texts -> ids, each document with the separator before it.
 
     Args:
         tokenizer_json: content of the tokenizer.json.
         separator_id: the id before every document.
+        special_tokens: what looks like a special token in a text is one; else it is text.
     """
 
-    def __init__(self, tokenizer_json: str, separator_id: int) -> None:
+    def __init__(self, tokenizer_json: str, separator_id: int, special_tokens: bool = False) -> None:
         from tokenizers import Tokenizer
 
         backend = Tokenizer.from_str(tokenizer_json)
         backend.no_truncation()
         backend.no_padding()
         backend.post_processor = None  # it adds special tokens; the separator is ours to place
-        backend.encode_special_tokens = True
+        backend.encode_special_tokens = not special_tokens
         self._backend, self._separator_id = backend, separator_id
 
     def encode(self, texts: list[str], dtype: str) -> tuple[np.ndarray, np.ndarray]:

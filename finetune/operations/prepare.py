@@ -68,6 +68,12 @@ class PrepareConfig(Strict):
     on_bad_row: Literal["refuse", "drop"] = setting(
         "refuse", group="data preparation", description="Rows without text and files that are not UTF-8."
     )
+    special_tokens: bool = setting(
+        False,
+        group="data preparation",
+        description="Read `<|im_start|>` and the like in documents as the tokenizer's special tokens, for text that was "
+        "rendered with a chat template. Otherwise they are text like any other.",
+    )
     num_workers: Annotated[int, Field(ge=1)] | None = setting(
         None,
         group="data preparation",
@@ -101,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config.shard_tokens,
         config.text_field,
         config.on_bad_row == "drop",
+        config.special_tokens,
     )
     begun = time.monotonic()
     try:
