@@ -1,0 +1,69 @@
+"""The lines of a file that another process writes, as they come: through appends, cuts and rotation."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import NamedTuple
+
+_TAIL_BYTES = 512
+
+
+class NewLines(NamedTuple):
+    """What came since the last look. `restarted`: what was given before is no longer (all) in the file."""
+
+    restarted: bool
+    lines: list[bytes]
+
+
+class LineFollower:
+    """Gives each whole line of a file once.
+
+    A last line without newline waits until it has one. The file is read anew from its beginning where it was cut (even
+    if it has grown past the old place since: a resumed run cuts its log and writes on) and where another file took its
+    name (rotation).
+
+    Args:
+        path: the file, there or not yet; links are followed, anything but a regular file counts as not there.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._identity: tuple[int, int] | None = None
+        self._offset_bytes = 0
+        self._tail = b""  # the bytes before the offset: they tell an append from a cut and rewrite
+
+    def poll(self) -> NewLines:
+        """The lines that came since the last call; nothing where the file cannot be read."""
+        try:
+            # O_NONBLOCK: opening a pipe must not wait for its writer.
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return NewLines(False, [])
+        with open(descriptor, "rb") as file:
+            state = os.fstat(descriptor)
+            if not stat.S_ISREG(state.st_mode):
+                return NewLines(False, [])
+            identity = (state.st_dev, state.st_ino)
+            file.seek(max(0, self._offset_bytes - len(self._tail)))
+            content = file.read()
+            restarted = self._identity is not None and (
+                identity != self._identity or not content.startswith(self._tail)
+            )
+            if restarted:
+                file.seek(0)
+                content, self._tail, self._offset_bytes = file.read(), b"", 0
+        self._identity = identity
+        whole = content[len(self._tail) : content.rfind(b"\n") + 1]
+        self._offset_bytes += len(whole)
+        self._tail = (self._tail + whole)[-_TAIL_BYTES:]
+        return NewLines(restarted, whole.splitlines())
+
+    @property
+    def written_at(self) -> float | None:
+        """When the file was last written, in seconds since 1970; None where it is not there."""
+        try:
+            return os.stat(self.path).st_mtime
+        except OSError:
+            return None
