@@ -15,6 +15,7 @@ COMMANDS = {
     "pretrain": ("finetune.pretrain", "train a model from scratch (the same as python -m finetune.pretrain)"),
     "inspect": ("finetune.operations.inspect_data", "show rows with the trained tokens marked"),
     "curriculum": ("finetune.operations.curriculum", "show the curriculum's plan before training"),
+    "diagnose": ("finetune.operations.diagnose", "say why a run failed, from its logs"),
     "checkpoints": ("finetune.operations.checkpoints", "list a run's checkpoints and whether they are valid"),
 }
 
