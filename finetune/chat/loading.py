@@ -1,0 +1,198 @@
+"""A model folder, a run's output, an adapter or a hub id -> the model and tokenizer to generate with."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from finetune.data.render import stop_token_ids
+from finetune.data.templates import load_tokenizer
+from finetune.errors import ConfigError, DataError
+from finetune.modeling.pretrained import (
+    DTYPES,
+    check_adapter_file,
+    check_embeddings,
+    check_weights,
+    load_model_config,
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from: the base, and the folder of an adapter on it or None."""
+
+    base: str
+    adapter: Path | None
+
+    @property
+    def name(self) -> str:
+        """A short name, without the machine's folders."""
+        place = str(self.adapter) if self.adapter is not None else self.base
+        return Path(place).resolve().name if Path(place).expanduser().exists() else place
+
+
+def find_source(model: str | None, adapter: str | None = None) -> Source:
+    """What `--model` and `--adapter` mean. A folder with an adapter stands for that adapter on its base.
+
+    Raises:
+        ConfigError: neither given, no adapter there, or its base is not to be found.
+    """
+    if model is None and adapter is None:
+        raise ConfigError(
+            "there is no model",
+            "--model",
+            "give --model a model's folder, the output folder of a run, or a hub id (owner/name)",
+        )
+    if adapter is None and model is not None and _holds_adapter(Path(model).expanduser()):
+        model, adapter = None, model
+    if adapter is None:
+        assert model is not None
+        _check_folder(Path(model).expanduser())
+        return Source(model, None)
+    folder = Path(adapter).expanduser()
+    if not _holds_adapter(folder):
+        folder = _downloaded_adapter(adapter)
+    return Source(model or _base_of(folder), folder)
+
+
+def _holds_adapter(folder: Path) -> bool:
+    return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise ConfigError for a run without a result."""
+    if not folder.is_dir() or (folder / "config.json").is_file():
+        return
+    checkpoints = sorted(
+        (path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()), key=lambda path: int(path.name[11:])
+    )
+    if checkpoints or (folder / "run.yaml").is_file():
+        newest = f", or give its checkpoint {checkpoints[-1].name}" if checkpoints else ""
+        raise ConfigError("the run is not finished: it has no model yet", str(folder), f"wait for it{newest}")
+
+
+def _downloaded_adapter(name: str) -> Path:
+    """The folder of an adapter on the hub, this machine's copy first."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    fix = "give --adapter a folder with adapter_config.json and adapter_model.safetensors, or a hub id"
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]  # never a pickle
+    if Path(name).expanduser().exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ConfigError("no adapter is there (no adapter_config.json)", name, fix)
+    try:
+        try:
+            folder = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
+        except LocalEntryNotFoundError:
+            folder = Path(snapshot_download(name, allow_patterns=patterns))
+    except (OSError, ValueError, HFValidationError) as error:
+        raise ConfigError(f"the adapter cannot be loaded: {str(error).splitlines()[0]}", name, fix) from error
+    if not _holds_adapter(folder):
+        raise ConfigError("no adapter is there (no adapter_config.json)", name, fix)
+    return folder
+
+
+def _base_of(folder: Path) -> str:
+    """The base model that an adapter names."""
+    path = folder / "adapter_config.json"
+    try:
+        base = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
+        if not isinstance(base, str) or not base:
+            raise ValueError("it names no base model")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"the adapter's settings cannot be read: {error}", str(path), "copy the adapter again"
+        ) from error
+    is_path = base.count("/") > 1 or base.startswith((".", "/", "~"))
+    if is_path and not Path(base).expanduser().is_dir():
+        raise ConfigError(
+            f"the adapter's base model {base} is not here",
+            str(path),
+            f"name the base's folder: --model BASE --adapter {folder}",
+        )
+    return base
+
+
+def load_tokenizer_of(source: Source, template: str | None, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer with the chat template that was trained with: the adapter's own where it has one."""
+    own = source.adapter is not None and any(source.adapter.glob("tokenizer*"))
+    return load_tokenizer(str(source.adapter) if own else source.base, template, trust_remote_code=trust_remote_code)
+
+
+def load_weights(source: Source, device: torch.device, dtype: str, *, trust_remote_code: bool) -> PreTrainedModel:
+    """The model in eval mode on its device, the adapter's layers inside.
+
+    Raises:
+        ConfigError: no safetensors weights, or an adapter that does not fit the base.
+    """
+    check_weights(source.base)
+    if not sys.stderr.isatty():
+        disable_progress_bar()
+    config = load_model_config(source.base, trust_remote_code=trust_remote_code)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source.base,
+            config=config,
+            dtype=DTYPES[dtype],
+            # Softcapped attention is right in transformers' eager path only; else transformers chooses.
+            attn_implementation="eager" if getattr(config, "attn_logit_softcapping", None) else None,
+            use_safetensors=True,  # a .bin file is a pickle; pickles are never read
+            trust_remote_code=trust_remote_code,
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the model's weights cannot be read: {str(error).splitlines()[0]}",
+            source.base,
+            "the folder needs model.safetensors (or its shards with an index)",
+        ) from error
+    if source.adapter is not None:
+        model = _with_adapter(model, source.adapter)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    from peft import PeftModel
+
+    check_adapter_file(folder, trained=False)
+    try:
+        with warnings.catch_warnings():
+            # peft asks the model by a name that transformers has renamed.
+            warnings.filterwarnings(
+                "ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning
+            )
+            adapted = PeftModel.from_pretrained(model, str(folder))
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ConfigError(
+            f"the adapter does not fit the model: {str(error).splitlines()[0]}",
+            str(folder),
+            "give --model the base that the adapter was trained on",
+        ) from error
+    # The model itself, with the adapter's layers in place: generation knows nothing of the wrapper.
+    return adapted.get_base_model()
+
+
+def end_ids(
+    tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig, config_eos: int | list[int] | None
+) -> tuple[int, ...]:
+    """Every token that ends an answer: of the template's turns, of the tokenizer and of the model's settings."""
+    ends = set(stop_token_ids(tokenizer))
+    padding = tokenizer.added_tokens_decoder.get(tokenizer.pad_token_id)
+    if padding is not None and padding.special:  # often <|endoftext|>: what follows it belongs to another document
+        ends.add(tokenizer.pad_token_id)
+    for named in (generation.eos_token_id, config_eos):
+        ends.update([named] if isinstance(named, int) else named or ())
+    return tuple(sorted(ends))
+
+
+def check_fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Source) -> None:
+    """Raise DataError if tokenizer and model do not belong together."""
+    check_embeddings(model.config, tokenizer, source.base)
+    if tokenizer.backend_tokenizer is None:
+        raise DataError("the tokenizer has no fast form", source.base, "use a model with a tokenizer.json")

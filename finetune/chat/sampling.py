@@ -1,0 +1,79 @@
+"""How the next token is chosen: settings of one request, checked. Needs no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+import struct
+from dataclasses import dataclass, replace
+from typing import Any
+
+from finetune.errors import ConfigError
+
+MAX_STOPS = 8
+MAX_STOP_CHARACTERS = 256
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Settings of one answer.
+
+    Attributes:
+        max_new_tokens: most tokens of the answer, its end included; None: as many as the context leaves room for.
+        temperature: 0 takes the likeliest token always; else logits are divided by it and a token is drawn.
+        top_p: draw from the fewest tokens that hold this probability together; 1 for all.
+        top_k: draw from this many likeliest tokens; 0 for all.
+        repetition_penalty: above 1, tokens of the prompt and the answer so far become less likely; 1 for none.
+        seed: the same seed gives the same answer, alone or in a batch; None draws a seed.
+        stop: texts that end the answer; they are not part of it.
+
+    Raises:
+        ConfigError: a value out of its range.
+    """
+
+    max_new_tokens: int | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("max_new_tokens", self.max_new_tokens is None or self.max_new_tokens >= 1, "at least 1"),
+            ("temperature", math.isfinite(self.temperature) and 0 <= self.temperature <= 10, "from 0 to 10"),
+            ("top_p", math.isfinite(self.top_p) and 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top_k", self.top_k >= 0, "0 (all tokens) or more"),
+            (
+                "repetition_penalty",
+                math.isfinite(self.repetition_penalty) and 0 < self.repetition_penalty <= 10,
+                "above 0 and at most 10; 1 is none",
+            ),
+            ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
+            (
+                "stop",
+                len(self.stop) <= MAX_STOPS and all(0 < len(text) <= MAX_STOP_CHARACTERS for text in self.stop),
+                f"at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARACTERS} characters",
+            ),
+        )
+        for name, fine, rule in checks:
+            if not fine:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {rule}", name, f"set {name} {rule}")
+
+    def changed(self, **changes: Any) -> Sampling:
+        """These settings with those that are given and not None."""
+        return replace(self, **{name: value for name, value in changes.items() if value is not None})
+
+
+class Draws:
+    """The random numbers of one answer: a pure function of (seed, position), so no batch or device changes them."""
+
+    def __init__(self, seed: int | None) -> None:
+        self.seed = secrets.randbits(63) if seed is None else seed
+
+    def key(self, position: int) -> tuple[int, int]:
+        """Two 32-bit numbers for the answer's token at this position."""
+        digest = hashlib.blake2b(struct.pack("<qq", self.seed, position), digest_size=8).digest()
+        return struct.unpack("<II", digest)
