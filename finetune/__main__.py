@@ -16,6 +16,7 @@ COMMANDS = {
     "inspect": ("finetune.operations.inspect_data", "show rows with the trained tokens marked"),
     "curriculum": ("finetune.operations.curriculum", "show the curriculum's plan before training"),
     "diagnose": ("finetune.operations.diagnose", "say why a run failed, from its logs"),
+    "monitor": ("finetune.operations.monitor", "watch a run: progress, curves, devices, warnings"),
     "checkpoints": ("finetune.operations.checkpoints", "list a run's checkpoints and whether they are valid"),
 }
 

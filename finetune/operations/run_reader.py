@@ -112,8 +112,17 @@ class ConsoleReader:
 Reader = FolderReader | ConsoleReader
 
 
-def open_run(run: Path | str | None, log: Path | str | None = None, runs_folder: Path | str = "runs") -> Reader:
+def open_run(
+    run: Path | str | None,
+    log: Path | str | None = None,
+    runs_folder: Path | str = "runs",
+    *,
+    may_come: bool = False,
+) -> Reader:
     """A reader for a run folder, a console's copy, or, with neither, the newest run in `runs_folder`.
+
+    Args:
+        may_come: a folder that is not there is waited for, where its parent folder exists.
 
     Raises:
         StateError: there is no such folder, file or run, or the folder is not a run's.
@@ -130,11 +139,11 @@ def open_run(run: Path | str | None, log: Path | str | None = None, runs_folder:
             )
         return FolderReader(newest[0])
     folder = Path(run)
-    if not folder.is_dir():
+    if not folder.is_dir() and not (may_come and not folder.exists() and folder.parent.is_dir()):
         there = ", ".join(str(path) for path in runs_in(folder.parent)[:5])
         fix = f"runs beside it: {there}" if there else "give the --output-dir of a run"
         raise StateError(f"{str(run)!a} is not a folder" if folder.exists() else f"{str(run)!a} is not there", fix=fix)
-    if not is_run(folder) and any(folder.iterdir()):
+    if folder.is_dir() and not is_run(folder) and any(folder.iterdir()):
         there = ", ".join(str(path) for path in runs_in(folder)[:5])
         fix = f"runs in it: {there}" if there else "give the --output-dir of a run"
         raise StateError(f"{str(run)!a} is not a run: it holds no file of a run", fix=fix)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-
 State = Literal["waiting", "running", "done", "failed", "stopped", "vanished"]
 ENDED: tuple[State, ...] = ("done", "failed", "stopped", "vanished")
 RECENT_STEPS = 20
