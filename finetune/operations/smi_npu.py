@@ -66,7 +66,7 @@ def parse_info(output: Output) -> SmiReport:
             in_processes = has_process_table = True
         elif in_processes:
             _take_process(cells, chips)
-        elif pending is not None:
+        elif pending is not None and len(cells) >= 3:
             chips.append(_second_line(pending, cells))
             pending = None
         else:
@@ -77,12 +77,11 @@ def parse_info(output: Output) -> SmiReport:
 
 
 def _cells(line: str) -> list[str]:
-    """The cells of a table line; nothing for rules and other lines. A separate id column (950) joins the name's."""
+    """The cells of a whole table line; nothing for rules, other lines, and a line that was cut."""
     line = line.strip()
-    if not line.startswith("|"):
+    if len(line) < 2 or not (line.startswith("|") and line.endswith("|")):
         return []
-    cells = [cell.strip() for cell in line.strip("|").split("|")]
-    return cells
+    return [cell.strip() for cell in line[1:-1].split("|")]
 
 
 def _first_line(cells: Sequence[str]) -> _Chip | None:

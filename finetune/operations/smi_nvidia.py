@@ -181,8 +181,8 @@ def _table_devices(lines: Sequence[str]) -> tuple[SmiDevice, ...]:
             section = "mig"
         elif "Processes:" in line:
             section = "processes"
-        elif not line.strip().startswith("|") or set(text) <= set("-=+| "):
-            continue
+        elif not (line.strip().startswith("|") and line.strip().endswith("|")) or set(text) <= set("-=+| "):
+            continue  # a rule, or a line that was cut
         elif section == "processes":
             found = _PROCESS.match(text) or _OLD_PROCESS.match(text)
             if found is not None:
