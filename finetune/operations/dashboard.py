@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.panel import Panel
 from rich.table import Table
@@ -16,10 +17,9 @@ from finetune.operations.dashboard_parts import Bar, Chart, Fixed, Spark, side_b
 from finetune.operations.event_texts import event_text
 from finetune.operations.language import Language
 from finetune.operations.machine import HostUse
-from finetune.operations.monitor_texts import WORDS, format_duration
+from finetune.operations.monitor_texts import WORDS, format_duration, way_on
 from finetune.operations.run_view import Message, RunView
 from finetune.operations.smi import SmiDevice, SmiReport
-from finetune.storage.durable_files import format_bytes
 
 LEVEL_COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
 STATE_COLOURS = {
@@ -64,12 +64,15 @@ class Picture:
     def _large(self, width: int, height: int, unicode: bool) -> list[RenderableType]:
         words, view = WORDS[self.language], self.view
         head = self._head(width, unicode)
-        columns = [(words["now"], self._now(), 3), (words["machine"], self._machine(unicode, max(3, height // 4)), 4)]
+        columns = [
+            (words["now"], self._now(), 3 if width >= 96 else 4),
+            (words["machine"], self._machine(unicode, max(3, height // 4)), 4),
+        ]
         if view.levels:
             columns.insert(0, (words["levels"], self._levels(unicode), 4))
         # Charts get what the rest leaves; the rest gets less on a low terminal.
         middle_rows = min(max(3, height // 4), max(_line_count(rows) for _, rows, _ in columns))
-        messages = max(1, min(height // 7, len(view.messages) + bool(view.status.get("error"))))
+        messages = max(1, min(height // 7, len(self._said()) + bool(way_on(view, self.language))))
         chart_rows = height - len(head) - (middle_rows + 2) - (messages + 2) - 2 - bool(self.note)
         charts = [
             (self._title("loss", "loss", "{:.4f}"), Chart(view.values("loss"), "{:.3f}", "cyan", unicode)),
@@ -206,18 +209,19 @@ class Picture:
 
     def _machine(self, unicode: bool, most: int) -> list[RenderableType]:
         words, host = WORDS[self.language], self.machine.host
+        devices = [device for report in self.machine.devices for device in report.devices]
+        names = ["CPU", words["memory"], *(device.label for device in devices)]
         grid = Table.grid(padding=(0, 1), expand=True)
-        grid.add_column(no_wrap=True)
+        grid.add_column(no_wrap=True, min_width=max(map(cell_len, names)))
         grid.add_column(ratio=1, no_wrap=True)
         grid.add_column(no_wrap=True)
         if host is not None:
             if host.cpu_share is not None:
                 cores = words["cores"].format(count=f"{host.cores:g}")
                 self._gauge(grid, "CPU", host.cpu_share, f"{host.cpu_share:.0%} {cores}", unicode)
-            memory = f"{format_bytes(host.memory_used_bytes)} / {format_bytes(host.memory_total_bytes)}"
+            memory = f"{host.memory_used_bytes / 2**30:.1f}/{host.memory_total_bytes / 2**30:.1f} GiB"
             used = host.memory_used_bytes / max(1, host.memory_total_bytes)
             self._gauge(grid, words["memory"], used, memory, unicode)
-        devices = [device for report in self.machine.devices for device in report.devices]
         room = max(1, most - grid.row_count)
         for device in devices[: room if len(devices) <= room else room - 1]:
             self._gauge(grid, device.label, _used(device), _device_words(device), unicode)
@@ -244,14 +248,17 @@ class Picture:
             words += [_fact(device.label, _device_words(device)) for device in report.devices]
         return words
 
+    def _said(self) -> list[Message]:
+        """Warnings, and the error that ended the run."""
+        error = self.view.status.get("error")
+        return [*self.view.messages, *([Message(None, "ERROR", 0, str(error))] if error else [])]
+
     def _messages(self, count: int) -> list[Text]:
-        words, messages = WORDS[self.language], self.view.messages[-count:]
-        if error := self.view.status.get("error"):
-            messages = [*messages, Message(None, "ERROR", 0, str(error))][-count:]
-        if not messages:
-            texts = [Text(words["no_warnings"], "dim")]
-        else:
-            texts = [_message(message, self.language) for message in messages]
+        texts = [_message(message, self.language) for message in self._said()[-count:]]
+        if hint := way_on(self.view, self.language):
+            texts = [*texts, Text(hint)][-count:]
+        if not texts:
+            texts = [Text(WORDS[self.language]["no_warnings"], "dim")]
         texts += [Text("")] * (count - len(texts))
         for text in texts:
             text.no_wrap, text.overflow = True, "ellipsis"

@@ -20,7 +20,7 @@ from finetune.operations.console_lines import plain_text
 from finetune.operations.event_texts import event_text
 from finetune.operations.language import Language, pick_language
 from finetune.operations.machine import HostMeter
-from finetune.operations.monitor_texts import WORDS, format_duration
+from finetune.operations.monitor_texts import WORDS, format_duration, way_on
 from finetune.operations.run_reader import Reader, open_run
 from finetune.operations.run_view import ENDED, Message, RunView
 from finetune.operations.smi import SmiReport, read_devices
@@ -161,10 +161,16 @@ def _watch_lines(reader: Reader, watch: MachineWatch, interval_seconds: float, l
             before = now
             print(f"{time.strftime('%H:%M:%S')}  {plain_line(view, watch.look(), language)}", flush=True)
         if view.state in ENDED:
-            if error := view.status.get("error"):
-                print(f"[ERROR] {plain_text(str(error))}", flush=True)
+            _print_end(view, language)
             return
         time.sleep(interval_seconds)
+
+
+def _print_end(view: RunView, language: Language) -> None:
+    if error := view.status.get("error"):
+        print(f"[ERROR] {plain_text(str(error))}")
+    if hint := way_on(view, language):
+        print(f"[INFO] {hint}", flush=True)
 
 
 def _watch_json(reader: Reader, watch: MachineWatch, interval_seconds: float) -> None:
@@ -294,8 +300,7 @@ def _look_once(reader: Reader, watch: MachineWatch, language: Language, console:
         print(f"{plain_text(str(view.source))}  {plain_line(view, machine, language)}")
         for message in view.messages:
             print(message_line(message, language))
-        if error := view.status.get("error"):
-            print(f"[ERROR] {plain_text(str(error))}")
+        _print_end(view, language)
 
 
 if __name__ == "__main__":

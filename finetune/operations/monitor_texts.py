@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from finetune.operations.language import Language
+from finetune.operations.run_view import RunView
 
 WORDS: dict[Language, dict[str, str]] = {
     "en": {
         "sft": "fine-tuning",
         "pretrain": "pretraining",
-        "waiting": "has not taken a step yet",
+        "waiting": "before its first step",
         "running": "running",
         "done": "done",
         "failed": "failed",
-        "stopped": "stopped, and can go on",
-        "vanished": "its process is gone; start it again to go on",
+        "stopped": "stopped",
+        "vanished": "gone",
         "silent": "nothing written for {time}",
         "step": "step",
         "eta": "ETA",
         "stage": "stage",
         "loss": "loss",
-        "validation": "validation",
+        "validation": "eval",
         "tokens_per_second": "tok/s",
         "samples_per_second": "samples/s",
         "learning_rate": "learning rate",
@@ -44,7 +45,9 @@ WORDS: dict[Language, dict[str, str]] = {
         "more_devices": "and {count} more devices",
         "keys": " q quit",
         "newest": "{run}: the run in {folder} that wrote last",
-        "end": "the run has ended: {state}",
+        "hint_vanished": "its process is gone without a word: start the same command again to go on from {checkpoint}",
+        "hint_stopped": "start the same command again to go on from {checkpoint}",
+        "the_start": "the start",
     },
     "zh": {
         "sft": "微调",
@@ -53,10 +56,10 @@ WORDS: dict[Language, dict[str, str]] = {
         "running": "运行中",
         "done": "已完成",
         "failed": "失败",
-        "stopped": "已停止,可继续",
-        "vanished": "进程已不在;重新启动即可继续",
+        "stopped": "已停止",
+        "vanished": "进程已不在",
         "silent": "已有 {time} 没有写入",
-        "step": "步",
+        "step": "步数",
         "eta": "剩余",
         "stage": "阶段",
         "loss": "损失",
@@ -85,7 +88,9 @@ WORDS: dict[Language, dict[str, str]] = {
         "more_devices": "另有 {count} 个设备",
         "keys": " q 退出",
         "newest": "{run}:{folder} 中最近写入的训练",
-        "end": "训练已结束:{state}",
+        "hint_vanished": "进程已不在且没有留下结束记录:重新运行同一命令,将从 {checkpoint} 继续",
+        "hint_stopped": "重新运行同一命令即可从 {checkpoint} 继续",
+        "the_start": "开头",
     },
 }
 
@@ -97,3 +102,10 @@ def format_duration(seconds: float) -> str:
     days, hours = divmod(hours, 24)
     clock = f"{hours}:{minutes:02d}:{rest:02d}" if hours or days else f"{minutes}:{rest:02d}"
     return f"{days}d {clock}" if days else clock
+
+
+def way_on(view: RunView, language: Language) -> str:
+    """What to do about a run that has not come to its end; empty where nothing is to be done."""
+    hint = WORDS[language].get(f"hint_{view.state}")
+    saved = view.of("checkpoint")
+    return hint.format(checkpoint=saved[-1].get("name") if saved else WORDS[language]["the_start"]) if hint else ""

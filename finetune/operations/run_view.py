@@ -152,8 +152,9 @@ class RunView:
         began = self.start.get("time")
         if began is None:
             return None
-        ended = next((event["time"] for event in reversed(self.events) if event["event"] == "end"), None)
-        return max(0.0, (ended if self.state in ENDED and ended and ended >= began else time.time()) - began)
+        last = self.events[-1]
+        ended = last["time"] if last["event"] == "end" else self.written_at
+        return max(0.0, (ended if self.state in ENDED and ended else time.time()) - began)
 
     @property
     def silent_seconds(self) -> float:
