@@ -81,7 +81,9 @@ def test_special_tokens_in_documents_are_text_unless_asked(tmp_path):
         shards = TokenShards(tmp_path / folder, split="train")
         ids = shards.slice(0, shards.tokens)
         assert [(ids == token).sum() for token in (start, end)] == [of_each * (len(shards.documents) - 1)] * 2
-    assert not [token for token in tokenizer.get_vocab() if "im" in token and token not in ("<|im_start|>", "<|im_end|>")]
+    assert not [
+        token for token in tokenizer.get_vocab() if "im" in token and token not in ("<|im_start|>", "<|im_end|>")
+    ]
     with pytest.raises(StateError, match="special_tokens was True, now None"):
         prepare(data, tmp_path / "chat")
 

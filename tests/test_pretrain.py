@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import run_helpers
 import torch
 from conftest import make_rows
 from launching import BIN, run_cli, run_command, said
+from run_patches import kill_self
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.config_file import resolve_object
@@ -26,15 +28,16 @@ from finetune.operations import prepare
 from finetune.training.optimizers import make_optimizer, scaled_rates, set_matrix_course
 from finetune.training.schedules import warmdown_factor
 
-STEPS, LENGTH, WINDOWS = 8, 32, 8
+STEPS, LENGTH, WINDOWS = 30, 32, 8
+SAVED, KILLED = 20, 24  # the last checkpoint of the killed run, and the step before which it is killed
 HERE = Path(__file__).resolve().parent
 
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory) -> Path:
-    """A folder that `prepare` made of 400 short documents."""
+    """A folder that `prepare` made of 1,000 short documents."""
     folder = tmp_path_factory.mktemp("tokens")
-    texts = [{"text": f"{row['instruction']}: {row['output']}."} for row in make_rows(400)]
+    texts = [{"text": f"{row['instruction']}: {row['output']}."} for row in make_rows(1000)]
     (folder / "src.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts), encoding="utf-8")
     flags = ["--data", folder / "src.jsonl", "--output-dir", folder / "shards", "--vocab-size", 300, "--num-workers", 1]
     assert prepare.main([str(word) for word in [*flags, "--valid-fraction", 0.2]]) == 0
@@ -57,8 +60,8 @@ def settings(tokens: Path) -> dict:
         "weight_decay": 0.1,
         "dtype": "float32",
         "device_type": "cpu",
-        "save_steps": 4,
-        "eval_steps": 4,
+        "save_steps": 10,
+        "eval_steps": 10,
         "eval_tokens": 40 * LENGTH,
         "sample_every": STEPS,
         "log_samples": True,
@@ -168,20 +171,30 @@ def test_lines_of_the_log(one: Path):
     assert [event["step"] for event in samples] == [STEPS] and len(samples[0]["samples"]) == 3
 
 
-@pytest.fixture
-def interrupted(one: Path, tmp_path: Path) -> Path:
-    """The run as it was after step 4, had it been killed behind it."""
-    folder = tmp_path / "interrupted"
-    shutil.copytree(one, folder)
-    shutil.rmtree(folder / f"checkpoint-{STEPS}")
-    for name in ("model.safetensors", "status.json"):
-        (folder / name).unlink()
+@pytest.fixture(scope="module")
+def killed(settings: dict, tmp_path_factory) -> Path:
+    """What is left of a run that one process made until it was killed."""
+    folder = tmp_path_factory.mktemp("runs") / "killed"
+    ranks = run_helpers.start(
+        {**settings, "output_dir": str(folder)},
+        patch=kill_self,
+        patch_arguments=(0, KILLED),
+        module="finetune.pretrain",
+    )
+    assert ranks.wait() == [-signal.SIGKILL], ranks.output()
+    assert not (folder / "model.safetensors").exists()
     return folder
+
+
+@pytest.fixture
+def interrupted(killed: Path, tmp_path: Path) -> Path:
+    """A copy of the killed run, to go on with."""
+    return shutil.copytree(killed, tmp_path / "interrupted")
 
 
 def test_resumed_on_the_same_number_it_is_bit_identical(interrupted: Path, one: Path, settings: dict):
     train(settings, interrupted)
-    assert [event["step"] for event in run_helpers.events(interrupted, "resume")] == [4]
+    assert [event["step"] for event in run_helpers.events(interrupted, "resume")] == [SAVED]
     assert run_helpers.sample_ids(interrupted) == run_helpers.sample_ids(one)
     assert run_helpers.losses(interrupted) == run_helpers.losses(one)
     ours, theirs = run_helpers.result_weights(interrupted), run_helpers.result_weights(one)
@@ -202,13 +215,13 @@ def test_resumed_on_simulated_npus_it_is_the_same_training(interrupted: Path, on
     flags = ["--config", config, "--output-dir", interrupted]
     run_cli(flags, nproc=2, env={"PYTHONPATH": paths}, module="finetune.pretrain", check=True)
     again = run_helpers.events(interrupted, "start")[-1]
-    assert (again["device_type"], again["world_size"], again["step"]) == ("npu", 2, 4)
+    assert (again["device_type"], again["world_size"], again["step"]) == ("npu", 2, SAVED)
     assert again["compiled"] is False
     assert run_helpers.sample_ids(interrupted) == run_helpers.sample_ids(one)
     assert run_helpers.losses(interrupted)[-1] == pytest.approx(run_helpers.losses(one)[-1], rel=1e-4)
 
 
-LAUNCHERS = ("self-started", "torch.distributed.launch", "accelerate")
+LAUNCHERS = ("plain", "torchrun", "self-started", "torch.distributed.launch", "accelerate")
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -217,7 +230,10 @@ def test_every_way_of_starting_is_the_same_run(launcher: str, one: Path, setting
     config.write_text(json.dumps({**settings, "sample_every": 0, "eval_steps": 0, "save_steps": 0}))
     flags = ["--config", config, "--output-dir", output]
     module = "finetune.pretrain"
-    if launcher == "self-started":
+    processes = 1 if launcher == "plain" else 2
+    if launcher in ("plain", "torchrun"):
+        result = run_cli(flags, nproc=processes, module=module)
+    elif launcher == "self-started":
         result = run_cli([*flags, "--distributed", "--world_size", 2], module=module)
     elif launcher == "torch.distributed.launch":
         words = [BIN / "python", "-m", "torch.distributed.launch", "--nproc_per_node=2", f"--master_port={free_port()}"]
@@ -230,7 +246,7 @@ def test_every_way_of_starting_is_the_same_run(launcher: str, one: Path, setting
         extra = ["--config_file", topology]
         result = run_cli(flags, launcher="accelerate", launcher_args=extra, env=own, module=module)
     assert result.returncode == 0, said(result)
-    assert run_helpers.events(output, "start")[0]["world_size"] == 2
+    assert run_helpers.events(output, "start")[0]["world_size"] == processes
     assert run_helpers.sample_ids(output) == run_helpers.sample_ids(one)
     assert run_helpers.largest_relative_difference(run_helpers.losses(one), run_helpers.losses(output)) < 1e-4
 
