@@ -92,6 +92,7 @@ def prepare_data(config: RunConfig) -> Prepared:
     check_weights(config.model)
     if config.finetuning == "lora":
         check_lora_targets(model_config, config.lora_target_modules, trust_remote_code=config.trust_remote_code)
+        _warn_of_untrained_stops(config, tokenizer)
     levels = config.curriculum.levels if config.use_curriculum else None
     train, valid = (
         prepare_samples(
@@ -130,6 +131,21 @@ def prepare_data(config: RunConfig) -> Prepared:
         packing=packing,
         identity=_identity(config, train, batches),
     )
+
+
+def _warn_of_untrained_stops(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Warn where answers must end with a token that LoRA, as asked for, cannot teach."""
+    from finetune.data.render import trained_end_ids
+    from finetune.modeling.untrained_tokens import untrained_tokens
+
+    if "lm_head" in config.lora_target_modules:
+        return
+    if untrained := untrained_tokens(config.model, tokenizer, trained_end_ids(tokenizer)):
+        logger.warning(
+            "%s was never trained in this base model: its head cannot tell it from other unused tokens, so answers "
+            "will not end well (fix: --finetuning full, or --lora-target-modules with lm_head among the names)",
+            " and ".join(untrained),
+        )
 
 
 def _identity(config: RunConfig, train: Samples, batches: GlobalBatches) -> dict[str, Any]:

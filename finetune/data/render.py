@@ -137,6 +137,16 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     Raises:
         DataError: as `Renderer`.
     """
+    own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    return tuple(sorted({*trained_end_ids(tokenizer), *own}))
+
+
+def trained_end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The special tokens that the chat template ends an answer with, which a model must learn to write.
+
+    Raises:
+        DataError: as `Renderer`.
+    """
     renderer = Renderer(tokenizer, cutoff_len=1 << 30)
     (sample,) = renderer(Conversation(_PROBE))
     specials = set(tokenizer.convert_tokens_to_ids(list(renderer.template.specials)))
@@ -146,8 +156,6 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
             ends.append(token)
         elif tokenizer.decode([token]).strip():  # the answer itself; white space may stand between two ends
             break
-    if tokenizer.eos_token_id is not None:
-        ends.append(tokenizer.eos_token_id)
     return tuple(sorted(set(ends)))
 
 

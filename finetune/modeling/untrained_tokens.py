@@ -1,0 +1,59 @@
+"""Chat tokens that a base model never saw: its head's rows for all such tokens stay alike.
+
+A base model pretrained on plain text has ids for chat tokens, but every unseen id gets the same gradient: their rows
+move together. LoRA on the layers below leaves the head as it is, and the tuned model ends its answers with any of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from transformers import PreTrainedTokenizerBase
+
+ALIKE = 0.05  # norm of the difference of two rows over the larger norm; between trained rows it is about 1
+MOST_COMPARED = 256
+_HEADS = ("lm_head.weight", "embed_out.weight", "model.embed_tokens.weight", "transformer.wte.weight")
+
+
+def untrained_tokens(model: str, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
+    """The tokens of `ids` whose row in the model's head equals, nearly, that of another special token.
+
+    Reads only those rows. Empty for a model that is not a local folder, or whose head has another name than usual.
+    """
+    path = _file_of_head(Path(model).expanduser())
+    if path is None:
+        return []
+    with safe_open(path, framework="pt") as file:
+        name = next(name for name in _HEADS if name in file.keys())  # noqa: SIM118 - not a dict
+        head = file.get_slice(name)
+        size = head.get_shape()[0]
+        others = sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder, *range(len(tokenizer), size)})
+        compared = [number for number in others if number < size][:MOST_COMPARED]
+        if not compared:
+            return []
+        rows = torch.cat([head[number : number + 1] for number in compared]).float()
+        found = []
+        for token in ids:
+            row = head[token : token + 1].float()
+            larger = torch.maximum(rows.norm(dim=1), row.norm()).clamp_min(torch.finfo(torch.float32).tiny)
+            alike = (rows - row).norm(dim=1) <= ALIKE * larger
+            if any(same and number != token for number, same in zip(compared, alike.tolist(), strict=True)):
+                found.append(str(tokenizer.convert_ids_to_tokens(token)))
+    return found
+
+
+def _file_of_head(folder: Path) -> Path | None:
+    """The safetensors file with the head's weights, or with the embedding that is tied to it."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return next((folder / places[name] for name in _HEADS if name in places), None)
+    path = folder / "model.safetensors"
+    if not path.is_file():
+        return None
+    with safe_open(path, framework="pt") as file:
+        return path if set(_HEADS) & set(file.keys()) else None
