@@ -13,10 +13,13 @@ COMMANDS = {
     "sft": ("finetune.sft", "fine-tune a model (the same as python -m finetune.sft)"),
     "prepare": ("finetune.operations.prepare", "turn text into token shards and a tokenizer, for pretraining"),
     "pretrain": ("finetune.pretrain", "train a model from scratch (the same as python -m finetune.pretrain)"),
+    "launch": ("finetune.operations.launch", "start a run on all devices of one or several nodes, and look after it"),
+    "chat": ("finetune.chat.terminal", "talk to a model in the terminal"),
     "inspect": ("finetune.operations.inspect_data", "show rows with the trained tokens marked"),
     "curriculum": ("finetune.operations.curriculum", "show the curriculum's plan before training"),
     "diagnose": ("finetune.operations.diagnose", "say why a run failed, from its logs"),
     "monitor": ("finetune.operations.monitor", "watch a run: progress, curves, devices, warnings"),
+    "clean": ("finetune.operations.cleanup", "list, and with --yes end, what runs left behind on this machine"),
     "checkpoints": ("finetune.operations.checkpoints", "list a run's checkpoints and whether they are valid"),
 }
 

@@ -1,0 +1,152 @@
+"""Which node of how many this is, and where the first one is: from flags, NODE_RANK and its like, or Slurm."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from finetune.errors import ConfigError, raise_problems
+
+SCONTROL_SECONDS = 20
+_GROUP = re.compile(r"([^,\[]*)\[([^\]]+)\]([^,\[]*)")
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of a launch.
+
+    Attributes:
+        count: nodes.
+        rank: which one this is, from 0.
+        address: host name or address of node 0, as all nodes reach it.
+        port: the port to try first; None: any (one node).
+    """
+
+    count: int
+    rank: int
+    address: str
+    port: int | None
+
+
+def nodes_here(
+    environment: Mapping[str, str],
+    *,
+    count: int | None = None,
+    rank: int | None = None,
+    address: str | None = None,
+    port: int | None = None,
+) -> Nodes:
+    """What flags say, else NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, else the Slurm step, else one node.
+
+    Raises:
+        ConfigError: a number is none, or something that several nodes need is not known (`Problems` for several).
+    """
+    slurm = _slurm(environment)
+    count = _number("NNODES", count, environment, slurm.get("count")) or 1
+    port = _number("MASTER_PORT", port, environment, None)
+    if count == 1:
+        return Nodes(1, 0, "127.0.0.1", port)
+    rank = _number("NODE_RANK", rank, environment, slurm.get("rank"))
+    address = address or environment.get("MASTER_ADDR") or slurm.get("address")
+    missing = [name for name, value in (("NODE_RANK", rank), ("MASTER_ADDR", address)) if value in (None, "")]
+    raise_problems(
+        [
+            ConfigError(
+                f"{name} is not set, and the launch has {count} nodes",
+                where=f"{name} or --{name.lower().replace('_', '-')}",
+                fix="set NODE_RANK to 0 on the first node, 1 on the next, ..., and MASTER_ADDR to the first node's "
+                "address on all; srun sets what is needed by itself",
+            )
+            for name in missing
+        ]
+    )
+    if not 0 <= rank < count:
+        raise ConfigError(
+            f"node rank {rank} of {count} nodes: ranks go from 0 to {count - 1}",
+            where="NODE_RANK or --node-rank",
+            fix="number the nodes from 0, or give the right NNODES or --nnodes",
+        )
+    return Nodes(count, rank, address, 29500 if port is None else port)
+
+
+def _number(name: str, flag: int | None, environment: Mapping[str, str], otherwise: int | None) -> int | None:
+    if flag is not None:
+        return flag
+    text = environment.get(name, "")
+    if not text:
+        return otherwise
+    if not text.isdecimal():
+        raise ConfigError(f"{name}={text} is not a number", where=name, fix=f"set {name} to a number, or unset it")
+    return int(text)
+
+
+def _slurm(environment: Mapping[str, str]) -> dict:
+    """The nodes of an srun step, whose tasks are one per node; nothing outside a step."""
+    if "SLURM_STEP_NODELIST" not in environment or "SLURM_NODEID" not in environment:
+        return {}
+    if environment.get("SLURM_LOCALID", "0") != "0":
+        raise ConfigError(
+            f"srun started several launches on node {environment['SLURM_NODEID']}, and each starts all its workers",
+            where="srun",
+            fix="srun --ntasks-per-node=1 (launchers/slurm.sbatch does)",
+        )
+    hosts = slurm_hosts(environment["SLURM_STEP_NODELIST"])
+    rank = int(environment["SLURM_NODEID"])
+    return {"count": len(hosts), "rank": rank, "address": hosts[0]}
+
+
+def slurm_hosts(nodelist: str) -> list[str]:
+    """The host names of a Slurm node list: by scontrol where it is there, else by reading the list."""
+    if shutil.which("scontrol"):
+        shown = subprocess.run(
+            ["scontrol", "show", "hostnames", nodelist],
+            capture_output=True,
+            text=True,
+            timeout=SCONTROL_SECONDS,
+            check=False,
+        )
+        if shown.returncode == 0 and shown.stdout.split():
+            return shown.stdout.split()
+    return expand_nodelist(nodelist)
+
+
+def expand_nodelist(nodelist: str) -> list[str]:
+    """`n[01-03,7]-ib,gpu5` -> n01-ib, n02-ib, n03-ib, n7-ib, gpu5.
+
+    Raises:
+        ConfigError: the list is not in that form.
+    """
+    hosts: list[str] = []
+    for part in re.split(r",(?![^\[]*\])", nodelist):
+        made = _expand(part)
+        if not part or any("[" in host or "]" in host for host in made):
+            raise ConfigError(
+                f"the Slurm node list {nodelist!r} cannot be read",
+                where="SLURM_STEP_NODELIST",
+                fix="set NNODES, NODE_RANK and MASTER_ADDR instead",
+            )
+        hosts.extend(made)
+    return hosts
+
+
+def _expand(part: str) -> list[str]:
+    found = _GROUP.search(part)
+    if found is None:
+        return [part]
+    before, ranges, _ = found.groups()
+    start, rest = part[: found.start()] + before, part[found.end(2) + 1 :]
+    return [start + number + end for number in _numbers(ranges) for end in _expand(rest)]
+
+
+def _numbers(ranges: str) -> list[str]:
+    """`01-03,7` -> 01, 02, 03, 7: as many digits as the first number of a range has."""
+    numbers: list[str] = []
+    for span in ranges.split(","):
+        first, dash, last = span.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            return [f"[{ranges}]"]
+        numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last or first) + 1)]
+    return numbers

@@ -1,0 +1,102 @@
+"""`<log>.processes.json`: the processes that a launch started, so that what is left of it can be told from others'."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from finetune.storage.durable_files import replace_file
+from finetune.storage.run_lock import now_utc
+
+VERSION = 1
+# Start times are computed from the boot time, which the clock's corrections move a little.
+SAME_START_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class StartedProcess:
+    """One process; see docs/launching.md for the fields."""
+
+    pid: int
+    start_time: float
+    command_digest: str
+    role: str
+    rank: int | None
+    attempt: int | None
+    host: str
+
+
+def command_digest(words: list[str]) -> str:
+    return hashlib.sha256("\0".join(words).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def describe(pid: int, role: str, *, rank: int | None = None, attempt: int | None = None) -> StartedProcess | None:
+    """What tells this process from a later one with the same id; None if it is gone already."""
+    try:
+        process = psutil.Process(pid)
+        with process.oneshot():
+            start_time, words = process.create_time(), process.cmdline()
+    except psutil.Error:
+        return None
+    return StartedProcess(pid, start_time, command_digest(words), role, rank, attempt, socket.gethostname())
+
+
+class LaunchRecord:
+    """The list, in memory and in its file.
+
+    Args:
+        log: the log beside which it stands.
+        output_dir: the run folder.
+    """
+
+    def __init__(self, log: Path, output_dir: Path) -> None:
+        self.path = log.with_suffix(".processes.json")
+        self._facts = {
+            "version": VERSION,
+            "log": log.name,
+            "output_dir": str(output_dir.absolute()),
+            "started_at": now_utc(),
+            "ended_at": None,
+        }
+        self._processes: list[StartedProcess] = []
+        self.add(os.getpid(), "supervisor")
+
+    def add(self, pid: int, role: str, *, rank: int | None = None, attempt: int | None = None) -> None:
+        self.add_all([(pid, rank)], role, attempt)
+
+    def add_all(self, started: list[tuple[int, int | None]], role: str, attempt: int | None) -> None:
+        """Note processes, given as (pid, rank), and write the file."""
+        for pid, rank in started:
+            if (process := describe(pid, role, rank=rank, attempt=attempt)) is not None:
+                self._processes.append(process)
+        self._write()
+
+    def end(self) -> None:
+        self._facts["ended_at"] = now_utc()
+        self._write()
+
+    def kill(self) -> None:
+        """SIGKILL to every process but the supervisor that still runs."""
+        for process in self._processes:
+            if process.role != "supervisor" and still_runs(process):
+                try:
+                    os.kill(process.pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+
+    def _write(self) -> None:
+        content = self._facts | {"processes": [asdict(process) for process in self._processes]}
+        replace_file(self.path, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def still_runs(process: StartedProcess) -> bool:
+    """Whether it is alive and the same."""
+    now = describe(process.pid, process.role)
+    return now is not None and abs(now.start_time - process.start_time) < SAME_START_SECONDS

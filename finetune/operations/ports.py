@@ -1,0 +1,90 @@
+"""The port at which the processes of a launch meet: bound and held until the process that uses it has it.
+
+Asking whether a port is free and binding it later leaves a gap in which another run takes it. Here the listening socket
+itself is handed over, and the launch keeps its own hold on it from the first attempt to the last.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from dataclasses import dataclass
+
+from finetune.errors import StateError
+
+DEFAULT_PORT = 29500
+TRIES = 10
+# What binding says where a port cannot be had but the next one may: taken, or below 1024 and not for this user.
+_NOT_THIS_ONE = (errno.EADDRINUSE, errno.EACCES)
+
+
+@dataclass
+class HeldPort:
+    """A listening socket that nobody accepts from yet: what connects waits in its queue.
+
+    Attributes:
+        number: the port.
+        taken: the ports before it that could not be had.
+    """
+
+    listener: socket.socket
+    number: int
+    taken: tuple[int, ...] = ()
+
+    def close(self) -> None:
+        self.listener.close()
+
+
+def candidates(first: int) -> tuple[int, ...]:
+    """The ports that are tried, in order: on every node the same, so that all find the one that was free."""
+    return tuple(range(first, min(first + TRIES, 1 << 16)))
+
+
+def hold_port(first: int | None, *, loopback: bool) -> HeldPort:
+    """Bind the first free port of `candidates(first)` and listen on it.
+
+    Args:
+        first: the wanted port; None for any that is free.
+        loopback: for this machine only; else on all addresses, as other machines know this one by any of them.
+
+    Raises:
+        StateError: none of the ports is free.
+    """
+    ports = (0,) if first is None else candidates(first)
+    taken = []
+    for port in ports:
+        try:
+            listener = _listen(port, loopback)
+        except OSError as error:
+            if error.errno not in _NOT_THIS_ONE:
+                raise
+            taken.append(port)
+        else:
+            return HeldPort(listener, listener.getsockname()[1], tuple(taken))
+    raise StateError(
+        f"none of the ports {ports[0]} to {ports[-1]} is free on this machine",
+        where="MASTER_PORT or --master-port",
+        fix="give another --master-port, the same on all nodes, or end the runs that hold these "
+        f"(ss -ltnp 'sport >= :{ports[0]} and sport <= :{ports[-1]}')",
+    )
+
+
+def _listen(port: int, loopback: bool) -> socket.socket:
+    if loopback:
+        return socket.create_server(("127.0.0.1", port))
+    if socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        except OSError as error:
+            if error.errno in _NOT_THIS_ONE:
+                raise
+    return socket.create_server(("", port))  # the system has IPv6 switched off
+
+
+def listens(host: str, port: int, timeout_seconds: float) -> bool:
+    """Whether something accepts connections there."""
+    try:
+        socket.create_connection((host, port), timeout_seconds).close()
+    except OSError:
+        return False
+    return True
