@@ -43,6 +43,7 @@ __all__ = [
     "newest_valid",
     "rotate",
     "set_aside",
+    "staging_folders",
     "step_of",
     "verify",
 ]
@@ -293,14 +294,18 @@ def _remove(folder: Path) -> None:
     durable_files.remove_tree(doomed)
 
 
+def staging_folders(run_folder: Path | str) -> list[Path]:
+    """What saves and removals have under way or, where no run holds the folder's lock, have left."""
+    return [Path(run_folder) / name for name in sorted(os.listdir(run_folder)) if _LEFTOVER.fullmatch(name)]
+
+
 def clean_staging(run_folder: Path | str) -> list[str]:
     """Remove what killed saves and removals left; return the names. Only for the holder of the run folder's lock."""
     removed = []
-    for name in sorted(os.listdir(run_folder)):
-        if _LEFTOVER.fullmatch(name):
-            try:
-                durable_files.remove_tree(Path(run_folder) / name)
-                removed.append(name)
-            except OSError as error:
-                logger.warning("%s could not be removed: %s", name, error)
+    for folder in staging_folders(run_folder):
+        try:
+            durable_files.remove_tree(folder)
+            removed.append(folder.name)
+        except OSError as error:
+            logger.warning("%s could not be removed: %s", folder.name, error)
     return removed
