@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
-# One machine, all its devices:  bash launchers/single_node.sh --config ds_configs/zero3.json [flags of finetune.sft]
-# This is multi_node.sh with one node: NPROC_PER_NODE, MAX_RESTARTS and the log are explained there.
+# One machine, all its devices; every further flag goes to finetune.sft:
+#   bash launchers/single_node.sh --config ds_configs/zero3.json
+# Also: NPROC_PER_NODE (the visible devices), MAX_RESTARTS (3), MASTER_PORT (any free one), KIND=pretrain, PYTHON.
+# The log is in logs/. What it does in full: python -m finetune launch --help, docs/launching.md
 set -euo pipefail
 
-# Port 0 is any free port, so several runs can share a machine.
-NNODES=1 NODE_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=0 exec bash "$(dirname "${BASH_SOURCE[0]}")/multi_node.sh" "$@"
+python=${PYTHON:-$(command -v python || command -v python3)}
+"$python" -c 'import importlib.util as u; exit(not u.find_spec("torch"))' || python=$(dirname "$0")/../.venv/bin/python
+exec "$python" -m finetune launch --nnodes 1 "${KIND:-sft}" "$@"

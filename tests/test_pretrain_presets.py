@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from launching import ROOT, run_command
+from launching import ROOT
 
 from finetune import device as devices
 from finetune.config_file import resolve
@@ -61,15 +61,6 @@ def test_presets_have_the_guides_numbers(name: str):
     assert config.deepspeed is None and config.output_dir == f"runs/pretrain_{name}"
     alone = resolve(arguments, world_size=1, model_class=PretrainConfig).config
     assert alone.gradient_accumulation_steps == accumulation * processes, "the fallback on one device"
-
-
-def test_the_launcher_of_presets():
-    script = str(ROOT / "launchers" / "pretrain.sh")
-    wrong = run_command(["bash", script, "gpu3_huge"])
-    assert wrong.returncode == 2 and all(name in wrong.stderr for name in PRESETS)
-    shown = run_command(["bash", script, "npu4_conservative", "--print-config"], env={"NPROC_PER_NODE": "1"})
-    assert shown.returncode == 0, shown.stderr
-    assert re.search(r"^gradient_accumulation_steps +16 ", shown.stdout, re.M)
 
 
 def test_its_own_processes_are_started_once_and_with_the_same_words(monkeypatch):

@@ -118,7 +118,7 @@ class Agent:
             "LOCAL_WORLD_SIZE": str(place.processes),
             "GROUP_WORLD_SIZE": str(place.nodes),
             "ROLE_WORLD_SIZE": str(met.world_size),
-            "MASTER_ADDR": place.address,
+            "MASTER_ADDR": place.store_address,
             "MASTER_PORT": str(met.port),
             "TORCHELASTIC_RESTART_COUNT": str(met.attempt - 1),
             "TORCHELASTIC_MAX_RESTARTS": "0",

@@ -59,6 +59,11 @@ class Place:
     attempt: int = 0
     listener: int = -1
 
+    @property
+    def store_address(self) -> str:
+        """Where the store is: on its own node it needs no network, nor an address that leads back from inside."""
+        return "127.0.0.1" if self.rank == 0 else self.address
+
 
 class MeetingError(Exception):
     """The nodes did not meet. `kind` and `facts` say why; `launch_texts` has the words."""
@@ -152,7 +157,7 @@ class Meeting:
         from torch.distributed import TCPStore
 
         seconds = timedelta(seconds=CONNECT_SECONDS)
-        return TCPStore(self.place.address, port, is_master=False, timeout=seconds, use_libuv=self.libuv)
+        return TCPStore(self.place.store_address, port, is_master=False, timeout=seconds, use_libuv=self.libuv)
 
     def _open(self) -> None:
         from torch.distributed import TCPStore
@@ -160,7 +165,7 @@ class Meeting:
         place = self.place
         self.port = place.ports[0]
         self.store = TCPStore(
-            place.address if place.nodes > 1 else "127.0.0.1",
+            place.store_address,
             self.port,
             is_master=True,
             wait_for_workers=False,
