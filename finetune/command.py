@@ -143,7 +143,7 @@ def train(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
         from finetune.training.session import process_group
 
         with process_group(device_type, world, config.timeout_seconds, backend):
-            session.joined()
+            session.joined(config.timeout_seconds)
             build_trainer = import_module(kind.builder).build_trainer
             trainer = build_trainer(config, world, data, session.start, session, device_type=device_type, dtype=dtype)
             return execute(trainer, session)

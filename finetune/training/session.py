@@ -197,13 +197,16 @@ class Session:
             if verify(folder, hashes=False).valid:
                 set_aside(folder, f"the run goes on from step {self.start.step}")
 
-    def joined(self) -> None:
+    def joined(self, timeout_seconds: int) -> None:
         """The process group exists, so rank 0 holds the folder: other ranks may look at it and write logs into it.
+
+        Args:
+            timeout_seconds: the process group's, which agreement between ranks has as well.
 
         Raises:
             FinetuneError: on every rank, if they do not have the same run.
         """
-        self.control = Control(self.world.world_size)
+        self.control = Control(self.world.world_size, timeout_seconds)
         if not self.world.is_main:
             self._copy_log(self._stack)
             self._decide_again()
