@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from finetune.operations.language import Language
 from finetune.operations.log_evidence import Evidence, LogEvidence
 from finetune.operations.log_facts import derived
+from finetune.operations.symptoms import ENDED_BADLY, SAID_BY_RUN
 from finetune.operations.symptoms.base import Kind, fill
 
 # Clocks of nodes and the buffers of their outputs differ by less than this, as a rule.
@@ -72,6 +73,8 @@ def rank_findings(
     if groups and all(group.kind > Kind.UNEXPLAINED for group in groups):
         groups = _groups(standing)  # the last attempt only waited for something that went wrong in an earlier one
     kept = [group for group in groups if not any(_explains(other, group) for other in groups)]
+    if any(group.cause != ENDED_BADLY.cause for group in kept):  # that a process ended badly is then no news
+        kept = [group for group in kept if group.first.symptom is not ENDED_BADLY]
     kept.sort(key=lambda group: (group.confidence < WEAK_CONFIDENCE, _order(group.first)))
     findings = [_finding(group, known, language) for group in kept]
     if findings:
@@ -81,13 +84,14 @@ def rank_findings(
 
 def _standing(log: LogEvidence) -> list[Evidence]:
     """Evidence that the run did not get over: nothing after it says done, or trains on."""
+
+    def survived(evidence: Evidence) -> bool:
+        return log.steps - evidence.line.steps_before >= SURVIVED_STEPS
+
     return [
         evidence
-        for evidence in log.evidence[log.finished :]
-        if evidence.attempt == log.attempt or evidence.symptom.kind == Kind.ROOT
-        if evidence.symptom.lasting
-        or log.steps - evidence.line.steps_before < SURVIVED_STEPS
-        or evidence.attempt < log.attempt
+        for number, evidence in enumerate(log.evidence)
+        if evidence.symptom.lasting or (number >= log.finished and not survived(evidence))
     ]
 
 
@@ -112,9 +116,10 @@ def _order(evidence: Evidence) -> tuple[float, int]:
 
 
 def _explains(root: _Group, other: _Group) -> bool:
-    if root is other or not (root.kind < other.kind or other.cause in root.first.symptom.explains):
+    if root is other or root.cause in other.first.symptom.explains:
         return False
-    return _not_later(root.first, other.first)
+    nearer = root.kind < other.kind or other.cause in root.first.symptom.explains
+    return nearer and _not_later(root.first, other.first)
 
 
 def _not_later(first: Evidence, second: Evidence) -> bool:
@@ -130,8 +135,8 @@ def _finding(group: _Group, facts: dict[str, str], language: Language) -> Findin
     symptom = group.first.symptom
     values = derived(facts | {k: v for e in reversed(group.evidence) for k, v in e.values.items()} | group.first.values)
     fix = fill(symptom.fix[language], values)
-    said = next((e.said_fix for e in group.evidence if e.said_fix), "")
-    if said:
+    said = values.get("said_fix")
+    if said and symptom is not SAID_BY_RUN:
         fix += {"en": f" The run itself said: {said}", "zh": f" 运行本身的建议:{said}"}[language]
     rank = group.first.values.get("rank")
     return Finding(

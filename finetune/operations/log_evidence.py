@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from finetune.operations.log_facts import FACT_WORDS, facts_in
 from finetune.operations.log_reading import LogFile, LogLine, Sort
-from finetune.operations.symptoms import ENDED_BADLY, SYMPTOMS, UNEXPLAINED
+from finetune.operations.symptoms import ENDED_BADLY, SAID_BY_RUN, SYMPTOMS, UNEXPLAINED
 from finetune.operations.symptoms.base import Symptom
 
 # Of one symptom on one rank in one attempt the first lines are kept and the others counted.
@@ -21,10 +21,9 @@ class Evidence:
     """A line that shows a symptom.
 
     Attributes:
-        values: for placeholders.
+        values: for placeholders: what the line says, the rank, and of an error of this package where and fix.
         attempt: 0 for the log's first start, one more after every restart in it.
         count: lines like it on this rank.
-        said_where, said_fix: the words of our own error about it, empty for others' errors.
     """
 
     symptom: Symptom
@@ -32,8 +31,6 @@ class Evidence:
     values: dict[str, str]
     attempt: int
     count: int = 1
-    said_where: str = ""
-    said_fix: str = ""
 
 
 @dataclass
@@ -78,10 +75,12 @@ _EXCEPTION = re.compile(
 # Exceptions that end a process because something else did.
 _AFTERMATH_EXCEPTIONS = re.compile(
     r"(?:ChildFailedError|SignalException|KeyboardInterrupt|SystemExit|BrokenPipeError|GeneratorExit|ProcessExitedException"
-    r"|CalledProcessError|ProcessRaisedException)(?::|$)|The Inner error is reported as above|error code is ERR99999"
+    r"|CalledProcessError|ProcessRaisedException)(?::|$)|The Inner error is reported as above"
+    r"|(?:NPU|HCCL|OPS|GRAPH) function error|HCCL error in|ACL stream synchronize failed"
 )
 _IGNORED = re.compile(r"^Exception ignored in|^--- Logging error ---|^Exception in thread (?!MainThread)")
-_OWN_ERROR = re.compile(r"^\[ERROR\] (?:rank \d+: )?(?P<said>\S.*)")
+# Others begin a line like ours with a time, a module or a file.
+_OWN_ERROR = re.compile(r"^\[ERROR\] (?:rank \d+: )?(?P<said>(?!20\d\d-|[A-Z]+\(|\[)\S.*)")
 _FAILURE = re.compile(
     r"^Segmentation fault|^Fatal Python error|core dumped|^Aborted|^terminate called|^Bus error|^\S+: error: "
     r"|^bash: .*(?:not found|denied)|^\S+: can't open file|^srun: error: .*[Ee]xited|^ +exitcode +: -?[1-9]"
@@ -155,11 +154,16 @@ class LogScan:
 
     @staticmethod
     def _own_words(teller: _Teller, text: str) -> None:
-        if teller.last is not None:
-            if text.startswith(_OWN_WHERE):
-                teller.last.said_where = teller.last.said_where or text.removeprefix(_OWN_WHERE)
-            else:
-                teller.last.said_fix = teller.last.said_fix or text.removeprefix(_OWN_FIX)
+        """What an error of this package says of where it is and of its remedy."""
+        last = teller.last
+        if last is None:
+            return
+        name = "said_where" if text.startswith(_OWN_WHERE) else "said_fix"
+        last.values.setdefault(name, text.removeprefix(_OWN_WHERE).removeprefix(_OWN_FIX))
+        own = _OWN_ERROR.match(last.line.text)
+        if name == "said_fix" and own and last.symptom in (UNEXPLAINED, ENDED_BADLY):
+            last.symptom = SAID_BY_RUN
+            last.values.setdefault("said", own["said"])
 
     @staticmethod
     def _own_text(teller: _Teller, text: str) -> str:
@@ -181,7 +185,8 @@ class LogScan:
         matched = self._symptom(text)
         if matched is not None and (not quiet or matched[0].in_warnings):
             symptom, match = matched
-            values = {name: value for name, value in match.groupdict().items() if value is not None}
+            # A trailing _ lets several alternatives of one pattern name the same value.
+            values = {name.rstrip("_"): value for name, value in match.groupdict().items() if value is not None}
             teller.ignored = False
         elif not quiet and _is_failure(text):
             exception = _EXCEPTION.match(text)

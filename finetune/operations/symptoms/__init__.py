@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from finetune.operations.symptoms import memory, unknown
+from finetune.operations.symptoms import ascend, cuda, data, deepspeed, environment, memory, model, network
 from finetune.operations.symptoms.base import Kind, Symptom
-from finetune.operations.symptoms.unknown import ENDED_BADLY, UNEXPLAINED
+from finetune.operations.symptoms.unknown import ENDED_BADLY, SAID_BY_RUN, UNEXPLAINED
 
-__all__ = ["ENDED_BADLY", "RESTART_CURES", "SYMPTOMS", "UNEXPLAINED", "Kind", "Symptom"]
+__all__ = ["CAUSES", "ENDED_BADLY", "RESTART_CURES", "SAID_BY_RUN", "SYMPTOMS", "UNEXPLAINED", "Kind", "Symptom"]
 
-SYMPTOMS: tuple[Symptom, ...] = (*memory.SYMPTOMS,)
+_GROUPS = (memory, network, ascend, cuda, data, model, deepspeed, environment)
+SYMPTOMS: tuple[Symptom, ...] = tuple(symptom for group in _GROUPS for symptom in group.SYMPTOMS)
+CAUSES: tuple[str, ...] = tuple(dict.fromkeys(s.cause for s in (*SYMPTOMS, SAID_BY_RUN, UNEXPLAINED)))
 
 # Causes that starting the same command again can cure: what went away comes back, or our runs start smaller.
 RESTART_CURES = frozenset(

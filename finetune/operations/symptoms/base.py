@@ -84,7 +84,7 @@ def fixed_words(pattern: str) -> list[str]:
     return words
 
 
-_TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(|\)|\||.", re.DOTALL)
+_TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{\d*,?\d*\}|.", re.DOTALL)
 
 
 def _alternatives(pattern: str) -> list[str]:
@@ -103,12 +103,12 @@ def _plain_runs(alternative: str) -> list[str]:
     for token in _TOKEN.findall(alternative):
         depth += (token == "(") - (token == ")")
         plain = token[1:] if len(token) == 2 and not token[1].isalnum() else token
-        if depth == 0 and len(plain) == 1 and (token not in ".^$*+?{}()|"):
+        if depth == 0 and len(plain) == 1 and token not in ".^$*+?()|":
             runs[-1] += plain
-        else:
-            if token in "?*{" and runs[-1]:
-                runs[-1] = runs[-1][:-1]  # the character before it may be absent
-            runs.append("")
+            continue
+        if token in ("?", "*") or token.startswith("{"):
+            runs[-1] = runs[-1][:-1]  # the character before it may be absent
+        runs.append("")
     return runs
 
 
