@@ -1,0 +1,475 @@
+"""Pretraining beside nanochat's own: the same windows, batches and validation bytes, on one machine, one after another.
+
+    git clone https://github.com/karpathy/nanochat && git -C nanochat checkout 92d63d4
+    python benchmarks/nanochat.py --nanochat nanochat --work-dir runs/nanochat --write-doc
+
+The corpus is the standard library of the running Python, prepared by `python -m finetune prepare`. nanochat runs from
+its checkout, in a process of its own (benchmarks/nanochat_process.py), and gets our tokenizer and our windows in the
+order of our run; its rates, schedule, decay, optimizer, start and compilation are its own. Each run has all cores.
+Exits with an error where tokens, windows or validation bytes are not the same, or nothing was learned from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENT = ROOT / "docs" / "benchmarks_pretraining.md"
+COMMIT = "92d63d4"
+DEPTH, SEQUENCE, VOCABULARY = 4, 512, 8192
+REFERENCE = "nanochat"
+VARIANTS = {
+    "nanochat": "nanochat as it is, float32",
+    "nanochat-plain": "nanochat without value embeddings, residual and embedding scalars, smear and backout",
+    "ours-fp32": "ours, float32, `--compile true`",
+    "ours-bf16": "ours, bfloat16, `--compile true`",
+    "nanochat-bf16": "nanochat as it is, `NANOCHAT_DTYPE=bfloat16`",
+    "nanochat-own-loader": "nanochat with its own loader on the same documents, float32",
+    "ours-eager": "ours, float32, not compiled (our default on a CPU)",
+    "ours-2-processes": "ours, float32, compiled, two processes of one thread",
+}
+USUAL = ("nanochat", "nanochat-plain", "ours-fp32", "ours-bf16")
+WARM_UP_STEPS = 2
+STEP_LINE = re.compile(r"^step (\d+)/\d+ .*\| dt: ([\d.]+)ms")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What all variants read, made from our own run's plan.
+
+    Attributes:
+        windows: the data set's number of each window, in the order of training.
+        valid_bytes: of text, in the windows that are validated on.
+    """
+
+    folder: Path
+    tokens: Path
+    windows: list[int]
+    valid_bytes: int
+    valid_tokens: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run. `step_seconds` of every step, in order; `bits_per_byte` by step."""
+
+    variant: str
+    parameters: int
+    step_seconds: list[float]
+    first_evaluation_seconds: float
+    wall_seconds: float
+    bits_per_byte: dict[int, float]
+    smallest_gradient_norm: float
+
+    @property
+    def steady_step_seconds(self) -> float:
+        return statistics.median(self.step_seconds[WARM_UP_STEPS:] or self.step_seconds)
+
+
+def main() -> int:
+    options = _options()
+    work = options.work_dir.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    corpus = _prepare(work, options)
+    runs = [_run(variant, work, corpus, options) for variant in options.only]
+    report = {"options": _facts(options), "runs": [asdict(run) for run in runs]}
+    (work / "report.json").write_text(json.dumps(report, indent=1, default=str), encoding="utf-8")
+    text = _report(runs, corpus, options)
+    print(text)
+    _plot(runs, work / "bits_per_byte.png", options)
+    if options.write_doc:
+        DOCUMENT.write_text(_document(text, options), encoding="utf-8")
+    return 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        epilog="variants: " + "; ".join(f"{name}: {words}" for name, words in VARIANTS.items()),
+    )
+    parser.add_argument("--nanochat", type=Path, required=True, help=f"checkout of karpathy/nanochat at {COMMIT}")
+    parser.add_argument("--work-dir", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=2**21, help="tokens that each variant trains on")
+    parser.add_argument("--total-batch-size", type=int, default=8192, help="tokens of an optimizer step")
+    parser.add_argument("--device-batch-size", type=int, default=8, help="windows at a time")
+    parser.add_argument("--evaluations", type=int, default=8, help="after the first, which is before training")
+    parser.add_argument("--eval-tokens", type=int, default=2**17)
+    parser.add_argument("--only", default=",".join(USUAL), help=f"of {','.join(VARIANTS)}")
+    parser.add_argument("--ours", default="", help="more flags for our runs, as one word: '--matrix-lr 0.03'")
+    parser.add_argument("--write-doc", action="store_true", help=f"write {DOCUMENT.relative_to(ROOT)}")
+    options = parser.parse_args()
+    options.only = options.only.split(",")
+    options.steps = options.tokens // options.total_batch_size
+    options.every = max(1, options.steps // options.evaluations)
+    problems = [f"--only {name}: unknown, of {', '.join(VARIANTS)}" for name in options.only if name not in VARIANTS]
+    at_a_time = options.device_batch_size * SEQUENCE
+    for name, number, divisor in (
+        ("--tokens", options.tokens, options.total_batch_size),
+        ("--total-batch-size", options.total_batch_size, at_a_time),
+        ("--eval-tokens", options.eval_tokens, at_a_time),
+    ):
+        if number < divisor or number % divisor:
+            problems.append(f"{name} {number} is not a multiple of {divisor}")
+    if not (options.nanochat / "scripts" / "base_train.py").is_file():
+        problems.append(f"--nanochat {options.nanochat} has no scripts/base_train.py")
+    if problems:
+        parser.error("; ".join(problems))
+    return options
+
+
+# ---------------------------------------------------------------------- the corpus
+
+
+def _prepare(work: Path, options: argparse.Namespace) -> Corpus:
+    tokens = work / "tokens"
+    _call(
+        [sys.executable, "-m", "finetune", "prepare", "--data", *_library(), "--output-dir", str(tokens)]
+        + ["--vocab-size", str(VOCABULARY), "--valid-fraction", "0.05", "--on-bad-row", "drop"],
+        work / "prepare.log",
+    )
+    from finetune.config_pretrain import PretrainConfig
+    from finetune.pretrain import prepare_data
+
+    data = prepare_data(PretrainConfig(**_our_settings(tokens, work / "none", options)))
+    order = [int(i) for step in range(options.steps) for i in data.batches.indices(step)]
+    valid = np.stack([data.valid[i][0] for i in range(len(data.valid))])
+    if valid[:, 1:].size != options.eval_tokens:
+        raise SystemExit(f"the validation data have {valid[:, 1:].size} tokens in windows: lower --eval-tokens")
+    np.save(work / "train_windows.npy", np.stack([data.train[i][0] for i in order]).astype(np.uint16))
+    np.save(work / "valid_windows.npy", valid.astype(np.uint16))
+    np.save(work / "bytes_per_token.npy", data.bytes_per_token)
+    print(
+        f"{data.train.stream.tokens:,} tokens in {len(data.train.stream.documents) - 1:,} documents to train on, "
+        f"{data.passes:.2f} passes; validation on {data.bytes_per_token[valid[:, 1:]].sum():,} bytes"
+    )
+    return Corpus(work, tokens, order, int(data.bytes_per_token[valid[:, 1:]].sum()), options.eval_tokens)
+
+
+def _library() -> list[str]:
+    """Globs of the standard library's sources, without what is installed in its folder."""
+    root = Path(sysconfig.get_path("stdlib"))
+    folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.endswith("-packages"))
+    with_sources = [folder for folder in folders if next(folder.rglob("*.py"), None)]
+    return [str(root / "*.py"), *(str(folder / "**" / "*.py") for folder in with_sources)]
+
+
+def _write_parquet(corpus: Corpus, base: Path) -> None:
+    """The documents as nanochat's loader reads them; its last file is for validation (and not read here)."""
+    import pyarrow
+    import pyarrow.parquet
+    from transformers import AutoTokenizer
+
+    from finetune.data.tokens import TokenShards
+
+    tokenizer = AutoTokenizer.from_pretrained(corpus.tokens / "tokenizer")
+    folder = base / "base_data_climbmix"
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, split in enumerate(("train", "val")):
+        shards = TokenShards(corpus.tokens, split=split)
+        bounds = shards.documents.tolist()
+        texts = [
+            tokenizer.decode(shards.slice(start + 1, stop), clean_up_tokenization_spaces=False)
+            for start, stop in zip(bounds, bounds[1:], strict=False)
+        ]
+        table = pyarrow.table({"text": texts})
+        pyarrow.parquet.write_table(table, folder / f"shard_{number:05d}.parquet", row_group_size=1024)
+
+
+# ---------------------------------------------------------------------- runs
+
+
+def _run(variant: str, work: Path, corpus: Corpus, options: argparse.Namespace) -> Measured:
+    print(f"{variant} ...", file=sys.stderr, flush=True)
+    folder = work / variant
+    if folder.exists():
+        raise SystemExit(f"{folder} is there already: choose another --work-dir, or remove it")
+    folder.mkdir()
+    run = _run_ours if variant.startswith("ours") else _run_nanochat
+    measured = run(variant, folder, corpus, options)
+    steps = sorted(measured.bits_per_byte)
+    if len(measured.step_seconds) != options.steps or steps[0] != 0 or steps[-1] != options.steps:
+        raise SystemExit(f"{variant}: {len(measured.step_seconds)} steps of {options.steps}, evaluated at {steps}")
+    if not measured.smallest_gradient_norm > 0 or not measured.bits_per_byte[steps[-1]] < measured.bits_per_byte[0]:
+        raise SystemExit(f"{variant} learned nothing: {measured}")
+    return measured
+
+
+def _call(command: list[str], log: Path, **environment: str) -> float:
+    """Run to the end, output into a file; returns seconds."""
+    # A cache of its own, so that every run compiles, and all find the same.
+    own = {"TORCHINDUCTOR_CACHE_DIR": str(log.with_suffix(".inductor")), "HF_HUB_OFFLINE": "1"}
+    threads = {"OMP_NUM_THREADS": str(os.cpu_count()), "PYTHONPATH": str(ROOT)}
+    began = time.perf_counter()
+    with log.open("w", encoding="utf-8") as file:
+        done = subprocess.run(
+            command,
+            stdout=file,
+            stderr=file,
+            cwd=ROOT,
+            check=False,
+            env={**os.environ, **own, **threads, **environment},
+        )
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)[:500]} failed:\n{log.read_text(encoding='utf-8')[-4000:]}")
+    return time.perf_counter() - began
+
+
+def _run_nanochat(variant: str, folder: Path, corpus: Corpus, options: argparse.Namespace) -> Measured:
+    own_loader = variant == "nanochat-own-loader"
+    if own_loader:
+        _write_parquet(corpus, folder)
+    flags = {
+        "device-type": "cpu",
+        "depth": DEPTH,
+        "max-seq-len": SEQUENCE,
+        "window-pattern": "L",
+        "device-batch-size": options.device_batch_size,
+        "total-batch-size": options.total_batch_size,
+        "num-iterations": options.steps,
+        "eval-every": options.every,
+        "eval-tokens": options.eval_tokens,
+        "core-metric-every": -1,
+        "sample-every": -1,
+    }
+    settings = {
+        "checkout": str(options.nanochat.resolve()),
+        "flags": [f"--{name}={value}" for name, value in flags.items()],
+        "tokenizer": str(corpus.tokens / "tokenizer"),
+        "bytes_per_token": str(corpus.folder / "bytes_per_token.npy"),
+        "train_windows": None if own_loader else str(corpus.folder / "train_windows.npy"),
+        "valid_windows": str(corpus.folder / "valid_windows.npy"),
+        "plain": variant == "nanochat-plain",
+        "eval_every": options.every,
+        "report": str(folder / "report.json"),
+    }
+    (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
+    wall = _call(
+        [sys.executable, "-u", str(Path(__file__).with_name("nanochat_process.py")), str(folder / "settings.json")],
+        folder / "log.txt",
+        NANOCHAT_BASE_DIR=str(folder),
+        NANOCHAT_DTYPE="bfloat16" if variant == "nanochat-bf16" else "float32",
+    )
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    for evaluation in report["evaluations"]:
+        if (evaluation["bytes"], evaluation["tokens"]) != (corpus.valid_bytes, corpus.valid_tokens):
+            raise SystemExit(f"{variant} was validated on other text: {evaluation}, not {corpus.valid_bytes} bytes")
+    lines = map(STEP_LINE.match, (folder / "log.txt").read_text(encoding="utf-8").splitlines())
+    return Measured(
+        variant,
+        report["parameters"],
+        [float(line[2]) / 1000 for line in lines if line],
+        report["evaluations"][0]["seconds"],
+        wall,
+        {evaluation["step"]: evaluation["bpb"] for evaluation in report["evaluations"]},
+        min(report["gradient_norms"].values()),
+    )
+
+
+def _our_settings(tokens: Path, output: Path, options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "train_data_path": str(tokens),
+        "valid_data_path": str(tokens),
+        "output_dir": str(output),
+        "depth": DEPTH,
+        "max_seq_len": SEQUENCE,
+        "device_batch_size": options.device_batch_size,
+        "total_batch_size": options.total_batch_size,
+        "num_iterations": options.steps,
+        "eval_steps": options.every,
+        "eval_tokens": options.eval_tokens,
+        "device_type": "cpu",
+        "save_steps": 0,
+        "sample_every": 0,
+        "logging_steps": 1,
+        "report_to": "none",
+        "log_samples": True,
+    }
+
+
+def _run_ours(variant: str, folder: Path, corpus: Corpus, options: argparse.Namespace) -> Measured:
+    processes = 2 if variant == "ours-2-processes" else 1
+    settings = _our_settings(corpus.tokens, folder / "run", options) | {
+        "dtype": "bfloat16" if variant == "ours-bf16" else "float32",
+        "compile": variant != "ours-eager",
+    }
+    flags = [word for name, value in settings.items() for word in (f"--{name}", str(value).lower())]
+    for name in ("train_data_path", "valid_data_path", "output_dir"):
+        flags[flags.index(f"--{name}") + 1] = settings[name]  # paths keep their case
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] * (processes > 1)
+    wall = _call(
+        [sys.executable, *launcher, "-m", "finetune.pretrain", *flags, *options.ours.split()],
+        folder / "log.txt",
+        OMP_NUM_THREADS=str(max(1, (os.cpu_count() or 1) // processes)),
+    )
+    run = folder / "run"
+    trained = [index for line in _lines(run / "samples.jsonl") for index in line["ids"]]
+    if not _same_steps(trained, corpus.windows, options.total_batch_size // SEQUENCE):
+        raise SystemExit(f"{variant} was trained on other windows than planned")
+    steps = list(_lines(run / "trainer_log.jsonl"))
+    events = list(_lines(run / "events.jsonl"))
+    evaluations = [event for event in events if event["event"] == "eval"]
+    begin = next(event["time"] for event in events if event["event"] == "start")
+    return Measured(
+        variant,
+        _parameters(run),
+        [line["step_seconds"] for line in steps],
+        evaluations[0]["time"] - begin,
+        wall,
+        {event["step"]: event["eval_bpb"] for event in evaluations},
+        min(line["grad_norm"] for line in steps),
+    )
+
+
+def _same_steps(trained: list[int], planned: list[int], size: int) -> bool:
+    """Whether each step had its windows, in whatever order within the step."""
+    return len(trained) == len(planned) and all(
+        sorted(trained[i : i + size]) == sorted(planned[i : i + size]) for i in range(0, len(planned), size)
+    )
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    return map(json.loads, path.read_text(encoding="utf-8").splitlines())
+
+
+def _parameters(run: Path) -> int:
+    from safetensors import safe_open
+
+    with safe_open(run / "model.safetensors", framework="numpy") as file:
+        names = list(file.keys())  # a safetensors file, not a dict: it cannot be iterated
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+
+
+# ---------------------------------------------------------------------- the report
+
+
+def _facts(options: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    return vars(options) | {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "flags": _cpu_flags(),
+        "load_before": os.getloadavg(),
+    }
+
+
+def _cpu_flags() -> list[str]:
+    """What the processor can do that decides how fast this goes."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return []
+    wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+    return [flag for flag in wanted if re.search(rf"^flags.*\b{flag}\b", text, re.MULTILINE)]
+
+
+def _report(runs: list[Measured], corpus: Corpus, options: argparse.Namespace) -> str:
+    """Two tables, speed and bits per byte."""
+    reference = next((run for run in runs if run.variant == REFERENCE), None)
+    batch, steps = options.total_batch_size, sorted(runs[0].bits_per_byte)
+
+    def ratio(run: Measured) -> str:
+        return f"{reference.steady_step_seconds / run.steady_step_seconds:.2f}" if reference else ""
+
+    speed = [
+        f"| {run.variant} | {run.parameters:,} | {batch / run.steady_step_seconds:,.0f} | {ratio(run)} | "
+        f"{run.first_evaluation_seconds + run.step_seconds[0]:.0f} | {sum(run.step_seconds):,.0f} | "
+        f"{run.wall_seconds:,.0f} | {run.smallest_gradient_norm:.2g} |"
+        for run in runs
+    ]
+    quality = []
+    for run in runs:
+        last = run.bits_per_byte[steps[-1]]
+        beside = f"{last - reference.bits_per_byte[steps[-1]]:+.4f}" if reference else ""
+        cells = [f"{run.bits_per_byte[step]:.4f}" for step in steps]
+        quality.append(f"| {' | '.join([run.variant, *cells, beside])} |")
+    return "\n".join(
+        [
+            "| variant | parameters | tok/s | x nanochat | first evaluation and step, s | all steps, s | wall, s "
+            "| smallest gradient norm |",
+            "|" + "---|" * 8,
+            *speed,
+            "",
+            f"| bits per byte after tokens | {' | '.join(f'{step * batch:,}' for step in steps)} | beside nanochat |",
+            "|" + "---|" * (len(steps) + 2),
+            *quality,
+            "",
+            f"Checked: {options.tokens:,} training tokens in {options.steps} steps each, the same windows in every "
+            f"step (nanochat-own-loader excepted), {corpus.valid_bytes:,} validation bytes in "
+            f"{corpus.valid_tokens:,} tokens at every evaluation.",
+        ]
+    )
+
+
+def _document(tables: str, options: argparse.Namespace) -> str:
+    facts = _facts(options)
+    variants = "\n".join(f"- **{name}**: {VARIANTS[name]}." for name in options.only)
+    flags = ", ".join(facts["flags"]) or "unknown"
+    return f"""# Pretraining beside nanochat
+
+Written by `benchmarks/nanochat.py`: nanochat ({COMMIT}, [source](https://github.com/karpathy/nanochat)) and this
+package, one after another on the same machine, from the same windows of tokens.
+
+```bash
+git clone https://github.com/karpathy/nanochat && git -C nanochat checkout {COMMIT}
+python benchmarks/nanochat.py --nanochat nanochat --work-dir runs/nanochat --tokens {options.tokens} \\
+    --only {",".join(options.only)} --write-doc
+```
+
+{facts["cores"]} cores ({flags}), Python {facts["python"]}, torch {facts["torch"]}. Depth {DEPTH}, sequence {SEQUENCE},
+vocabulary {VOCABULARY:,}, {options.total_batch_size:,} tokens a step, {options.device_batch_size} windows at a time.
+
+{variants}
+
+{tables}
+
+## What is equal, and what is not
+
+- Equal: corpus (the standard library of the running Python), tokenizer, depth, width, heads, windows and their order,
+  batch, number of steps, validation windows. Bits per byte counts text only, on both sides.
+- nanochat's rates, warm-up, warm-down, weight decay, start and optimizer are its own defaults (`--window-pattern L`, as
+  it recommends without flash attention), ours are ours. Both scale rates by batch and width by the same law.
+- nanochat reads our windows in place of its loader's. Its loader begins every row at a document and cuts what does not
+  fit: on documents much longer than a row it sees little more than their beginnings. `--only nanochat-own-loader`
+  measures that, on the same validation windows.
+- Without its extras nanochat still has Polar Express, NorMuon, MuonEq and cautious decay in its optimizer, where ours
+  is `torch.optim.Muon`, and the factor 1.2 on queries and keys.
+- Tokens per second are of the median step, optimizer and loader included, evaluation and compilation not. The first
+  evaluation and the first step hold the compilation, from an empty cache.
+"""
+
+
+def _plot(runs: list[Measured], path: Path, options: argparse.Namespace) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("matplotlib is not installed: no plot beside the table")
+        return
+    axes = (figure := Figure()).subplots()
+    for run in runs:
+        points = sorted(run.bits_per_byte.items())[1:]
+        axes.plot([s * options.total_batch_size for s, _ in points], [b for _, b in points], ".-", label=run.variant)
+    axes.set(xlabel="tokens", ylabel="bits per byte of validation text")
+    axes.legend()
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
