@@ -13,6 +13,7 @@ COMMANDS = {
     "sft": ("finetune.sft", "fine-tune a model (the same as python -m finetune.sft)"),
     "prepare": ("finetune.operations.prepare", "turn text into token shards and a tokenizer, for pretraining"),
     "pretrain": ("finetune.pretrain", "train a model from scratch (the same as python -m finetune.pretrain)"),
+    "doctor": ("finetune.operations.doctor", "find what would keep a run from starting on this machine"),
     "launch": ("finetune.operations.launch", "start a run on all devices of one or several nodes, and look after it"),
     "chat": ("finetune.chat.terminal", "talk to a model in the terminal"),
     "inspect": ("finetune.operations.inspect_data", "show rows with the trained tokens marked"),

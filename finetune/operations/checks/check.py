@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from finetune.errors import FinetuneError, Problems
 from finetune.operations.language import Language, Text
 
 Verdict = Literal["ok", "warn", "fail", "skip"]
@@ -57,6 +58,18 @@ def warn(name: str, what: tuple[str, str], fix: tuple[str, str], **values: Any) 
 def fail(name: str, what: tuple[str, str], fix: tuple[str, str], **values: Any) -> Check:
     """Args: `what` and `fix` are (English, Chinese)."""
     return Check(name, "fail", Text(en=what[0], zh=what[1]), Text(en=fix[0], zh=fix[1]), values)
+
+
+def problems_of(error: FinetuneError) -> list[FinetuneError]:
+    """The problems that an error reports together, or itself."""
+    return error.problems if isinstance(error, Problems) else [error]
+
+
+def failed(name: str, problem: FinetuneError) -> Check:
+    """A check that failed with an error of the package; its words are English in both languages."""
+    what = f"{problem.what} ({problem.where})" if problem.where else problem.what
+    fix = problem.fix or problem.what
+    return fail(name, (what, what), (fix, fix))
 
 
 def worst(checks: Iterable[Check]) -> Verdict:

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from finetune.operations.checks.check import Check, fail, warn
 from finetune.operations.checks.facts import Facts
-from finetune.operations.checks.network import DEFAULT_PORT, is_loopback
+from finetune.operations.checks.network import is_loopback
+from finetune.operations.ports import DEFAULT_PORT
 
 # HCCL takes this many host ports from HCCL_IF_BASE_PORT on.
 HCCL_PORTS = 32

@@ -16,15 +16,20 @@ HELD_SHARE = 0.15
 SICK = ("alarm", "critical", "fault", "offline")
 
 
-def accelerator(reports: Sequence[SmiReport], wanted: str) -> str:
-    """The device type that a run would take by what the tools list: "npu", "cuda", or "cpu".
+def accelerator(reports: Sequence[SmiReport], wanted: str, usable: Sequence[str]) -> str:
+    """The device type that a run would take, as far as can be told without torch: "npu", "cuda", or "cpu".
 
     Args:
         wanted: the configuration's device type; auto takes NPU before CUDA.
+        usable: types that the installed torch is built for. torch_npu is not installed by chance: where it is, and
+            npu-smi is not, the run is taken to be on NPUs that cannot be listed.
     """
     if wanted != "auto":
         return wanted
-    return next((report.device_type for report in reports if report.devices), "cpu")
+    listed = {report.device_type for report in reports if report.devices}
+    if "npu" in usable and ("npu" in listed or not reports):
+        return "npu"
+    return "cuda" if "cuda" in listed and "cuda" in usable else "cpu"
 
 
 def visible_devices(reports: Sequence[SmiReport], device_type: str, environment: Mapping[str, str]) -> list[SmiDevice]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import resource
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 from finetune.operations.checks.check import GIB, Check, fail, gib, ok, skip, warn
+from finetune.operations.machine import HostUse
 
 MIB = 1 << 20
 # What processes on one machine put into /dev/shm: NCCL and gloo some MiB each, DeepSpeed's CPU collectives 66 MiB each.
@@ -20,97 +19,29 @@ LEAST_HOST_BYTES = 2 * GIB
 LEAST_DISK_BYTES, COMFORTABLE_DISK_BYTES = 256 * MIB, 5 * GIB
 LEAST_INODES, COMFORTABLE_INODES = 200, 5000
 LEAST_OPEN_FILES, COMFORTABLE_OPEN_FILES = 512, 4096
-_NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes a number near 2^63 for "none"
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Host memory for this process: the machine's, or what its cgroup leaves. `limited_by` names the cgroup file."""
-
-    total_bytes: int
-    available_bytes: int
-    limited_by: str = ""
 
 
 # ---------------------------------------------------------------- memory
 
 
-def read_memory(root: Path = Path("/")) -> Memory:
-    """Memory of the machine and of every cgroup (v1 or v2) that this process is in; the tightest counts."""
-    numbers = dict(re.findall(r"^(\w+):\s+(\d+) kB", (root / "proc/meminfo").read_text(), re.M))
-    total = int(numbers["MemTotal"]) * 1024
-    available = int(numbers.get("MemAvailable", numbers["MemFree"])) * 1024
-    memory = Memory(total, available)
-    for limit_file, limit, used in _cgroup_limits(root):
-        left = max(0, limit - used)
-        if limit < memory.total_bytes or left < memory.available_bytes:
-            memory = Memory(min(limit, memory.total_bytes), min(left, memory.available_bytes), limit_file)
-    return memory
-
-
-def _cgroup_limits(root: Path) -> Iterator[tuple[str, int, int]]:
-    """(file, limit, bytes used that cannot be given back) of this process's cgroups, up to the root."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        folder = base / path.strip("/")
-        # In a container the path may be the host's, which is not there: its root is what limits us.
-        for place in (folder, *folder.parents):
-            limit, used = _read_number(place / names[0]), _read_number(place / names[1])
-            if limit is not None and used is not None and limit < _NO_LIMIT_BYTES:
-                yield "/" + str((place / names[0]).relative_to(root)), limit, max(0, used - _cache(place, names[2]))
-            if place == base:
-                break
-
-
-def _read_number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # not there, or "max"
-        return None
-
-
-def _cache(folder: Path, key: str) -> int:
-    """Bytes of cached files, which the kernel gives back when memory is short."""
-    try:
-        found = re.search(rf"^{key} (\d+)$", (folder / "memory.stat").read_text(), re.M)
-    except OSError:
-        return 0
-    return int(found[1]) if found else 0
-
-
-def check_host_memory(memory: Memory, needed_bytes: int = 0, needed_for: tuple[str, str] = ("", "")) -> Check:
+def check_host_memory(host: HostUse, needed_bytes: int = 0, needed_for: tuple[str, str] = ("", "")) -> Check:
     """Whether the host has the memory that the run needs at least.
 
     Args:
+        host: see `HostMeter.look`; a container has the memory that its limits leave.
         needed_bytes: a lower bound; 0 where it is not known.
         needed_for: what it is, in English and Chinese.
     """
     name = "host_memory"
-    values = {
-        "total_bytes": memory.total_bytes,
-        "available_bytes": memory.available_bytes,
-        "limited_by": memory.limited_by,
-        "needed_bytes": needed_bytes,
-    }
-    limit = f" ({memory.limited_by})" if memory.limited_by else ""
-    have = f"{gib(memory.available_bytes)} of {gib(memory.total_bytes)} host memory free{limit}"
-    have_zh = f"主机内存可用 {gib(memory.available_bytes)} / {gib(memory.total_bytes)}{limit}"
+    available = max(0, host.memory_total_bytes - host.memory_used_bytes)
+    values = {"total_bytes": host.memory_total_bytes, "available_bytes": available, "needed_bytes": needed_bytes}
+    have = f"{gib(available)} of {gib(host.memory_total_bytes)} host memory free"
+    have_zh = f"主机内存可用 {gib(available)} / {gib(host.memory_total_bytes)}"
     fix = (
         "end other programs, start fewer processes, or raise the container's limit",
         "结束其他程序、减少进程数，或提高容器的内存上限",
     )
-    if needed_bytes > memory.available_bytes:
+    if needed_bytes > available:
         return fail(
             name,
             (
@@ -120,7 +51,7 @@ def check_host_memory(memory: Memory, needed_bytes: int = 0, needed_for: tuple[s
             fix,
             **values,
         )
-    if memory.available_bytes < LEAST_HOST_BYTES:
+    if available < LEAST_HOST_BYTES:
         return warn(name, (f"only {have}", f"{have_zh}，偏少"), fix, **values)
     needs = f", at least {gib(needed_bytes)} needed ({needed_for[0]})" if needed_bytes else ""
     needs_zh = f"，至少需要 {gib(needed_bytes)}（{needed_for[1]}）" if needed_bytes else ""

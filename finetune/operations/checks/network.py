@@ -6,70 +6,29 @@ import concurrent.futures
 import os
 import socket
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from finetune.operations.checks.check import Check, fail, ok, skip, warn
+from finetune.errors import FinetuneError
+from finetune.operations.checks.check import Check, fail, failed, ok, skip, warn
+from finetune.operations.launch_nodes import Nodes, nodes_here
+from finetune.operations.ports import DEFAULT_PORT
 
-DEFAULT_PORT = 29500
 CONNECT_TIMEOUT_SECONDS = 3.0
 _LOOPBACK = ("127.", "::1", "localhost")
 
 
-@dataclass(frozen=True)
-class Nodes:
-    """The nodes of a run as the shell's variables say: `count` of them, this is `rank`, they meet at `address`."""
-
-    count: int = 1
-    rank: int | None = None
-    address: str = ""
-    port: int = DEFAULT_PORT
-    port_given: bool = False
-
-
-def read_nodes(environment: Mapping[str, str]) -> Nodes | Check:
-    """NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, or the failed check that says which is wrong."""
-    numbers: dict[str, int | None] = {}
-    for name, least, most in (("NNODES", 1, 100_000), ("NODE_RANK", 0, 100_000), ("MASTER_PORT", 1, 65_535)):
-        text = environment.get(name, "").strip()
-        if text and not (text.isdigit() and least <= int(text) <= most):
-            return fail(
-                "nodes",
-                (
-                    f"{name} is {text!r}, not a number from {least} to {most}",
-                    f"{name} 为 {text!r}，不是 {least} 到 {most} 的整数",
-                ),
-                (f"export {name} as a number", f"请将 {name} 设为整数"),
-            )
-        numbers[name] = int(text) if text else None
-    count, rank = numbers["NNODES"] or 1, numbers["NODE_RANK"]
-    address = environment.get("MASTER_ADDR", "").strip()
-    if count > 1 and (rank is None or not address):
-        absent = " and ".join(
-            name for name, there in (("NODE_RANK", rank is not None), ("MASTER_ADDR", address)) if not there
-        )
-        return fail(
-            "nodes",
-            (f"NNODES is {count}, but {absent} is not set", f"NNODES 为 {count}，但未设置 {absent}"),
-            (
-                "on every node: export MASTER_ADDR=<the first node's address>; NODE_RANK=0 on the first, 1 on the next",
-                "在每个节点设置 MASTER_ADDR=<首节点地址>；首节点 NODE_RANK=0，下一个为 1，依此类推",
-            ),
-        )
-    if rank is not None and rank >= count:
-        return fail(
-            "nodes",
-            (
-                f"NODE_RANK is {rank}, but there are {count} nodes (NNODES): ranks count from 0",
-                f"NODE_RANK 为 {rank}，而节点数（NNODES）为 {count}：序号从 0 开始",
-            ),
-            (
-                f"set NODE_RANK to 0...{count - 1}, or NNODES to {rank + 1}",
-                f"将 NODE_RANK 设为 0 至 {count - 1}，或将 NNODES 设为 {rank + 1}",
-            ),
-        )
-    port = numbers["MASTER_PORT"]
-    return Nodes(count, rank, address, port or DEFAULT_PORT, port is not None)
+def check_nodes(environment: Mapping[str, str]) -> tuple[Nodes | None, Check]:
+    """The nodes of the run as the shell's variables (or Slurm's) say, and the check of that."""
+    name = "nodes"
+    try:
+        nodes = nodes_here(environment)
+    except FinetuneError as error:
+        return None, failed(name, error)
+    if nodes.count == 1:
+        return nodes, ok(name, "one node", "单节点")
+    said = f"node {nodes.rank} of {nodes.count}, meeting at {nodes.address}:{nodes.port}"
+    chinese = f"{nodes.count} 个节点中的第 {nodes.rank} 个（从 0 起），汇合地址 {nodes.address}:{nodes.port}"
+    return nodes, ok(name, said, chinese, count=nodes.count, rank=nodes.rank)
 
 
 def local_addresses() -> dict[str, list[str]]:
@@ -109,8 +68,8 @@ def check_master_address(
     """Whether the master's address has meaning here: resolves, is this machine's on node 0, is no loopback for "
     "several."""
     name = "master_address"
-    if not nodes.address:
-        return skip(name, "MASTER_ADDR is not set: one machine", "未设置 MASTER_ADDR：单机运行")
+    if nodes.count < 2:
+        return skip(name, "one node", "单节点")
     addresses = resolve(nodes.address)
     values = {"address": nodes.address, "resolved": addresses}
     if not addresses:
@@ -123,7 +82,7 @@ def check_master_address(
             ),
             **values,
         )
-    if nodes.count > 1 and all(map(is_loopback, addresses)):
+    if all(map(is_loopback, addresses)):
         return fail(
             name,
             (
@@ -138,9 +97,8 @@ def check_master_address(
         )
     own = {address for several in interfaces.values() for address in several}
     here = any(address in own or is_loopback(address) for address in addresses)
-    if nodes.rank in (None, 0) and not here:
-        verdict = fail if nodes.rank == 0 else warn
-        return verdict(
+    if nodes.rank == 0 and not here:
+        return fail(
             name,
             (
                 f"MASTER_ADDR {nodes.address} ({', '.join(addresses)}) is no address of this machine, which is the "
@@ -178,7 +136,7 @@ def check_master_reachable(nodes: Nodes, connect: Callable[[str, int], str] = re
         return skip(name, "one node", "单节点")
     if nodes.rank == 0:
         return skip(name, "this is the first node: ask on the others", "本机是首节点：请在其他节点上检查")
-    result = connect(nodes.address, nodes.port)
+    result = connect(nodes.address, nodes.port or DEFAULT_PORT)
     values: dict[str, Any] = {"address": nodes.address, "port": nodes.port, "result": result}
     if result == "open":
         said = f"{nodes.address}:{nodes.port} answers"

@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import errno
-import socket
 from collections.abc import Callable
 
+from finetune.errors import StateError
 from finetune.operations.checks.check import Check, fail, ok, skip, warn
-from finetune.operations.checks.network import DEFAULT_PORT, Nodes
+from finetune.operations.launch_nodes import Nodes
+from finetune.operations.ports import DEFAULT_PORT, hold_port
 
-PORT_TRIES = 10
 
-
-def can_bind(port: int) -> bool:
-    """Whether a server could take the port on every interface, as torch's store does (IPv6 and IPv4, reuse of address).
-
-    Raises:
-        PermissionError: a port that only root may take.
-    """
-    for family, host in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
-        try:
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                probe.bind((host, port))
-                probe.listen(1)
-        except OSError as error:
-            if error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUPPORT):
-                continue  # this machine has no IPv6
-            if error.errno in (errno.EACCES, errno.EPERM):
-                raise PermissionError(f"port {port}") from error
-            return False
-    return True
+def first_free_port(first: int) -> int | None:
+    """The first port from there on that can be bound, in as many tries as the launcher makes; None where none can."""
+    try:
+        held = hold_port(first, loopback=False)
+    except StateError:
+        return None
+    held.close()
+    return held.number
 
 
 def holder_of(port: int) -> int | None:
@@ -47,49 +32,30 @@ def holder_of(port: int) -> int | None:
     return listening[0].pid if listening else None
 
 
-def next_free_port(after: int, bind: Callable[[int], bool] = can_bind) -> int | None:
-    """The first free port after one, in as many tries as the launcher makes."""
-    return next((port for port in range(after + 1, min(65_535, after + PORT_TRIES) + 1) if bind(port)), None)
-
-
 def check_port(
     nodes: Nodes,
-    bind: Callable[[int], bool] = can_bind,
+    find: Callable[[int], int | None] = first_free_port,
     holder: Callable[[int], int | None] = holder_of,
 ) -> Check:
-    """Whether the processes can meet at the port; asked where it will be bound, on the first node."""
-    name = "port"
-    if nodes.rank not in (None, 0):
-        return skip(
-            name, f"port {nodes.port} is taken on the first node, not here", f"端口 {nodes.port} 由首节点使用，不在本机"
-        )
-    try:
-        free = bind(nodes.port)
-    except PermissionError:
-        return fail(
-            name,
-            (f"port {nodes.port} is for root only", f"端口 {nodes.port} 仅 root 可用"),
-            (f"export MASTER_PORT={DEFAULT_PORT} on every node", f"在每个节点 export MASTER_PORT={DEFAULT_PORT}"),
-            port=nodes.port,
-        )
-    if free:
-        return ok(name, f"port {nodes.port} is free", f"端口 {nodes.port} 空闲", port=nodes.port)
-    pid, instead = holder(nodes.port), next_free_port(nodes.port, bind)
+    """Whether the processes can meet at MASTER_PORT; asked where it will be bound, on the first node."""
+    name, port = "port", nodes.port or DEFAULT_PORT
+    if nodes.rank != 0:
+        return skip(name, f"port {port} is taken on the first node, not here", f"端口 {port} 由首节点使用，不在本机")
+    free = find(port)
+    if free == port:
+        return ok(name, f"port {port} is free", f"端口 {port} 空闲", port=port)
+    pid = holder(port)
     by, by_zh = (f" by pid {pid}", f"（进程 {pid}）") if pid else ("", "")
-    values = {"port": nodes.port, "holder": pid, "next_free": instead}
-    where = " on every node" if nodes.count > 1 else ""
-    where_zh = "在每个节点" if nodes.count > 1 else ""
-    free_one = f"export MASTER_PORT={instead}{where}" if instead else "choose another MASTER_PORT"
-    free_one_zh = f"{where_zh}export MASTER_PORT={instead}" if instead else "请另选 MASTER_PORT"
-    what = (f"port {nodes.port} is taken{by}", f"端口 {nodes.port} 已被占用{by_zh}")
-    if nodes.port_given or nodes.count > 1:
-        return fail(name, what, (free_one, free_one_zh), **values)
-    return warn(
-        name,
-        what,
-        (
-            f"{free_one}; python -m finetune launch takes a free one by itself",
-            f"{free_one_zh}；python -m finetune launch 会自动选择空闲端口",
-        ),
-        **values,
+    values = {"port": port, "holder": pid, "next_free": free}
+    where, where_zh = (" on every node", "在每个节点") if nodes.count > 1 else ("", "")
+    instead = (f"export MASTER_PORT={free}{where}", f"{where_zh}执行 export MASTER_PORT={free}")
+    if free is None:
+        instead = (f"choose a MASTER_PORT far from {port}", f"请另选一个远离 {port} 的 MASTER_PORT")
+    what = (f"port {port} is taken{by}", f"端口 {port} 已被占用{by_zh}")
+    if nodes.port is not None or free is None:
+        return fail(name, what, instead, **values)
+    itself = (
+        "; python -m finetune launch takes a free one by itself",
+        "；python -m finetune launch 会自动选用空闲端口",
     )
+    return warn(name, what, (instead[0] + itself[0], instead[1] + itself[1]), **values)
