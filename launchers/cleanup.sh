@@ -6,6 +6,6 @@
 # The flags are those of: python -m finetune clean --help
 set -euo pipefail
 
-python=$(command -v python || command -v python3)
+python=${PYTHON:-$(command -v python || command -v python3)}
 "$python" -c 'import importlib.util as u; exit(not u.find_spec("psutil"))' || python=$(dirname "$0")/../.venv/bin/python
 PYTHONPATH=$(cd "$(dirname "$0")/.." && pwd)${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m finetune clean "$@"

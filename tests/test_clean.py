@@ -20,7 +20,8 @@ from run_helpers import wait_for
 
 from finetune.operations import cleanup, leftovers, recorded_processes
 from finetune.operations.cleanup import look, main
-from finetune.operations.recorded_processes import Record, command_digest, find, send_signal
+from finetune.operations.launch_record import command_digest
+from finetune.operations.recorded_processes import Record, find, send_signal
 from finetune.storage.run_lock import RunLock
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]

@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.operations.recorded_processes import START_TOLERANCE_SECONDS, Record
+from finetune.operations.launch_record import SAME_START_SECONDS
+from finetune.operations.recorded_processes import Record
 from finetune.storage import durable_files
 from finetune.storage.checkpoint_files import clean_staging, staging_folders
 from finetune.storage.run_lock import LOCK_NAME, RunLock
@@ -122,7 +123,7 @@ def _made_by(record: Record, path: Path) -> bool:
         made = os.lstat(path).st_mtime
     except OSError:
         return False
-    return began - START_TOLERANCE_SECONDS <= made <= _last_sign_of_life(record)
+    return began - SAME_START_SECONDS <= made <= _last_sign_of_life(record)
 
 
 def _last_sign_of_life(record: Record) -> float:

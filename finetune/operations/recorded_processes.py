@@ -12,7 +12,6 @@ Records are read from
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -24,14 +23,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.operations.launch_record import SAME_START_SECONDS, VERSION, command_digest
 from finetune.storage import durable_files
 from finetune.storage.run_lock import LOCK_NAME
 
 if TYPE_CHECKING:
     import psutil
 
-# How far a start time may be from its record (docs/launching.md): clocks are adjusted, and ticks are rounded.
-START_TOLERANCE_SECONDS = 2.0
 _RECORD_LIMIT_BYTES = 16 << 20
 _LOG_NAME = re.compile(r"(\d{8}-\d{6})-(\d+)-rank(\d+)\.log")
 _TRAINS = re.compile(r"finetune(\.|/|\b.*\b)(sft|pretrain)\b")
@@ -93,7 +91,7 @@ def records_of_launches(folders: Iterable[Path], run: Path | None = None) -> lis
     for path in sorted({path for folder in folders if folder.is_dir() for path in folder.glob("*.processes.json")}):
         launch = _read_object(path)
         output_dir, processes = launch.get("output_dir"), launch.get("processes")
-        if launch.get("version") != 1 or not isinstance(output_dir, str) or not isinstance(processes, list):
+        if launch.get("version") != VERSION or not isinstance(output_dir, str) or not isinstance(processes, list):
             continue
         if run is not None and os.path.realpath(output_dir) != os.path.realpath(run):
             continue
@@ -129,11 +127,6 @@ def _read_object(path: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------- a process of today
 
 
-def command_digest(words: Iterable[str]) -> str:
-    """SHA-256 in hex of the words of a command line, joined by NUL bytes (docs/launching.md)."""
-    return hashlib.sha256("\0".join(words).encode("utf-8", "surrogateescape")).hexdigest()
-
-
 def find(record: Record) -> tuple[psutil.Process | None, str]:
     """The process of a record, or None and why a living process of that id is not it ("" where there is none)."""
     import psutil
@@ -157,9 +150,9 @@ def _difference(record: Record, process: psutil.Process) -> str:
     if process.uids().real != os.getuid():
         return "it belongs to another user"
     began = process.create_time()
-    if record.start_time is not None and abs(began - record.start_time) > START_TOLERANCE_SECONDS:
+    if record.start_time is not None and abs(began - record.start_time) > SAME_START_SECONDS:
         return "it has another start time: the process id was used again"
-    if record.seen_time is not None and began > record.seen_time + START_TOLERANCE_SECONDS:
+    if record.seen_time is not None and began > record.seen_time + SAME_START_SECONDS:
         return "it is younger than the record: the process id was used again"
     words = process.cmdline()
     if record.command_digest is not None:
@@ -201,7 +194,7 @@ def _may_live(supervisor: Record) -> bool:
         return True
     try:
         process = psutil.Process(supervisor.pid)
-        same = abs(process.create_time() - supervisor.start_time) <= START_TOLERANCE_SECONDS
+        same = abs(process.create_time() - supervisor.start_time) <= SAME_START_SECONDS
         return same and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
