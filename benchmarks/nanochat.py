@@ -87,9 +87,11 @@ def main() -> int:
     work = options.work_dir.resolve()
     work.mkdir(parents=True, exist_ok=True)
     corpus = _prepare(work, options)
-    runs = [_run(variant, work, corpus, options) for variant in options.only]
-    report = {"options": _facts(options), "runs": [asdict(run) for run in runs]}
-    (work / "report.json").write_text(json.dumps(report, indent=1, default=str), encoding="utf-8")
+    facts, runs = _facts(options), []
+    for variant in options.only:
+        runs.append(_run(variant, work, corpus, options))
+        report = {"options": facts, "runs": [asdict(run) for run in runs]}
+        (work / "report.json").write_text(json.dumps(report, indent=1, default=str), encoding="utf-8")
     text = _report(runs, corpus, options)
     print(text)
     _plot(runs, work / "bits_per_byte.png", options)
