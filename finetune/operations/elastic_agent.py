@@ -136,7 +136,9 @@ class Agent:
                 peer_ended_at = peer_ended_at or now
             alone = peer_ended_at and now - peer_ended_at > PEER_GRACE_SECONDS
             too_slow = self._stop_at and now - self._stop_at > self.orders.shutdown_seconds
-            if alone or too_slow or self._silent(watch, self.place.timeout_seconds, watch.ended):
+            # Its own collectives give a worker up at --timeout-seconds, in words; those of some libraries never do.
+            lost = self._silent(watch, self.place.timeout_seconds + PEER_GRACE_SECONDS, watch.ended)
+            if alone or too_slow or lost:
                 self._workers.close(signal.SIGTERM, CLOSE_SECONDS)
             time.sleep(POLL_SECONDS)
         failures = sorted(result.failures.items(), key=lambda item: item[1].timestamp)

@@ -105,7 +105,12 @@ def parser() -> argparse.ArgumentParser:
         default=os.environ.get("MAX_RESTARTS") or "3",
         help="attempts after the first, for failures that one can cure (MAX_RESTARTS, 3)",
     )
-    made.add_argument("--log-dir", default="logs", metavar="FOLDER", help="where the log goes (logs)")
+    made.add_argument(
+        "--log-dir",
+        metavar="FOLDER",
+        default=os.environ.get("FINETUNE_LOG_DIR") or "logs",
+        help="where the log goes (FINETUNE_LOG_DIR, logs)",
+    )
     made.add_argument("--lang", choices=("en", "zh"), help="language; otherwise the locale's")
     made.add_argument("--dry-run", action="store_true", help="show what would be started, and start nothing")
     made.add_argument("kind", choices=KINDS, help="what to run")

@@ -6,6 +6,7 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 from finetune.operations.language import Language, Text
+from finetune.operations.ports import candidates
 
 if TYPE_CHECKING:
     from finetune.operations.restart_policy import Ended
@@ -68,10 +69,10 @@ _RANK_SIGNAL: Text = {"en": "rank {rank} was ended by {signal}", "zh": "rank {ra
 _FIRST: Text = {"en": " (first)", "zh": "（最先）"}
 _SILENT: Text = {
     "en": "node {node} has not been heard of for {seconds} s: the connection between the nodes is lost, or that node "
-    "is down. fix: see that it runs and that `ping {address}` works from the other nodes, then start the same command "
-    "again on all nodes; it goes on from the last checkpoint",
-    "zh": "节点 {node} 已失联 {seconds} 秒：节点间网络中断，或该节点已停机。解决：确认该节点在运行，且其他节点能 "
-    "`ping {address}`；然后在所有节点上重新执行同一命令，将从最近的检查点继续",
+    "is down. fix: see that it runs and that the nodes reach each other (ping {address}), then start the same command "
+    "again on all of them; it goes on from the last checkpoint",
+    "zh": "节点 {node} 已失联 {seconds} 秒：节点间网络中断，或该节点已停机。解决：确认该节点在运行，且各节点互通"
+    "（ping {address}）；然后在所有节点上重新执行同一命令，将从最近的检查点继续",
 }
 _OTHER: Text = {
     "en": "on node {node} the workers ended with exit code {code}; its log says why",
@@ -123,8 +124,7 @@ def how_it_ended(ended: Ended, launch: Launch, language: Language) -> list[str]:
         first = _FIRST[language] if number == 0 and len(failed) > 1 else ""
         lines.append(text[language].format(rank=rank, code=code, signal=name) + first)
     for node, seconds in ended.silent.items():
-        address = launch.nodes.address if node == 0 else f"<node {node}>"
-        lines.append(_SILENT[language].format(node=node, seconds=seconds, address=address))
+        lines.append(_SILENT[language].format(node=node, seconds=seconds, address=launch.nodes.address))
     for node, how in ended.others.items():
         if how["exit_code"] not in (0, 3):
             lines.append(_OTHER[language].format(node=node, code=how["exit_code"]))
@@ -133,12 +133,12 @@ def how_it_ended(ended: Ended, launch: Launch, language: Language) -> list[str]:
 
 def _problem(ended: Ended, launch: Launch, language: Language) -> str:
     nodes = launch.nodes
-    first = launch.held.number if launch.held is not None else nodes.port
+    ports = candidates(nodes.port) if nodes.port is not None else (launch.held.number,)
     values: dict[str, Any] = {
         "count": nodes.count,
         "seconds": launch.timeout_seconds,
         "address": nodes.address,
-        "ports": f"{first}-{first + 9}",
+        "ports": f"{ports[0]}-{ports[-1]}",
     }
     facts = dict(ended.facts)
     seen = ", ".join(f"{port}: {what}" for port, what in facts.pop("seen", {}).items())

@@ -1,0 +1,85 @@
+"""Two nodes of two processes each, as network namespaces on one machine: a pulled cable, a taken port, a resumed run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import run_helpers
+from launching import ROOT
+from two_nodes import TwoNodes, why_not
+
+STEPS = 8
+TIMEOUT_SECONDS = 20
+WAIT_SECONDS = 400.0
+SLOW = {"PYTHONPATH": f"{ROOT / 'tests' / 'slow_steps'}:{ROOT}"}
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[TwoNodes]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with TwoNodes(tmp_path / "logs") as made:
+        yield made
+
+
+def test_a_pulled_cable_is_diagnosed_on_both_nodes_and_the_run_goes_on(nodes: TwoNodes, tmp_path: Path) -> None:
+    """Fine-tuning under ZeRO-3; the port that both nodes were told is taken on the first."""
+    materials = run_helpers.make_materials(tmp_path / "materials")
+    run = tmp_path / "run"
+    settings = materials.settings(
+        run,
+        **run_helpers.LAYOUTS["zero3"],
+        max_steps=STEPS,
+        save_steps=2,
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(settings))
+    with nodes.port_taken(29500):
+        first = nodes.launch(["--config", str(config)], tmp_path, **SLOW, MAX_RESTARTS="0")
+        run_helpers.wait_for(lambda: (run / "checkpoint-4").exists(), WAIT_SECONDS, what="the fourth step's checkpoint")
+        nodes.cable("down")
+        codes = [launched.wait(WAIT_SECONDS) for launched in first]
+    said = [launched.said() for launched in first]
+    logs = sorted((tmp_path / "logs").glob("*.log"), key=lambda log: log.name.partition("-node")[2])
+    assert codes == [1, 1], "\n".join(said)
+    assert "port 29500 is taken; 29501 is used instead" in said[0]
+    for node in (0, 1):
+        assert "at port 29501" in said[node]
+        assert re.search(rf"node {1 - node} has not been heard of for \d+ s: the connection between", said[node])
+        assert "Traceback" not in said[node] and "Traceback" in logs[node].read_text()
+        assert "1. collective_timeout" in said[node]
+        assert "not started again: no restarts are left" in said[node]
+
+    nodes.cable("up")
+    second = nodes.launch(["--config", str(config)], tmp_path)
+    codes = [launched.wait(WAIT_SECONDS) for launched in second]
+    assert codes == [0, 0], "\n".join(launched.said() for launched in second)
+    assert run_helpers.status(run)["state"] == "done"
+    (resumed,) = run_helpers.events(run, "resume")
+    assert resumed["step"] >= 4
+    assert [event["world_size"] for event in run_helpers.events(run, "start")] == [4, 4]
+    assert len(run_helpers.sample_ids(run)) == len(run_helpers.losses(run)) == STEPS
+    for log in (tmp_path / "logs").glob("*.processes.json"):
+        roles = [process["role"] for process in json.loads(log.read_text())["processes"]]
+        assert roles[:4] == ["supervisor", "agent", "worker", "worker"]
+
+
+def test_pretraining_on_two_nodes(nodes: TwoNodes, tmp_path: Path) -> None:
+    tokens = tmp_path / "train.bin"
+    np.random.default_rng(0).integers(0, 256, 20_000, dtype="<u2").tofile(tokens)
+    flags = f"--train-data-path {tokens} --vocab-size 256 --depth 1 --max-seq-len 32 --device-batch-size 1"
+    flags += " --total-batch-size 256 --num-iterations 4 --device-type cpu --dtype float32 --report-to none"
+    flags += f" --output-dir {tmp_path / 'run'}"
+    launched = nodes.launch(flags.split(), tmp_path, KIND="pretrain")
+    codes = [node.wait(WAIT_SECONDS) for node in launched]
+    assert codes == [0, 0], "\n".join(node.said() for node in launched)
+    (start,) = run_helpers.events(tmp_path / "run", "start")
+    assert start["world_size"] == 4
+    assert len(run_helpers.losses(tmp_path / "run")) == 4
+    assert "[SUCCESS] done: 4 steps" in launched[0].said()
