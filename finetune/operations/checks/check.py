@@ -42,7 +42,7 @@ class Check:
         }
 
 
-def ok(name: str, en: str, zh: str, **values: Any) -> Check:
+def ok(name: str, en: str, zh: str, /, **values: Any) -> Check:
     return Check(name, "ok", Text(en=en, zh=zh), None, values)
 
 
@@ -50,12 +50,12 @@ def skip(name: str, en: str, zh: str) -> Check:
     return Check(name, "skip", Text(en=en, zh=zh))
 
 
-def warn(name: str, what: tuple[str, str], fix: tuple[str, str], **values: Any) -> Check:
+def warn(name: str, what: tuple[str, str], fix: tuple[str, str], /, **values: Any) -> Check:
     """Args: `what` and `fix` are (English, Chinese)."""
     return Check(name, "warn", Text(en=what[0], zh=what[1]), Text(en=fix[0], zh=fix[1]), values)
 
 
-def fail(name: str, what: tuple[str, str], fix: tuple[str, str], **values: Any) -> Check:
+def fail(name: str, what: tuple[str, str], fix: tuple[str, str], /, **values: Any) -> Check:
     """Args: `what` and `fix` are (English, Chinese)."""
     return Check(name, "fail", Text(en=what[0], zh=what[1]), Text(en=fix[0], zh=fix[1]), values)
 
