@@ -42,8 +42,9 @@ def probe_sft(config: RunConfig) -> Iterator[Check]:
     yield ok("model", said, said, model_type=model_config.model_type)
     tokenizer = load_tokenizer(config.model, template=config.template, trust_remote_code=config.trust_remote_code)
     check_embeddings(model_config, tokenizer, config.model)
-    template = config.template or "the tokenizer's own template"
-    yield ok("tokenizer", f"{len(tokenizer):,} tokens, {template}", f"{len(tokenizer):,} 个 token，模板：{template}")
+    english, chinese = (config.template,) * 2 if config.template else ("the tokenizer's own", "分词器自带")
+    said = f"{len(tokenizer):,} tokens, template: {english}"
+    yield ok("tokenizer", said, f"{len(tokenizer):,} 个 token，模板：{chinese}")
     for paths in filter(None, (config.data, config.valid_data)):
         yield _data(config, paths, tokenizer)
 

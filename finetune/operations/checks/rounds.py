@@ -189,7 +189,7 @@ def with_torch(subject: Subject) -> tuple[list[Check], Subject]:
     from finetune.operations.checks.torch_device import check_torch
 
     listed = sum(len(report.devices) for report in subject.reports)
-    checks, taken = check_torch(subject.environment, subject.wanted_device, subject.config, listed)
+    checks, taken = check_torch(subject.environment, subject.wanted_device, subject.config, listed, subject.processes)
     return checks, replace(subject, device_type=taken or subject.device_type)
 
 

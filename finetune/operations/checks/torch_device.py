@@ -19,11 +19,13 @@ def check_torch(
     device_type: str,
     config: BaseConfig | None,
     devices_listed: int = 0,
+    processes: int = 1,
 ) -> tuple[list[Check], str | None]:
     """Import torch as a run would: (checks, the device type that a run takes or None).
 
     Args:
         device_type: the configuration's, or auto.
+        processes: processes of the run on this machine.
         devices_listed: devices that npu-smi or nvidia-smi shows, to compare with.
     """
     request = {"device_type": device_type}
@@ -37,7 +39,7 @@ def check_torch(
         checks.append(
             ok("torch_npu_import", said, f"torch_npu {report['torch_npu']} 可加载", version=report["torch_npu"])
         )
-    checks.append(check_device_type(report, device_type, devices_listed))
+    checks.append(check_device_type(report, device_type, devices_listed, processes))
     return [*checks, check_capabilities(report, config)], report["device_type"]
 
 
@@ -75,7 +77,7 @@ def _import_failed(answer: Answer, environment: Mapping[str, str]) -> Check:
     )
 
 
-def check_device_type(report: Mapping[str, Any], wanted: str, devices_listed: int) -> Check:
+def check_device_type(report: Mapping[str, Any], wanted: str, devices_listed: int, processes: int = 1) -> Check:
     """Whether the device that is asked for is there, and whether torch sees what the driver lists."""
     name, chosen, available = "torch_device", report["device_type"], report["available"]
     values = {"available": available, "device_type": chosen, "count": report.get("count")}
@@ -89,6 +91,19 @@ def check_device_type(report: Mapping[str, Any], wanted: str, devices_listed: in
             (
                 "leave --device-type out, or install the driver and package that it needs",
                 "去掉 --device-type，或安装所需驱动与软件包",
+            ),
+            **values,
+        )
+    if report.get("count") is not None and report["count"] < processes:
+        return fail(
+            name,
+            (
+                f"torch sees {report['count']} {chosen} devices, and {processes} processes are to start",
+                f"torch 可见 {report['count']} 个 {chosen} 设备，而要启动 {processes} 个进程",
+            ),
+            (
+                f"--nproc {max(1, report['count'])}, or make more devices visible",
+                f"--nproc {max(1, report['count'])}，或放开更多设备",
             ),
             **values,
         )
