@@ -22,6 +22,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 )
 
 from finetune.chat.choose_tokens import Row, adjust
+from finetune.chat.limits import Limits
 from finetune.chat.sampling import Draws, Sampling
 
 PAGE_TOKENS = 32  # tokens of a page of the cache: what prompts that begin alike share is counted in whole pages
@@ -45,21 +46,6 @@ class Job:
 
     def row(self, answer_ids: Sequence[int]) -> Row:
         return Row(self.sampling, self.draws, [*self.prompt_ids, *answer_ids], len(self.prompt_ids))
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What an engine may take.
-
-    Attributes:
-        max_batch: answers written at the same time.
-        context_tokens: most tokens of one prompt with its answer.
-        cache_tokens: tokens that the key-value cache holds, of all answers together.
-    """
-
-    max_batch: int
-    context_tokens: int
-    cache_tokens: int
 
 
 class Engine(Protocol):

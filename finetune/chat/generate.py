@@ -12,6 +12,7 @@ tokens are those of transformers' `model.generate(do_sample=False)`, alone and i
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import uuid
@@ -22,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.chat.answer_text import AnswerText
-from finetune.chat.engine import ContinuousEngine, Engine, Job, Limits
+from finetune.chat.engine import ContinuousEngine, Engine, Job
+from finetune.chat.limits import Limits, default_sampling, find_limits, set_threads
 from finetune.chat.loading import check_fit, end_ids, find_source, load_tokenizer_of, load_weights
 from finetune.chat.sampling import Sampling
 from finetune.chat.static_engine import StaticEngine
@@ -30,7 +32,7 @@ from finetune.data.formats import Message
 from finetune.data.problems import RowProblem
 from finetune.data.spans import ChatTemplate
 from finetune.device import choose_device_type, choose_dtype
-from finetune.errors import ConfigError, DataError, FinetuneError
+from finetune.errors import DataError, FinetuneError
 from finetune.modeling.attention import can_pack
 
 if TYPE_CHECKING:
@@ -38,9 +40,6 @@ if TYPE_CHECKING:
 
 ROLES = ("system", "user", "assistant", "tool")
 DEFAULT_MAX_BATCH = 32
-DEFAULT_CACHE_TOKENS_PER_ANSWER = 2048
-MEMORY_SHARE = 0.5  # of the memory that is free after loading, at most, for keys and values
-_UNKNOWN_CONTEXT_TOKENS = 4096
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 
@@ -175,7 +174,7 @@ class Generator:
         self.stop_ids = frozenset(stop_ids)
         self.context_tokens = limits.context_tokens
         self.limits = limits
-        self.default_sampling = _default_sampling(model.generation_config)
+        self.default_sampling = default_sampling(model.generation_config)
         self._template = ChatTemplate(tokenizer)
         engine_class = ContinuousEngine if continuous else StaticEngine
         self.engine: Engine = engine_class(model, sorted(self.stop_ids), int(tokenizer.pad_token_id), limits)
@@ -299,6 +298,7 @@ def load_for_generation(
     max_batch: int = DEFAULT_MAX_BATCH,
     context_tokens: int | None = None,
     continuous: bool | None = None,
+    cpu_threads: int | None = None,
     trust_remote_code: bool = False,
 ) -> Generator:
     """Load a model to answer with.
@@ -312,6 +312,7 @@ def load_for_generation(
         max_batch: answers written at the same time.
         context_tokens: most tokens of a prompt with its answer; None: what the model was made for.
         continuous: whether requests may join a running batch; None: wherever that is tested.
+        cpu_threads: threads of an operation on a CPU, unless OMP_NUM_THREADS says; None: torch's own number.
         trust_remote_code: whether code of the model's repository may run.
 
     Raises:
@@ -324,13 +325,15 @@ def load_for_generation(
     device = torch.device(device_type)
     network = load_weights(source, device, dtype, trust_remote_code=trust_remote_code)
     check_fit(network, tokenizer, source)
+    if device_type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        set_threads(network, cpu_threads)
     tested = can_pack(network.config) and device_type in ("cpu", "cuda")
     return Generator(
         network,
         tokenizer,
         name=source.name,
         stop_ids=end_ids(tokenizer, network.generation_config, network.config.get_text_config().eos_token_id),
-        limits=_limits(network, device, max_batch, context_tokens),
+        limits=find_limits(network, device, max_batch, context_tokens),
         continuous=tested if continuous is None else continuous,
     )
 
@@ -346,55 +349,3 @@ def _message(number: int, message: Any) -> Message:
     if not isinstance(content, str):
         raise DataError("content is not a text", f"{where}.content", "send the message's text as content")
     return Message(role, content)
-
-
-def _default_sampling(settings: Any) -> Sampling:
-    """What a model's generation_config.json asks for."""
-    penalty = float(settings.repetition_penalty or 1)
-    if not settings.do_sample:
-        return Sampling(repetition_penalty=penalty)
-    return Sampling(
-        temperature=float(1 if settings.temperature is None else settings.temperature),
-        top_p=float(settings.top_p or 1),
-        top_k=int(50 if settings.top_k is None else settings.top_k),
-        repetition_penalty=penalty,
-    )
-
-
-def _limits(model: Any, device: torch.device, max_batch: int, context_tokens: int | None) -> Limits:
-    if max_batch < 1:
-        raise ConfigError(f"max_batch is {max_batch}", "--max-batch", "use 1 or more")
-    config = model.config.get_text_config()
-    made_for = getattr(config, "max_position_embeddings", None) or _UNKNOWN_CONTEXT_TOKENS
-    if context_tokens is not None and not 2 <= context_tokens <= made_for:
-        raise ConfigError(
-            f"the context is {context_tokens} tokens, but the model was made for {made_for}",
-            "--context-tokens",
-            f"use 2 to {made_for}, or leave it out",
-        )
-    context = context_tokens or made_for
-    wanted = max(context, max_batch * min(context, DEFAULT_CACHE_TOKENS_PER_ANSWER))
-    affordable = int(_free_bytes(device) * MEMORY_SHARE / _cache_bytes_per_token(config, model.dtype))
-    cache_tokens = min(wanted, affordable)
-    if cache_tokens < 64:
-        raise ConfigError(
-            "there is no memory left for the key-value cache", str(device), "use a smaller model, or a free device"
-        )
-    return Limits(max_batch, min(context, cache_tokens), cache_tokens)
-
-
-def _cache_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of one token's keys and values, once in the cache and once more when attention reads them."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    copies = 1 + config.num_attention_heads / heads / config.num_hidden_layers
-    return int(2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize * copies)
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type in ("cpu", "mps"):
-        import psutil
-
-        return psutil.virtual_memory().available
-    free, _ = torch.get_device_module(device).mem_get_info()
-    return free

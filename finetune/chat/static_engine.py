@@ -16,7 +16,8 @@ from transformers.generation import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from finetune.chat.choose_tokens import adjust
-from finetune.chat.engine import Job, Limits
+from finetune.chat.engine import Job
+from finetune.chat.limits import Limits
 
 
 class StaticEngine:

@@ -1,0 +1,96 @@
+"""A conversation: its turns, and a file to keep it in."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import DataError, StateError
+from finetune.storage.durable_files import read_bytes, replace_file, write_new
+
+FORM, VERSION = "finetune-conversation", 1
+_LARGEST_BYTES = 16 << 20
+
+
+@dataclass
+class Conversation:
+    """A system prompt and the turns after it, in the order user, assistant, user, ..."""
+
+    system: str = ""
+    turns: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """What the model is asked with."""
+        return [{"role": "system", "content": self.system}, *self.turns] if self.system else list(self.turns)
+
+    def ask(self, question: str) -> None:
+        self.turns.append({"role": "user", "content": question})
+
+    def answer(self, text: str) -> None:
+        self.turns.append({"role": "assistant", "content": text})
+
+    def take_back(self) -> None:
+        """Forget a question that got no answer."""
+        if self.turns and self.turns[-1]["role"] == "user":
+            self.turns.pop()
+
+    def reset(self) -> None:
+        """Forget the turns; the system prompt stays."""
+        self.turns.clear()
+
+    def save(self, path: Path, *, model: str) -> None:
+        """Write the conversation; only a file that holds one already is replaced.
+
+        Raises:
+            StateError: something else is there, or the place cannot be written.
+        """
+        record = {"form": FORM, "version": VERSION, "model": model, "messages": self.messages}
+        data = (json.dumps(record, ensure_ascii=False, indent=2) + "\n").encode()
+        try:
+            if path.exists():
+                Conversation.load(path)  # raises for anything else
+                replace_file(path, data)
+            else:
+                write_new(path, data)
+        except DataError as error:
+            raise StateError("another file is there, and it is kept", str(path), "choose another name") from error
+        except OSError as error:
+            raise StateError(f"cannot be written: {error.strerror}", str(path), "choose another place") from error
+
+    @classmethod
+    def load(cls, path: Path) -> Conversation:
+        """Read a conversation.
+
+        Raises:
+            DataError: no such file, or not a conversation.
+        """
+        fix = "give a file that /save has written"
+        try:
+            record = json.loads(read_bytes(path, _LARGEST_BYTES))
+        except OSError as error:
+            raise DataError(f"cannot be read: {error.strerror or error}", str(path), fix) from error
+        except ValueError as error:  # not JSON or not UTF-8
+            raise DataError("not a conversation", str(path), fix) from error
+        if not isinstance(record, dict) or record.get("form") != FORM or record.get("version") != VERSION:
+            raise DataError("not a conversation", str(path), fix)
+        messages = record.get("messages")
+        if not isinstance(messages, list) or not all(map(_is_message, messages)):
+            raise DataError("its messages are not texts with roles", str(path), fix)
+        system, turns = "", messages
+        if messages and messages[0]["role"] == "system":
+            system, turns = messages[0]["content"], messages[1:]
+        expected = ("user", "assistant")
+        if any(turn["role"] != expected[number % 2] for number, turn in enumerate(turns)) or len(turns) % 2:
+            raise DataError("its turns are not questions and answers in order", str(path), fix)
+        return cls(system, [{"role": turn["role"], "content": turn["content"]} for turn in turns])
+
+
+def _is_message(message: Any) -> bool:
+    return (
+        isinstance(message, dict)
+        and isinstance(message.get("content"), str)
+        and message.get("role") in ("system", "user", "assistant")
+    )
