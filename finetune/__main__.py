@@ -21,6 +21,7 @@ COMMANDS = {
     "curriculum": ("finetune.operations.curriculum", "show the curriculum's plan before training"),
     "diagnose": ("finetune.operations.diagnose", "say why a run failed, from its logs"),
     "monitor": ("finetune.operations.monitor", "watch a run: progress, curves, devices, warnings"),
+    "report": ("finetune.operations.report", "write one HTML file about a run"),
     "clean": ("finetune.operations.cleanup", "list, and with --yes end, what runs left behind on this machine"),
     "checkpoints": ("finetune.operations.checkpoints", "list a run's checkpoints and whether they are valid"),
 }
