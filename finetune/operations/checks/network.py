@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.operations.checks.check import Check, fail, failed, ok, skip, warn
+from finetune.operations.checks.check import Check, fail, failed, ok, problems_of, skip, warn
 from finetune.operations.launch_nodes import Nodes, nodes_here
 from finetune.operations.ports import DEFAULT_PORT
 
@@ -17,18 +17,18 @@ CONNECT_TIMEOUT_SECONDS = 3.0
 _LOOPBACK = ("127.", "::1", "localhost")
 
 
-def check_nodes(environment: Mapping[str, str]) -> tuple[Nodes | None, Check]:
-    """The nodes of the run as the shell's variables (or Slurm's) say, and the check of that."""
+def check_nodes(environment: Mapping[str, str]) -> tuple[Nodes | None, list[Check]]:
+    """The nodes of the run as the shell's variables (or Slurm's) say, and the checks of that."""
     name = "nodes"
     try:
         nodes = nodes_here(environment)
     except FinetuneError as error:
-        return None, failed(name, error)
+        return None, [failed(name, problem) for problem in problems_of(error)]
     if nodes.count == 1:
-        return nodes, ok(name, "one node", "单节点")
+        return nodes, [ok(name, "one node", "单节点")]
     said = f"node {nodes.rank} of {nodes.count}, meeting at {nodes.address}:{nodes.port}"
     chinese = f"{nodes.count} 个节点中的第 {nodes.rank} 个（从 0 起），汇合地址 {nodes.address}:{nodes.port}"
-    return nodes, ok(name, said, chinese, count=nodes.count, rank=nodes.rank)
+    return nodes, [ok(name, said, chinese, count=nodes.count, rank=nodes.rank)]
 
 
 def local_addresses() -> dict[str, list[str]]:

@@ -164,8 +164,8 @@ def ephemeral_ports(root: Path = Path("/")) -> tuple[int, int] | None:
 
 def meeting(subject: Subject) -> Iterator[Check]:
     """Nodes, port and addresses."""
-    nodes, check = network.check_nodes(subject.environment)
-    yield check
+    nodes, checks = network.check_nodes(subject.environment)
+    yield from checks
     if nodes is None:
         return
     yield ports.check_port(nodes)
