@@ -182,26 +182,26 @@ def test_saved_state_goes_on_bit_identically(choice: str, tmp_path: Path):
 
 
 def test_rates_at_the_reference_are_as_written():
-    rates = scaled_rates(config(), width=768, total_tokens=REFERENCE_TOKENS)
+    rates = scaled_rates(config(), width=768, horizon_tokens=REFERENCE_TOKENS)
     assert rates == Rates(matrix=0.02, embedding=0.3, head=0.008, vector=0.008, decay=0.28)
 
 
 def test_rates_scale_by_width_and_batch():
     quarter = config(total_batch_size=2**17)
-    rates = scaled_rates(quarter, width=192, total_tokens=REFERENCE_TOKENS // 2)
+    rates = scaled_rates(quarter, width=192, horizon_tokens=REFERENCE_TOKENS // 2)
     assert rates.matrix == pytest.approx(0.02 / 2)  # sqrt of a quarter; no width
     assert rates.embedding == pytest.approx(0.3 / 2 * 2)  # width a quarter: twice
     assert rates.head == pytest.approx(0.008)
     assert rates.decay == pytest.approx(0.28 / 2 * 2)  # half the tokens: twice
-    assert scaled_rates(quarter, width=192, total_tokens=1).decay == pytest.approx(2.8)
-    plain = scaled_rates(config(total_batch_size=2**17, lr_scaling=False), width=192, total_tokens=1)
+    assert scaled_rates(quarter, width=192, horizon_tokens=1).decay == pytest.approx(2.8)
+    plain = scaled_rates(config(total_batch_size=2**17, lr_scaling=False), width=192, horizon_tokens=1)
     assert plain == Rates(matrix=0.02, embedding=0.3, head=0.008, vector=0.008, decay=0.28)
 
 
 def test_one_rate_for_all_and_a_factor():
-    rates = scaled_rates(config(learning_rate=1e-3, lr_scale=0.7, lr_scaling=False), width=64, total_tokens=1)
+    rates = scaled_rates(config(learning_rate=1e-3, lr_scale=0.7, lr_scaling=False), width=64, horizon_tokens=1)
     assert rates.matrix == rates.embedding == rates.head == pytest.approx(7e-4)
-    adamw = scaled_rates(config(optimizer="adamw"), width=192, total_tokens=REFERENCE_TOKENS)
+    adamw = scaled_rates(config(optimizer="adamw"), width=192, horizon_tokens=REFERENCE_TOKENS)
     assert adamw.matrix == pytest.approx(0.003 * 2)
 
 

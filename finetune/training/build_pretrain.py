@@ -15,10 +15,10 @@ from finetune.data.windows import Windows
 from finetune.device import Capabilities, LaunchWorld
 from finetune.errors import ConfigError
 from finetune.modeling.attention import choose_attention
-from finetune.modeling.flops import flops_per_token
+from finetune.modeling.flops import flops_per_token, matrix_parameters
 from finetune.modeling.loss import make_chunked_head
 from finetune.modeling.pretrained import DTYPES, count_parameters
-from finetune.modeling.scratch import make_model
+from finetune.modeling.scratch import make_empty_model, make_model
 from finetune.training.arguments import training_arguments
 from finetune.training.build import make_context, make_execution, make_rows, make_trainer, say_start
 from finetune.training.optimizers import scaled_rates
@@ -51,8 +51,11 @@ def build_trainer(
     devices.use_fast_matmul(device_type)
     able = devices.capabilities(device_type)
     total_steps = data.batches.total_steps
+    worth = config.target_param_data_ratio * matrix_parameters(make_empty_model(data.model_config))
     rates = scaled_rates(
-        config, width=data.model_config.hidden_size, total_tokens=total_steps * config.total_batch_size
+        config,
+        width=data.model_config.hidden_size,
+        horizon_tokens=max(worth, total_steps * config.total_batch_size),
     )
     arguments = training_arguments(
         config,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 REFERENCE_WIDTH = 768
 REFERENCE_BATCH_TOKENS = 2**19
 REFERENCE_TOKENS = 12 * (12 * 12 * 768**2 + 32768 * 768)
-# The law for the decay was found on runs of more than a tenth of those tokens; shorter ones do not go beyond it.
+# The law for the decay was found on models worth more than a tenth of those tokens; smaller ones do not go beyond it.
 LARGEST_DECAY_FACTOR = 10.0
 EMBEDDING_BETA2 = 0.995
 EMBEDDING_DECAY, HEAD_DECAY = 0.001, 0.01
@@ -40,14 +40,15 @@ class Rates:
     decay: float
 
 
-def scaled_rates(config: PretrainConfig, *, width: int, total_tokens: int) -> Rates:
+def scaled_rates(config: PretrainConfig, *, width: int, horizon_tokens: float) -> Rates:
     """The rates that the run trains with.
 
     With B tokens a step, all rates are scaled by sqrt(B / 2^19), those of AdamW also by (width / 768)^-1/2, the decay
-    by sqrt(B / 2^19) x (reference tokens / tokens of the run).
+    by sqrt(B / 2^19) x (reference tokens / horizon).
 
     Args:
-        total_tokens: of the whole run.
+        horizon_tokens: those that the model is worth (target_param_data_ratio x parameters), or the run's if it has
+            more. A shorter run does not decay faster: its weights would shrink away before they had learned.
     """
     single = config.learning_rate
     matrix, embedding, head = (
@@ -57,7 +58,7 @@ def scaled_rates(config: PretrainConfig, *, width: int, total_tokens: int) -> Ra
     if config.lr_scaling:
         batch = math.sqrt(config.total_batch_size / REFERENCE_BATCH_TOKENS)
         width_factor = (width / REFERENCE_WIDTH) ** -0.5
-        decay = min(LARGEST_DECAY_FACTOR, batch * REFERENCE_TOKENS / total_tokens)
+        decay = min(LARGEST_DECAY_FACTOR, batch * REFERENCE_TOKENS / horizon_tokens)
     adamw = config.lr_scale * batch * width_factor
     return Rates(
         matrix=matrix * (config.lr_scale * batch if config.optimizer == "muon" else adamw),
