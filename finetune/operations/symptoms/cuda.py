@@ -22,9 +22,8 @@ SYMPTOMS = (
             r"with family \d+ is neither AF_INET\(2\) nor AF_INET6\(10\)",
             r"NET/IB : Got completion from peer .* with (?:status=|error )(?P<status>\d+)",
             r"NCCL WARN .*ibv_\w+ failed|Call to ibv_\w+ failed",
-            r"[Uu]nable to find (?:address for|interface) (?P<interface>\S+)",
+            r"[Uu]nable to find (?:address|interface) for: ?\[?(?P<interface>[^\s\]]+)",
             r"makeDeviceFor(?:Interface|Hostname)\(\): unsupported gloo device",
-            r"ifa != nullptr\. Unable to find interface for: \[(?P<interface>[^\]]*)\]",
         ),
         {
             "en": "NCCL or gloo found no network interface that reaches the other nodes[[ ({interface})]].",

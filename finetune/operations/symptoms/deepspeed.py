@@ -15,11 +15,13 @@ SYMPTOMS = (
             r"Ninja is required to load C\+\+ extensions",
             r"fatal error: Python\.h: No such file",
             r"No such file or directory: '(?P<compiler>c\+\+|g\+\+|gcc|clang\+\+|ninja)'",
+            r"Command '\['(?P<compiler>[^']+)', '(?:-v|--version)'\]' returned non-zero",
+            r"Command '\['which', '(?P<compiler>[cg]\+\+|gcc|ninja)'\]' returned non-zero",
             r"Installed CUDA version (?P<cuda>\S+) does not match the version torch was compiled with",
         ),
         {
-            "en": "DeepSpeed could not build an operator[[ ({operator})]] at its first use[[: there is no {compiler}]].",
-            "zh": "DeepSpeed 首次使用时编译算子[[({operator})]]失败[[:找不到 {compiler}]]。",
+            "en": "DeepSpeed could not build an operator[[ ({operator})]] at its first use[[: {compiler} does not work]].",
+            "zh": "DeepSpeed 首次使用时编译算子[[({operator})]]失败[[:{compiler} 不可用]]。",
         },
         {
             "en": "Install a C++17 compiler, ninja and Python's headers (`apt-get install g++ ninja-build python3-dev`), see that CXX names a "

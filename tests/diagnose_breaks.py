@@ -1,0 +1,284 @@
+"""Real failures for the tests of diagnose: each function breaks a process of its own in one way.
+
+They run in forked processes that have torch imported (see run_helpers), with their output in a log.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+TIMEOUT = timedelta(seconds=4)
+
+
+def _join(rank: int, port: int, world_size: int = 2) -> Any:
+    import torch.distributed as dist
+
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size, timeout=TIMEOUT)
+    return dist
+
+
+# ---------------------------------------------------------------- processes that must meet
+
+
+def master_is_dead(rank: int, port: int) -> None:
+    """Rank 1 of two; nobody listens at the port."""
+    _join(1, port)
+
+
+def port_is_taken(rank: int, port: int) -> None:
+    _join(0, port)
+
+
+def peer_sleeps(rank: int, port: int) -> None:
+    import torch
+
+    dist = _join(rank, port)
+    if rank == 1:
+        time.sleep(TIMEOUT.total_seconds() + 4)
+        os._exit(0)
+    dist.all_reduce(torch.ones(4))
+
+
+def peer_is_killed(rank: int, port: int) -> None:
+    import torch
+
+    dist = _join(rank, port)
+    dist.all_reduce(torch.ones(4))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(4))
+
+
+def peer_fails_first(rank: int, port: int) -> None:
+    """Rank 1 has no memory; rank 0 only sees it go."""
+    import torch
+
+    dist = _join(rank, port)
+    if rank == 1:
+        host_memory(0)
+    dist.all_reduce(torch.ones(4))
+
+
+def interface_is_not_there(rank: int, port: int) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "no-such-interface"
+    _join(0, port, world_size=1)
+
+
+def parameters_unused(rank: int, port: int) -> None:
+    import torch
+
+    _join(rank, port)
+    branches = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+
+    class Half(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.branches = branches
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.branches[0](x)
+
+    model = torch.nn.parallel.DistributedDataParallel(Half())
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+# ---------------------------------------------------------------- limits of the system
+
+
+def _limit(name: int, amount: int) -> None:
+    resource.setrlimit(name, (amount, resource.getrlimit(name)[1]))
+
+
+def host_memory(rank: int) -> None:
+    """Ask torch for more than the process may have."""
+    import torch
+
+    _limit(resource.RLIMIT_AS, 16 << 30)
+    torch.ones(8 << 30, dtype=torch.float64)
+
+
+def python_memory(rank: int) -> None:
+    _limit(resource.RLIMIT_AS, 16 << 30)
+    bytearray(1 << 40)
+
+
+def disk(rank: int, folder: str) -> None:
+    """Fill a small file system with what torch saves."""
+    import torch
+
+    torch.save({"weight": torch.ones(4 << 20)}, Path(folder) / "weights.pt")
+
+
+def open_files(rank: int, folder: str) -> None:
+    _limit(resource.RLIMIT_NOFILE, 64)
+    kept = []
+    for number in range(100):
+        kept.append(open(Path(folder) / f"shard-{number}.bin", "wb"))  # noqa: SIM115 - never closed is the point
+
+
+class BigSamples:
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, position: int) -> Any:
+        import torch
+
+        return torch.ones(1 << 20)
+
+
+CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 1 << 18
+
+
+def shared_memory(rank: int) -> None:
+    """A /dev/shm of 64 KiB, as small containers have, seen by this process only."""
+    from torch.utils.data import DataLoader
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    steps = (
+        lambda: libc.unshare(CLONE_NEWNS),
+        lambda: libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None),
+        lambda: libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=64k"),
+    )
+    for step in steps:
+        if step() != 0:
+            print("NO MOUNT", os.strerror(ctypes.get_errno()))
+            return
+    for _ in DataLoader(BigSamples(), batch_size=1, num_workers=1):
+        pass
+
+
+def native(rank: int) -> None:
+    import faulthandler
+
+    faulthandler.enable()
+    ctypes.string_at(0)
+
+
+# ---------------------------------------------------------------- torch and what stands on it
+
+
+def dtypes(rank: int) -> None:
+    import torch
+
+    torch.nn.Linear(4, 4, dtype=torch.bfloat16)(torch.ones(2, 4))
+
+
+def recomputation(rank: int) -> None:
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    calls = []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return (x[:1] if len(calls) > 1 else x).sin().cos()
+
+    x = torch.ones(4, 4, requires_grad=True)
+    checkpoint(layer, x, use_reentrant=False).sum().backward()
+
+
+def cuda(rank: int) -> None:
+    import torch
+
+    torch.ones(2).cuda()
+
+
+def npu(rank: int) -> None:
+    import torch_npu  # noqa: F401
+
+
+def package(rank: int) -> None:
+    import a_package_that_nobody_has  # noqa: F401
+
+
+def flash_attention(rank: int, model: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(model, attn_implementation="flash_attention_2")
+
+
+def bfloat16(rank: int, folder: str) -> None:
+    from transformers import TrainingArguments
+
+    TrainingArguments(folder, bf16=True)
+
+
+def embedding(rank: int) -> None:
+    import torch
+
+    torch.nn.Embedding(10, 4)(torch.tensor([11]))
+
+
+def empty_shard(rank: int) -> None:
+    import torch
+
+    torch.nn.Linear(4, 4).load_state_dict({"weight": torch.empty(0), "bias": torch.empty(0)})
+
+
+def model_from_the_hub(rank: int) -> None:
+    """HF_HUB_OFFLINE is set for all tests."""
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained("an-owner/a-model-that-is-not-cached")
+
+
+def batch_sizes(rank: int) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    DeepSpeedConfig({"train_batch_size": 128, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8})
+
+
+def cpu_adam(rank: int, folder: str) -> None:
+    """A compiler that fails at every file."""
+    compiler = Path(folder) / "c++"
+    compiler.write_text('#!/bin/sh\ncase "$1" in -v|--version|-dumpfullversion) exec c++ "$@";; esac\nexit 1\n')
+    compiler.chmod(0o755)
+    no_compiler(rank, folder, compiler)
+
+
+def no_compiler(rank: int, folder: str, compiler: Path | str = "false") -> None:
+    os.environ.update(CXX=str(compiler), TORCH_EXTENSIONS_DIR=folder)
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    CPUAdamBuilder().load(verbose=False)
+
+
+def wandb(rank: int, folder: str) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        os.environ.pop(name, None)
+    os.environ.update(HOME=folder, NETRC=f"{folder}/netrc", WANDB_DIR=folder)
+    import wandb
+
+    wandb.init(project="diagnose")
+
+
+def own_code(rank: int) -> None:
+    {"loss": 1.0}["accuracy"]
+
+
+class _CapabilityHeader(ctypes.Structure):
+    _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
+
+
+def drop_capabilities() -> None:
+    """From here on permissions hold for root too (capset(2), version 3 of its structures, nothing effective)."""
+    header = _CapabilityHeader(0x20080522, 0)
+    if ctypes.CDLL(None, use_errno=True).capset(ctypes.byref(header), (ctypes.c_uint32 * 6)()) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+def sft_without_rights(rank: int, config: str) -> None:
+    from finetune import sft
+
+    drop_capabilities()
+    raise SystemExit(sft.main(["--config", config]))
