@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test check grid crash clean-venv
+.PHONY: demo pretrain-demo test check grid crash clean-venv
 
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed; this is %d.%d" % sys.version_info[:2] or 0)'
@@ -20,6 +20,10 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 
 demo: $(READY)
 	$(BIN)/python launchers/demo.py
+
+# From CPython's own sources to a small model that chats: prepare, pretrain, fine-tune. A few minutes.
+pretrain-demo: $(READY)
+	$(BIN)/python launchers/pretrain_demo.py
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests

@@ -97,22 +97,35 @@ def test_tokenizer_splits_digits_and_keeps_special_tokens_apart(tokenizer: Any) 
         tokenizer.apply_chat_template([{"role": "robot", "content": "u"}])
 
 
-def test_initial_model_opens_with_its_tokenizer(scripts: dict[str, ModuleType], tokenizer: Any, tmp_path: Path) -> None:
+def test_the_documents_are_the_conversations_in_the_template(
+    scripts: dict[str, ModuleType], corpus: tuple[Path, Path], tokenizer: Any, tmp_path: Path
+) -> None:
+    path = scripts["base"].write_documents(corpus[1], tokenizer, tmp_path / "documents.jsonl")
+    rows = [json.loads(line)["messages"] for line in corpus[1].read_text(encoding="utf-8").splitlines()]
+    texts = [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
+    assert texts == [
+        "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages)
+        for messages in rows
+    ]
+
+
+def test_the_bundled_model_is_what_its_script_makes(scripts: dict[str, ModuleType], tokenizer: Any) -> None:
+    """Its shape is that of `pretrain --arch qwen3` at the recipe's depth, its tokenizer that of make_tokenizer.py."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    parameters = scripts["base"].make_initial_model(tokenizer, tmp_path / "one")
-    scripts["base"].make_initial_model(tokenizer, tmp_path / "two")
-    assert (tmp_path / "one/model.safetensors").read_bytes() == (tmp_path / "two/model.safetensors").read_bytes()
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
-    opened = AutoTokenizer.from_pretrained(tmp_path / "one")
-    # By hand, per layer: q and o, k and v, the MLP, the norms before attention and MLP, the norms of q and k.
-    layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384 + 2 * 128 + 2 * 32
-    assert parameters == model.num_parameters() == 4096 * 128 + 4 * layer + 128
-    assert model.config.vocab_size == len(opened) == 4096
-    assert (model.config.pad_token_id, model.config.eos_token_id) == (opened.pad_token_id, opened.eos_token_id)
+    settings = scripts["base"].RUN_SETTINGS
+    folder = FOLDER / "tiny-qwen3"
+    model, opened = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    # By hand, per layer: q, k, v and o, the gated MLP, the norms before attention and MLP, the norms of q and k.
+    layer = 4 * 128 * 128 + 3 * 128 * 384 + 2 * 128 + 2 * 64
+    assert model.num_parameters() == 2 * 4096 * 128 + settings["depth"] * layer + 128
+    assert model.config.model_type == settings["arch"] and model.config.vocab_size == len(opened) == 4096
+    assert opened.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+    recipe = (folder / "RECIPE.md").read_text(encoding="utf-8")
+    assert all(f"| {name} | {value} |" in recipe for name, value in settings.items())
 
 
 def test_recipe_names_settings_and_losses(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
-    scripts["base"].write_recipe(tmp_path / "RECIPE.md", 1312128, {"loss": 0.5, "eval_loss": 0.75}, steps=2)
+    scripts["base"].write_recipe(tmp_path / "RECIPE.md", 1312128, {"loss": 0.5, "eval_bpb": 0.75}, steps=2)
     text = (tmp_path / "RECIPE.md").read_text(encoding="utf-8")
-    assert "| eval_loss | 0.7500 |" in text and "| max_steps | 2 |" in text and str(tmp_path) not in text
+    assert "| eval_bpb | 0.7500 |" in text and "| num_iterations | 2 |" in text and str(tmp_path) not in text
