@@ -266,7 +266,8 @@ def _checked(plan: Plan, language: Language) -> int | None:
     from finetune.operations.doctor import quick_checks
 
     failed = False
-    for check in quick_checks(plan.config, processes=plan.processes, environment=plan.environment):
+    environment = plan.environment | {"NNODES": str(plan.nodes.count)}
+    for check in quick_checks(plan.config, processes=plan.processes, environment=environment):
         if check.verdict not in ("warn", "fail"):
             continue
         failed = failed or check.verdict == "fail"

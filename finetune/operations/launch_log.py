@@ -27,7 +27,9 @@ _INSIDE = re.compile(
     rb"^\s|^$|^(?:During handling of the above exception|The above exception was the direct cause)|^frame #\d+: "
 )
 # What torch elastic and C++ say of their own work: in the file it is of use, on the console it is not.
-_MACHINERY = re.compile(rb"^[IWE]\d{4} \d\d:\d\d:\d\d\S* \d+ \S*torch/|^\[[IWE]\d{3,4} [\d:]+\S* \S+\.(?:cpp|hpp|h):\d+\]")
+_MACHINERY = re.compile(
+    rb"^[IWE]\d{4} \d\d:\d\d:\d\d\S* \d+ \S*torch/|^\[[IWE]\d{3,4} [\d:]+\S* \S+\.(?:cpp|hpp|h):\d+\]"
+)
 
 
 class TracebackFold:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -30,6 +31,7 @@ from finetune.operations.restart_policy import Ended, Verdict, decide
 
 # A batch system signals every process of a job, and a shell passes its own on: signals this close are one request.
 SAME_REQUEST_SECONDS = 3.0
+POLL_SECONDS = 0.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -156,14 +158,14 @@ class Supervisor:
         )
         os.close(write)
         self.record.add(self._agent.pid, "agent", attempt=number)
-        self._reports = os.fdopen(read)
+        self._reports = _reports(read)
         self._order(orders)
         if self._stop_signal:
             self._agent.send_signal(self._stop_signal)
         return self._until_ended(number)
 
     def _until_ended(self, number: int) -> tuple[Ended, int]:
-        for report in map(json.loads, self._reports):
+        for report in self._reports:
             event = report.pop("event")
             if event == "waiting" and report["nodes"] > 1:
                 self._say("info", texts.WAITING, others=report["nodes"] - 1, seconds=self.launch.timeout_seconds)
@@ -191,14 +193,13 @@ class Supervisor:
         """Let the agent tell the other nodes, and hear from them; then it is gone."""
         self._order({"restart": verdict.restart, "why": verdict.why})
         restart = verdict.restart
-        for report in map(json.loads, self._reports):
+        for report in self._reports:
             if report["event"] == "verdict":
                 if restart and not report["restart"]:
                     self._say("warning", texts.OTHER_GAVE_UP, node=report["node"])
                 restart = report["restart"]
         self._agent.stdin.close()
         self._agent.wait()
-        self._reports.close()
         return restart
 
     # ------------------------------------------------------------ words
@@ -252,7 +253,23 @@ class Supervisor:
             os._exit(128 + number)
 
 
-def _curable() -> Sequence[str]:
+def _reports(descriptor: int) -> Iterator[dict[str, Any]]:
+    """What the agent reports, until it has ended. Never waits long in one call: a signal that comes just before the
+    call would be handled only after it."""
+    held = b""
+    try:
+        while True:
+            if not select.select([descriptor], [], [], POLL_SECONDS)[0]:
+                continue
+            if not (block := os.read(descriptor, 1 << 16)):
+                return
+            *lines, held = (held + block).split(b"\n")
+            yield from map(json.loads, lines)
+    finally:
+        os.close(descriptor)
+
+
+def _curable() -> Collection[str]:
     from finetune.operations.diagnose import RESTART_CURES
 
     return RESTART_CURES
