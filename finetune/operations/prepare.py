@@ -71,8 +71,8 @@ class PrepareConfig(Strict):
     special_tokens: bool = setting(
         False,
         group="data preparation",
-        description="Read `<|im_start|>` and the like in documents as the tokenizer's special tokens, for text that was "
-        "rendered with a chat template. Otherwise they are text like any other.",
+        description="Read `<|im_start|>` and the like in documents as special tokens, for text that was rendered with "
+        "a chat template. Otherwise they are text like any other.",
     )
     num_workers: Annotated[int, Field(ge=1)] | None = setting(
         None,
