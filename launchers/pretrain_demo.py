@@ -8,6 +8,7 @@ relied on.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -23,12 +24,12 @@ from rich.table import Table
 # Parts of the standard library's folder that are no library, or that some systems leave out.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip", "__pycache__"}
 MODEL = ("--arch", "nanochat", "--depth", "2", "--max-seq-len", "256")
-BATCH = ("--device-batch-size", "16", "--total-batch-size", "8192", "--num-iterations", "300")
+BATCH = ("--device-batch-size", "16", "--total-batch-size", "8192")
 # The law of learning rates is for batches of half a million tokens; these are for the few thousand of a demo.
 RATES = ("--lr-scaling", "false", "--matrix-lr", "0.01", "--embedding-lr", "0.05", "--unembedding-lr", "0.004")
 # The base model has never seen a chat token, so its head has nothing to tell one from another: LoRA on the head too.
 LORA = ("--lora-target-modules", "q_proj,k_proj,v_proj,o_proj,fc1,fc2,lm_head", "--lora-r", "64")
-TUNING = ("--learning-rate", "4e-3", "--max-steps", "500", "--micro-batch-size", "8", "--global-batch-size", "32")
+TUNING = ("--learning-rate", "4e-3", "--micro-batch-size", "8", "--global-batch-size", "32")
 PROMPTS = ("def __init__(self", "import os\n", "class Error(Exception):\n")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 SAMPLE_TOKENS = 48
@@ -50,16 +51,17 @@ def run(*words: str) -> None:
         sys.exit(code)
 
 
-def train(folder: Path) -> tuple[Path, Path]:
+def train(folder: Path, steps: int, tuning_steps: int) -> tuple[Path, Path]:
     """Prepare, pretrain, fine-tune; the folders of the base model and of the adapter."""
     tokens, base, tuned = folder / "tokens", folder / "base", folder / "tuned"
     prepare = ("-m", "finetune", "prepare", "--output-dir", str(tokens), "--vocab-size", "4096")
     run(*prepare, "--valid-fraction", "0.05", "--data", *library_sources())
     data = ("--train-data-path", str(tokens), "--valid-data-path", str(tokens), "--output-dir", str(base))
     quiet = ("--device-type", "cpu", "--report-to", "none", "--logging-steps", "25")
-    run(*TORCHRUN, "-m", "finetune.pretrain", *data, *MODEL, *BATCH, *RATES, *quiet, "--compile", "--sample-every", "0")
+    course = ("--num-iterations", str(steps), "--compile", "--sample-every", "0")
+    run(*TORCHRUN, "-m", "finetune.pretrain", *data, *MODEL, *BATCH, *RATES, *course, *quiet)
     data = ("--model", str(base), "--data", "data_samples/train.jsonl", "--valid-data", "data_samples/valid.jsonl")
-    out = ("--cutoff-len", "256", "--output-dir", str(tuned))
+    out = ("--cutoff-len", "256", "--output-dir", str(tuned), "--max-steps", str(tuning_steps))
     run(*TORCHRUN, "-m", "finetune.sft", *data, *out, *LORA, *TUNING, *quiet)
     return base, tuned
 
@@ -113,10 +115,14 @@ def bits_per_byte(base: Path) -> list[float]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="From CPython's own sources to a small model that chats.")
+    parser.add_argument("--folder", type=Path, default=Path("runs") / time.strftime("pretrain-demo-%Y%m%d-%H%M%S"))
+    parser.add_argument("--steps", type=int, default=300, help="of pretraining")
+    parser.add_argument("--tuning-steps", type=int, default=500)
+    options = parser.parse_args()
     began = time.monotonic()
     os.chdir(ROOT)
-    folder = Path("runs") / time.strftime("pretrain-demo-%Y%m%d-%H%M%S")
-    base, tuned = train(folder)
+    base, tuned = train(options.folder, options.steps, options.tuning_steps)
     first, *_, last = bits_per_byte(base)
     before, *_, after = evaluations(tuned)
     console = Console() if sys.stdout.isatty() else Console(width=140)
