@@ -107,7 +107,8 @@ def _add_about(app: FastAPI, pool: WorkerPool, limits: AnswerLimits, metrics: Me
 
     def entry() -> dict[str, Any]:
         about = pool.about
-        details = {"context_tokens": about["context_tokens"], "max_new_tokens": limits.max_new_tokens}
+        most_tokens = min(limits.max_new_tokens, about["context_tokens"])
+        details = {"context_tokens": about["context_tokens"], "max_new_tokens": most_tokens}
         return model_entry(about["name"], began, {**details, "sampling": about["sampling"]})
 
     @app.get("/v1/models")

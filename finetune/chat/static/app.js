@@ -60,7 +60,13 @@ function speak(language) {
   for (const node of document.querySelectorAll("[data-label]")) node.setAttribute("aria-label", say(node.dataset.label));
   for (const node of document.querySelectorAll("[data-copy]")) node.textContent = say("copy");
   byId("language").textContent = language === "zh" ? "EN" : "中文";
-  byId("status").textContent = "";
+  announce("");
+}
+
+/* Screen readers say it; it is seen only if something is wrong. */
+function announce(text, wrong = false) {
+  byId("status").classList.toggle("heard", !wrong);
+  byId("status").textContent = text;
 }
 
 function dress(theme) {
@@ -178,7 +184,7 @@ async function answer() {
   const body = requestBody();
   drawAll();
   toEnd(true);
-  byId("status").textContent = say("writing");
+  announce(say("writing"));
   try {
     await receive(body, running);
   } catch (error) {
@@ -189,7 +195,7 @@ async function answer() {
   state.running = null;
   cancelAnimationFrame(state.draw);
   drawAllFeet();
-  byId("status").textContent = turn.error ? "" : say("ready");
+  announce(turn.error || say(turn.reason || "ready"));
   drawButtons();
   toEnd();
 }
@@ -268,7 +274,7 @@ function beginAnew() {
   state.running = null;
   state.turns = [];
   drawAll();
-  byId("status").textContent = "";
+  announce("");
   byId("question").focus();
 }
 
@@ -281,13 +287,13 @@ async function meet() {
     state.model = (await response.json()).data[0];
   } catch (error) {
     state.model = null;
-    byId("status").textContent = error.shown || say("offline");
+    announce(error.shown || say("offline"), true);
     if (!byId("token-row").hidden) openSettings();
     return;
   }
   byId("model").textContent = state.model.id;
   document.title = state.model.id;
-  byId("status").textContent = "";
+  announce("");
   const own = { ...state.model.sampling, max_tokens: state.model.max_new_tokens, seed: null };
   for (const name of NUMBERS) if (own[name] !== null && own[name] !== undefined) byId(name).placeholder = String(own[name]);
   drawButtons();

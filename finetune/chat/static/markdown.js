@@ -29,8 +29,8 @@ const Markdown = (() => {
     { at: /!?\[([^\]\n]{1,500})\]\(\s*<?([^\s<>)]{1,2000})>?(?:\s+["'][^"'\n]*["'])?\s*\)/, make: link },
     { at: /<((?:https?:\/\/|mailto:)[^\s<>]{1,2000})>/, make: (m) => anchor(m[1], [m[1]]) },
     { at: /https?:\/\/[^\s<>"'`）】」』，。；：！？]{1,2000}/, make: bareLink },
-    { at: /\*\*(?=\S)([\s\S]{1,2000}?\S)\*\*/, make: (m, depth) => element("strong", inline(m[1], depth)) },
-    { at: /~~(?=\S)([\s\S]{1,2000}?\S)~~/, make: (m, depth) => element("del", inline(m[1], depth)) },
+    { at: /\*\*(?=\S)([\s\S]{0,2000}?\S)\*\*/, make: (m, depth) => element("strong", inline(m[1], depth)) },
+    { at: /~~(?=\S)([\s\S]{0,2000}?\S)~~/, make: (m, depth) => element("del", inline(m[1], depth)) },
     { at: /\*(?=[^\s*])([^*\n]{0,2000}?[^\s*])\*(?!\*)/, make: (m, depth) => element("em", inline(m[1], depth)) },
     { at: /(?<![\p{L}\p{N}_])_(?=[^\s_])([^_\n]{0,2000}?[^\s_])_(?![\p{L}\p{N}_])/u, make: (m, depth) => element("em", inline(m[1], depth)) },
   ];
