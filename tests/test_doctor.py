@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
+import logging
 import os
 import shutil
 import socket
@@ -19,7 +21,7 @@ from smi_tools import make_tools
 from finetune.config_file import resolve
 from finetune.errors import ConfigError, FinetuneError
 from finetune.operations import doctor
-from finetune.operations.checks import run_config
+from finetune.operations.checks import data_probe, run_config
 from finetune.operations.checks.check import Check, fail, ok, skip, warn, worst
 from finetune.operations.checks.run_config import check_output, demands_of, kind_of
 from finetune.operations.doctor import exit_code, quick_checks, summary, to_json
@@ -169,16 +171,54 @@ def test_wrong_versions(tmp_path: Path):
     assert "CANN 8.2.RC1 has torch_npu 2.6.0, 2.5.1.post1 only" in checks["torch_npu_pairing"]["what"]
 
 
-def test_bad_data_and_a_wrong_configuration(tiny_model: Path, tmp_path: Path):
+def probed(words: Sequence[object], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What the data probe says of a command line, asked in this process (torch is loaded here already)."""
+    request = {"kind": kind, "words": [str(word) for word in words], "world_size": 1}
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(request)))
+    monkeypatch.setattr("sys.argv", ["data_probe", str(tmp_path / "report.json")])
+    monkeypatch.setattr(logging.getLogger("finetune"), "level", logging.NOTSET)
+    data_probe.main()
+    return json.loads((tmp_path / "report.json").read_text())
+
+
+def test_bad_data(tiny_model: Path, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model = ["--model", tiny_model, "--output-dir", tmp_path / "run"]
     broken = ROOT / "data_samples" / "broken.jsonl"
-    words = ["--model", tiny_model, "--data", broken, "--output-dir", tmp_path / "run", "--device-type", "cpu"]
-    code, checks = diagnose(words)
-    assert code == 1 and failing(checks) == {"data"} and "broken.jsonl" in checks["data"]["what"]
+    found = probed([*model, "--data", broken], "sft", tmp_path, monkeypatch)
+    assert [check["verdict"] for check in found] == ["ok", "ok", "fail"]
+    assert found[-1]["name"] == "data" and "broken.jsonl" in found[-1]["what"]["en"]
+    short = [*model, "--data", tiny_data, "--cutoff-len", 40]
+    (data,) = [check for check in probed(short, "sft", tmp_path, monkeypatch) if check["name"] == "data"]
+    assert data["verdict"] == "warn" and "lost the end of an answer" in data["what"]["en"]
+    layers = [*model, "--data", tiny_data, "--lora-target-modules", "no_such_layer"]
+    assert [check["name"] for check in probed(layers, "sft", tmp_path, monkeypatch)] == ["model"]
+    monkeypatch.setattr(data_probe, "LARGE_BYTES", 100)
+    large = probed([*model, "--data", tiny_data], "sft", tmp_path, monkeypatch)[-1]
+    assert large["verdict"] == "ok" and "they were not tokenized" in large["what"]["en"]
+    assert probed([*model, "--data", broken], "sft", tmp_path, monkeypatch)[-1]["verdict"] == "fail"
+
+
+def test_token_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import numpy as np
+
+    tokens = tmp_path / "tokens.bin"
+    (np.arange(4096, dtype=np.uint16) % 100).tofile(tokens)
+    words = ["--train-data-path", tokens, "--vocab-size", 128, "--output-dir", tmp_path / "run", "--depth", 2]
+    words += ["--max-seq-len", 64, "--device-batch-size", 2]
+    found = probed([*words, "--total-batch-size", 512], "pretrain", tmp_path, monkeypatch)
+    assert [(check["name"], check["verdict"]) for check in found] == [("tokenizer", "warn"), ("data", "ok")]
+    assert found[-1]["values"]["tokens"] == 4096
+    few = probed([*words, "--total-batch-size", 8192], "pretrain", tmp_path, monkeypatch)[-1]
+    assert (few["name"], few["verdict"]) == ("data", "fail") and "fewer than the 128" in few["what"]["en"]
+
+
+def test_a_wrong_configuration(tiny_model: Path, tmp_path: Path):
     config = tmp_path / "run.json"
     config.write_text(json.dumps({"model": "m", "data": "d", "output_dir": "o", "learning_rat": 1e-4}))
     code, checks = diagnose(["--quick", "--config", config])
     assert code == 1 and failing(checks) == {"config"} and "learning_rat" in checks["config"]["what"]
-    code, checks = diagnose(["--quick", *words[:2], "--data", "nowhere.jsonl", "--output-dir", tmp_path / "x"])
+    words = ["--quick", "--model", tiny_model, "--data", "nowhere.jsonl", "--output-dir", tmp_path / "x"]
+    code, checks = diagnose(words)
     assert code == 1 and failing(checks) == {"paths"} and "nowhere.jsonl" in checks["paths"]["what"]
 
 

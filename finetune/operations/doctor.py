@@ -249,6 +249,7 @@ def _launched(options: argparse.Namespace, words: Sequence[str], language: Langu
     die_with_launcher(world)
     parsed = parse_words(words, options.kind or kind_of(words))
     raise_problems(parsed.problems)
+    devices.probe_torch_npu()
     device_type = devices.choose_device_type(str(parsed.values.get("device_type", ("auto", ""))[0]))
     reports = [asdict(report) for report in work(world, device_type, exchange=True)]
     checks = judge(reports, world.world_size, Answer(None, 0, ""))

@@ -12,7 +12,7 @@ import json
 import logging
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from finetune.operations.checks.run_config import MODELS
 
 LARGE_BYTES = 32 << 20
 SAMPLED_ROWS = 20_000
-Step = Callable[[], "Check | None"]
 
 
 def probe_sft(config: RunConfig) -> Iterator[Check]:
@@ -146,13 +145,16 @@ def main() -> None:
     request = json.load(sys.stdin)
     kind = request["kind"]
     config = resolve(request["words"], world_size=request["world_size"], model_class=MODELS[kind]).config
-    steps = probe_sft(config) if isinstance(config, RunConfig) else probe_pretrain(config)
+    if isinstance(config, RunConfig):
+        steps, names = probe_sft(config), ("model", "tokenizer", "data")
+    else:
+        steps, names = probe_pretrain(config), ("tokenizer", "data")
     checks: list[Check] = []
     try:
         checks.extend(steps)
     except FinetuneError as error:
         done = {check.name for check in checks}
-        name = next((name for name in ("model", "tokenizer", "data") if name not in done), "data")
+        name = next((name for name in names if name not in done), "data")
         checks += [failed(name, problem) for problem in problems_of(error)]
     found = [{"name": c.name, "verdict": c.verdict, "what": c.what, "fix": c.fix, "values": c.values} for c in checks]
     Path(sys.argv[1]).write_text(json.dumps(found, ensure_ascii=False), encoding="utf-8")

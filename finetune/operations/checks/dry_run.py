@@ -90,9 +90,11 @@ def _settings(folder: Path, processes: int, device_type: str, config: BaseConfig
 def _train(
     folder: Path, output: Path, processes: int, more: list[str], environment: Mapping[str, str]
 ) -> tuple[int | None, str]:
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
     words = ["-m", "finetune.sft", "--config", str(folder / "run.json"), "--output-dir", str(output), *more]
-    return run_to_end([*start, *words], environment=clean(environment), timeout_seconds=RUN_TIMEOUT_SECONDS)
+    return run_to_end(
+        [sys.executable, *start, *words], environment=clean(environment), timeout_seconds=RUN_TIMEOUT_SECONDS
+    )
 
 
 def _loss(output: Path) -> float:

@@ -232,15 +232,23 @@ def with_processes(subject: Subject) -> Iterator[Check]:
 
 
 def with_operators(subject: Subject, *, everything: bool = False) -> Iterator[Check]:
-    """DeepSpeed's operators, as far as the run builds them; with `everything`, wherever DeepSpeed is installed."""
+    """DeepSpeed's operators, as far as the run builds them.
+
+    Args:
+        everything: also those that the run does not need, wherever DeepSpeed is installed; then a failure is a warning.
+    """
     from finetune.operations.checks.operators import check_cpu_adam, check_shared_memory_operator
 
+    demands = subject.demands
     if find_spec("deepspeed") is None:
         if everything:
             yield skip("cpu_adam", "DeepSpeed is not installed", "未安装 DeepSpeed")
         return
-    on_cpu = subject.device_type == "cpu"
-    if on_cpu and (everything or subject.demands.deepspeed):
-        yield check_shared_memory_operator(subject.environment)
-    if everything or subject.demands.cpu_adam:
-        yield check_cpu_adam(subject.device_type, subject.environment)
+    if subject.device_type == "cpu" and (everything or demands.deepspeed):
+        yield _as_needed(check_shared_memory_operator(subject.environment), demands.deepspeed)
+    if everything or demands.cpu_adam:
+        yield _as_needed(check_cpu_adam(subject.device_type, subject.environment), demands.cpu_adam)
+
+
+def _as_needed(check: Check, needed: bool) -> Check:
+    return check if needed or check.verdict != "fail" else replace(check, verdict="warn")
