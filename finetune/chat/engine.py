@@ -128,7 +128,8 @@ class ContinuousEngine:
 
     @property
     def alive(self) -> bool:
-        return self._manager.is_running() and not self._closed.is_set()
+        healthy = self._manager.background_thread_status.fatal_error is None
+        return healthy and self._manager.is_running() and not self._closed.is_set()
 
     def submit(self, job: Job) -> None:
         with self._lock:
