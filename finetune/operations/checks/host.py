@@ -13,7 +13,7 @@ from finetune.operations.machine import HostUse
 
 MIB = 1 << 20
 # What processes on one machine put into /dev/shm: NCCL and gloo some MiB each, DeepSpeed's CPU collectives 66 MiB each.
-SHM_PER_PROCESS_BYTES = 66 * MIB
+SHM_PER_PROCESS_BYTES, LEAST_SHM_PER_PROCESS_BYTES = 66 * MIB, 8 * MIB
 SHM_PER_LOADER_WORKER_BYTES = 16 * MIB
 LEAST_HOST_BYTES = 2 * GIB
 LEAST_DISK_BYTES, COMFORTABLE_DISK_BYTES = 256 * MIB, 5 * GIB
@@ -80,7 +80,8 @@ def check_shared_memory(processes: int, loader_workers: int = 0, folder: Path = 
     if free >= needed:
         return ok(name, f"{folder}: {gib(free)} free", f"{folder}：可用 {gib(free)}", **values)
     size = max(1, -(-2 * needed // GIB))
-    verdict = fail if several and free < several * SHM_PER_PROCESS_BYTES else warn
+    verdict = fail if free < several * LEAST_SHM_PER_PROCESS_BYTES else warn
+    fewer = ("; or --dataloader-num-workers 0", "；或 --dataloader-num-workers 0") if loader_workers else ("", "")
     return verdict(
         name,
         (
@@ -91,10 +92,8 @@ def check_shared_memory(processes: int, loader_workers: int = 0, folder: Path = 
             "不足时会因总线错误退出",
         ),
         (
-            f"docker run --shm-size={size}g, or as root: mount -o remount,size={size}G {folder}; or set "
-            "--dataloader-num-workers 0",
-            f"docker run --shm-size={size}g，或以 root 执行 mount -o remount,size={size}G {folder}；"
-            "或设置 --dataloader-num-workers 0",
+            f"docker run --shm-size={size}g, or as root: mount -o remount,size={size}G {folder}{fewer[0]}",
+            f"docker run --shm-size={size}g，或以 root 执行 mount -o remount,size={size}G {folder}{fewer[1]}",
         ),
         **values,
     )
