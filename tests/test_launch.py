@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from launching import ROOT, run_cli
 
 from finetune.errors import ConfigError, Problems, StateError
-from finetune.operations import launch, launch_nodes, launch_texts
+from finetune.operations import launch, launch_nodes, launch_plan, launch_texts
 from finetune.operations.launch_environment import LaunchFacts, has_wandb_login, interface_to, variables, without_stale
 from finetune.operations.launch_log import LaunchLog, TracebackFold
 from finetune.operations.launch_nodes import expand_nodelist, nodes_here
@@ -234,15 +234,15 @@ def test_the_loopback_is_no_way_between_nodes():
 TINY = "--config ds_configs/zero3.json --device-type cpu"
 
 
-def plan(words: str, monkeypatch, **environment: str) -> launch.Plan:
+def plan(words: str, monkeypatch, **environment: str) -> launch_plan.Plan:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(ROOT)
     options = launch.parser().parse_args(launch._with_dashes(words.split()))
-    made = launch.make_plan(options, "en")
-    assert isinstance(made, launch.Plan)
+    made = launch_plan.make_plan(options, "en")
+    assert isinstance(made, launch_plan.Plan)
     return made
 
 
@@ -273,6 +273,7 @@ def test_torch_compile_of_the_guides(monkeypatch, value: str, flags: tuple[str, 
     preset = "--config ds_configs/pretrain_gpu2_balanced.json --device-type cpu"
     made = plan(f"--nproc 2 pretrain {preset}", monkeypatch, TORCH_COMPILE=value)
     assert made.flags == (*preset.split(), *flags)
+    assert made.notes == ((f"TORCH_COMPILE={value} is taken as --compile {flags[1]}",) if flags else ())
     own = plan(f"--nproc 2 pretrain {preset} --compile true", monkeypatch, TORCH_COMPILE="0")
     assert own.flags[-2:] == ("--compile", "true"), "a flag stays"
 
@@ -286,7 +287,7 @@ def test_wrong_numbers(words: str, said: str, monkeypatch):
 def test_nodes_of_one_launch_know_each_other_by_their_flags(monkeypatch):
     node = "--nproc 1 --nnodes 2 --master-addr 127.0.0.1"
     first, second, other = (
-        launch.digest(plan(f"{node} --node-rank {rank} sft {TINY} --seed {seed}", monkeypatch))
+        launch_plan.digest(plan(f"{node} --node-rank {rank} sft {TINY} --seed {seed}", monkeypatch))
         for rank, seed in ((0, 1), (1, 1), (1, 2))
     )
     assert first == second != other
@@ -310,6 +311,31 @@ def test_dry_run_and_help_start_nothing(tmp_path: Path):
     assert "环境变量：OMP_NUM_THREADS=" in shown.stdout and "WANDB_MODE" not in shown.stdout
     assert '"-m", "finetune.sft", "--config"' in shown.stdout and "2 x cpu" in shown.stdout
     assert not (tmp_path / "logs").exists()
+
+
+def test_devices_are_counted_as_the_workers_will_see_them():
+    """On three simulated NPUs."""
+    words = ["launch", "--dry-run", "sft", "--config", "ds_configs/zero3.json", "--deepspeed", "none"]
+    words += ["--micro-batch-size", "1", "--global-batch-size", "12", "--timeout-seconds", "60"]
+    paths = os.pathsep.join([str(ROOT / "tests" / "fake_npu"), str(ROOT)])
+    shown = run_cli(words, module="finetune", env={"PYTHONPATH": paths, "FAKE_NPU_COUNT": "3"})
+    assert shown.returncode == 0, shown.stderr
+    assert "3 x npu" in shown.stdout and "HCCL_EXEC_TIMEOUT=60" in shown.stdout
+
+
+def test_the_device_type_of_a_file_counts(monkeypatch, tmp_path: Path):
+    (tmp_path / "run.yaml").write_text(
+        "device_type: cpu\nmodel: data_samples/tiny-qwen3\ndata: [data_samples/train.jsonl]\n"
+    )
+    made = plan(f"sft --config {tmp_path / 'run.yaml'} --output-dir x", monkeypatch)
+    assert (made.device_type, made.processes) == ("cpu", 1)
+
+
+def test_help_of_the_run_is_shown_without_a_look_at_devices(monkeypatch, capsys):
+    monkeypatch.setattr(launch_plan, "_devices", None)
+    with pytest.raises(SystemExit) as left:
+        plan("pretrain --help", monkeypatch)
+    assert left.value.code == 0 and "--total-batch-size" in capsys.readouterr().out
 
 
 def test_settings_that_are_wrong_are_refused_before_anything_is_written(tmp_path: Path):

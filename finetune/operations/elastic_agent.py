@@ -20,7 +20,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from finetune.device import LaunchWorld
-from finetune.operations.node_meeting import Meeting, MeetingError, Met, Place, Watch
+from finetune.operations.node_meeting import Meeting, MeetingError, Met, Place
+from finetune.operations.node_watch import Watch
 from finetune.orphans import die_with_launcher
 
 if TYPE_CHECKING:
