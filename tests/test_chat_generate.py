@@ -253,8 +253,8 @@ def test_prompts_are_checked(base: Generator):
     with pytest.raises(PromptTooLong, match=r"the prompt has \d+ tokens; the model reads at most 256"):
         base.generate([[{"role": "user", "content": "router " * 400}]])
     for wrong, message in (
-        ([], "empty"),
-        ("", "empty"),
+        ([], "there is no message"),
+        ("", "the prompt is empty"),
         ([-1], "outside the vocabulary"),
         ([10**6], "outside the vocabulary"),
         ([{"role": "wizard", "content": "x"}], "role is 'wizard'"),
