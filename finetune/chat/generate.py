@@ -36,6 +36,7 @@ from finetune.errors import DataError, FinetuneError
 from finetune.modeling.attention import can_pack
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from typing_extensions import Self
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -322,16 +323,38 @@ def load_for_generation(
     device_type = choose_device_type(device_type)
     dtype = choose_dtype(dtype, device_type)
     tokenizer = load_tokenizer_of(source, template, trust_remote_code=trust_remote_code)
-    device = torch.device(device_type)
-    network = load_weights(source, device, dtype, trust_remote_code=trust_remote_code)
+    network = load_weights(source, torch.device(device_type), dtype, trust_remote_code=trust_remote_code)
     check_fit(network, tokenizer, source)
-    if device_type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+    return make_generator(
+        network,
+        tokenizer,
+        source.name,
+        max_batch=max_batch,
+        context_tokens=context_tokens,
+        continuous=continuous,
+        cpu_threads=cpu_threads,
+    )
+
+
+def make_generator(
+    network: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    *,
+    max_batch: int = DEFAULT_MAX_BATCH,
+    context_tokens: int | None = None,
+    continuous: bool | None = None,
+    cpu_threads: int | None = None,
+) -> Generator:
+    """A generator on a model that is loaded and on its device; the arguments are those of `load_for_generation`."""
+    device = network.device
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         set_threads(network, cpu_threads)
-    tested = can_pack(network.config) and device_type in ("cpu", "cuda")
+    tested = can_pack(network.config) and device.type in ("cpu", "cuda")
     return Generator(
         network,
         tokenizer,
-        name=source.name,
+        name=name,
         stop_ids=end_ids(tokenizer, network.generation_config, network.config.get_text_config().eos_token_id),
         limits=find_limits(network, device, max_batch, context_tokens),
         continuous=tested if continuous is None else continuous,

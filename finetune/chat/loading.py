@@ -7,6 +7,7 @@ import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -22,6 +23,9 @@ from finetune.modeling.pretrained import (
     check_weights,
     load_model_config,
 )
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
 @dataclass(frozen=True)
@@ -153,11 +157,18 @@ def load_weights(source: Source, device: torch.device, dtype: str, *, trust_remo
             "the folder needs model.safetensors (or its shards with an index)",
         ) from error
     if source.adapter is not None:
-        model = _with_adapter(model, source.adapter)
+        # The model itself, with the adapter's layers in place: generation knows nothing of the wrapper.
+        model = with_adapter(model, source.adapter).get_base_model()
     return model.to(device).eval().requires_grad_(False)
 
 
-def _with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+def with_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
+    """The model with the adapter's layers inside it.
+
+    Raises:
+        ConfigError: the adapter does not fit the model.
+        FinetuneError: its file is empty or cannot be read.
+    """
     from peft import PeftModel
 
     check_adapter_file(folder, trained=False)
@@ -167,15 +178,13 @@ def _with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
             warnings.filterwarnings(
                 "ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning
             )
-            adapted = PeftModel.from_pretrained(model, str(folder))
+            return PeftModel.from_pretrained(model, str(folder))
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ConfigError(
             f"the adapter does not fit the model: {str(error).splitlines()[0]}",
             str(folder),
             "give --model the base that the adapter was trained on",
         ) from error
-    # The model itself, with the adapter's layers in place: generation knows nothing of the wrapper.
-    return adapted.get_base_model()
 
 
 def end_ids(
