@@ -73,7 +73,7 @@ class Agent:
         try:
             self._report("waiting", nodes=self.place.nodes)
             met = meeting.meet()
-            self._report("met", port=met.port, world_size=met.world_size, hosts=met.hosts)
+            self._report("met", port=met.port, launch_id=met.launch_id, hosts=met.hosts)
             watch = Watch(meeting)
             with tempfile.TemporaryDirectory(prefix="finetune-launch-") as folder:
                 self._start(met, folder)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -32,7 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Launch. The exit code is the run's; 2: refused; 128 + n: stopped by signal n before training began."""
     options = parser().parse_args(_with_dashes(sys.argv[1:] if arguments is None else arguments))
     language = pick_language(options.lang)
-    planned = make_plan(options, language)
+    try:
+        planned = make_plan(options, language)
+    except KeyboardInterrupt:  # torch is being asked for the devices; from the log on, signals are handled
+        return 128 + signal.SIGINT
     if isinstance(planned, Resolved):
         sys.stdout.write(format_config(planned) + "\n")
         return int(ExitCode.DONE)

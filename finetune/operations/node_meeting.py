@@ -39,10 +39,10 @@ class Place:
     """This node in its launch.
 
     Attributes:
-        launch_id: of node 0's launch; empty on the others, who take what they find.
+        launch_id: node 0: a name that no other launch has; others: that of the launch they took part in last, if any.
         digest: of what is launched: the same on all nodes of one launch.
         command: the same in words.
-        attempt: node 0: this attempt, from 1; others: the last one they took part in, 0 for none.
+        attempt: node 0: this attempt, from 1; others: the last one of that launch they took part in, 0 for none.
         listener: descriptor of node 0's listening socket, -1 on the others.
     """
 
@@ -82,6 +82,7 @@ class Met:
     """
 
     port: int
+    launch_id: str
     attempt: int
     first_rank: int
     world_size: int
@@ -197,8 +198,8 @@ class Meeting:
         if known["digest"] != self.place.digest or known["nodes"] != self.place.nodes:
             self._seen[port] = f"{known['command']} ({known['nodes']} nodes)"
             return False
-        if known["attempt"] <= self.place.attempt:  # about to end: the next attempt will answer at the same port
-            return False
+        if known["id"] == self.place.launch_id and known["attempt"] <= self.place.attempt:
+            return False  # about to end: the next attempt will answer at the same port
         self.store, self.port = store, port
         return True
 
@@ -235,8 +236,8 @@ class Meeting:
         ranks = json.loads(self._ask(lambda store: store.get(PREFIX + "ranks")))
         keys = [f"{PREFIX}node/{rank}" for rank in range(self.place.nodes)]
         hosts = tuple(json.loads(self._ask(lambda store, key=key: store.get(key)))["host"] for key in keys)
-        attempt = json.loads(self._ask(lambda store: store.get(PREFIX + "launch")))["attempt"]
-        return Met(self.port, attempt, ranks[self.place.rank], ranks[-1], hosts)
+        launch = json.loads(self._ask(lambda store: store.get(PREFIX + "launch")))
+        return Met(self.port, launch["id"], launch["attempt"], ranks[self.place.rank], ranks[-1], hosts)
 
     def _has(self, key: str) -> bool:
         return self._ask(lambda store: store.check([key]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import select
 import signal
 import subprocess
@@ -81,7 +82,7 @@ class Supervisor:
         self.launch, self.log, self.record = launch, log, record
         self._agent: subprocess.Popen[str] | None = None
         self._stop_signal, self._stop_at = 0, 0.0
-        self._heard: list[dict[str, Any]] = []
+        self._launch_id = secrets.token_hex(8) if launch.held is not None else ""
 
     def run(self) -> int:
         """Attempts until the run is done, stopped, or beyond what another attempt cures; the exit code."""
@@ -136,6 +137,7 @@ class Supervisor:
             digest=launch.digest,
             command=launch.command,
             timeout_seconds=launch.timeout_seconds,
+            launch_id=self._launch_id,
             attempt=number if held is not None else before,
             listener=held.listener.fileno() if held is not None else -1,
         )
@@ -169,8 +171,10 @@ class Supervisor:
             event = report.pop("event")
             if event == "waiting" and report["nodes"] > 1:
                 self._say("info", texts.WAITING, others=report["nodes"] - 1, seconds=self.launch.timeout_seconds)
-            elif event == "met" and self.launch.nodes.count > 1:
-                self._say("info", texts.MET, hosts=", ".join(report["hosts"]), port=report["port"])
+            elif event == "met":
+                self._launch_id = report["launch_id"]
+                if self.launch.nodes.count > 1:
+                    self._say("info", texts.MET, hosts=", ".join(report["hosts"]), port=report["port"])
             elif event == "workers":
                 number = report["attempt"]
                 self.record.add_all([tuple(worker) for worker in report["workers"]], "worker", number)
