@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import ConfigError, ExitCode, FinetuneError, StateError
-from finetune.operations.console_lines import plain_text
+from finetune.operations.console_lines import plain_text, print_anything
 from finetune.operations.language import Language, Text, pick_language
 from finetune.operations.leftovers import (
     SHARED_MEMORY_FOLDER,
@@ -271,6 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """List, or end and remove. 0 nothing is left; 1 something is; 2 refused."""
     options = _parser().parse_args(argv)
     language = pick_language(options.lang)
+    print_anything()
     if not 0 <= options.wait < float("inf"):
         raise ConfigError(f"--wait is {options.wait:g}", where="--wait", fix="give seconds, 0 or more")
     logging.getLogger("finetune").addHandler(logging.NullHandler())

@@ -6,7 +6,9 @@ tok/sec: 12,345`.
 
 from __future__ import annotations
 
+import io
 import re
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +59,13 @@ class ConsoleLine:
 def plain_text(text: str) -> str:
     """Text without what a terminal would obey: escape sequences, control characters, turned writing directions."""
     return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", _ESCAPES.sub("", text))
+
+
+def print_anything() -> None:
+    """Have what this terminal's encoding lacks printed as `?`, rather than end the command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def parse_console_line(raw: bytes) -> ConsoleLine:

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from finetune.errors import ConfigError, ExitCode
-from finetune.operations.console_lines import plain_text
+from finetune.operations.console_lines import plain_text, print_anything
 from finetune.operations.event_texts import event_text
 from finetune.operations.language import Language, pick_language
 from finetune.operations.machine import HostMeter
@@ -257,6 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     options = _parser().parse_args(argv)
     language = pick_language(options.lang)
+    print_anything()
     if options.run is not None and options.log is not None:
         raise ConfigError("both a run and --log were given", where="--log", fix="give one of them")
     if not options.interval >= SHORTEST_INTERVAL_SECONDS:

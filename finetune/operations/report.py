@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import ConfigError, ExitCode, StateError
-from finetune.operations.console_lines import plain_text
+from finetune.operations.console_lines import plain_text, print_anything
 from finetune.operations.event_texts import WARNING_EVENTS, event_text
 from finetune.operations.findings import mask_secrets
 from finetune.operations.language import Language, pick_language
@@ -153,6 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="say where the report is as a JSON object")
     options = parser.parse_args(argv)
     language = pick_language(options.lang)
+    print_anything()
     view = open_run(options.run).poll()
     if not (view.events or view.steps or view.config):
         raise StateError("nothing has been logged yet", where=options.run, fix="start the run, then ask again")

@@ -79,7 +79,8 @@ thead th { color: var(--soft); font-weight: 500; font-size: 13px; white-space: n
 tbody th { font-weight: 500; } td { font-variant-numeric: tabular-nums; }
 .number { text-align: right; white-space: nowrap; } .time { white-space: nowrap; color: var(--soft); width: 1%; }
 .text { overflow-wrap: anywhere; }
-td.text { min-width: 7.5em; } .pairs td.text { min-width: 0; } .better { color: var(--good); } .worse { color: var(--bad); }
+td.text { min-width: 7.5em; } .pairs td.text { min-width: 0; }
+.better { color: var(--good); } .worse { color: var(--bad); }
 tr.warning td.text { background: var(--warn-fill); } tr.bad td.text { background: var(--bad-fill); color: var(--bad); }
 .pairs th { width: 42%; font-weight: 500; color: var(--soft); overflow-wrap: anywhere; }
 .two { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 14px;

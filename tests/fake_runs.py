@@ -1,0 +1,59 @@
+"""Run folders as a run leaves them, made without training: for tests of what looks at runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+LEVELS = ("explain", "reasoning", "topology")
+MIXES = ((80.0, 20.0, 0.0), (40.0, 40.0, 20.0), (25.0, 35.0, 40.0))
+
+
+def line(record: dict[str, Any]) -> str:
+    return json.dumps(record) + "\n"
+
+
+def step(number: int, **more: Any) -> dict[str, Any]:
+    """A line of trainer_log.jsonl of a run with levels."""
+    record = {"step": number, "loss": 2.0 / number, "grad_norm": 1.0, "learning_rate": 1e-4}
+    record |= {"tokens_per_second": 1000.0 + number, "samples_per_second": 20.0, "step_seconds": 0.5}
+    record |= {"loader_wait_seconds": 0.001}
+    for level in LEVELS[: 2 + (number > 30)]:
+        record |= {f"loss/{level}": 1.0 / number, f"tokens/{level}": 100, f"share/{level}": 0.5}
+    return record | more
+
+
+def start_event(number: int = 0, **more: Any) -> dict[str, Any]:
+    facts = {"event": "start", "time": time.time() - 60, "step": number, "total_steps": 100, "device_type": "cpu"}
+    return facts | {"world_size": 1, "dtype": "float32", "global_batch_size": 10} | more
+
+
+def make_run(
+    folder: Path, steps: int = 40, *, state: str = "running", exit_code: int | None = None, **status: Any
+) -> Path:
+    """A run folder as a run of 100 steps leaves it after so many; its lock names this process."""
+    folder.mkdir(parents=True)
+    (folder / "run_identity.json").write_text(json.dumps({"kind": "sft", "total_steps": 100}))
+    stages = [{"until": u, "mix": list(mix), "ramp": "step"} for u, mix in zip((0.3, 0.7, 1.0), MIXES, strict=True)]
+    config = {"model": "data_samples/tiny", "use_curriculum": True, "finetuning": "lora"}
+    config["curriculum"] = {"levels": list(LEVELS), "stages": stages}
+    (folder / "run.yaml").write_text(json.dumps(config))
+    (folder / "status.json").write_text(json.dumps({"state": state, "exit_code": exit_code} | status))
+    sign(folder, os.getpid())
+    (folder / "trainer_log.jsonl").write_text("".join(line(step(n)) for n in range(1, steps + 1)))
+    events = [start_event(), {"event": "eval", "time": time.time(), "step": 0, "eval_loss": 2.5}]
+    events.append({"event": "checkpoint", "time": time.time(), "step": 20, "name": "checkpoint-20", "size_bytes": 10})
+    events.append({"event": "nonfinite", "time": time.time(), "step": 7, "ids": [1, 2]})
+    (folder / "events.jsonl").write_text("".join(map(line, events)))
+    return folder
+
+
+def sign(folder: Path, pid: int, host: str | None = None, since: float | None = None) -> None:
+    moment = datetime.fromtimestamp(time.time() if since is None else since, timezone.utc)
+    facts = {"pid": pid, "host": host or socket.gethostname(), "since": moment.isoformat(timespec="seconds")}
+    (folder / ".lock").write_text(json.dumps(facts))
