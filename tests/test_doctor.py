@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import time
@@ -264,10 +265,12 @@ def test_form_of_json_and_exit_codes():
     assert report["checks"][1] == {"name": "b", "verdict": "warn", "what": "嗯", "fix": "做", "values": {}}
     assert summary(checks, "en") == "1 ok, 1 warnings, 0 errors, 1 skipped: ready to start"
     keys = {"report": sorted(report), "check": sorted(report["checks"][0]), "verdicts": sorted(doctor.TAGS)}
+    own = doctor.USAGE[doctor.USAGE.index("  --quick ") :].split("The other flags")[0]
+    keys["flags"] = sorted(re.findall(r"^  (--[a-z-]+)", own, re.M))
     source = "".join(path.read_text() for path in (ROOT / "finetune/operations/checks").glob("*.py"))
     frozen = FROZEN.read_text().splitlines()
-    assert [f"{name}: {' '.join(values)}" for name, values in keys.items()] == frozen[:3]
-    assert [name for name in frozen[3].removeprefix("names: ").split() if f'"{name}"' not in source] == [
+    assert [f"{name}: {' '.join(values)}" for name, values in keys.items()] == frozen[:4]
+    assert [name for name in frozen[4].removeprefix("names: ").split() if f'"{name}"' not in source] == [
         "disk_cache",
         "disk_output",
     ]

@@ -60,7 +60,7 @@ def test_what_a_run_takes(reports: list[SmiReport], wanted: str, usable: list[st
         ([BUSY], "npu", {}, 8, None, "fail", "8 are needed"),
         ([IDLE], "cuda", {"CUDA_VISIBLE_DEVICES": "1"}, 1, 2, "fail", "2 are needed"),
         ([IDLE], "cuda", {"CUDA_VISIBLE_DEVICES": ""}, 1, None, "fail", "0 of 2"),
-        ([], "cpu", {}, 2, None, "ok", "no accelerator"),
+        ([], "cpu", {}, 2, None, "ok", "takes the cpu"),
         ([], "cpu", {}, 2, 2, "fail", "2 devices are needed"),
         ([], "npu", {}, 2, None, "warn", "npu-smi is not on the path"),
         ([SmiReport("npu", problem="dcmi module initialize failed")], "npu", {}, 1, None, "fail", "dcmi"),

@@ -10,7 +10,8 @@ from launching import ROOT
 from packaging.requirements import Requirement
 
 from finetune.operations.checks import ascend, versions
-from finetune.operations.checks.ascend import cann_version, check_ascend_home, check_pairing
+from finetune.operations.checks.ascend import check_pairing
+from finetune.operations.checks.cann import cann_version, check_ascend_home
 from finetune.operations.checks.versions import (
     TESTED,
     check_cuda_build,

@@ -23,6 +23,7 @@ TWO_NODES = {"nodes": 2}
 BROKEN = [
     ("stale_world_size", "warn", {"WORLD_SIZE": "4"}, {}),
     ("stale_rank", "fail", {"RANK": "0", "WORLD_SIZE": "4"}, {}),
+    ("stale_rank", "warn", {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}, {}),
     ("stale_rank", "fail", {"RANK": "4", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x"}, {}),
     ("omp_threads", "warn", {"OMP_NUM_THREADS": "32"}, {"processes": 8}),
     ("omp_threads", "warn", {"OMP_NUM_THREADS": "many"}, {}),

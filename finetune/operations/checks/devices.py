@@ -77,7 +77,7 @@ def check_devices(
                 (f"no device answers, the run takes the CPU: {problems}", f"没有设备应答，训练将使用 CPU：{problems}"),
                 _DRIVER_FIX,
             )
-        return ok(name, f"no accelerator: the run takes the {device_type}", f"没有加速卡：训练将使用 {device_type}")
+        return ok(name, f"the run takes the {device_type}", f"训练将使用 {device_type}")
     report = next((one for one in reports if one.device_type == device_type), None)
     if report is None:
         return warn(

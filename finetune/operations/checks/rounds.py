@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config import BaseConfig, RunConfig
-from finetune.operations.checks import ascend, devices, host, network, ports, run_config, versions
+from finetune.operations.checks import ascend, cann, devices, host, network, ports, run_config, versions
 from finetune.operations.checks.check import GIB, Check, fail, skip
 from finetune.operations.checks.facts import Facts
 from finetune.operations.checks.run_config import Demands, Kind
@@ -68,19 +68,19 @@ def software(subject: Subject) -> Iterator[Check]:
     yield versions.check_python()
     yield versions.check_packages(requirements)
     torch_version, cuda = versions.torch_build()
-    npu, npus_here = subject.report("npu"), ascend.npus_present()
+    npu, npus_here = subject.report("npu"), cann.npus_present()
     importable = find_spec("torch_npu") is not None
     here = npus_here or bool(npu and npu.devices)
-    home = ascend.cann_home(subject.environment)
-    yield ascend.check_ascend_home(
+    home = cann.cann_home(subject.environment)
+    yield cann.check_ascend_home(
         subject.environment, needed=importable or here, builds_operators=subject.demands.cpu_adam and importable
     )
     yield ascend.check_pairing(
         torch=torch_version,
         torch_cuda=cuda,
-        torch_npu=versions.installed_version("torch_npu") or versions.installed_version("torch-npu"),
+        torch_npu=versions.installed_version("torch_npu"),
         importable=importable,
-        cann=ascend.cann_version(Path(home)) if home else None,
+        cann=cann.cann_version(Path(home)) if home else None,
         npus_here=here,
         floor=versions.lowest_torch(requirements),
     )

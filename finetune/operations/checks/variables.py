@@ -6,9 +6,9 @@ theirs, PyTorch's allocators' in torch and torch_npu.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-from finetune.operations.checks import collectives
+from finetune.operations.checks import allocators, collectives
 from finetune.operations.checks.check import Check, fail, ok, warn
 from finetune.operations.checks.facts import Facts
 
@@ -37,26 +37,27 @@ def stale_world(facts: Facts) -> Check | None:
             ),
             ("unset WORLD_SIZE; the launcher sets it for each process", "unset WORLD_SIZE；启动器会为每个进程设置"),
         )
-    if rank and not launched and (facts.whole("WORLD_SIZE") or 1) > 1:
-        return fail(
-            "stale_rank",
-            (
-                f"RANK={rank} and WORLD_SIZE={size} are exported in this shell: every process would be rank {rank}, "
-                "and wait for the others",
-                f"当前 shell 导出了 RANK={rank}、WORLD_SIZE={size}：每个进程都会以为自己是 {rank} 号并一直等待其他进程",
-            ),
-            ("unset RANK LOCAL_RANK WORLD_SIZE; launchers set them", "unset RANK LOCAL_RANK WORLD_SIZE；由启动器设置"),
-        )
-    if (
-        rank
-        and size
-        and facts.whole("RANK") is not None
-        and (facts.whole("RANK") or 0) >= (facts.whole("WORLD_SIZE") or 1)
-    ):
+    if facts.whole("RANK") is not None and (facts.whole("RANK") or 0) >= (facts.whole("WORLD_SIZE") or 1):
         return fail(
             "stale_rank",
             (f"RANK={rank} is not below WORLD_SIZE={size}", f"RANK={rank} 不小于 WORLD_SIZE={size}"),
             ("unset both; launchers set them", "请 unset 二者；由启动器设置"),
+        )
+    if rank and not launched and (facts.whole("WORLD_SIZE") or 1) > 1:
+        whole = facts.get("MASTER_ADDR") and facts.get("MASTER_PORT")
+        verdict = warn if whole else fail  # with both, a platform (Kubernetes) may have started this shell as one rank
+        return verdict(
+            "stale_rank",
+            (
+                f"RANK={rank} and WORLD_SIZE={size} are exported in this shell: a process started here would be rank "
+                f"{rank}, and wait for the others",
+                f"当前 shell 导出了 RANK={rank}、WORLD_SIZE={size}：在此启动的进程会以为自己是 {rank} "
+                "号并一直等待其他进程",
+            ),
+            (
+                "unset RANK LOCAL_RANK WORLD_SIZE, unless a platform set them for this process",
+                "unset RANK LOCAL_RANK WORLD_SIZE，除非是平台为本进程设置的",
+            ),
         )
     return None
 
@@ -191,81 +192,6 @@ def device_choice(facts: Facts) -> Check | None:
     return None
 
 
-# ---------------------------------------------------------------- allocators
-
-
-def _settings(text: str) -> dict[str, str]:
-    return {
-        key.strip(): value.strip() for key, _, value in (part.partition(":") for part in text.split(",")) if key.strip()
-    }
-
-
-def npu_allocator(facts: Facts) -> Check | None:
-    """torch_npu refuses expandable segments beside limits on splitting or collecting."""
-    text = facts.get("PYTORCH_NPU_ALLOC_CONF")
-    settings = _settings(text)
-    expandable = settings.get("expandable_segments", "").lower() == "true"
-    others = [key for key in ("max_split_size_mb", "garbage_collection_threshold") if key in settings]
-    if expandable and others:
-        return fail(
-            "npu_allocator",
-            (
-                f"PYTORCH_NPU_ALLOC_CONF={text}: {' and '.join(others)} cannot go with expandable_segments",
-                f"PYTORCH_NPU_ALLOC_CONF={text}：{'、'.join(others)} 不能与 expandable_segments 同用",
-            ),
-            (
-                "export PYTORCH_NPU_ALLOC_CONF=expandable_segments:True (rows of many lengths), or keep "
-                "max_split_size_mb alone",
-                "export PYTORCH_NPU_ALLOC_CONF=expandable_segments:True（适合长短不一的样本），或只保留 "
-                "max_split_size_mb",
-            ),
-        )
-    return _malformed("npu_allocator", "PYTORCH_NPU_ALLOC_CONF", text, settings)
-
-
-def cuda_allocator(facts: Facts) -> Check | None:
-    """The old and the new name with different settings; a backend that has no expandable segments."""
-    old, new = facts.get("PYTORCH_CUDA_ALLOC_CONF"), facts.get("PYTORCH_ALLOC_CONF")
-    if old and new and _settings(old) != _settings(new):
-        return warn(
-            "cuda_allocator",
-            (
-                f"PYTORCH_CUDA_ALLOC_CONF={old} and PYTORCH_ALLOC_CONF={new} differ: the new name wins",
-                f"PYTORCH_CUDA_ALLOC_CONF={old} 与 PYTORCH_ALLOC_CONF={new} 不同：以新名称为准",
-            ),
-            ("keep PYTORCH_ALLOC_CONF alone", "只保留 PYTORCH_ALLOC_CONF"),
-        )
-    for name, text in (("PYTORCH_ALLOC_CONF", new), ("PYTORCH_CUDA_ALLOC_CONF", old)):
-        settings = _settings(text)
-        if settings.get("backend") == "cudaMallocAsync" and settings.get("expandable_segments", "").lower() == "true":
-            return warn(
-                "cuda_allocator",
-                (
-                    f"{name}={text}: cudaMallocAsync has no expandable_segments",
-                    f"{name}={text}：cudaMallocAsync 不支持 expandable_segments",
-                ),
-                ("keep one of the two", "二者保留其一"),
-            )
-        if (found := _malformed("cuda_allocator", name, text, settings)) is not None:
-            return found
-    return None
-
-
-def _malformed(name: str, variable: str, text: str, settings: Mapping[str, str]) -> Check | None:
-    """Allocators refuse a key without a value when the first tensor is made."""
-    broken = [key for key, value in settings.items() if not value]
-    if not broken:
-        return None
-    return fail(
-        name,
-        (
-            f"{variable}={text}: {broken[0]!r} has no value; write key:value,key:value",
-            f"{variable}={text}：{broken[0]!r} 没有值；格式为 key:value,key:value",
-        ),
-        (f"export {variable}=expandable_segments:True", f"export {variable}=expandable_segments:True"),
-    )
-
-
 # ---------------------------------------------------------------- switches
 
 
@@ -307,8 +233,8 @@ RULES: tuple[Rule, ...] = (
     visible_ids,
     ascend_visible,
     device_choice,
-    npu_allocator,
-    cuda_allocator,
+    allocators.npu_allocator,
+    allocators.cuda_allocator,
     collectives.interface_names,
     collectives.hccl_address,
     collectives.hccl_base_port,
