@@ -72,7 +72,7 @@ class Conversation:
             record = json.loads(read_bytes(path, _LARGEST_BYTES))
         except OSError as error:
             raise DataError(f"cannot be read: {error.strerror or error}", str(path), fix) from error
-        except ValueError as error:  # not JSON or not UTF-8
+        except (ValueError, RecursionError) as error:  # not JSON or not UTF-8
             raise DataError("not a conversation", str(path), fix) from error
         if not isinstance(record, dict) or record.get("form") != FORM or record.get("version") != VERSION:
             raise DataError("not a conversation", str(path), fix)
