@@ -17,12 +17,14 @@ from typing import Any
 
 import pytest
 from launching import ROOT, run_cli, said
+from packaging.version import Version
 from smi_tools import make_tools
 
 from finetune.config_file import resolve
 from finetune.errors import ConfigError, FinetuneError
 from finetune.operations import doctor
 from finetune.operations.checks import data_probe, run_config
+from finetune.operations.checks.ascend import PAIRS
 from finetune.operations.checks.check import Check, fail, ok, skip, warn, worst
 from finetune.operations.checks.run_config import check_output, demands_of, kind_of
 from finetune.operations.doctor import exit_code, quick_checks, summary, to_json
@@ -274,6 +276,18 @@ def test_form_of_json_and_exit_codes():
         "disk_cache",
         "disk_output",
     ]
+
+
+def test_every_check_is_documented():
+    document = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
+    names = FROZEN.read_text().splitlines()[4].removeprefix("names: ").split()
+    assert [name for name in names if f"`{name}`" not in document] == []
+    rows = dict(re.findall(r"^\| (9\.\d) \| (.+) \|$", document, re.M))
+    assert {cann: set(cell.split(", ")) for cann, cell in rows.items()} == {
+        f"{cann[0]}.{cann[1]}": {one for one in releases if Version(one) >= Version("2.10")}
+        for cann, releases in PAIRS.items()
+        if cann >= (9, 0)
+    }
 
 
 # ---------------------------------------------------------------- what a configuration asks for
