@@ -23,7 +23,7 @@ from smi_tools import make_tools
 from finetune.config_file import resolve
 from finetune.errors import ConfigError, FinetuneError
 from finetune.operations import doctor
-from finetune.operations.checks import data_probe, run_config
+from finetune.operations.checks import data_probe, run_config, torch_device
 from finetune.operations.checks.ascend import PAIRS
 from finetune.operations.checks.check import Check, fail, ok, skip, warn, worst
 from finetune.operations.checks.run_config import check_output, demands_of, kind_of
@@ -130,6 +130,15 @@ def test_torch_that_cannot_be_loaded(tmp_path: Path):
     assert "SIGSEGV" in checks["torch_import"]["what"]
 
 
+def test_a_device_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("import time; time.sleep(60)\n")
+    monkeypatch.setattr(torch_device, "TORCH_TIMEOUT_SECONDS", 1.0)
+    (check,), device_type = torch_device.check_torch({**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}, "auto", None)
+    assert device_type is None and (check.name, check.verdict) == ("torch_import", "fail")
+    assert "did not end in 1 s" in check.what["en"] and "npu-smi" in check.fix["en"]
+
+
 # ---------------------------------------------------------------- real faults
 
 
@@ -142,9 +151,9 @@ def test_a_taken_port(tmp_path: Path):
 
 
 def test_an_unresolvable_master_and_contradicting_variables():
-    env = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "no-such-host.invalid", "HCCL_IF_IP": "192.0.2.7"}
+    env = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "no-such-host.invalid", "GLOO_SOCKET_IFNAME": "ib9"}
     code, checks = diagnose(["--quick"], env=env)
-    assert code == 1 and failing(checks) == {"master_address", "master_reachable", "hccl_if_ip"}
+    assert code == 1 and failing(checks) == {"master_address", "master_reachable", "socket_interface"}
 
 
 def test_no_compiler(tmp_path: Path):

@@ -7,7 +7,7 @@ import pytest
 from finetune.operations.checks.check import Check
 from finetune.operations.checks.collectives import matching_interfaces
 from finetune.operations.checks.facts import Facts
-from finetune.operations.checks.variables import RULES, check_variables
+from finetune.operations.checks.variables import RULES, RULES_FOR, check_variables
 
 INTERFACES = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"], "eth1": ["10.1.0.1"], "docker0": ["172.17.0.1"]}
 
@@ -35,7 +35,7 @@ BROKEN = [
     ("visible_devices", "fail", {RT: "npu0"}, {}),
     ("ascend_visible_devices", "fail", {"ASCEND_VISIBLE_DEVICES": "4,5,6,7", RT: "4,5,6,7"}, {}),
     ("visible_devices", "fail", {"ASCEND_VISIBLE_DEVICES": "4,5", RT: "4,5"}, {"devices_here": 2}),
-    ("ds_accelerator", "fail", {"DS_ACCELERATOR": "cuda"}, {}),
+    ("ds_accelerator", "fail", {"DS_ACCELERATOR": "cuda"}, {"deepspeed": True}),
     ("npu_allocator", "fail", {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:32"}, {}),
     ("npu_allocator", "fail", {"PYTORCH_NPU_ALLOC_CONF": "max_split_size_mb=32"}, {}),
     ("cuda_allocator", "warn", {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync,expandable_segments:True"}, GPU),
@@ -74,7 +74,8 @@ RIGHT = [
     ({CUDA: "GPU-8f3b,MIG-1"}, GPU),
     ({CUDA: "7"}, {"device_type": "npu", "devices_here": 2}),  # of the other kind
     ({"ASCEND_VISIBLE_DEVICES": "4,5,6,7", RT: "0,1,2,3"}, {}),
-    ({"DS_ACCELERATOR": "npu"}, {}),
+    ({"DS_ACCELERATOR": "npu"}, {"deepspeed": True}),
+    ({"DS_ACCELERATOR": "cuda"}, {}),
     ({"PYTORCH_NPU_ALLOC_CONF": "max_split_size_mb:32"}, {}),
     ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:64"}, GPU),
     ({"HCCL_SOCKET_IFNAME": "eth", "GLOO_SOCKET_IFNAME": "eth1"}, {}),
@@ -109,16 +110,24 @@ def test_what_is_right_is_silent(environment: dict, facts: dict):
 
 
 def test_several_are_said_together():
-    names = {check.name for check in found({"WORLD_SIZE": "2", "HCCL_IF_IP": "10.0.0.9", "DS_ACCELERATOR": "cuda"})}
-    assert names == {"stale_world_size", "hccl_if_ip", "ds_accelerator"}
+    names = {check.name for check in found({"WORLD_SIZE": "2", "HCCL_IF_IP": "10.0.0.9", "HCCL_IF_BASE_PORT": "80"})}
+    assert names == {"stale_world_size", "hccl_if_ip", "hccl_if_base_port"}
+
+
+def test_variables_of_another_device_do_not_matter():
+    """A machine's profile may set HCCL's variables for all; a run on its CPU does not read them."""
+    for name, _, environment, facts in BROKEN:
+        if name.startswith(("hccl", "npu", "nccl", "cuda")):
+            (check,) = found(environment, **facts | {"device_type": "cpu"})
+            assert check.name == "variables", environment
 
 
 def test_every_rule_has_an_example():
     """Each rule finds one of the broken examples, so none is there for nothing."""
-    for rule in RULES:
-        facts = (Facts(env, **({"interfaces": INTERFACES, "device_type": "npu", "cores": 64} | more))
-                 for _, _, env, more in BROKEN)  # fmt: skip
-        assert any(rule(one) is not None for one in facts), rule.__name__
+    settings = {"interfaces": INTERFACES, "device_type": "npu", "cores": 64}
+    examples = [Facts(environment, **settings | facts) for _, _, environment, facts in BROKEN]
+    for rule in (*RULES, *(rule for rules in RULES_FOR.values() for rule in rules)):
+        assert any(rule(facts) is not None for facts in examples), rule.__name__
 
 
 @pytest.mark.parametrize(

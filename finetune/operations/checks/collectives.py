@@ -21,7 +21,8 @@ HCCL_EXEC_GRAIN_SECONDS = 68
 def interface_names(facts: Facts) -> Check | None:
     """*_SOCKET_IFNAME that name no interface that is up, or loopback for several nodes."""
     chosen: dict[str, set[str]] = {}
-    for variable in ("HCCL_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+    own = {"npu": ("HCCL_SOCKET_IFNAME",), "cuda": ("NCCL_SOCKET_IFNAME",)}.get(facts.device_type, ())
+    for variable in (*own, "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         text = facts.get(variable)
         if not text or not facts.interfaces:
             continue
@@ -140,7 +141,7 @@ def hccl_base_port(facts: Facts) -> Check | None:
 
 def hccl_ephemeral_ports(facts: Facts) -> Check | None:
     """Ports of HCCL that the kernel may give to any outgoing connection."""
-    if facts.device_type != "npu" or facts.ephemeral_ports is None or facts.nodes < 2:
+    if facts.ephemeral_ports is None or facts.nodes < 2:
         return None
     base, (low, high) = facts.whole("HCCL_IF_BASE_PORT") or 60000, facts.ephemeral_ports
     if base > high or base + HCCL_PORTS - 1 < low:
@@ -237,7 +238,7 @@ def nccl_paths(facts: Facts) -> Check | None:
             ),
             ("unset one of them", "unset 其中之一"),
         )
-    if facts.on("NCCL_P2P_DISABLE") and facts.on("NCCL_SHM_DISABLE") and facts.device_type == "cuda":
+    if facts.on("NCCL_P2P_DISABLE") and facts.on("NCCL_SHM_DISABLE"):
         return warn(
             "nccl_paths",
             (

@@ -18,6 +18,7 @@ class Facts:
         interfaces: network interfaces that are up, and their addresses.
         device_type: what the run takes: "npu", "cuda", "mps" or "cpu".
         devices_here: devices of that type on this machine, before any is hidden; None where not known.
+        deepspeed: the run is under DeepSpeed.
         processes: processes of the run on this machine.
         nodes: machines of the run.
         cores: CPU cores for this process.
@@ -29,6 +30,7 @@ class Facts:
     interfaces: Mapping[str, Sequence[str]] = field(default_factory=dict)
     device_type: str = "cpu"
     devices_here: int | None = None
+    deepspeed: bool = False
     processes: int = 1
     nodes: int = 1
     cores: int = 1

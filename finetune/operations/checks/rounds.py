@@ -142,6 +142,7 @@ def variables(subject: Subject) -> list[Check]:
             interfaces=network.local_addresses(),
             device_type=subject.device_type,
             devices_here=len(report.devices) if report is not None and report.devices else None,
+            deepspeed=subject.demands.deepspeed,
             processes=subject.processes,
             nodes=subject.nodes,
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,

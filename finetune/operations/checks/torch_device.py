@@ -45,6 +45,19 @@ def check_torch(
 
 def _import_failed(answer: Answer, environment: Mapping[str, str]) -> Check:
     """Which of the two it was: torch imports torch_npu by itself, so a torch_npu that cannot load takes torch along."""
+    if answer.code is None:
+        return fail(
+            "torch_import",
+            (
+                f"importing torch and a matrix product on the device did not end in {TORCH_TIMEOUT_SECONDS:g} s",
+                f"导入 torch 并在设备上做一次矩阵乘法，{TORCH_TIMEOUT_SECONDS:g} 秒内未结束",
+            ),
+            (
+                "look for a device that hangs (npu-smi info, nvidia-smi) and leave it out with the visible-device "
+                "variable; a slow shared file system shows here too",
+                "用 npu-smi info 或 nvidia-smi 查找卡死的设备，并用可见设备变量避开；共享文件系统过慢也会如此",
+            ),
+        )
     if find_spec("torch_npu") is not None:
         alone = ask(
             PROBE,

@@ -16,8 +16,9 @@ Rule = Callable[[Facts], "Check | None"]
 
 
 def check_variables(facts: Facts) -> list[Check]:
-    """What the rules found; one ok where they found nothing."""
-    found = [check for rule in RULES if (check := rule(facts)) is not None]
+    """What the rules found; one ok where they found nothing. Variables of another kind of device are not looked at."""
+    rules = (*RULES, *RULES_FOR.get(facts.device_type, ()))
+    found = [check for rule in rules if (check := rule(facts)) is not None]
     return found or [ok("variables", "no variables contradict one another", "环境变量之间没有矛盾")]
 
 
@@ -179,7 +180,7 @@ def ascend_visible(facts: Facts) -> Check | None:
 def device_choice(facts: Facts) -> Check | None:
     """DS_ACCELERATOR against the device of the run."""
     chosen = facts.get("DS_ACCELERATOR")
-    if chosen and chosen != facts.device_type:
+    if facts.deepspeed and chosen and chosen != facts.device_type:
         return fail(
             "ds_accelerator",
             (
@@ -231,17 +232,20 @@ RULES: tuple[Rule, ...] = (
     stale_world,
     threads,
     visible_ids,
-    ascend_visible,
     device_choice,
-    allocators.npu_allocator,
-    allocators.cuda_allocator,
     collectives.interface_names,
-    collectives.hccl_address,
-    collectives.hccl_base_port,
-    collectives.hccl_ephemeral_ports,
-    collectives.hccl_timeouts,
-    collectives.hccl_whitelist,
-    collectives.nccl_paths,
     synchronous_launches,
     trackers_off,
 )
+RULES_FOR: dict[str, tuple[Rule, ...]] = {
+    "npu": (
+        ascend_visible,
+        allocators.npu_allocator,
+        collectives.hccl_address,
+        collectives.hccl_base_port,
+        collectives.hccl_ephemeral_ports,
+        collectives.hccl_timeouts,
+        collectives.hccl_whitelist,
+    ),
+    "cuda": (allocators.cuda_allocator, collectives.nccl_paths),
+}
