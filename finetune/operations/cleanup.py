@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.errors import ConfigError, ExitCode, FinetuneError, StateError
 from finetune.operations.console_lines import plain_text, print_anything
@@ -41,6 +41,9 @@ from finetune.operations.recorded_processes import (
 )
 from finetune.operations.run_reader import is_run, runs_in
 from finetune.storage.durable_files import format_bytes
+
+if TYPE_CHECKING:
+    import psutil
 
 # A worker whose launcher died saves, and is ended by its own watch after 60 s (orphans.py): a second signal before
 # that would cost it the steps since its last checkpoint.
@@ -83,12 +86,14 @@ class Found:
     Attributes:
         runs: the run folders that were looked at.
         orphans: records of living processes whose launcher is gone.
+        facts: of each of them, by process id, for people.
         files: what may be removed.
         left_alone: (fields that say what, why).
     """
 
     runs: list[Path]
     orphans: list[Record] = field(default_factory=list)
+    facts: dict[int, dict[str, Any]] = field(default_factory=dict)
     files: list[Leftover] = field(default_factory=list)
     left_alone: list[dict[str, Any]] = field(default_factory=list)
 
@@ -140,6 +145,7 @@ def _look_at_processes(found: Found, records: Iterable[Record], launches: Sequen
             proved.add(record.pid)
             if is_orphan(record, process, launches):
                 found.orphans.append(record)
+                found.facts[record.pid] = _process_facts(record, process.create_time())
     found.left_alone += [{"pid": pid, "why": why} for pid, why in sorted(doubts.items()) if pid not in proved]
 
 
@@ -148,22 +154,27 @@ def _look_at_processes(found: Found, records: Iterable[Record], launches: Sequen
 
 def end(orphans: Sequence[Record], wait_seconds: float) -> dict[int, bool]:
     """End processes: wait for them to save and go, then SIGTERM, then SIGKILL. Process id -> whether it is gone."""
-    for number, seconds in (
-        (None, wait_seconds),
-        (signal.SIGTERM, wait_seconds),
-        (signal.SIGKILL, KILL_WAIT_SECONDS),
-    ):
-        living = [record for record in orphans if _lives(record)]
-        if number is not None:
-            living = [record for record in living if send_signal(record, number)]
-        deadline = time.monotonic() + seconds
-        while any(map(_lives, living)) and time.monotonic() < deadline:
+    processes = {record.pid: find(record)[0] for record in orphans}
+    stages = ((None, wait_seconds), (signal.SIGTERM, wait_seconds), (signal.SIGKILL, KILL_WAIT_SECONDS))
+    for number, seconds in stages:
+        living = [record for record in orphans if _lives(processes[record.pid])]
+        for record in living:
+            if number is not None:
+                send_signal(record, number)
+        deadline = time.monotonic() + (seconds if living else 0)
+        while any(_lives(processes[record.pid]) for record in living) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
-    return {record.pid: not _lives(record) for record in orphans}
+    return {pid: not _lives(process) for pid, process in processes.items()}
 
 
-def _lives(record: Record) -> bool:
-    return find(record)[0] is not None
+def _lives(process: psutil.Process | None) -> bool:
+    """By id and start time: the command line of a process that is just ending is gone already."""
+    import psutil
+
+    try:
+        return process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def clean(found: Found, wait_seconds: float) -> tuple[dict[int, str], dict[Path, str]]:
@@ -193,7 +204,7 @@ def _lines(found: Found, done: tuple[dict[int, str], dict[Path, str]] | None, la
         return f"  [{TEXT[word][language]}]" if not why else f"  [{TEXT['failed'][language]}: {plain_text(why)}]"
 
     for record in found.orphans:
-        facts = _process_facts(record)
+        facts = found.facts[record.pid]
         text = TEXT["process"][language].format(**facts | {"rank": "" if record.rank is None else f" {record.rank}"})
         yield plain_text(text) + outcome(done and done[0].get(record.pid), "ended")
     for leftover in found.files:
@@ -204,11 +215,7 @@ def _lines(found: Found, done: tuple[dict[int, str], dict[Path, str]] | None, la
         yield plain_text(TEXT["left_process" if "pid" in each else "left_run"][language].format(**each))
 
 
-def _process_facts(record: Record) -> dict[str, Any]:
-    process, _ = find(record)
-    began = record.start_time or record.seen_time or 0.0
-    if process is not None:
-        began = process.create_time()
+def _process_facts(record: Record, began: float) -> dict[str, Any]:
     return {
         "pid": record.pid,
         "role": record.role,
@@ -228,7 +235,7 @@ def to_json(found: Found, done: tuple[dict[int, str], dict[Path, str]] | None) -
         "host": socket.gethostname(),
         "runs": [str(run) for run in found.runs],
         "dry_run": done is None,
-        "processes": [{**_process_facts(r), **state(done and done[0].get(r.pid))} for r in found.orphans],
+        "processes": [{**found.facts[r.pid], **state(done and done[0].get(r.pid))} for r in found.orphans],
         "files": [
             {
                 "kind": leftover.kind,
@@ -254,6 +261,13 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit code: 0 nothing is left (any more); 1 something is, listed; 2 not a run.",
     )
     parser.add_argument("run", metavar="RUN", nargs="?", type=Path, help="a run's folder; default: all in ./runs")
+    parser.add_argument(
+        "--log-dir",
+        metavar="FOLDER",
+        type=Path,
+        default=Path(os.environ.get("FINETUNE_LOG_DIR") or "logs"),
+        help="where launches keep their lists of processes (FINETUNE_LOG_DIR, else logs)",
+    )
     parser.add_argument("--yes", action="store_true", help="end and remove what is listed")
     parser.add_argument(
         "--wait",
@@ -275,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not 0 <= options.wait < float("inf"):
         raise ConfigError(f"--wait is {options.wait:g}", where="--wait", fix="give seconds, 0 or more")
     logging.getLogger("finetune").addHandler(logging.NullHandler())
-    found = look(options.run)
+    found = look(options.run, logs_folder=options.log_dir)
     done = None
     if options.yes:
         if found.orphans and not options.json:

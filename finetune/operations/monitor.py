@@ -114,6 +114,8 @@ def plain_line(view: RunView, machine: Machine, language: Language) -> str:
         parts.append(f"{words['step']} {view.step:,}")
     if view.stage is not None:
         parts.append(f"{words['stage']} {view.stage.number}/{len(view.stages)}")
+    elif view.stage_text:
+        parts.append(f"{words['stage']} {view.stage_text.removeprefix('stage ')}")
     if isinstance(last.get("loss"), (int, float)):
         parts.append(f"{words['loss']} {last['loss']:.4f}")
     for name in view.levels:
