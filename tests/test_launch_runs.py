@@ -118,7 +118,7 @@ def test_a_killed_worker_is_started_again(tmp_path: Path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_is_passed_on_once_and_the_checkpoint_waited_for(tmp_path: Path, number: signal.Signals):
     with launched(tmp_path, "wait", 2) as process:
-        run_helpers.wait_for(lambda: "[INFO] waiting" in said(tmp_path), WAIT_SECONDS)
+        run_helpers.wait_for(lambda: said(tmp_path).count("[INFO] waiting") == 2, WAIT_SECONDS)
         # a shell passes its own on, and a batch system signals everybody: still one request
         process.send_signal(number)
         process.send_signal(signal.SIGTERM)

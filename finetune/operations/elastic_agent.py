@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from finetune.device import LaunchWorld
 from finetune.operations.node_meeting import Meeting, MeetingError, Met, Place
 from finetune.operations.node_watch import Watch
+from finetune.operations.restart_policy import Ended
 from finetune.orphans import die_with_launcher
 
 if TYPE_CHECKING:
@@ -172,12 +173,9 @@ class Agent:
     # ------------------------------------------------------------ the end
 
     def _end(self, watch: Watch, exit_codes: dict[int, int]) -> None:
-        first = next(iter(exit_codes.values()))
         seconds = watch.silent_seconds()
         silent = {rank: round(seconds[rank]) for rank in self._silent(watch, SILENT_SECONDS, watch.ended)}
-        code = first if first >= 0 else 1
-        if 3 in exit_codes.values():
-            code = 3
+        code = Ended(exit_codes, stop_signal=self.stop_signal).exit_code
         watch.say("ended", {"exit_code": code, "rank": next(iter(exit_codes))})
         if code not in (0, 3) and watch.others:
             self._wait_for(watch.ended, watch, PEER_GRACE_SECONDS)  # who failed first is known when all have ended

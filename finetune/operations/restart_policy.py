@@ -35,8 +35,10 @@ class Ended:
     @property
     def exit_code(self) -> int:
         """What the launch ends with: the run's own code, 128 + the signal's number for a run that had not begun."""
-        codes = list(self.exit_codes.values()) + [how["exit_code"] for how in self.others.values()]
-        for decided in (ExitCode.STOPPED, ExitCode.REFUSED, ExitCode.OUT_OF_MEMORY):
+        codes = [*self.exit_codes.values(), *(how["exit_code"] for how in self.others.values())]
+        # One that was told to end because another failed may say that it stopped, but that is not why.
+        stopped = ExitCode.STOPPED in (codes if self.stop_signal else codes[:1])
+        for decided in ([ExitCode.STOPPED] if stopped else []) + [ExitCode.REFUSED, ExitCode.OUT_OF_MEMORY]:
             if decided in codes:
                 return int(decided)
         if self.stop_signal:
