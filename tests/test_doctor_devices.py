@@ -93,6 +93,7 @@ def test_no_memory_names_who_holds_it():
 
 def test_memory_without_a_number_asks_that_nobody_else_is_there():
     assert check_device_memory(BUSY.devices).verdict == "warn"
+    assert check_device_memory(BUSY.devices, needed_devices=1).verdict == "ok"  # the held ones are not taken
     assert check_device_memory(BUSY.devices[:1]).verdict == "ok"  # what the driver itself holds is no word worth
     assert check_device_memory(IDLE.devices, needed_bytes=20 * GIB, needed_devices=2).verdict == "ok"
     assert check_device_memory(gpus("nvidia_580_GB10_no_memory.txt").devices).verdict == "skip"

@@ -137,11 +137,12 @@ def test_a_process_that_is_killed_says_by_what():
 
 
 def test_an_operator_that_cannot_be_built():
-    missing = _not_built(
-        "cpu_adam", Answer(None, 1, "/bin/sh: 1: c++: not found\nRuntimeError: Error building extension")
-    )
-    assert (
-        missing.verdict == "fail" and missing.fix is not None and missing.fix["en"].startswith("install a C++ compiler")
-    )
-    other = _not_built("cpu_adam", Answer(None, 1, "KeyError: 'ASCEND_HOME_PATH'"))
-    assert "ASCEND_HOME_PATH" in other.what["en"] and "set_env.sh" in other.fix["en"]
+    messages = "/bin/sh: 1: c++: not found\nRuntimeError: Error building extension 'cpu_adam'\nRuntimeError: it failed"
+    missing = _not_built("cpu_adam", Answer(None, 1, messages))
+    assert missing.verdict == "fail" and missing.fix is not None
+    assert missing.fix["en"].startswith("install a C++ compiler")
+    messages = "Traceback\nKeyError: 'ASCEND_HOME_PATH'\nThe above ...\nRuntimeError: DeepSpeedCPUAdam requires the op"
+    other = _not_built("cpu_adam", Answer(None, 1, messages))
+    assert other.what["en"].endswith("KeyError: 'ASCEND_HOME_PATH'") and "set_env.sh" in other.fix["en"]
+    broken = _not_built("cpu_adam", Answer(None, 1, "a.cpp:3:1: error: no type named x\nninja: build stopped"))
+    assert "a.cpp:3:1: error: no type named x" in broken.what["zh"]

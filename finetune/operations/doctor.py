@@ -90,15 +90,17 @@ def examine(options: argparse.Namespace, words: Sequence[str], environment: Mapp
     wanted = str(parsed.values.get("device_type", ("auto", ""))[0])
     nodes, _ = rounds.network.check_nodes(environment)
     count = 1 if nodes is None else nodes.count
+    processes = options.nproc or 1
     config, config_checks = None, []
     if parsed.config_files or parsed.deepspeed or set(parsed.values) - _NO_RUN:
-        config, config_checks = check_config(words, kind, options.nproc * count)
+        config, config_checks = check_config(words, kind, processes * count)
     subject = Subject(
         environment,
         config=config,
         kind=kind,
         words=words,
-        processes=options.nproc,
+        processes=processes,
+        whole_machine=options.nproc is None,
         nodes=count,
         min_devices=options.min_devices,
         min_free_memory_gib=options.min_free_memory,
@@ -210,7 +212,7 @@ def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     for name in ("quick", "full", "launched", "json"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--lang")
-    parser.add_argument("--nproc", "--nproc-per-node", "--nproc_per_node", type=int, default=1)
+    parser.add_argument("--nproc", "--nproc-per-node", "--nproc_per_node", type=int)
     parser.add_argument("--min-devices", "--min_devices", type=int)
     parser.add_argument("--min-free-memory", "--min_free_memory", type=float)
     try:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from finetune.device import DEVICE_KINDS
 from finetune.operations.checks.check import GIB, Check, fail, gib, ok, skip, warn
@@ -140,79 +141,60 @@ _DRIVER_FIX = (
 
 
 def check_device_memory(
-    devices: Sequence[SmiDevice], *, needed_devices: int = 1, needed_bytes: int | None = None
+    devices: Sequence[SmiDevice], *, needed_devices: int | None = None, needed_bytes: int | None = None
 ) -> Check:
     """Whether enough devices have enough free memory, and who holds it where they have not.
 
     Args:
         devices: those that the run sees.
-        needed_devices: how many of them it takes, the first ones.
+        needed_devices: how many of them it takes, the first ones; None: all.
         needed_bytes: free memory that each must have; None: nobody else should hold a notable share.
     """
     name = "device_memory"
     known = [one for one in devices if one.free_bytes is not None]
     if not known:
         return skip(name, "no device tells its memory", "没有设备报告显存")
-    values = {
-        "devices": [
-            {
-                "index": one.index,
-                "label": one.label,
-                "free_bytes": one.free_bytes,
-                "total_bytes": one.total_bytes,
-                "holders": [holder.pid for holder in one.processes or ()],
-            }
-            for one in devices
-        ],
-        "needed_bytes": needed_bytes,
-        "needed_devices": needed_devices,
-    }
-    if needed_bytes is not None:
+    count = len(known) if needed_devices is None else needed_devices
+    first = known[:count]
+    values = {"devices": [_numbers(one) for one in devices], "needed_bytes": needed_bytes, "needed_devices": count}
+    if needed_bytes is None:
+        held = [one for one in first if (one.used_bytes or 0) > HELD_SHARE * (one.total_bytes or 1)]
+        if held:
+            what = (f"memory is held already: {_held(held)}", f"显存已被占用：{_held(held)}")
+            return warn(name, what, _holders_fix(held, devices), **values)
+    else:
         enough = [one for one in known if (one.free_bytes or 0) >= needed_bytes]
-        if len(enough) < needed_devices:
-            short = [one for one in known if one not in enough]
-            return fail(
-                name,
-                (
-                    f"{len(enough)} devices have {gib(needed_bytes)} free, {needed_devices} are needed: {_held(short)}",
-                    f"空闲显存达到 {gib(needed_bytes)} 的设备有 {len(enough)} 个，需要 {needed_devices} 个："
-                    f"{_held(short)}",
-                ),
-                _holders_fix(short, devices),
-                **values,
+        short = [one for one in first if one not in enough]
+        if len(enough) < count:
+            what = (
+                f"{len(enough)} devices have {gib(needed_bytes)} free, {count} are needed: {_held(short)}",
+                f"空闲显存达到 {gib(needed_bytes)} 的设备有 {len(enough)} 个，需要 {count} 个：{_held(short)}",
             )
-        if len(enough) < len(known):
-            chosen = ",".join(str(one.index) for one in enough[:needed_devices])
-            short = [one for one in known if one not in enough]
-            return warn(
-                name,
-                (
-                    f"not every visible device has {gib(needed_bytes)} free: {_held(short)}",
-                    f"并非所有可见设备都有 {gib(needed_bytes)} 空闲显存：{_held(short)}",
-                ),
-                (
-                    f"take the free ones: visible devices {chosen} (of those visible now)",
-                    f"请使用空闲设备：在当前可见设备中选 {chosen}",
-                ),
-                **values,
+            return fail(name, what, _holders_fix(short, devices), **values)
+        if short:
+            chosen = ",".join(str(one.index) for one in enough[:count])
+            what = (
+                f"the run takes the first {count} devices, and not all have {gib(needed_bytes)} free: {_held(short)}",
+                f"训练使用前 {count} 个设备，但并非都有 {gib(needed_bytes)} 空闲显存：{_held(short)}",
             )
-    held = [
-        one for one in known if one.used_bytes and one.total_bytes and one.used_bytes > HELD_SHARE * one.total_bytes
-    ]
-    if held and needed_bytes is None:
-        return warn(
-            name,
-            (f"memory is held already: {_held(held)}", f"显存已被占用：{_held(held)}"),
-            _holders_fix(held, devices),
-            **values,
-        )
-    least = min(one.free_bytes or 0 for one in known)
-    return ok(
-        name,
-        f"at least {gib(least)} free on each of {len(known)} devices",
-        f"{len(known)} 个设备，每个至少空闲 {gib(least)}",
-        **values,
-    )
+            fix = (
+                f"show it the free ones: {chosen} of those that are visible now",
+                f"让其只看到空闲设备：当前可见设备中的 {chosen}",
+            )
+            return warn(name, what, fix, **values)
+    least = min(one.free_bytes or 0 for one in first)
+    said = f"at least {gib(least)} free on each of {len(first)} devices"
+    return ok(name, said, f"{len(first)} 个设备，每个至少空闲 {gib(least)}", **values)
+
+
+def _numbers(device: SmiDevice) -> dict[str, Any]:
+    return {
+        "index": device.index,
+        "label": device.label,
+        "free_bytes": device.free_bytes,
+        "total_bytes": device.total_bytes,
+        "holders": [process.pid for process in device.processes or ()],
+    }
 
 
 def _held(devices: Sequence[SmiDevice]) -> str:

@@ -19,7 +19,7 @@ from finetune.operations.checks.check import Check, fail, ok
 from finetune.operations.checks.launched import clean
 from finetune.operations.checks.probe import Answer, run_to_end
 
-RUN_TIMEOUT_SECONDS = 300.0
+RUN_TIMEOUT_SECONDS = 600.0
 STEPS = 2
 # The resumed step is the uninterrupted one up to rounding; kernels of accelerators may add in another order.
 LOSS_TOLERANCE = 1e-3

@@ -14,7 +14,7 @@ from finetune.operations.checks.check import Check, fail, ok, warn
 from finetune.operations.checks.probe import Answer, run_to_end
 
 WORKER = "finetune.operations.checks.launched_worker"
-LAUNCH_TIMEOUT_SECONDS = 180.0
+LAUNCH_TIMEOUT_SECONDS = 300.0
 # Of a product of random numbers, relative to its largest: rounding of inputs is not in it, of results and sums it is.
 MATMUL_TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-2, "float16": 2e-3}
 

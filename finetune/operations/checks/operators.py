@@ -7,6 +7,7 @@ what a run finds.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -103,16 +104,21 @@ def _run(script: str, device_type: str, environment: Mapping[str, str]) -> tuple
 
 
 def _not_built(name: str, answer: Answer) -> Check:
-    missing_compiler = "c++" in answer.messages and (
-        "not found" in answer.messages or "No such file" in answer.messages
-    )
+    missing_compiler = re.search(r"(c\+\+|g\+\+).*(not found|No such file)", answer.messages) is not None
     fix = (
         "install a C++ compiler (apt-get install g++) and ninja (pip install ninja)",
         "安装 C++ 编译器（apt-get install g++）与 ninja（pip install ninja）",
     )
     if not missing_compiler:
         fix = (
-            f"look at the compiler's words: {fix[0]}; on Ascend source CANN's set_env.sh first",
-            f"查看编译器输出：{fix[1]}；在昇腾上请先 source CANN 的 set_env.sh",
+            f"mend what the reason says, or {fix[0]}; on Ascend source CANN's set_env.sh first",
+            f"按上述原因处理，或{fix[1]}；在昇腾上请先 source CANN 的 set_env.sh",
         )
-    return fail(name, (f"cannot be built or loaded: {answer.reason}", f"无法编译或加载：{answer.reason}"), fix)
+    reason = _first_cause(answer)
+    return fail(name, (f"cannot be built or loaded: {reason}", f"无法编译或加载：{reason}"), fix)
+
+
+def _first_cause(answer: Answer) -> str:
+    """The first error among the messages: what follows is torch and DeepSpeed passing it on."""
+    causes = re.findall(r"^(?:.*\berror: .*|\w+Error: .*)$", answer.messages, re.M)
+    return causes[0].strip() if causes and answer.code is not None else answer.reason

@@ -28,6 +28,7 @@ class Subject:
         config: the resolved configuration; None where there is none, or it is wrong.
         words: the training command's words, for checks in processes of their own.
         processes: processes that will be started on this machine.
+        whole_machine: nobody said how many; then all devices are looked at.
         min_devices, min_free_memory_gib: what the preset asks for; None where it does not.
         reports: what npu-smi and nvidia-smi say.
         device_type: what the run takes, as far as is known.
@@ -38,6 +39,7 @@ class Subject:
     kind: Kind = "sft"
     words: Sequence[str] = ()
     processes: int = 1
+    whole_machine: bool = False
     nodes: int = 1
     min_devices: int | None = None
     min_free_memory_gib: float | None = None
@@ -101,13 +103,15 @@ def accelerators(subject: Subject) -> Iterator[Check]:
     if kind not in devices.TOOLS:
         return
     seen = devices.visible_devices(subject.reports, kind, subject.environment)
-    needed = subject.min_free_memory_gib
+    needed, used = subject.min_free_memory_gib, max(subject.processes, subject.min_devices or 0)
+    if subject.whole_machine and not subject.min_devices:
+        used = len(seen)
     yield devices.check_device_memory(
         seen,
-        needed_devices=subject.min_devices or subject.processes,
+        needed_devices=used,
         needed_bytes=None if needed is None else int(needed * GIB),
     )
-    yield devices.check_device_health(seen)
+    yield devices.check_device_health(seen[:used])
 
 
 def machine(subject: Subject) -> Iterator[Check]:
