@@ -17,6 +17,7 @@ COMMANDS = {
     "launch": ("finetune.operations.launch", "start a run on all devices of one or several nodes, and look after it"),
     "chat": ("finetune.chat.terminal", "talk to a model in the terminal"),
     "serve": ("finetune.chat.server", "serve a model: OpenAI protocol and chat page"),
+    "eval": ("finetune.chat.evaluate", "loss and exact answers per level, base against adapter"),
     "inspect": ("finetune.operations.inspect_data", "show rows with the trained tokens marked"),
     "curriculum": ("finetune.operations.curriculum", "show the curriculum's plan before training"),
     "diagnose": ("finetune.operations.diagnose", "say why a run failed, from its logs"),

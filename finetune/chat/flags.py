@@ -10,7 +10,9 @@ from finetune.chat.sampling import Sampling
 from finetune.device import DEVICE_KINDS
 
 
-def make_parser(command: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:
+def make_parser(
+    command: str, description: str, epilog: str | None = None, *, several_adapters: bool = False
+) -> argparse.ArgumentParser:
     """A parser with the flags that say which model, and where it runs."""
     parser = argparse.ArgumentParser(
         prog=f"python -m finetune {command}", description=description, epilog=epilog, allow_abbrev=False
@@ -19,7 +21,10 @@ def make_parser(command: str, description: str, epilog: str | None = None) -> ar
     model.add_argument(
         "--model", metavar="FOLDER|ID", help="a model, the output or a checkpoint of a run, an adapter, or a hub id"
     )
-    model.add_argument("--adapter", metavar="FOLDER|ID", help="a LoRA adapter for --model; without --model on its base")
+    several: dict[str, Any] = {"nargs": "+", "action": "extend"} if several_adapters else {}
+    model.add_argument(
+        "--adapter", metavar="FOLDER|ID", help="a LoRA adapter for --model; without --model on its base", **several
+    )
     model.add_argument("--template", metavar="NAME|FILE", help="chat template, where the model has none of its own")
     model.add_argument(
         "--device-type", default="auto", choices=("auto", *DEVICE_KINDS), help="default: auto, the best there is"

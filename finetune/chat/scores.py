@@ -1,0 +1,120 @@
+"""What an evaluation found, as numbers, a table and JSON. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass
+class Score:
+    """Sums over some rows.
+
+    Attributes:
+        samples: samples whose loss was taken.
+        targets: their supervised tokens.
+        loss_sum: the sum of the targets' losses.
+        answered: answers that were checked.
+        correct: of those, the right ones.
+    """
+
+    samples: int = 0
+    targets: int = 0
+    loss_sum: float = 0.0
+    answered: int = 0
+    correct: int = 0
+
+    def __add__(self, other: Score) -> Score:
+        return Score(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+
+    @property
+    def loss(self) -> float | None:
+        """Per target."""
+        return self.loss_sum / self.targets if self.targets else None
+
+    def to_dict(self) -> dict[str, Any]:
+        loss = self.loss
+        return {
+            "samples": self.samples,
+            "targets": self.targets,
+            "loss": loss,
+            "perplexity": None if loss is None else _perplexity(loss),
+            "answered": self.answered,
+            "correct": self.correct,
+            "exact_match": self.correct / self.answered if self.answered else None,
+        }
+
+
+@dataclass
+class ModelScores:
+    """One model's scores by level; rows without level are under None."""
+
+    name: str
+    role: str  # base, adapter or model
+    levels: dict[str | None, Score] = field(default_factory=dict)
+
+    @property
+    def overall(self) -> Score:
+        return sum(self.levels.values(), Score())
+
+    def of(self, level: str | None) -> Score:
+        return self.levels.setdefault(level, Score())
+
+    def to_dict(self) -> dict[str, Any]:
+        named = {name: score.to_dict() for name, score in self.levels.items() if name is not None}
+        return {"name": self.name, "role": self.role, "overall": self.overall.to_dict(), "levels": named}
+
+
+def _perplexity(loss: float) -> float | None:
+    """None where it is beyond a float."""
+    return math.exp(loss) if loss < 700 else None
+
+
+HEADINGS = ("level", "model", "samples", "targets", "loss", "perplexity", "exact match")
+
+
+def cells(models: Sequence[ModelScores]) -> Iterable[tuple[bool, tuple[str, ...]]]:
+    """The rows of the table: whether it is the last of its level, and its texts as `HEADINGS` says."""
+    names = list(dict.fromkeys(name for model in models for name in model.levels if name is not None))
+    # Rows without level are in "all"; a line of their own would say the same where no row has one.
+    for level in [*names, "all"]:
+        for number, model in enumerate(models):
+            score = model.overall if level == "all" else model.of(level)
+            yield number == len(models) - 1, (level if number == 0 else "", model.name, *_figures(score))
+
+
+def _figures(score: Score) -> tuple[str, ...]:
+    loss = score.loss
+    if loss is None:
+        losses = ("0", "0", "-", "-")
+    else:
+        perplexity = _perplexity(loss)
+        shown = "inf" if perplexity is None else f"{perplexity:,.3f}"
+        losses = (f"{score.samples:,}", f"{score.targets:,}", f"{loss:.4f}", shown)
+    match = f"{score.correct / score.answered:.1%} ({score.correct}/{score.answered})" if score.answered else "-"
+    return (*losses, match)
+
+
+def rich_table(models: Sequence[ModelScores]) -> Table:
+    """The table for a terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title_justify="left")
+    for number, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="left" if number < 2 else "right")
+    for last, row in cells(models):
+        table.add_row(*map(Text, row), end_section=last)
+    return table
+
+
+def markdown_table(models: Sequence[ModelScores]) -> str:
+    """The same as Markdown: for files, and where there is no terminal."""
+    sides = ["---"] * 2 + ["---:"] * (len(HEADINGS) - 2)
+    rows = [HEADINGS, sides, *(row for _, row in cells(models))]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |\n" for row in rows)
