@@ -156,14 +156,25 @@ def test_two_machines_with_one_rank(monkeypatch):
 
 def test_nodes_hear_of_one_another_and_of_a_silence():
     with held_ports(1) as (port,):
-        (one, _), (two, _) = meet(first(port), second(port))
-        watches = [Watch(one), Watch(two)]
+        watches = [Watch(*met) for met in meet(first(port), second(port))]
         watches[0].say("ended", {"exit_code": 4, "rank": 0})
         watches[1].say("verdict", {"restart": True})
         run_helpers.wait_for(lambda: watches[1].ended and watches[0].verdicts, 20)
         assert watches[1].ended == {0: {"exit_code": 4, "rank": 0}}
         assert watches[0].verdicts == {1: {"restart": True}}
         assert set(watches[0].silent_seconds()) == {1} and watches[0].silent_seconds()[1] < 10
+
+
+def test_what_is_said_late_does_not_reach_the_next_attempt():
+    with held_ports(1) as (port,):
+        following = Meeting(first(port, attempt=2))
+        following._open()
+        late = Met(port.number, "launch", 1, 2, 4, ("here", "here"))
+        watch = Watch(Meeting(second(port)), late)
+        watch.say("ended", {"exit_code": 1, "rank": 2})
+        watch.thread.join(20)
+        assert not watch.thread.is_alive()
+        assert not following.store.check([f"{PREFIX}ended/1"])
 
 
 def test_a_call_that_never_returns_is_given_up():

@@ -35,7 +35,7 @@ PEER_GRACE_SECONDS = 15.0
 CLOSE_SECONDS = 10
 # How long nodes wait for each other's verdict; one that has not been heard for so long is not waited for.
 VERDICT_SECONDS = 60.0
-SILENT_SECONDS = 10.0
+SILENT_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Agent:
             self._report("waiting", nodes=self.place.nodes)
             met = meeting.meet()
             self._report("met", port=met.port, launch_id=met.launch_id, hosts=met.hosts)
-            watch = Watch(meeting)
+            watch = Watch(meeting, met)
             with tempfile.TemporaryDirectory(prefix="finetune-launch-") as folder:
                 self._start(met, folder)
                 exit_codes = self._follow(watch, met)

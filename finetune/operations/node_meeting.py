@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 PREFIX = "finetune/"
-CONNECT_SECONDS = 5.0
+CONNECT_SECONDS = 10.0
 POLL_SECONDS = 0.3
 
 _T = TypeVar("_T")
@@ -207,12 +207,12 @@ class Meeting:
         """Write down that this node is here; another machine may not have the same rank."""
         ours = {"host": socket.gethostname(), "processes": self.place.processes, "pid": os.getpid()}
         key = f"{PREFIX}node/{self.place.rank}"
+        self._ask(lambda store: store.set(f"{PREFIX}alive/{self.place.rank}", "0"))  # whoever sees the node sees this
         found = json.loads(self._ask(lambda store: store.compare_set(key, "", json.dumps(ours))))
         if found != ours:
             if found["host"] != ours["host"]:
                 raise MeetingError("same_rank", rank=self.place.rank, hosts=[found["host"], ours["host"]])
             self._ask(lambda store: store.set(key, json.dumps(ours)))  # started again by hand
-        self._ask(lambda store: store.set(f"{PREFIX}alive/{self.place.rank}", "0"))
 
     def _gather(self) -> None:
         """Node 0: wait for the others, then give out ranks."""
