@@ -186,10 +186,7 @@ class WorkerPool:
         except (ValueError, KeyError) as wrong:
             logger.error("worker %d said what is no message: %s", worker.number, type(wrong).__name__)
         finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-            code = await process.wait()
+            code = await _end(process)
             running, worker.running = worker.running, {}
             for queue in running.values():
                 queue.put_nowait(LOST)
@@ -286,3 +283,13 @@ class WorkerPool:
             del worker.running[event["id"]]
             self._give_work()
         queue.put_nowait(event)
+
+
+async def _end(process: asyncio.subprocess.Process) -> int:
+    """The exit code of a process that no longer speaks; it is killed if it stays."""
+    try:
+        return await asyncio.wait_for(process.wait(), 1.0)
+    except asyncio.TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        return await process.wait()
