@@ -218,7 +218,9 @@ class Picture:
         if host is not None:
             if host.cpu_share is not None:
                 cores = words["cores"].format(count=f"{host.cores:g}")
-                self._gauge(grid, "CPU", host.cpu_share, f"{host.cpu_share:.0%} {cores}", unicode)
+                grid.add_row(
+                    Text("CPU", "dim"), Bar(host.cpu_share, unicode, alarming=False), f"{host.cpu_share:.0%} {cores}"
+                )
             memory = f"{host.memory_used_bytes / 2**30:.1f}/{host.memory_total_bytes / 2**30:.1f} GiB"
             used = host.memory_used_bytes / max(1, host.memory_total_bytes)
             self._gauge(grid, words["memory"], used, memory, unicode)

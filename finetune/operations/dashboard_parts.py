@@ -95,13 +95,18 @@ class Spark:
 
 @dataclass(frozen=True)
 class Bar:
-    """A share as a bar of the column's width; nothing where that is too narrow to be read."""
+    """A share as a bar of the column's width; nothing where that is too narrow to be read.
+
+    `alarming`: whether a share near 1 is a bad sign, as it is of memory, not of a processor.
+    """
 
     share: float
     unicode: bool
+    alarming: bool = True
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        colour = "red" if self.share > 0.95 else "yellow" if self.share > 0.85 else "green"
+        limits = ((0.95, "red"), (0.85, "yellow")) if self.alarming else ()
+        colour = next((colour for limit, colour in limits if self.share > limit), "green")
         if options.max_width >= 3:
             yield Text(bar(self.share, options.max_width, unicode=self.unicode), colour)
 

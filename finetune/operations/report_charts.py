@@ -125,12 +125,11 @@ def _curve(frame: _Frame, one: Series, number: int) -> str:
 
 
 def _moving_mean(points: Points, window: int) -> Points:
-    """Each value with as many neighbours on both sides: the curve is not late, and its ends stay where they are."""
+    """The mean of each value and its neighbours on both sides (fewer at the ends), so that the curve is not late."""
     half = window // 2
     made = []
     for number, (x, _) in enumerate(points):
-        reach = min(half, number, len(points) - 1 - number)
-        near = points[number - reach : number + reach + 1]
+        near = points[max(0, number - half) : number + half + 1]
         made.append((x, sum(y for _, y in near) / len(near)))
     return made
 

@@ -115,7 +115,9 @@ def _planned_mix(view: RunView) -> list[tuple[float, list[float]]]:
         shares = schedule.weights((number + 0.5) / PLANNED_POINTS).tolist()
         ends = (number / PLANNED_POINTS * total, (number + 1) / PLANNED_POINTS * total)
         points += [(end, shares) for end in ends]
-    return points
+    inner = zip(points, points[1:], points[2:], strict=False)
+    corners = [point for before, point, after in inner if not before[1] == point[1] == after[1]]
+    return [points[0], *corners, points[-1]]
 
 
 def _measured_mix(view: RunView) -> list[tuple[float, list[float]]]:
