@@ -126,7 +126,7 @@ def _evaluate(model: Path) -> dict[str, Any]:
     if kept is None or not kept.exists():
         print(f"eval {model.name} ...", file=sys.stderr, flush=True)
         said = _run(
-            "finetune", "eval", "--json", "--device-type", "cpu",
+            "finetune", "eval", "--json", "--device-type", "cpu", "--max-new-tokens", "250",
             "--model", str(model), "--data", str(DATA / "valid.jsonl"),
         )  # fmt: skip
         if kept is None:

@@ -18,6 +18,7 @@ COMMANDS = {
     "chat": ("finetune.chat.terminal", "talk to a model in the terminal"),
     "serve": ("finetune.chat.server", "serve a model: OpenAI protocol and chat page"),
     "eval": ("finetune.chat.evaluate", "loss and exact answers per level, base against adapter"),
+    "merge": ("finetune.chat.merge", "merge an adapter into its base model, tested, with a model card"),
     "inspect": ("finetune.operations.inspect_data", "show rows with the trained tokens marked"),
     "curriculum": ("finetune.operations.curriculum", "show the curriculum's plan before training"),
     "diagnose": ("finetune.operations.diagnose", "say why a run failed, from its logs"),

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-_MARK = re.compile(r"^[\s*_#>-]*(?:(?:final\s+)?answer[\s*_]*[:：]|(?:最终)?答案[\s*_]*[:：]|#{4}\s)", re.I | re.M)
+_MARK = re.compile(r"^[\s*_#>-]*(?:(?:final\s+)?answer[\s*_]*[:：]|(?:最终)?答案[\s*_]*[:：]|#{4}\s)[*_]*", re.I | re.M)
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _QUANTITY = re.compile(r"([-+]?\d+(?:\.\d+)?)\s*([^\W\d_]+(?:/[^\W\d_]+)?|%|°[CF]?)?")
 # Full-width forms of ASCII signs lie together; the others have places of their own.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,13 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.chat.flags import make_parser, with_dashes
+from finetune.chat.origin import find_run
 from finetune.errors import ConfigError, ExitCode, StateError
 from finetune.storage.run_folder import describe_folder
 
 if TYPE_CHECKING:
     from finetune.chat.loading import Source
-
-logger = logging.getLogger("finetune")
 
 EXIT_CODES = "Exit code: 0 evaluated; 1 failed while evaluating; 2 refused before that; 130 interrupted."
 GENERATIONS_NAME, RESULT_NAME, TABLE_NAME = "generations.jsonl", "evaluation.json", "table.md"
@@ -179,11 +177,8 @@ def find_base(source: Source) -> Source:
 
 def run_settings(source: Source) -> dict[str, Any]:
     """The settings of the run that made a model or one of its checkpoints; empty where there is none."""
-    folder = Path(source.base if source.adapter is None else source.adapter).expanduser()
-    for place in (folder, folder.resolve().parent):
-        if place.is_dir() and (description := describe_folder(place)).kind == "run" and description.config:
-            return description.config
-    return {}
+    run = find_run(Path(source.base if source.adapter is None else source.adapter))
+    return {} if run is None else run.settings
 
 
 def _names(contestants: Sequence[Contestant]) -> list[str]:
