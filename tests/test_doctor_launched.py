@@ -111,6 +111,9 @@ def test_missing_ranks_and_half_written_reports(tmp_path: Path):
     (check,) = judge(read_reports(tmp_path), 4, Answer(None, 1, "x\ntorch.OutOfMemoryError: no memory\nbye"))
     assert check.verdict == "fail" and check.values["silent"] == [2, 3]
     assert "rank 2, 3 of 4" in check.what["en"] and "OutOfMemoryError" in check.what["en"]
+    assert check.values["messages"][-1] == "bye" and "--json" in check.fix["en"]
+    (hung,) = judge([], 2, Answer(None, None, ""))
+    assert hung.verdict == "fail" and "too busy" in hung.fix["en"]
 
 
 @pytest.mark.parametrize(("resumed", "verdict"), [(2.0, "ok"), (2.001, "ok"), (2.01, "fail"), (float("nan"), "fail")])

@@ -6,6 +6,7 @@ numbers. Expectations are written by hand.
 
 from __future__ import annotations
 
+import os
 import stat
 import sys
 import types
@@ -363,7 +364,7 @@ def fake_nvml(mig: bool = False) -> types.ModuleType:
     def refuse(*arguments):
         raise NVMLError
 
-    running = types.SimpleNamespace(pid=99, usedGpuMemory=5 * MIB)
+    running = types.SimpleNamespace(pid=os.getpid(), usedGpuMemory=5 * MIB)
     module.__dict__.update(
         NVMLError=NVMLError,
         NVML_TEMPERATURE_GPU=0,
@@ -395,6 +396,8 @@ def test_pynvml_where_it_is_installed(monkeypatch: pytest.MonkeyPatch):
     assert report is not None and (report.driver_version, report.runtime_version) == ("580.65.06", "13.0")
     (device,) = report.devices
     assert (device.name, device.free_bytes, device.health) == ("NVIDIA L4", 60 * MIB, "OK")
-    assert device.processes == (SmiProcess(99, "", 5 * MIB),) and device.power_watts is None
+    (process,) = device.processes
+    assert (process.pid, process.memory_bytes) == (os.getpid(), 5 * MIB) and process.name
+    assert device.power_watts is None
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(mig=True))
     assert read_nvml() is None  # the table shows the slices

@@ -55,8 +55,20 @@ def _nvml_device(pynvml: Any, index: int) -> SmiDevice | None:
         utilization_percent=None if use is None else float(use.gpu),
         temperature_celsius=ask("nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU),
         power_watts=None if power is None else power / 1000,
-        processes=None if running is None else tuple(SmiProcess(one.pid, "", one.usedGpuMemory) for one in running),
+        processes=None
+        if running is None
+        else tuple(SmiProcess(one.pid, _name(one.pid), one.usedGpuMemory) for one in running),
     )
+
+
+def _name(pid: int) -> str:
+    """The name of a process; empty where it cannot be seen (another container's)."""
+    import psutil
+
+    try:
+        return psutil.Process(pid).name()
+    except psutil.Error:
+        return ""
 
 
 def _text(value: str | bytes) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from finetune.config import BaseConfig, RunConfig
 from finetune.operations.checks.check import Check, fail, ok
 from finetune.operations.checks.launched import clean
-from finetune.operations.checks.probe import Answer, run_to_end
+from finetune.operations.checks.probe import Answer, run_to_end, what_now
 
 RUN_TIMEOUT_SECONDS = 600.0
 STEPS = 2
@@ -103,14 +103,8 @@ def _loss(output: Path) -> float:
 
 
 def _failed(stage: str, chinese: str, answer: Answer) -> Check:
-    return fail(
-        "dry_run",
-        (f"{stage} failed: {answer.reason}", f"{chinese}失败：{answer.reason}"),
-        (
-            "the run's own words above say what; the checks before this one may say why",
-            "原因见上述输出；前面的检查项也可能说明原因",
-        ),
-    )
+    what = (f"{stage} failed: {answer.reason}", f"{chinese}失败：{answer.reason}")
+    return fail("dry_run", what, what_now(answer), messages=answer.last_words)
 
 
 # ---------------------------------------------------------------- what is trained, made in a process of its own

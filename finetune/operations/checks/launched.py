@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.operations.checks.check import Check, fail, ok, warn
-from finetune.operations.checks.probe import Answer, run_to_end
+from finetune.operations.checks.probe import Answer, run_to_end, what_now
 
 WORKER = "finetune.operations.checks.launched_worker"
 LAUNCH_TIMEOUT_SECONDS = 300.0
@@ -60,12 +60,9 @@ def judge(reports: Sequence[Mapping[str, Any]], processes: int, answer: Answer) 
                     f"rank {ranks} of {processes} said nothing: {answer.reason}",
                     f"{processes} 个进程中 {ranks} 号没有结果：{answer.reason}",
                 ),
-                (
-                    "run `python -m finetune diagnose` on the log of a run that fails like this, and look at the "
-                    "checks above",
-                    "请对失败训练的日志运行 python -m finetune diagnose，并查看上面的检查项",
-                ),
+                what_now(answer),
                 silent=silent,
+                messages=answer.last_words,
             )
         ]
     backends = "/".join(sorted({report["backend"] for report in reports}))

@@ -29,6 +29,11 @@ class Answer:
     messages: str
 
     @property
+    def last_words(self) -> list[str]:
+        """The end of its messages, for people who want to see more than the reason."""
+        return self.messages.splitlines()[-30:]
+
+    @property
     def reason(self) -> str:
         """Why there is no report, in one line."""
         if self.code is None:
@@ -38,6 +43,19 @@ class Answer:
             return f"it was ended by {signal.Signals(-self.code).name}" + (f": {lines[-1]}" if lines else "")
         said = [line for line in lines if "Error" in line] or lines
         return said[-1] if said else f"it ended with exit code {self.code}"
+
+
+def what_now(answer: Answer) -> tuple[str, str]:
+    """What to do about processes that failed, in English and Chinese."""
+    if answer.code is None:
+        return (
+            "the machine may be too busy, or a device hangs: look (top, npu-smi info, nvidia-smi), and try again",
+            "机器可能过于繁忙，或设备卡死：请查看 top、npu-smi info、nvidia-smi 后重试",
+        )
+    return (
+        "the checks above may say why; --json has the last words of the processes (values.messages)",
+        "上面的检查项可能已说明原因；--json 中有进程最后的输出（values.messages）",
+    )
 
 
 def ask(

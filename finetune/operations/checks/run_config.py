@@ -26,6 +26,15 @@ from finetune.storage.run_lock import LOCK_NAME
 
 Kind = Literal["sft", "pretrain"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+# A file with one of these is for pretraining; other names may be DeepSpeed's too.
+PRETRAINING_NAMES = {
+    "train_data_path",
+    "train_data",
+    "depth",
+    "total_batch_size",
+    "device_batch_size",
+    "num_iterations",
+}
 MODELS: dict[Kind, type[BaseConfig]] = {"sft": RunConfig, "pretrain": PretrainConfig}
 
 
@@ -40,16 +49,15 @@ def parse_words(words: Sequence[str], kind: Kind) -> Parsed:
 def kind_of(words: Sequence[str]) -> Kind:
     """Which command the words are for: pretraining where a flag or a file has a name that only pretraining knows."""
     fine_tuning, pretraining = parse_words(words, "sft"), parse_words(words, "pretrain")
-    if fine_tuning.problems and not pretraining.problems:
+    if len(pretraining.problems) < len(fine_tuning.problems):
         return "pretrain"
-    own = {*PretrainConfig.model_fields, *PretrainConfig.aliases} - set(RunConfig.model_fields)
     for path in pretraining.config_files:
         try:
             content = read_file(path)
         except FinetuneError:
             continue  # said when it is resolved
         block = content.get("finetune", content)
-        if isinstance(block, dict) and own & set(block):
+        if isinstance(block, dict) and PRETRAINING_NAMES & set(block):
             return "pretrain"
     return "sft"
 
