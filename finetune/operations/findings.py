@@ -68,7 +68,7 @@ def rank_findings(
     """
     known = {name: value for log in reversed(logs) for name, value in log.facts.items()} | (facts or {})
     standing = [e for log in logs for e in _standing(log)]
-    last = [e for e in standing if e.attempt == max((o.attempt for o in standing if o.line.source == e.line.source))]
+    last = [e for e in standing if e.attempt == max(o.attempt for o in standing if o.line.source == e.line.source)]
     groups = _groups(last)
     if groups and all(group.kind > Kind.UNEXPLAINED for group in groups):
         groups = _groups(standing)  # the last attempt only waited for something that went wrong in an earlier one
@@ -143,7 +143,7 @@ def _finding(group: _Group, facts: dict[str, str], language: Language) -> Findin
         symptom.cause,
         round(group.confidence, 2),
         [_quote(e) for e in group.evidence[:EVIDENCE_LINES]],
-        fill(symptom.explanation[language], values),
+        mask_secrets(fill(symptom.explanation[language], values)),
         mask_secrets(fix),
         None if rank is None else int(rank),
     )

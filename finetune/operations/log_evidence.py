@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from finetune.operations.log_facts import FACT_WORDS, facts_in
 from finetune.operations.log_reading import LogFile, LogLine, Sort
 from finetune.operations.symptoms import ENDED_BADLY, SAID_BY_RUN, SYMPTOMS, UNEXPLAINED
-from finetune.operations.symptoms.base import Symptom
+from finetune.operations.symptoms.base import Symptom, fixed_words, grams, rarest
 
 # Of one symptom on one rank in one attempt the first lines are kept and the others counted.
 KEPT_LINES = 3
@@ -63,7 +63,7 @@ _OWN_WHERE, _OWN_FIX = "  where: ", "  fix:   "
 _FRAME = re.compile(r'^\s+File ".*", line \d+')
 _BOILERPLATE = re.compile(r"Possible Cause:|Solution:")
 _LEAVES_BOILERPLATE = re.compile(
-    r"TraceBack|^\[?(?:ERROR|INFO|WARNING|W|E)\b|\b[EW][A-Z]\d\d\d\d\b|^\S*Error\b|^Traceback"
+    r"^\s+TraceBack |^\[?(?:ERROR|INFO|WARNING|W|E)\b|^\[PID: |^E[A-Z0-9]\d\d\d\d\b|^\S*Error\b|^Traceback "
 )
 _QUIET_LEVEL = re.compile(
     r"\[(?:INFO|DEBUG|WARNING|SUCCESS|NOTICE|TRACE)\]|\bNCCL INFO\b|[ |](?:INFO|WARNING|DEBUG) *(?:-|\|)"
@@ -84,7 +84,7 @@ _OWN_ERROR = re.compile(r"^\[ERROR\] (?:rank \d+: )?(?P<said>(?!20\d\d-|[A-Z]+\(
 _FAILURE = re.compile(
     r"^Segmentation fault|^Fatal Python error|core dumped|^Aborted|^terminate called|^Bus error|^\S+: error: "
     r"|^bash: .*(?:not found|denied)|^\S+: can't open file|^srun: error: .*[Ee]xited|^ +exitcode +: -?[1-9]"
-    r"|exits with return code = -?[1-9]|\bERR\d\d\d\d\d\b|\b[EW][A-Z]\d\d\d\d(?::|\))|failed \(exitcode: -?[1-9]"
+    r"|exits with return code = -?[1-9]|\bERR\d\d\d\d\d\b|\bE[A-Z0-9]\d\d\d\d(?::|\))|failed \(exitcode: -?[1-9]"
 )
 
 
@@ -106,6 +106,7 @@ class LogScan:
 
     def __init__(self, symptoms: Sequence[Symptom] = SYMPTOMS) -> None:
         self._symptoms = symptoms
+        self._grams = {rarest(grams(word)) for s in symptoms for pattern in s.patterns for word in fixed_words(pattern)}
         self._tellers: dict[int | None, _Teller] = defaultdict(_Teller)
         self._kept: dict[tuple[int, int | None, int], list[Evidence]] = defaultdict(list)
         self._summary_rank: int | None = None
@@ -131,6 +132,8 @@ class LogScan:
     def _symptom(self, text: str) -> tuple[Symptom, re.Match[str]] | None:
         """The rule that speaks most surely and most of the root."""
         lowered = text.lower()
+        if self._grams.isdisjoint(grams(lowered)):
+            return None
         matches = [(s, match) for s in self._symptoms if (match := s.match(text, lowered)) is not None]
         return min(matches, key=lambda pair: (pair[0].kind, -pair[0].confidence), default=None)
 

@@ -23,7 +23,7 @@ _NAMES = {name: setting for setting, names in _SETTINGS.items() for name in name
 FACT_WORDS = tuple(_NAMES) + tuple(name.replace("_", "-") for name in _NAMES if "_" in name)
 _FACT = re.compile(
     rf"(?<![A-Za-z])(?P<name>{'|'.join(sorted((n.replace('_', '[_-]') for n in _NAMES), key=len, reverse=True))})"
-    r"""["']?(?:\s*[=:]\s*|\s+|\s*\.{3,}\s*)["']?(?P<value>\d+(?:\.\d+)?(?:e-?\d+)?|[\w.-]+(?=["',\s]|$))""",
+    r"""["']?(?:\s*[=:]\s*|\s+|\s*\.{3,}\s*)["']?(?P<value>\d+(?:\.\d+)?(?:e-?\d+)?(?!\.?\w)|[\w.-]+(?=["',\s]|$))""",
     re.IGNORECASE,
 )
 

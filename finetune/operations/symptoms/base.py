@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -84,6 +84,17 @@ def fixed_words(pattern: str) -> list[str]:
     return words
 
 
+def grams(text: str) -> Iterator[str]:
+    """All runs of `SHORTEST_WORD` characters in a text."""
+    return (text[start : start + SHORTEST_WORD] for start in range(len(text) - SHORTEST_WORD + 1))
+
+
+def rarest(found: Iterable[str]) -> str:
+    """The run of characters that other text holds least often: what to look for first in a line."""
+    return max(found, key=lambda gram: sum(_COMMON.find(letter) % 99 for letter in gram))
+
+
+_COMMON = " etaoinsrhldcumfpgwybvkxjqz"  # English, most frequent first
 _TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{\d*,?\d*\}|.", re.DOTALL)
 
 

@@ -10,10 +10,10 @@ _EXPLANATION: Text = {
     "zh": "运行失败[[(rank {rank})]],没有规则认识这条信息:{line}",
 }
 _FIX: Text = {
-    "en": "Read the traceback above the first evidence line: its last frame in your own files is where to look. Give the logs "
-    "of all ranks and nodes to one `diagnose`: another rank may say more.",
-    "zh": "查看第一条证据行上方的 traceback,最后一个属于自己代码的栈帧就是出错位置。请把所有 rank、节点的日志交给同一次 "
-    "`diagnose`:别的 rank 可能有更多信息。",
+    "en": "Read the traceback above the first evidence line: its last frame in your own files is where to look. Give "
+    "the logs of all ranks and nodes to one `diagnose`: another rank may say more.",
+    "zh": "查看第一条证据行上方的 traceback,最后一个属于自己代码的栈帧就是出错位置。请把所有 rank、"
+    "节点的日志交给同一次 `diagnose`:别的 rank 可能有更多信息。",
 }
 UNEXPLAINED = Symptom("unknown", (), _EXPLANATION, _FIX, Kind.UNEXPLAINED, 0.3)
 ENDED_BADLY = Symptom("unknown", (), _EXPLANATION, _FIX, Kind.AFTERMATH, 0.2)
