@@ -20,7 +20,7 @@ from typing import Any
 from launching import ROOT, environment
 
 STUB_WORKER = Path(__file__).with_name("chat_stub_worker.py")
-_START_SECONDS = 120
+_START_SECONDS = 300
 # Runs a server whose settings come as JSON: what no flag offers, such as the worker's command.
 _RUN = """
 import json, sys
