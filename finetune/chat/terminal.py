@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
@@ -235,15 +236,19 @@ def ask_once(generator: Generator, conversation: Conversation, prompt: str, samp
     return int(ExitCode.DONE)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command. 0: done; 1: an answer failed; 2: refused before the model was loaded or asked."""
+def make_chat_parser() -> argparse.ArgumentParser:
     parser = make_parser("chat", "Talk to a model in the terminal.", "In the chat, /help lists the commands.")
     add_sampling_flags(parser)
     talk = parser.add_argument_group("conversation")
     talk.add_argument("--system", default="", metavar="TEXT", help="system prompt")
     talk.add_argument("--prompt", metavar="TEXT", help="ask this, print the answer and leave; - reads standard input")
     talk.add_argument("--raw", action="store_true", help="with --prompt: go on from the bare text, without template")
-    options = parser.parse_args(with_dashes(sys.argv[1:] if argv is None else argv))
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. 0: done; 1: an answer failed; 2: refused before the model was loaded or asked."""
+    options = make_chat_parser().parse_args(with_dashes(sys.argv[1:] if argv is None else argv))
     if options.raw and (options.prompt is None or options.system):
         raise ConfigError("--raw goes on from one text", "--raw", "use it with --prompt and without --system")
     changes = sampling_changes(options)
