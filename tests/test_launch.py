@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import os
 import socket
 import string
@@ -11,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +24,7 @@ from finetune.operations import launch, launch_nodes, launch_plan, launch_texts
 from finetune.operations.launch_environment import LaunchFacts, has_wandb_login, interface_to, variables, without_stale
 from finetune.operations.launch_log import LaunchLog, TracebackFold
 from finetune.operations.launch_nodes import expand_nodelist, nodes_here
-from finetune.operations.launch_record import describe, still_runs
+from finetune.operations.launch_record import LaunchRecord, describe, still_runs
 from finetune.operations.ports import candidates, hold_port, listens
 from finetune.operations.restart_policy import Ended, decide
 
@@ -470,6 +473,22 @@ def test_a_recorded_process_is_told_from_others():
     assert described is not None and still_runs(described)
     process.communicate(b"\n")
     assert describe(process.pid, "worker") is None and not still_runs(described)
+
+
+def test_the_record_of_processes_is_frozen(tmp_path: Path):
+    """The form in docs/launching.md, which cleaning up relies on."""
+    recorded = LaunchRecord(tmp_path / "a.log", Path("runs/x"))
+    recorded.add(os.getpid(), "worker", rank=3, attempt=2)
+    recorded.end()
+    facts = json.loads((tmp_path / "a.processes.json").read_text())
+    assert set(facts) == {"version", "log", "output_dir", "started_at", "ended_at", "processes"}
+    assert (facts["version"], facts["log"], facts["output_dir"]) == (1, "a.log", str(Path("runs/x").absolute()))
+    first, second = facts["processes"]
+    assert set(first) == {"pid", "start_time", "command_digest", "role", "rank", "attempt", "host"}
+    assert (first["role"], first["rank"], first["attempt"]) == ("supervisor", None, None)
+    assert (second["role"], second["rank"], second["attempt"]) == ("worker", 3, 2)
+    words = "\0".join(psutil.Process().cmdline()).encode()
+    assert first["command_digest"] == hashlib.sha256(words).hexdigest() and len(first["command_digest"]) == 64
 
 
 def test_texts_are_in_both_languages():
