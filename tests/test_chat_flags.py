@@ -25,7 +25,11 @@ def names() -> list[str]:
             lines += [f"{command} {flag}" for flag in action.option_strings if flag.startswith("--")]
     metrics = Metrics()
     text = metrics.text(workers_ready=0, active=0, queued=0).decode()
-    lines += [f"metric {line.split()[2]}" for line in text.splitlines() if line.startswith("# HELP")]
+    lines += [
+        f"metric {line.split()[2]}"
+        for line in text.splitlines()
+        if line.startswith("# HELP") and not line.split()[2].endswith("_created")
+    ]
     pool = WorkerPool({}, [{}], per_worker=1, max_queue=1)
     app = create_app(pool, Rules(), AnswerLimits(1, 1, 1), metrics, pool.close).app
     lines += [f"path {method} {route.path}" for route in app.routes for method in sorted(route.methods)]
