@@ -110,6 +110,15 @@ def test_simulated_npus_without_memory(tmp_path: Path):
     assert code == 0 and checks["device_memory"]["verdict"] == "ok"
 
 
+def test_a_tool_that_fails_where_torch_works(tmp_path: Path):
+    """As in containers without the driver's management library: memory is unknown, and the run starts all the same."""
+    make_tools(tmp_path, {"npu-smi": "npu_no_driver.txt"})
+    env = {"PYTHONPATH": f"{ROOT}:{FAKE_NPU}", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    code, checks = diagnose(["--nproc", 2], env=env)
+    assert code == 0 and checks["torch_device"]["verdict"] == "ok"
+    assert checks["devices"]["verdict"] == "warn" and "-8005" in checks["devices"]["what"]
+
+
 def test_torch_npu_that_cannot_be_loaded(tmp_path: Path):
     """As torch_npu without CANN: its import raises, and takes `import torch` along where torch loads it by itself."""
     (tmp_path / "torch_npu").mkdir()

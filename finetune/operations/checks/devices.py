@@ -92,8 +92,15 @@ def check_devices(
                 f"安装驱动工具，或将 {TOOLS[device_type]} 所在目录加入 PATH",
             ),
         )
-    if not report.devices:
-        return fail(name, (f"{TOOLS[device_type]}: {report.problem}",) * 2, _DRIVER_FIX)
+    if not report.devices:  # torch says whether it is the tool alone, as in a container that it was not made for
+        return warn(
+            name,
+            (
+                f"devices and their memory are not known: {TOOLS[device_type]}: {report.problem}",
+                f"无法得知设备与显存：{TOOLS[device_type]}：{report.problem}",
+            ),
+            _DRIVER_FIX,
+        )
     seen = visible_devices(reports, device_type, environment)
     variable = DEVICE_KINDS[device_type].visible_variable
     shown = f" ({variable}={environment[variable]})" if variable in environment else ""
