@@ -13,7 +13,6 @@ one is the answer as a whole. Two answers are the same if they are after this, a
 from __future__ import annotations
 
 import re
-from decimal import Decimal
 
 _MARK = re.compile(r"^[\s*_#>-]*(?:(?:final\s+)?answer[\s*_]*[:：]|(?:最终)?答案[\s*_]*[:：]|#{4}\s)[*_]*", re.I | re.M)
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
@@ -52,9 +51,15 @@ def _item(text: str) -> str:
     quantity = _QUANTITY.fullmatch(text)
     if quantity is None:
         return text.casefold()
-    number, unit = Decimal(quantity[1]), quantity[2] or ""
-    # `normalize` writes 100 as 1E+2 and keeps the sign of zero.
-    return f"{number.normalize() + 0:f} {unit}".strip()
+    return f"{_number(quantity[1])} {quantity[2] or ''}".strip()
+
+
+def _number(text: str) -> str:
+    """Without zeros, sign and point that change nothing; exact, however long it is."""
+    whole, _, fraction = text.lstrip("+-").partition(".")
+    whole, fraction = whole.lstrip("0") or "0", fraction.rstrip("0")
+    value = f"{whole}.{fraction}" if fraction else whole
+    return f"-{value}" if text.startswith("-") and value != "0" else value
 
 
 def _trim(text: str) -> str:

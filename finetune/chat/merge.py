@@ -109,9 +109,12 @@ def publish(source: Source, output: Path, options: argparse.Namespace) -> None:
             durable_files.sync_file(path)
         durable_files.sync_folder(staging)
         _give_name(staging, output)
-    except OSError as error:
+    except Exception as error:
+        failure = durable_files.os_error_in(error)  # safetensors has its own kind for a full disk
+        if failure is None:
+            raise
         raise FinetuneError(
-            f"the merged model cannot be written: {error.strerror or error}",
+            f"the merged model cannot be written: {failure.strerror or failure}",
             str(output),
             "free some space, or choose another --output-dir",
         ) from error
