@@ -89,6 +89,7 @@ class ModelShape:
         tied: the output head is the embedding.
         gated: see `Family`.
         head_norms: q and k are normalised (with or without parameters).
+        softcapped: attention scores are squashed, so that they are made whole.
     """
 
     model_type: str
@@ -105,6 +106,7 @@ class ModelShape:
     final_vectors: int
     gated: bool
     head_norms: bool
+    softcapped: bool = False
 
     @property
     def query_width(self) -> int:
@@ -249,6 +251,7 @@ def shape_of_config(config: Mapping[str, Any], where: str = "config.json") -> Mo
         final_vectors=family.norm_vectors * hidden,
         gated=family.gated,
         head_norms=bool(family.head_norms) or kind == "nanochat",
+        softcapped=bool(config.get("attn_logit_softcapping")),
     )
 
 

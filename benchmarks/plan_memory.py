@@ -1,0 +1,306 @@
+"""What `plan` predicts of a process's memory, beside what it is: LoRA and full, ZeRO 0, 2 and 3, offload, row lengths.
+
+    python benchmarks/plan_memory.py --output runs/plan_memory            # runs all, a minute each, and prints the table
+    python benchmarks/plan_memory.py --output runs/plan_memory --only-table
+
+Runs on the CPU, where "device" and host are the same memory. Measured is, of rank 0, the high-water mark of the
+resident set (VmHWM) from the first parameter to the end of the last save, less the resident set after all imports;
+predicted is the worst phase of `finetune.modeling.memory` without its framework term. Both are also given for loading
+and for training alone. Nothing is fitted: a miss stays in the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+TOKENIZER = ROOT / "data_samples" / "tiny-qwen3"
+LIMIT = 0.15
+# Over the bundled model's config.json: eight layers, 1,024 wide, 109 M parameters.
+MODEL = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 2048,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: what is trained, how it is sharded, on how many processes, in rows of how many tokens."""
+
+    finetuning: str
+    stage: int | None = None
+    offload: str = ""  # "", "optimizer" or "all"
+    processes: int = 1
+    tokens: int = 128
+    checkpointing: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = [self.finetuning, "none" if self.stage is None else f"zero{self.stage}", self.offload]
+        parts += [f"{self.processes}p", str(self.tokens), "checkpointing" if self.checkpointing else ""]
+        return "-".join(part for part in parts if part)
+
+    def deepspeed(self) -> dict[str, Any] | None:
+        if self.stage is None:
+            return None
+        zero: dict[str, Any] = {"stage": self.stage}
+        if self.offload:
+            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+        if self.offload == "all":
+            zero["offload_param"] = {"device": "cpu", "pin_memory": False}
+        return {"zero_optimization": zero}
+
+
+CASES = (
+    Case("lora", tokens=384),
+    Case("lora", tokens=768, checkpointing=True),
+    Case("lora", stage=2, processes=2, tokens=384),
+    Case("lora", stage=3, processes=2, tokens=384),
+    Case("lora", stage=3, offload="all", processes=2, tokens=128),
+    Case("full", tokens=128),
+    Case("full", processes=2, tokens=128),
+    Case("full", stage=2, processes=2, tokens=128),
+    Case("full", stage=2, offload="optimizer", processes=2, tokens=128),
+    Case("full", stage=3, processes=2, tokens=128),
+    Case("full", stage=3, offload="all", processes=2, tokens=384),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("runs/plan_memory"), help="folder for models and runs")
+    parser.add_argument("--only", nargs="*", default=[], help="run only cases whose name has one of these in it")
+    parser.add_argument("--only-table", action="store_true", help="print the table of what was measured before")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child is not None:
+        _train(options.child)
+        return 0
+    folder = options.output.resolve()
+    if not options.only_table:
+        _make_materials(folder)
+        for case in CASES:
+            if not options.only or any(word in case.name for word in options.only):
+                _run(folder, case)
+    print(table(folder))
+    return 0
+
+
+# ---------------------------------------------------------------- what is trained
+
+
+def _make_materials(folder: Path) -> None:
+    """A Qwen3 of eight layers, 1,024 wide, with random weights and the bundled tokenizer; samples longer than rows."""
+    model = folder / "model"
+    if (model / "model.safetensors").exists():
+        return
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    from finetune.modeling.shapes import shape_of_config
+
+    shutil.copytree(TOKENIZER, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((model / "config.json").read_text(encoding="utf-8")) | MODEL
+    config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
+    (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    shape = shape_of_config(config)
+    drawn = np.random.default_rng(0).standard_normal(2**20, dtype=np.float32) * 0.02
+
+    def normal(*sizes: int) -> np.ndarray:
+        return np.resize(drawn, sizes)  # repeats itself: what the weights are is no matter
+
+    ones = np.ones(shape.hidden, np.float32)
+    weights = {
+        "model.embed_tokens.weight": normal(shape.vocabulary, shape.hidden),
+        "lm_head.weight": normal(shape.vocabulary, shape.hidden),
+        "model.norm.weight": ones,
+    }
+    for layer in range(shape.layers):
+        block = f"model.layers.{layer}"
+        for matrix in shape.matrices:
+            part = "self_attn" if matrix.name in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
+            weights[f"{block}.{part}.{matrix.name}.weight"] = normal(matrix.outputs, matrix.inputs)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{block}.{name}.weight"] = ones.copy()
+        for name in ("q_norm", "k_norm"):
+            weights[f"{block}.self_attn.{name}.weight"] = np.ones(shape.head_dim, np.float32)
+    assert sum(array.size for array in weights.values()) == shape.total
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    row = {"instruction": "Count.", "input": "", "output": " ".join(str(number) for number in range(3000))}
+    lines = [json.dumps({**row, "instruction": f"Count from {start}."}) for start in range(16)]
+    (folder / "train.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def settings_of(folder: Path, case: Case) -> dict[str, Any]:
+    """The run's settings: two steps of two rows on each process, every row full."""
+    made = {
+        "model": str(folder / "model"),
+        "data": str(folder / "train.jsonl"),
+        "output_dir": str(folder / case.name),
+        "cache_dir": str(folder / "cache"),
+        "finetuning": case.finetuning,
+        "deepspeed": case.deepspeed(),
+        "cutoff_len": case.tokens,
+        "micro_batch_size": 1,
+        "global_batch_size": 2 * case.processes,
+        "max_steps": 2,
+        "warmup_steps": 0,
+        "device_type": "cpu",
+        "gradient_checkpointing": case.checkpointing,
+        "save_steps": 0,
+        "report_to": "none",
+        "preprocessing_num_workers": 1,
+        "resume": "never",
+    }
+    return {name: value for name, value in made.items() if value is not None}
+
+
+def _run(folder: Path, case: Case) -> None:
+    shutil.rmtree(folder / case.name, ignore_errors=True)
+    config = folder / f"{case.name}.json"
+    config.write_text(json.dumps(settings_of(folder, case)), encoding="utf-8")
+    words = [__file__, "--child", str(config)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={case.processes}"]
+    start = time.monotonic()
+    print(f"{case.name} ...", file=sys.stderr, flush=True)
+    done = subprocess.run(
+        [sys.executable, *(launcher if case.processes > 1 else []), *words],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(f"{case.name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+    if done.returncode != 0:
+        raise SystemExit(f"{case.name} failed:\n{done.stderr[-6000:]}")
+    for weights in (folder / case.name).rglob("*.safetensors"):
+        weights.unlink()
+
+
+# ---------------------------------------------------------------- in the process that trains
+
+
+def _status() -> dict[str, int]:
+    """Bytes of VmHWM, VmRSS, RssAnon, RssFile and RssShmem."""
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return {
+        words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[0].startswith(("VmHWM", "VmRSS", "Rss"))
+    }
+
+
+class Meter:
+    """The high-water mark of each part of the run: the kernel's, set back where a part ends."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, int] = {}
+        self.resident: dict[str, dict[str, int]] = {}
+
+    def end_of(self, part: str) -> None:
+        now = _status()
+        self.parts[part] = max(self.parts.get(part, 0), now["VmHWM"])
+        self.resident[part] = now
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM = VmRSS (proc(5))
+
+    @contextlib.contextmanager
+    def part(self, name: str):
+        self.end_of("before")
+        yield
+        self.end_of(name)
+
+    def around(self, name: str, function: Any) -> Any:
+        @functools.wraps(function)
+        def measured(*arguments: Any, **named: Any) -> Any:
+            with self.part(name):
+                return function(*arguments, **named)
+
+        return measured
+
+
+def _train(config: Path) -> None:
+    """One rank: import everything, look at the memory, train."""
+    settings = json.loads(config.read_text(encoding="utf-8"))
+    import deepspeed  # noqa: F401
+    import peft  # noqa: F401
+    import transformers.integrations.deepspeed
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+
+    import finetune
+    import finetune.data.dataset
+    import finetune.training.run  # noqa: F401
+    from finetune.training import build_sft
+    from finetune.training.trainer import RunTrainer
+
+    meter = Meter()
+    imports = _status()["VmRSS"]
+    build_sft.load_model = meter.around("load", build_sft.load_model)
+    RunTrainer.train = meter.around("train", RunTrainer.train)
+    RunTrainer._save_checkpoint = meter.around("save", RunTrainer._save_checkpoint)
+    RunTrainer.save_output = meter.around("save", RunTrainer.save_output)
+    before_save = RunTrainer._save_checkpoint
+
+    def save(self: Any, *arguments: Any) -> Any:
+        meter.end_of("train")
+        return before_save(self, *arguments)
+
+    RunTrainer._save_checkpoint = save
+    finetune.run(settings)
+    meter.end_of("end")
+    if int(os.environ.get("RANK", "0")) == 0:
+        measured = {"imports": imports, "parts": meter.parts, "resident": meter.resident}
+        config.with_suffix(".measured").write_text(json.dumps(measured, indent=1), encoding="utf-8")
+
+
+# ---------------------------------------------------------------- the table
+
+
+def table(folder: Path) -> str:
+    """Measured and predicted, case by case, as Markdown."""
+    from finetune.operations.plan_inputs import workload_of_settings
+
+    lines = [
+        "| case | measured MiB | predicted MiB | error | loading | training | save |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for case in CASES:
+        path = folder / f"{case.name}.measured"
+        if not path.exists():
+            continue
+        measured = json.loads(path.read_text(encoding="utf-8"))
+        memory = workload_of_settings(settings_of(folder, case), processes=case.processes)
+        parts = {name: value - measured["imports"] for name, value in measured["parts"].items()}
+        loading, training = parts["load"], max(parts["train"], parts["before"])
+        whole = max(parts.values())
+        pairs = [
+            (whole, memory.process()),
+            (loading, memory.process(("load",))),
+            (training, memory.process(("rows", "update"))),
+            (parts["save"], memory.process(("save",))),
+        ]
+        error = pairs[0][1] / pairs[0][0] - 1
+        verdict = f"{error:+.0%}" if abs(error) <= LIMIT else f"**{error:+.0%}**"
+        rest = [f"{is_ / 2**20:,.0f} / {said / 2**20:,.0f}" for is_, said in pairs[1:]]
+        whole_cells = [f"{whole / 2**20:,.0f}", f"{pairs[0][1] / 2**20:,.0f}", verdict]
+        lines.append(f"| {' | '.join([case.name, *whole_cells, *rest])} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""What to do: which ZeRO stage, offload or not, when LoRA needs no ZeRO-3, how large rows may be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from finetune.modeling.memory import Workload
+from finetune.operations.language import Text
+
+if TYPE_CHECKING:
+    from finetune.operations.plan_inputs import Cluster
+    from finetune.operations.plan_report import Choice
+
+GIB = 2**30
+
+
+def advise(
+    work: Workload, cluster: Cluster, fits: bool | None, choices: Sequence[Choice], largest: int | None
+) -> Iterator[Text]:
+    """Advice in the order in which it matters. `choices` are ordered from the one that moves least."""
+    if fits is None:
+        yield {
+            "en": "give --device-memory (and --host-memory) to learn whether it fits",
+            "zh": "请给出 --device-memory（和 --host-memory），以判断能否放下",
+        }
+        return
+    best = next((choice for choice in _cheapest_first(choices) if choice.fits), None)
+    if best is None and choices:
+        yield from _nothing_fits(work, cluster, choices)
+    elif best is not None and best.sharding.name != work.sharding.name:
+        yield _better(work, best, fits)
+    if best is not None and work.adapter and best.sharding.stage < 3 and work.sharding.stage == 3:
+        whole = work.computing.element_bytes * work.shape.total / GIB
+        yield {
+            "en": f"LoRA needs no ZeRO-3 here: the frozen weights, {whole:.1f} GiB, fit on each device whole, and only "
+            f"{work.trained / 1e6:,.1f} M parameters have gradients and moments",
+            "zh": f"此处 LoRA 不需要 ZeRO-3：冻结权重共 {whole:.1f} GiB，每个设备都放得下；"
+            f"只有 {work.trained / 1e6:,.1f} M 个参数有梯度和优化器状态",
+        }
+    if not fits and not choices:
+        yield from _smaller_rows(work, largest)
+    if largest is not None:  # no more than all samples of a step
+        largest = min(largest, work.rows * work.row_tokens // work.longest)
+    if fits and largest is not None and work.rows > 1 and largest * work.longest > work.row_tokens:
+        yield {
+            "en": f"rows may be larger: {largest * work.longest:,} tokens fit instead of {work.row_tokens:,}, so that "
+            f"a step has fewer of its {work.rows} rows; the training stays the same",
+            "zh": f"每行可以更大：放得下 {largest * work.longest:,} 个 token（现为 {work.row_tokens:,}），"
+            f"每步的 {work.rows} 行可以减少；训练结果不变",
+        }
+
+
+def _cheapest_first(choices: Sequence[Choice]) -> list[Choice]:
+    """From the one that moves the fewest bytes; one that shards less comes first where they are equal."""
+    return sorted(
+        choices, key=lambda choice: (choice.traffic.host_bytes > 0, choice.sharding.stage, choice.traffic.host_bytes)
+    )
+
+
+def _better(work: Workload, best: Choice, fits: bool | None) -> Text:
+    now, network, host = work.sharding.name, best.traffic.network_bytes / GIB, best.traffic.host_bytes / GIB
+    moves = f"{network:.2f} GiB over the network and {host:.2f} GiB to and from the host a step and device"
+    moves_zh = f"每步每设备网络 {network:.2f} GiB、主机往返 {host:.2f} GiB"
+    need = f"{best.device_bytes / GIB:.1f} GiB a device, {best.node_bytes / GIB:.1f} GiB a host"
+    need_zh = f"每设备 {best.device_bytes / GIB:.1f} GiB、每主机 {best.node_bytes / GIB:.1f} GiB"
+    if not fits:
+        return {
+            "en": f"{now} does not fit; {best.sharding.name} does: {need}; {moves}",
+            "zh": f"{now} 放不下；{best.sharding.name} 可以：{need}；{moves_zh}",
+        }
+    return {
+        "en": f"{best.sharding.name} fits and moves less than {now}: {need}; {moves}",
+        "zh": f"{best.sharding.name} 放得下，且数据搬运少于 {now}：{need}；{moves_zh}",
+    }
+
+
+def _nothing_fits(work: Workload, cluster: Cluster, choices: Sequence[Choice]) -> Iterator[Text]:
+    least = min(choices, key=lambda choice: choice.device_bytes)
+    yield {
+        "en": f"no way to shard it fits {cluster.devices} devices: {least.sharding.name} comes nearest, with "
+        f"{least.device_bytes / GIB:.1f} GiB a device and {least.node_bytes / GIB:.1f} GiB a host; take more devices, "
+        "a smaller --cutoff-len or --micro-batch-size, or --gradient-checkpointing",
+        "zh": f"任何切分方式在 {cluster.devices} 个设备上都放不下：最接近的是 {least.sharding.name}，"
+        f"每设备 {least.device_bytes / GIB:.1f} GiB、每主机 {least.node_bytes / GIB:.1f} GiB；"
+        "请增加设备，或减小 --cutoff-len、--micro-batch-size，或打开 --gradient-checkpointing",
+    }
+
+
+def _smaller_rows(work: Workload, largest: int | None) -> Iterator[Text]:
+    if largest:
+        yield {
+            "en": f"--device-batch-size {largest} fits; accumulation makes up for it and the training stays the same",
+            "zh": f"--device-batch-size {largest} 放得下；梯度累积会补足，训练结果不变",
+        }
+    elif not work.computing.checkpointing:
+        yield {
+            "en": "not even one window fits: turn on --gradient-checkpointing, or make --max-seq-len or --depth smaller",
+            "zh": "连一个窗口都放不下：请打开 --gradient-checkpointing，或减小 --max-seq-len 或 --depth",
+        }
+    else:
+        yield {
+            "en": "not even one window fits: make --max-seq-len or --depth smaller",
+            "zh": "连一个窗口都放不下：请减小 --max-seq-len 或 --depth",
+        }
