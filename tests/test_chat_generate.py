@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -145,6 +146,23 @@ def test_a_seed_gives_one_answer_whoever_else_is_there(generator: Generator, sta
     for number, stream in enumerate(mixed):
         list(stream)
         assert number % 2 == 0 or stream.answer == together[number]
+
+
+def test_the_models_own_settings_are_its_default(tmp_path: Path):
+    """A repetition penalty in generation_config.json is applied as transformers does it, and once."""
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    own = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**own, "repetition_penalty": 1.4}))
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for continuous in (True, False):
+        with load_for_generation(str(folder), device_type="cpu", continuous=continuous) as generator:
+            answers = generator.generate(questions()[:4], generator.default_sampling.changed(max_new_tokens=NEW_TOKENS))
+            for question, answer in zip(questions()[:4], answers, strict=True):
+                prompt = torch.tensor([generator.prompt_ids(question)])
+                with torch.inference_mode():
+                    ids = plain.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW_TOKENS)
+                assert list(answer.token_ids) == ids[0, prompt.shape[1] :].tolist()
+            assert answers != generator.generate(questions()[:4], Sampling(max_new_tokens=NEW_TOKENS))
 
 
 def test_a_second_turn_reads_only_what_is_new(base: Generator):

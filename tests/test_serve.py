@@ -165,7 +165,7 @@ def post(body: bytes, headers: str = "", length: int | None = None) -> bytes:
     return f"{head}content-length: {length}\r\n\r\n".encode() + body
 
 
-def talk(server: Served, data: bytes, wait: float = 15) -> bytes:
+def talk(server: Served, data: bytes, wait: float = 60) -> bytes:
     """Send, and read until the server closes."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=wait) as connection:
         said = b""
@@ -185,7 +185,7 @@ def test_hostile_bytes_are_refused_in_shape_and_the_server_stays(stub: Served):
         ("100 MB announced", post(b"{", length=100 << 20), 413),
         ("bad JSON", post(b"{", "connection: close\r\n"), 400),
         ("no HTTP", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
-        ("huge head", b"GET / HTTP/1.1\r\nhost: 127.0.0.1\r\nx: " + b"a" * 200_000 + b"\r\n\r\n", 400),
+        ("huge head", b"GET / HTTP/1.1\r\nhost: 127.0.0.1\r\nx: " + b"a" * 40_000 + b"\r\n\r\n", 400),
         ("two lengths", post(body, "content-length: 5\r\n"), 400),
         ("smuggled", post(body, "transfer-encoding: chunked\r\n"), 400),
         ("wrong host", b"GET / HTTP/1.1\r\nhost: evil.example\r\nconnection: close\r\n\r\n", 421),
@@ -207,7 +207,7 @@ def test_a_100_mb_body_is_not_read(stub: Served):
     before = process.memory_info().rss
     head = post(b"", "transfer-encoding: chunked\r\n").replace(b"content-length: 0\r\n", b"")
     sent, answer = 0, b""
-    with socket.create_connection(("127.0.0.1", stub.port), timeout=15) as connection:
+    with socket.create_connection(("127.0.0.1", stub.port), timeout=60) as connection:
         with contextlib.suppress(ConnectionError):
             connection.sendall(head)
             while sent < 100 << 20:
@@ -221,7 +221,7 @@ def test_a_100_mb_body_is_not_read(stub: Served):
 
 
 def test_many_slow_connections_are_bounded_and_end(stub: Served):
-    held = [socket.create_connection(("127.0.0.1", stub.port), timeout=15) for _ in range(60)]
+    held = [socket.create_connection(("127.0.0.1", stub.port), timeout=60) for _ in range(60)]
     try:
         for connection in held[:30]:
             connection.sendall(b"POST / HTTP/1.1\r\nx: ")

@@ -261,6 +261,8 @@ def test_bodies():
     assert visit(rules, "POST", headers={**JSON_TYPE, "content-length": "104857600"}, body=[None])[0] == 413
     status, headers, body = visit(rules, "POST", headers={**JSON_TYPE, "content-length": "9"}, body=[b"1", None])
     assert status == 408 and headers["connection"] == "close" and b"request_timeout" in body
+    both = {**chunked, "content-length": "1"}
+    assert visit(rules, "POST", headers=both, body=[b"1"])[0] == 400
     for name in ("host", "authorization", "content-length"):
         twice = [("host", "localhost"), *JSON_TYPE.items(), (name, "1"), (name, "2")]
         assert visit(rules, "POST", headers=twice, body=[b"1"])[0] == 400

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from finetune.chat.flags import with_dashes
@@ -135,4 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     options = make_serve_parser().parse_args(with_dashes(sys.argv[1:] if argv is None else argv))
     setup_console(0)
+    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"not installed: {', '.join(missing)}", "serve", f"pip install {' '.join(missing)}")
     return run_server(serve_settings(options))

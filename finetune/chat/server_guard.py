@@ -126,6 +126,8 @@ class Guard:
             "application/json",
         ):
             raise _closing(415, "send Content-Type: application/json", "unsupported_media_type")
+        if "transfer-encoding" in headers and "content-length" in headers:
+            raise _closing(400, "the body has two lengths", "invalid_header")  # a proxy might have taken the other
         if not has_body:
             return b""
         limit = self.rules.max_body_bytes

@@ -94,6 +94,7 @@ class StaticEngine:
             do_sample=False,
             eos_token_id=sorted(self._stop_ids),
             pad_token_id=self._pad_id,
+            repetition_penalty=1.0,  # ours is applied by `adjust`; unset, the model's own would be applied too
             max_new_tokens=max(job.sampling.max_new_tokens or 1 for job in batch),
             return_dict_in_generate=True,
         )
