@@ -28,7 +28,8 @@ def shell_lines(document: Path) -> list[str]:
 
 
 def trains(line: str) -> bool:
-    return ("finetune.sft" in line and "--print-config" not in line) or "launchers/" in line
+    starts = ("finetune.sft", "finetune launch", "launchers/")
+    return any(start in line for start in starts) and "--print-config" not in line
 
 
 def small(line: str, folder: Path) -> str:
@@ -39,6 +40,10 @@ def small(line: str, folder: Path) -> str:
         line += " --data data_samples/train.jsonl --max-steps 2 --device-type cpu"
     if "finetune.pretrain" in line:
         line += " --num-iterations 2 --device-type cpu --report-to none"
+    if "finetune serve" in line:
+        line += " --port 0 --device-type cpu"
+    if " chat " in line or " eval " in line:
+        line += " --max-new-tokens 4" if " chat " in line else " --generate 2 --max-new-tokens 4"
     if trains(line) or "finetune inspect" in line:
         line += f" --cache-dir {shlex.quote(str(folder / 'cache'))}"
     return line.replace("runs/", f"{folder}/")

@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import re
+import signal
+import subprocess
+import urllib.request
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import yaml
-from launching import ROOT
-from run_helpers import events
+from launching import BIN, ROOT, environment
+from run_helpers import events, wait_for
 from shell_blocks import blocks, run_line, shell_lines, small, trains
 
 from finetune.__main__ import COMMANDS
@@ -63,11 +67,13 @@ def test_every_command_works(number: int, folder: Path) -> None:
         return
     if "multi_node.sh" in line:
         return  # both lines together are run by tests/test_launchers.py
+    if "finetune serve" in line:
+        return check_server(small(line, folder), folder)
     may_time_out = line.startswith("timeout ")
-    output = run_line(small(line, folder), folder, {"NPROC_PER_NODE": "2"}, codes=(0, 124) if may_time_out else (0,))
-    for shown in re.findall(r"log in (logs/\S+)", output):
+    variables = {"NPROC_PER_NODE": "2", "FINETUNE_LOG_DIR": str(folder / "logs")}
+    output = run_line(small(line, folder), folder, variables, codes=(0, 124) if may_time_out else (0,))
+    for shown in re.findall(r"log in (\S+logs/\S+)", output):
         assert "SUCCESS" in (ROOT / shown).read_text()
-        (ROOT / shown).unlink()
     if trains(line) and not may_time_out:
         check_run(line, folder)
     elif line.startswith("tail "):
@@ -82,14 +88,51 @@ def test_every_command_works(number: int, folder: Path) -> None:
         assert output.count("\nrow ") == 3 and "[[" in output
     elif "curriculum show" in line:
         assert "80.0%" in output and "passes" in output
+    elif "finetune doctor" in line:
+        assert "[OK]" in output and "[ERROR]" not in output
+    elif "finetune diagnose" in line:
+        assert "no failure" in output.lower()
+    elif "finetune monitor" in line:
+        assert "2/2" in output
+    elif "finetune report" in line:
+        assert (folder / "zero3" / "report.html").stat().st_size > 10_000
+    elif "finetune chat" in line:
+        assert output.strip()
+    elif "finetune eval" in line:
+        assert all(name in output for name in ("explain", "reasoning", "topology", "base"))
+    elif "finetune merge" in line:
+        assert (folder / "merged" / "model.safetensors").is_file()
     elif "--print-config" in line:
         assert re.search(r"^micro_batch_size +4 +ds_configs/zero3.json$", output, re.MULTILINE)
+
+
+def check_server(line: str, folder: Path) -> None:
+    """It says where it listens, answers there, and ends on Ctrl-C."""
+    env = environment({"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "HF_HOME": str(folder / "hf")})
+    words = ["bash", "-c", f"exec {line}"]
+    with subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as server:
+        try:
+            said = map(bytes.decode, iter(server.stdout.readline, b""))
+            address = next(found[0] for line in said if (found := re.search(r"http://127\.0\.0\.1:\d+", line)))
+            wait_for(lambda: answers(f"{address}/health"), 120, what="a worker that answers")
+        finally:
+            server.send_signal(signal.SIGINT)
+            server.communicate(timeout=60)
+    assert server.returncode == 0
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as reply:
+            return reply.status == 200
+    except OSError:
+        return False
 
 
 def check_run(line: str, folder: Path) -> None:
     """The run is done, and was what the line says."""
     output_dir = Path(re.search(r"--output-dir (\S+)", small(line, folder))[1])
-    processes = 2 if re.search("nproc_per_node 2|cpu_2|single_node", line) else 1
+    processes = 2 if re.search("nproc_per_node 2|nproc 2|cpu_2|single_node", line) else 1
     stage = 0 if "--deepspeed none" in line else int(re.search(r"zero(\d)", line.split("--config ")[-1])[1])
     assert json.loads((output_dir / "status.json").read_text())["state"] == "done"
     start = events(output_dir, "start")
