@@ -359,6 +359,11 @@ def peak_memory_bytes(device: torch.device) -> int | None:
         return int(getattr(torch, device.type).max_memory_allocated())
     if device.type == "mps":
         return int(torch.mps.driver_allocated_memory())
+    return peak_host_bytes()
+
+
+def peak_host_bytes() -> int:
+    """High-water mark of this process's resident memory."""
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 
+from finetune import device as devices
 from finetune.errors import ExitCode, FinetuneError
 from finetune.results import RunResult
 from finetune.training.execution import OutOfMemory, floor_error
@@ -43,13 +44,20 @@ def execute(trainer: RunTrainer, session: Session) -> RunResult:
             trainer.save_output(session.output_dir)
         state = "stopped" if trainer.stopped_by is not None else "done"
         steps = trainer.state.global_step
-        session.finish(state, step=steps, checkpoint=trainer.last_checkpoint)
+        session.finish(state, step=steps, checkpoint=trainer.last_checkpoint, peaks=_peaks(trainer))
     if state == "stopped":
         logger.warning("stopped by %s at step %d; %s is saved", trainer.stopped_by, steps, trainer.last_checkpoint)
     metrics: dict[str, float] = {}
     for record in trainer.history:
         metrics.update(record)
     return RunResult(session.output_dir, state, steps, metrics, trainer.history)
+
+
+def _peaks(trainer: RunTrainer) -> dict[str, list[int | None]]:
+    """The most memory of each rank so far, by rank, on its device and its host. Every rank calls."""
+    mine = (devices.peak_memory_bytes(trainer.args.device), devices.peak_host_bytes())
+    of_device, of_host = zip(*trainer.context.control.gather(mine), strict=True)
+    return {"peak_device_bytes": list(of_device), "peak_host_bytes": list(of_host)}
 
 
 def _disk_full(error: OSError, trainer: RunTrainer, session: Session) -> FinetuneError:

@@ -219,12 +219,24 @@ class Session:
         stack.callback(handler.close)
         stack.callback(logger.removeHandler, handler)
 
-    def finish(self, state: str, *, step: int, exit_code: int | None = None, **facts: Any) -> None:
-        """Write how the run ended, with the code that the process ends with; on rank 0."""
+    def finish(
+        self,
+        state: str,
+        *,
+        step: int,
+        exit_code: int | None = None,
+        peaks: dict[str, list[int | None]] | None = None,
+        **facts: Any,
+    ) -> None:
+        """Write how the run ended, with the code that the process ends with; on rank 0.
+
+        Args:
+            peaks: most memory of each rank, for the event.
+        """
         if self.world.is_main:
             code = int(EXIT_CODES[state] if exit_code is None else exit_code)
             write_status(self.output_dir, state, code, step=step, **facts)
-            self.runlog.event("end", state=state, exit_code=code, step=step)
+            self.runlog.event("end", state=state, exit_code=code, step=step, **(peaks or {}))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         if error is not None:
