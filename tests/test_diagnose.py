@@ -121,6 +121,13 @@ def test_fixed_words(pattern, words):
     assert fixed_words(pattern) == words
 
 
+def test_other_spellings(tmp_path):
+    """Short pieces as other versions and other programs write them."""
+    variants = [json.loads(line) for line in (LOGS.parent / "log_variants.jsonl").read_text().splitlines()]
+    found = [causes_of_text(tmp_path, variant["log"] + "\n") for variant in variants]
+    assert found == [[variant["cause"]] if variant["cause"] else [] for variant in variants]
+
+
 def test_a_pattern_without_fixed_words_is_refused():
     with pytest.raises(ValueError, match="no 4 plain characters"):
         fixed_words(r"(?:error|failure)")
@@ -245,6 +252,13 @@ def test_the_runs_own_numbers_are_in_the_remedy(tmp_path):
     chinese = diagnose_logs([log], "zh")[0]
     assert "当前 12,可试 6" in chinese.fix
     assert render_findings([chinese], "zh").startswith("1. device_oom  (置信度 0.95)\n   原因:")
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_a_diagnosis_in_a_log_is_not_diagnosed_again(language, tmp_path):
+    findings = [finding for _, _, paths in examples() for finding in diagnose_logs(paths, language)]
+    assert len(findings) > 100
+    assert causes_of_text(tmp_path, "[INFO] all is well\n" + render_findings(findings, language) + "\n") == []
 
 
 def test_facts():

@@ -60,6 +60,8 @@ _FINISHED = re.compile(r"^\[SUCCESS\] done: |'train_runtime':|Training completed
 _RESTART = re.compile(r"will restart worker group|\[(?:INFO|WARNING)\] (?:starting again|restart)")
 _SUMMARY_RANK = re.compile(r"^ +rank +: (?P<rank>\d+) \(local_rank: \d+\)")
 _OWN_WHERE, _OWN_FIX = "  where: ", "  fix:   "
+# A diagnosis that the launcher put into the log: it quotes lines and speaks of other causes.
+_DIAGNOSIS = re.compile(r"^   (?:why|fix|seen|follows from it|原因|解决|证据|由此引起): ")
 _FRAME = re.compile(r'^\s+File ".*", line \d+')
 _BOILERPLATE = re.compile(r"Possible Cause:|Solution:")
 _LEAVES_BOILERPLATE = re.compile(
@@ -68,6 +70,7 @@ _LEAVES_BOILERPLATE = re.compile(
 _QUIET_LEVEL = re.compile(
     r"\[(?:INFO|DEBUG|WARNING|SUCCESS|NOTICE|TRACE)\]|\bNCCL INFO\b|[ |](?:INFO|WARNING|DEBUG) *(?:-|\|)"
     r"|^(?:INFO|WARNING|DEBUG)[: ]|\b\w*Warning: |(?i:\bwarning: )|\[warn\]"
+    r"|retry loop|will retry|[Rr]etrying\b"
 )
 _EXCEPTION = re.compile(
     r"^(?P<exception>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Timeout|Failure|Expired|NotFound|Group))(?::|$)"
@@ -171,6 +174,8 @@ class LogScan:
     @staticmethod
     def _own_text(teller: _Teller, text: str) -> str:
         """The part of the line that was said about this failure: not quoted source code, not fixed advice."""
+        if _DIAGNOSIS.match(text):
+            return ""
         if _FRAME.match(text):
             teller.in_frame = True
             return ""

@@ -120,7 +120,7 @@ SYMPTOMS = (
         (
             r"\(?EJ0001\)?:",
             r"Maybe the last training process is running",
-            r"error code is 5070(?:33|08)\b",
+            r"error code(?: is|:) ?5070(?:33|08)\b",
             r"open device (?P<device>\d+) failed, runtime result = 507033",
             r"halDeviceOpen failed\. ?device_id=(?P<device>\d+)",
             r"device (?:is )?(?:occupied|being used) by (?:another|other) ",
@@ -145,8 +145,8 @@ SYMPTOMS = (
         "npu_driver_cann_mismatch",
         (
             r"\(?E30006\)?:|Failed to verify the OPP",
-            r"error code is 500001\b",
-            r"error code is 561\d\d\d\b",
+            r"error code(?: is|:) ?500001\b",
+            r"error code(?: is|:) ?561\d\d\d\b",
             r"CANN version mismatch",
             r"lib(?:tbe_adapter|atb|ascendcl|runtime|opapi|ascend_hal)\w*\.so: undefined symbol",
             r"driver (?:package )?version .{0,40}(?:too low|not match|mismatch|incompatible)",
@@ -165,7 +165,7 @@ SYMPTOMS = (
     Symptom(
         "npu_driver_cann_mismatch",
         (
-            r"error code is 507899\b",
+            r"error code(?: is|:) ?507899\b",
             r"dcmi (?:model|module) initiali[sz]ed? failed\. ret is (?P<code>-?\d+)",
             r"drvRetCode=\d+.*DeviceOpen|driver error:internal error",
         ),
@@ -215,8 +215,8 @@ SYMPTOMS = (
     Symptom(
         "npu_op_exception",
         (
-            r"error code is 5070(?P<code>1[0-9]|3[4-9])\b",
-            r"error code is 5070(?P<code>00|1[0-9]|3[4-9])\[Error\]",
+            r"error code(?: is|:) ?5070(?P<code>1[0-9]|3[4-9])\b",
+            r"error code(?: is|:) ?5070(?P<code>00|1[0-9]|3[4-9])\[Error\]",
             r"(?:aicore|aicpu|ai ?cpu|aivec|vector core|fftsplus aicore) (?:error )?exception",
             r"an exception of (?:fftsplus )?ai(?:core|vec|cpu) error",
             r"The (?:aicore|vector core|aicpu) execution is abnormal",

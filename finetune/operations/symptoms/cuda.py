@@ -87,6 +87,7 @@ SYMPTOMS = (
             r"CUDA driver version is insufficient for CUDA runtime version",
             r"[Ff]ailed to initialize NVML: Driver/library version mismatch",
             r"Found no NVIDIA driver on your system",
+            r"Unexpected error from cudaGetDeviceCount|unsupported display driver / cuda driver combination",
             r"no kernel image is available for execution on the device",
             r"forward compatibility was attempted on non supported HW",
             r"system not yet initialized|CUDA unknown error - this may be due to an incorrectly set up environment",
@@ -119,7 +120,7 @@ SYMPTOMS = (
             r"GPU has fallen off the bus|GPU is lost",
             r"CUDA error: (?:unspecified launch failure|misaligned address|hardware stack error)",
             r"HBM MULTI BIT ECC ERROR|\bUCE ERROR\b|SUSPECT (?:DEVICE )?MEM ERROR",
-            r"HBM .*multi-bit ECC|error code is 50705[34]\b",
+            r"HBM .*multi-bit ECC|error code(?: is|:) ?50705[34]\b",
             r"\(?EI0012\)?:",
         ),
         {

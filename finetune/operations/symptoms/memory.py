@@ -60,7 +60,7 @@ SYMPTOMS = (
         (
             r"EL0004\b.*Failed to allocate memory",
             r"\(?EL0004\)?:",
-            r"error code is 207001\b",
+            r"error code(?: is|:) ?207001\b",
             r"\bERR0[0-4]006\b",
             r"EI0011\b.*(?:[Mm]emory|resource)",
             r"Call rtMalloc fail.*size:(?P<wanted_bytes>\d+)",
@@ -82,7 +82,7 @@ SYMPTOMS = (
     Symptom(
         "host_oom",
         (
-            r"\bMemoryError\b(?!.*[Bb]ad address)",
+            r"MemoryError\b(?:: Unable to allocate (?P<wanted>[\d.]+ \w+))?",
             r"[Oo]ut of memory: Killed process (?P<pid>\d+)",
             r"[Oo]om-kill(?:er)?\b",
             r"oom_kill event",

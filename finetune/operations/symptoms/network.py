@@ -99,7 +99,7 @@ SYMPTOMS = (
             r"\(?EI0002\)?:",
             r"The wait execution of the Notify register times out",
             r"hccl fftsplus task timeout occurred",
-            r"error code is 5070(?:46|48)\b",
+            r"error code(?: is|:) ?5070(?:46|48)\b",
             r"HCCL[Ww]atchdog.*timeout|Watchdog caught collective operation timeout: WorkHCCL",
             r"watchdog thread terminated with exception.*(?:timeout|timed out)",
         ),
@@ -220,8 +220,8 @@ SYMPTOMS = (
     Symptom(
         "libuv_store",
         (
-            r"use_libuv was requested but PyTorch was built without libuv support",
-            r"built without libuv",
+            r"use_libuv was requested but PyTorch was buil[td] without libuv support",
+            r"buil[td] without libuv",
             r"libuv backend.*(?:not|un)\w* ?(?:supported|available)",
             r"UV_\w+.*TCPStore|TCPStore.*\bUV_E\w+",
             r"TCPStoreLibUv\w*\b.*(?:Error|failed)",
