@@ -185,7 +185,7 @@ def test_logs_of_several_ranks_are_merged_by_time_in_any_order(tmp_path):
     for texts in ((rank0, rank1), (rank1, rank0)):
         assert causes_of_text(tmp_path, *texts) == ["device_oom"]
     finding = diagnose_logs([tmp_path / "log-0.log", tmp_path / "log-1.log"], "en")[0]
-    assert (finding.rank, finding.consequences) == (1, ["collective_timeout", "unknown"])
+    assert (finding.rank, finding.consequences) == (1, ["collective_timeout"])
 
 
 def test_what_came_later_is_no_root(tmp_path):
@@ -198,6 +198,12 @@ def test_what_came_later_is_no_root(tmp_path):
 def test_a_lost_peer_comes_before_a_timeout_and_after_a_root(tmp_path):
     assert causes_of_text(tmp_path, TIMEOUT, BROKEN) == ["peer_died"]
     assert causes_of_text(tmp_path, TIMEOUT, BROKEN, OOM) == ["device_oom"]
+
+
+def test_the_rank_that_was_killed_is_named_whatever_torchrun_says():
+    finding = diagnose_logs([LOGS / "peer_died" / "torchrun_blames_the_wrong_rank.log"], "en")[0]
+    assert finding.rank == 1
+    assert "SIGKILL" in finding.explanation
 
 
 def test_an_error_that_nobody_knows_is_a_root_on_another_rank_only(tmp_path):

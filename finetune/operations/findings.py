@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from finetune.operations.language import Language
 from finetune.operations.log_evidence import Evidence, LogEvidence
 from finetune.operations.log_facts import derived
-from finetune.operations.symptoms import ENDED_BADLY, SAID_BY_RUN
+from finetune.operations.symptoms import ENDED_BADLY, SAID_BY_RUN, UNEXPLAINED
 from finetune.operations.symptoms.base import Kind, fill
 
 # Clocks of nodes and the buffers of their outputs differ by less than this, as a rule.
@@ -47,14 +47,16 @@ class Finding:
 
 
 class _Group:
-    """All evidence of one cause."""
+    """All evidence of one cause: `first` is the earliest of its nearest kind, `clearest` the surest of that kind."""
 
     def __init__(self, evidence: Sequence[Evidence]) -> None:
         self.kind = min(e.symptom.kind for e in evidence)
         self.evidence = sorted(evidence, key=_order)
         self.first = next(e for e in self.evidence if e.symptom.kind == self.kind)
         self.cause = self.first.symptom.cause
-        self.confidence = max(e.symptom.confidence for e in evidence if e.symptom.kind == self.kind)
+        nearest = [e for e in self.evidence if e.symptom.kind == self.kind]
+        self.clearest = max(nearest, key=lambda e: e.symptom.confidence)  # the earliest of those
+        self.confidence = self.clearest.symptom.confidence
 
 
 def rank_findings(
@@ -78,7 +80,8 @@ def rank_findings(
     kept.sort(key=lambda group: (group.confidence < WEAK_CONFIDENCE, _order(group.first)))
     findings = [_finding(group, known, language) for group in kept]
     if findings:
-        findings[0].consequences = sorted({group.cause for group in groups} - {finding.cause for finding in findings})
+        told = {finding.cause for finding in findings} | {UNEXPLAINED.cause}
+        findings[0].consequences = sorted({group.cause for group in groups} - told)
     return findings
 
 
@@ -132,17 +135,19 @@ def _not_later(first: Evidence, second: Evidence) -> bool:
 
 
 def _finding(group: _Group, facts: dict[str, str], language: Language) -> Finding:
-    symptom = group.first.symptom
-    values = derived(facts | {k: v for e in reversed(group.evidence) for k, v in e.values.items()} | group.first.values)
+    clearest = group.clearest
+    symptom, others = clearest.symptom, [e for e in group.evidence if e is not clearest]
+    said = {name: value for e in reversed(others) for name, value in e.values.items() if name != "rank"}
+    values = derived(facts | said | clearest.values)
     fix = fill(symptom.fix[language], values)
-    said = values.get("said_fix")
-    if said and symptom is not SAID_BY_RUN:
-        fix += {"en": f" The run itself said: {said}", "zh": f" 运行本身的建议:{said}"}[language]
-    rank = group.first.values.get("rank")
+    own_fix = values.get("said_fix")
+    if own_fix and symptom is not SAID_BY_RUN:
+        fix += {"en": f" The run itself said: {own_fix}", "zh": f" 运行本身的建议:{own_fix}"}[language]
+    rank = clearest.values.get("rank")
     return Finding(
         symptom.cause,
-        round(group.confidence, 2),
-        [_quote(e) for e in group.evidence[:EVIDENCE_LINES]],
+        group.confidence,
+        [_quote(e) for e in [clearest, *others][:EVIDENCE_LINES]],
         mask_secrets(fill(symptom.explanation[language], values)),
         mask_secrets(fix),
         None if rank is None else int(rank),
