@@ -9,6 +9,7 @@ OUTPUTS = Path(__file__).resolve().parent / "smi_outputs"
 
 def make_tools(folder: Path, tools: dict[str, str]) -> None:
     """Write an executable for each tool name; queries that a text does not answer fail, as old drivers' do."""
+    folder.mkdir(exist_ok=True)
     for name, file in tools.items():
         tool = folder / name
         tool.write_text(f'#!/bin/sh\ncase "$1" in --query*) exit 2;; esac\ncat "{OUTPUTS / file}"\n')
