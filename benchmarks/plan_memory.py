@@ -1,6 +1,6 @@
 """What `plan` predicts of a process's memory, beside what it is: LoRA and full, ZeRO 0, 2 and 3, offload, row lengths.
 
-    python benchmarks/plan_memory.py --output runs/plan_memory            # runs all, a minute each, and prints the table
+    python benchmarks/plan_memory.py --output runs/plan_memory   # a minute each; prints the table
     python benchmarks/plan_memory.py --output runs/plan_memory --only-table
 
 Runs on the CPU, where "device" and host are the same memory. Measured is, of rank 0, the high-water mark of the
@@ -244,7 +244,7 @@ def _train(config: Path) -> None:
 
     import finetune
     import finetune.data.dataset
-    import finetune.training.run  # noqa: F401
+    import finetune.training.run
     from finetune.training import build_sft
     from finetune.training.trainer import RunTrainer
 
@@ -292,7 +292,7 @@ def table(folder: Path) -> str:
             (whole, memory.process()),
             (loading, memory.process(("load",))),
             (training, memory.process(("rows", "update"))),
-            (parts["save"], memory.process(("save",))),
+            (parts["save"], memory.process(("save", "result"))),
         ]
         error = pairs[0][1] / pairs[0][0] - 1
         verdict = f"{error:+.0%}" if abs(error) <= LIMIT else f"**{error:+.0%}**"

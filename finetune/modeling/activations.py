@@ -61,6 +61,11 @@ class Computing:
 def block_bytes_per_token(shape: ModelShape, how: Computing) -> int:
     """Bytes that one block keeps per token of a row without checkpointing."""
     queries, keys, inner = shape.query_width, shape.key_width, shape.intermediate
+    if how.compiled:
+        # torch's min-cut partitioner keeps what matrix products and attention made, and the residual stream at each
+        # norm; it computes again what is element by element (torch/_functorch/partitioners.py). Not measured.
+        products = 2 * queries + 2 * keys + inner * (2 if shape.gated else 1)
+        return 2 * how.residual_bytes * shape.hidden + how.element_bytes * products
     norms = max(2, round((shape.block_vectors or 2 * shape.hidden) / shape.hidden) // (1 if shape.gated else 2))
     kept = norms * 4 * shape.hidden  # RMSNorm computes in float32, and keeps what it got
     if how.full:

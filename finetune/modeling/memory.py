@@ -8,18 +8,14 @@ ones, N processes. How well the sum predicts is measured: docs/planning.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from math import ceil
-from typing import Literal
+from dataclasses import dataclass
 
-from finetune.modeling.activations import Computing, activation_bytes, loss_bytes, working_bytes
-from finetune.modeling.shapes import ModelShape
+from finetune.modeling.activations import activation_bytes, loss_bytes, working_bytes
+from finetune.modeling.memory_state import state_terms
+from finetune.modeling.memory_terms import PHASES, TRAINING, Phase, Place, Sharding, Term, Workload
 
-Place = Literal["device", "host"]
-Phase = Literal["load", "rows", "update", "save"]
-PHASES: tuple[Phase, ...] = ("load", "rows", "update", "save")
-TRAINING: tuple[Phase, ...] = ("rows", "update", "save")
-MOMENT_BYTES, MASTER_BYTES, GRADIENT_BYTES = 4, 4, 4  # float32, each
+__all__ = ["PHASES", "Memory", "Phase", "Place", "Sharding", "Term", "Workload", "memory_of"]
+
 MIB = 2**20
 
 # What a process holds before a model is there. CPU: measured (docs/planning.md). Accelerators: the context of driver
@@ -29,114 +25,13 @@ FRAMEWORK_DEVICE_BYTES = {"cpu": 0, "cuda": 1024 * MIB, "npu": 1024 * MIB, "mps"
 SHARD_BYTES = 5 * 10**9
 WORKER_BYTES = 300 * MIB  # a loader process shares the rest with its parent
 
-_ZERO = "ZeRO paper (Rajbhandari et al. 2020)"
-_STAGE3 = "deepspeed 0.19.8 runtime/zero/stage3.py"
-_STAGE2 = "deepspeed 0.19.8 runtime/zero/stage_1_and_2.py"
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """How the state is spread.
-
-    Attributes:
-        engine: DeepSpeed runs the step; else one process, or DDP.
-        stage: ZeRO stage, 0 to 3.
-        reduce_bucket, prefetch_bucket, persistence_threshold, max_reuse_distance, sub_group: DeepSpeed's numbers of
-            elements, with its defaults.
-        overlap: `overlap_comm`: ZeRO-1 and -2 have a second bucket.
-    """
-
-    engine: bool = False
-    stage: int = 0
-    offload_optimizer: bool = False
-    offload_param: bool = False
-    reduce_bucket: int = 500_000_000
-    prefetch_bucket: int = 50_000_000
-    persistence_threshold: int = 100_000
-    max_reuse_distance: int = 1_000_000_000
-    sub_group: int = 1_000_000_000
-    overlap: bool = False
-
-    @property
-    def name(self) -> str:
-        """As people call it."""
-        if not self.engine:
-            return "none"
-        offloads = [n for n, on in (("optimizer", self.offload_optimizer), ("weights", self.offload_param)) if on]
-        return f"ZeRO-{self.stage}" + (f" + offload of {' and '.join(offloads)}" if offloads else "")
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Everything that decides the memory of one process.
-
-    Attributes:
-        trained: trained parameters; `adapter` of them are LoRA's, which come on top of the model's own.
-        processes: of the whole run. local_processes: on one node.
-        row_tokens: most tokens of a row; targets: of them, supervised; longest: of the longest document.
-        rows: rows of a device in one optimizer step.
-        muon: the blocks' matrices are trained by Muon, which has one moment.
-        fused: the optimizer's kernel needs no temporaries.
-        file_bytes: bytes of a parameter in the model's files; 0 for a model from scratch.
-        data_bytes: of tokenized data, memory-mapped.
-        saves: a checkpoint or the result is written.
-    """
-
-    shape: ModelShape
-    computing: Computing
-    sharding: Sharding
-    trained: int
-    adapter: int = 0
-    processes: int = 1
-    local_processes: int = 1
-    row_tokens: int = 2048
-    targets: int = 2048
-    longest: int = 2048
-    rows: int = 1
-    muon: bool = False
-    fused: bool = True
-    device_type: str = "cuda"
-    file_bytes: int = 2
-    loader_workers: int = 0
-    data_bytes: int = 0
-    saves: bool = True
-
-    @property
-    def parameters(self) -> int:
-        """P: the model's, with adapters."""
-        return self.shape.total + self.adapter
-
-    @property
-    def share(self) -> int:
-        """Trained parameters of one process under ZeRO."""
-        return ceil(self.trained / self.processes)
-
-
-@dataclass(frozen=True)
-class Term:
-    """One use of memory.
-
-    Attributes:
-        kind: weights, gradients, optimizer, live, activations, logits, buffers, loader, framework, load or save.
-        formula: in words, with its numbers.
-        once: on the host, one process of a node has it.
-    """
-
-    kind: str
-    bytes: int
-    place: Place
-    formula: str
-    source: str
-    phases: tuple[Phase, ...] = TRAINING
-    once: bool = False
-
 
 @dataclass(frozen=True)
 class Memory:
     """The terms of a workload."""
 
     work: Workload
-    terms: tuple[Term, ...] = field(default_factory=tuple)
+    terms: tuple[Term, ...]
 
     def in_phase(self, place: Place, phase: Phase) -> int:
         """Bytes of one process at a place in a phase."""
@@ -166,192 +61,8 @@ class Memory:
 
 def memory_of(work: Workload) -> Memory:
     """All terms of a workload that are not zero."""
-    state = _zero3(work) if work.sharding.stage == 3 else _zero12(work) if work.sharding.engine else _plain(work)
-    terms = [*state, *_row(work), *_surroundings(work)]
+    terms = [*state_terms(work), *_row(work), *_surroundings(work)]
     return Memory(work, tuple(term for term in terms if term.bytes))
-
-
-# ---------------------------------------------------------------- weights, gradients, optimizer
-
-
-def _moments(work: Workload, numbers: int) -> int:
-    """Bytes of the optimizer's moments for so many trained parameters."""
-    if not work.muon:
-        return 2 * MOMENT_BYTES * numbers
-    matrices = work.shape.layers * work.shape.block_matrices
-    return MOMENT_BYTES * matrices + 2 * MOMENT_BYTES * (numbers - matrices)
-
-
-def _plain(work: Workload) -> list[Term]:
-    """One process, or DDP."""
-    how, trained = work.computing, work.trained
-    frozen = work.parameters - trained
-    held = how.weight_bytes * frozen + (how.adapter_bytes if work.adapter else how.weight_bytes) * trained
-    terms = [
-        Term("weights", held, "device", f"{how.weight_bytes} B x P", "ours: training/build_sft.py", PHASES),
-        _gradients(work, trained),
-        Term(
-            "optimizer",
-            _moments(work, trained),
-            "device",
-            "4 B x blocks' matrices + 8 B x the rest" if work.muon else "8 B x P_t",
-            "torch.optim.AdamW: two float32 moments" + ("; Muon: one" if work.muon else ""),
-        ),
-        Term(
-            "buffers",
-            0 if work.fused else 4 * trained,
-            "device",
-            "4 B x P_t: intermediate tensors of the update",
-            "torch.optim.AdamW(foreach=True)",
-            ("update",),
-        ),
-    ]
-    if how.autocast:
-        cast = how.element_bytes * work.shape.passed
-        terms.append(Term("weights", cast, "device", "2 B x matrices: cast for the row", "torch.amp", ("rows",)))
-    if work.muon:
-        largest = max(matrix.numbers for matrix in work.shape.matrices)
-        terms.append(Term("buffers", 14 * largest, "device", "14 B x largest matrix", "torch.optim.Muon", ("update",)))
-    if work.processes > 1:
-        # LoRA's gradients are summed flat, after all rows; DDP's buckets are made all the same, and stay untouched.
-        touched = 4 * trained if not (work.adapter and work.device_type == "cpu") else 0
-        terms.append(Term("buffers", touched, "device", "4 B x P_t: buckets", "torch DDP reducer"))
-        if work.adapter:
-            terms.append(
-                Term("buffers", 4 * trained, "device", "4 B x P_t: flat sum", "ours: execution.py", ("update",))
-            )
-    return terms
-
-
-def _gradients(work: Workload, numbers: int) -> Term:
-    size = work.computing.adapter_bytes if work.adapter else work.computing.weight_bytes
-    return Term("gradients", size * numbers, "device", f"{size} B x P_t", f"{_ZERO}, sec. 3.1")
-
-
-def _zero12(work: Workload) -> list[Term]:
-    """ZeRO-1 and ZeRO-2."""
-    how, sharding, share = work.computing, work.sharding, work.share
-    c, place = how.element_bytes, "host" if sharding.offload_optimizer else "device"
-    bucket = _touched(work, sharding.reduce_bucket)
-    buckets = c * bucket * (2 if sharding.overlap and work.device_type != "cpu" else 1)
-    terms = [
-        Term("weights", c * work.parameters, "device", f"{c} B x P", f"{_ZERO}, sec. 5.1-5.2", PHASES),
-        Term("weights", MASTER_BYTES * share, place, "4 B x P_t / N: float32 masters", f"{_STAGE2}: __init__"),
-        Term("optimizer", _moments(work, share), place, "8 B x P_t / N", f"{_ZERO}, sec. 5.1"),
-        Term("buffers", buckets, "device", f"{c} B x reduce_bucket_size", f"{_STAGE2}: setup_buckets", ("rows",)),
-        Term("buffers", c * work.trained, "device", f"{c} B x P_t: flat copy", f"{_STAGE2}: __init__", ("load",)),
-    ]
-    if sharding.stage < 2:
-        terms.append(Term("gradients", 4 * work.trained, "device", "4 B x P_t", f"{_ZERO}, sec. 5.1"))
-    if sharding.offload_optimizer:
-        terms += [
-            Term(
-                "gradients", GRADIENT_BYTES * share, "host", "4 B x P_t / N", f"{_STAGE2}: initialize_optimizer_states"
-            ),
-            Term("buffers", c * share, "host", f"{c} B x P_t / N: weights on their way back", f"{_STAGE2}: __init__"),
-            Term(
-                "gradients",
-                c * share if work.rows > 1 else 0,
-                "host",
-                f"{c} B x P_t / N: sum over rows",
-                f"{_STAGE2}: accumulated_grads_in_cpu",
-            ),
-        ]
-    else:
-        terms += [
-            Term("gradients", GRADIENT_BYTES * share, "device", "4 B x P_t / N", f"{_ZERO}, sec. 5.2"),
-            Term("gradients", 4 * share, "device", "4 B x P_t / N: flat copy", f"{_STAGE2}: step", ("update",)),
-        ]
-    return terms
-
-
-def _zero3(work: Workload) -> list[Term]:
-    """ZeRO-3, weights included."""
-    how, sharding, share, shape = work.computing, work.sharding, work.share, work.shape
-    c, place = how.element_bytes, "host" if sharding.offload_optimizer else "device"
-    weights: Place = "host" if sharding.offload_param else "device"
-    resident = _resident(work)
-    live = min(
-        work.parameters - resident,
-        sharding.max_reuse_distance // 2 + sharding.prefetch_bucket + shape.largest_module,
-    )
-    group = min(share, sharding.sub_group)
-    terms = [
-        Term(
-            "weights",
-            c * ceil(work.parameters / work.processes),
-            weights,
-            f"{c} B x P / N",
-            f"{_ZERO}, sec. 5.3",
-            PHASES,
-        ),
-        Term(
-            "live",
-            c * resident,
-            "device",
-            f"{c} B x parameters up to {sharding.persistence_threshold:,} numbers, always whole",
-            "deepspeed: stage3_param_persistence_threshold",
-        ),
-        Term(
-            "live",
-            c * live,
-            "device",
-            f"{c} B x min(P, max_reuse_distance / 2 + prefetch_bucket + largest module)",
-            "deepspeed 0.19.8 partitioned_param_coordinator.py: a forward's weights stay if their backward is near",
-            ("rows",),
-        ),
-        Term(
-            "weights",
-            MASTER_BYTES * share,
-            place,
-            "4 B x P_t / N: float32 masters",
-            f"{_STAGE3}: _create_fp32_partitions",
-        ),
-        Term("optimizer", _moments(work, share), place, "8 B x P_t / N", f"{_ZERO}, sec. 5.1"),
-        Term("gradients", GRADIENT_BYTES * share, place, "4 B x P_t / N", f"{_STAGE3}: grad_partitions_flat_buffer"),
-        Term(
-            "buffers",
-            c * _touched(work, sharding.reduce_bucket),
-            "device",
-            f"{c} B x reduce_bucket_size",
-            f"{_STAGE3}: ipg_buckets",
-        ),
-        Term(
-            "buffers",
-            c * min(work.trained, sharding.reduce_bucket),
-            "device",
-            f"{c} B x min(P_t, reduce_bucket_size): being summed",
-            "deepspeed 0.19.8 comm/coalesced_collectives.py: reduce_scatter_coalesced",
-            ("rows",),
-        ),
-    ]
-    if sharding.offload_optimizer:
-        terms.append(
-            Term(
-                "gradients",
-                4 * share,
-                "host",
-                "4 B x P_t / N: the optimizer's own",
-                f"{_STAGE3}: initialize_optimizer_states",
-            )
-        )
-    else:
-        terms.append(
-            Term("gradients", 4 * group, "device", "4 B x sub-group: flat copy", f"{_STAGE3}: step", ("update",))
-        )
-    return terms
-
-
-def _resident(work: Workload) -> int:
-    """Parameters that ZeRO-3 keeps whole on every device."""
-    threshold = work.sharding.persistence_threshold
-    matrices = sum(m.numbers for m in work.shape.matrices if m.numbers <= threshold) * work.shape.layers
-    return work.shape.small + matrices + work.adapter
-
-
-def _touched(work: Workload, bucket: int) -> int:
-    """Numbers of a bucket that cost memory: all of it on a device; on a CPU, pages that were never written cost none."""
-    return min(bucket, work.trained) if work.device_type == "cpu" else bucket
 
 
 # ---------------------------------------------------------------- a row, and what is around it
@@ -416,7 +127,7 @@ def _surroundings(work: Workload) -> list[Term]:
             whole if accelerator and not zero3 else 0,
             "host",
             f"{work.computing.weight_bytes} B x P before it goes to the device",
-            "transformers from_pretrained",
+            "ours: modeling/pretrained.py, scratch.py: made on the host, moved by Trainer",
             ("load",),
         ),
     ]
@@ -424,10 +135,15 @@ def _surroundings(work: Workload) -> list[Term]:
 
 
 def _saving(work: Workload) -> list[Term]:
-    sliced = work.sharding.stage == 3 and not work.adapter
-    copies = work.sharding.engine or work.device_type != "cpu"  # without an engine on a CPU they are where they are
-    moments = 8 * (work.share if sliced else work.trained) if copies else 0
+    """Copies on the host: of moments for a checkpoint, then of the whole model for the result of full training."""
+    sharding = work.sharding
+    sliced = sharding.stage == 3 and not work.adapter
+    on_host = work.device_type == "cpu" or sharding.offload_optimizer
+    where_they_are = on_host and (sliced or not sharding.engine)  # float32 on the host: written from there
+    moments = 0 if where_they_are else 8 * (work.share if sliced else work.trained)
     result = 0 if work.adapter else work.computing.element_bytes * work.shape.total
-    source = "ours: training/state.py" if moments >= result else "ours: training/trainer.py, whole_weights"
-    what = "8 B x P_t" + (" / N" if sliced else "") + ": moments" if moments >= result else "the result, whole"
-    return [Term("save", max(moments, result), "host", what, source, ("save",), once=not sliced)]
+    each = " / N" if sliced else ""
+    return [
+        Term("save", moments, "host", f"8 B x P_t{each}: moments", "ours: training/state.py", ("save",), not sliced),
+        Term("save", result, "host", "c x P: whole", "ours: training/trainer.py, whole_weights", ("result",), True),
+    ]

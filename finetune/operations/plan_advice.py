@@ -27,7 +27,7 @@ def advise(
         return
     best = next((choice for choice in _cheapest_first(choices) if choice.fits), None)
     if best is None and choices:
-        yield from _nothing_fits(work, cluster, choices)
+        yield from _nothing_fits(cluster, choices)
     elif best is not None and best.sharding.name != work.sharding.name:
         yield _better(work, best, fits)
     if best is not None and work.adapter and best.sharding.stage < 3 and work.sharding.stage == 3:
@@ -67,35 +67,52 @@ def _better(work: Workload, best: Choice, fits: bool | None) -> Text:
     if not fits:
         return {
             "en": f"{now} does not fit; {best.sharding.name} does: {need}; {moves}",
-            "zh": f"{now} 放不下；{best.sharding.name} 可以：{need}；{moves_zh}",
+            "zh": f"{now} 放不下；{best.sharding.name} 可以：{need_zh}；{moves_zh}",
         }
     return {
         "en": f"{best.sharding.name} fits and moves less than {now}: {need}; {moves}",
-        "zh": f"{best.sharding.name} 放得下，且数据搬运少于 {now}：{need}；{moves_zh}",
+        "zh": f"{best.sharding.name} 放得下，且数据搬运少于 {now}：{need_zh}；{moves_zh}",
     }
 
 
-def _nothing_fits(work: Workload, cluster: Cluster, choices: Sequence[Choice]) -> Iterator[Text]:
-    least = min(choices, key=lambda choice: choice.device_bytes)
+def _nothing_fits(cluster: Cluster, choices: Sequence[Choice]) -> Iterator[Text]:
+    least = min(choices, key=lambda choice: max(_shares(choice, cluster)))
+    need = f"{least.device_bytes / GIB:.1f} GiB a device, {least.node_bytes / GIB:.1f} GiB a host"
+    need_zh = f"每设备 {least.device_bytes / GIB:.1f} GiB、每主机 {least.node_bytes / GIB:.1f} GiB"
+    of_device, of_host = _shares(least, cluster)
+    if of_host > of_device:
+        yield {
+            "en": f"no way to shard it fits: {least.sharding.name} comes nearest, with {need}; the hosts have too "
+            "little: take more nodes, or hosts with more memory",
+            "zh": f"任何切分方式都放不下：最接近的是 {least.sharding.name}，{need_zh}；主机内存不足："
+            "请增加节点，或使用内存更大的主机",
+        }
+        return
     yield {
-        "en": f"no way to shard it fits {cluster.devices} devices: {least.sharding.name} comes nearest, with "
-        f"{least.device_bytes / GIB:.1f} GiB a device and {least.node_bytes / GIB:.1f} GiB a host; take more devices, "
-        "a smaller --cutoff-len or --micro-batch-size, or --gradient-checkpointing",
-        "zh": f"任何切分方式在 {cluster.devices} 个设备上都放不下：最接近的是 {least.sharding.name}，"
-        f"每设备 {least.device_bytes / GIB:.1f} GiB、每主机 {least.node_bytes / GIB:.1f} GiB；"
+        "en": f"no way to shard it fits {cluster.devices} devices: {least.sharding.name} comes nearest, with {need}; "
+        "take more devices, a smaller --cutoff-len or --micro-batch-size, or --gradient-checkpointing",
+        "zh": f"任何切分方式在 {cluster.devices} 个设备上都放不下：最接近的是 {least.sharding.name}，{need_zh}；"
         "请增加设备，或减小 --cutoff-len、--micro-batch-size，或打开 --gradient-checkpointing",
     }
 
 
+def _shares(choice: Choice, cluster: Cluster) -> tuple[float, float]:
+    """Need of a device and of a host, over what there is; 0 where that is not known."""
+    device, host = cluster.device_memory_bytes, cluster.host_memory_bytes
+    return (choice.device_bytes / device if device else 0.0, choice.node_bytes / host if host else 0.0)
+
+
 def _smaller_rows(work: Workload, largest: int | None) -> Iterator[Text]:
     if largest:
+        windows = work.rows * work.row_tokens // work.longest
+        largest = next(size for size in range(min(largest, windows), 0, -1) if windows % size == 0)
         yield {
             "en": f"--device-batch-size {largest} fits; accumulation makes up for it and the training stays the same",
             "zh": f"--device-batch-size {largest} 放得下；梯度累积会补足，训练结果不变",
         }
     elif not work.computing.checkpointing:
         yield {
-            "en": "not even one window fits: turn on --gradient-checkpointing, or make --max-seq-len or --depth smaller",
+            "en": "not even one window fits: turn on --gradient-checkpointing, or lower --max-seq-len or --depth",
             "zh": "连一个窗口都放不下：请打开 --gradient-checkpointing，或减小 --max-seq-len 或 --depth",
         }
     else:

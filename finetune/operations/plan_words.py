@@ -28,7 +28,8 @@ PHASE_NAMES: dict[str, Text] = {
     "load": {"en": "loading", "zh": "加载"},
     "rows": {"en": "forward and backward", "zh": "前向与反向"},
     "update": {"en": "update", "zh": "更新"},
-    "save": {"en": "saving", "zh": "保存"},
+    "save": {"en": "checkpoint", "zh": "检查点"},
+    "result": {"en": "writing the result", "zh": "写出结果"},
 }
 PLACES: dict[Place, Text] = {
     "device": {"en": "each device", "zh": "每个设备"},

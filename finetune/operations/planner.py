@@ -102,8 +102,8 @@ def bytes_of(text: str, flag: str) -> int:
     Raises:
         ConfigError: not a size above 0.
     """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    unit = UNITS.get(match.group(2).upper().removesuffix("/S")) if match else None
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)(?:/s)?\s*", text)
+    unit = UNITS.get(match.group(2).upper()) if match else None
     if match is None or unit is None or float(match.group(1)) <= 0:
         raise ConfigError(f"{text!r} is not a size above 0", flag, "write for example 64GiB, 512GB or 25GB")
     return int(float(match.group(1)) * unit)

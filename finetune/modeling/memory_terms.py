@@ -1,0 +1,112 @@
+"""The words of a memory plan: how a run is sharded, what decides its memory, one use of memory. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from finetune.modeling.activations import Computing
+from finetune.modeling.shapes import ModelShape
+
+Place = Literal["device", "host"]
+Phase = Literal["load", "rows", "update", "save", "result"]
+PHASES: tuple[Phase, ...] = ("load", "rows", "update", "save", "result")
+TRAINING: tuple[Phase, ...] = ("rows", "update", "save", "result")
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How the state is spread.
+
+    Attributes:
+        engine: DeepSpeed runs the step; else one process, or DDP.
+        stage: ZeRO stage, 0 to 3.
+        reduce_bucket, prefetch_bucket, persistence_threshold, max_reuse_distance, sub_group: DeepSpeed's numbers of
+            elements, with its defaults.
+        overlap: `overlap_comm`: ZeRO-1 and -2 have a second bucket.
+    """
+
+    engine: bool = False
+    stage: int = 0
+    offload_optimizer: bool = False
+    offload_param: bool = False
+    reduce_bucket: int = 500_000_000
+    prefetch_bucket: int = 50_000_000
+    persistence_threshold: int = 100_000
+    max_reuse_distance: int = 1_000_000_000
+    sub_group: int = 1_000_000_000
+    overlap: bool = False
+
+    @property
+    def name(self) -> str:
+        """As people call it."""
+        if not self.engine:
+            return "none"
+        offloads = [n for n, on in (("optimizer", self.offload_optimizer), ("weights", self.offload_param)) if on]
+        return f"ZeRO-{self.stage}" + (f" + offload of {' and '.join(offloads)}" if offloads else "")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Everything that decides the memory of one process.
+
+    Attributes:
+        trained: trained parameters; `adapter` of them are LoRA's, which come on top of the model's own.
+        processes: of the whole run. local_processes: on one node.
+        row_tokens: most tokens of a row; targets: of them, supervised; longest: of the longest document.
+        rows: rows of a device in one optimizer step.
+        muon: the blocks' matrices are trained by Muon, which has one moment.
+        fused: the optimizer's kernel needs no temporaries.
+        file_bytes: bytes of a parameter in the model's files; 0 for a model from scratch.
+        data_bytes: of tokenized data, memory-mapped.
+        saves: a checkpoint or the result is written.
+    """
+
+    shape: ModelShape
+    computing: Computing
+    sharding: Sharding
+    trained: int
+    adapter: int = 0
+    processes: int = 1
+    local_processes: int = 1
+    row_tokens: int = 2048
+    targets: int = 2048
+    longest: int = 2048
+    rows: int = 1
+    muon: bool = False
+    fused: bool = True
+    device_type: str = "cuda"
+    file_bytes: int = 2
+    loader_workers: int = 0
+    data_bytes: int = 0
+    saves: bool = True
+
+    @property
+    def parameters(self) -> int:
+        """P: the model's, with adapters."""
+        return self.shape.total + self.adapter
+
+    @property
+    def share(self) -> int:
+        """Trained parameters of one process under ZeRO."""
+        return ceil(self.trained / self.processes)
+
+
+@dataclass(frozen=True)
+class Term:
+    """One use of memory.
+
+    Attributes:
+        kind: weights, gradients, optimizer, live, activations, logits, buffers, loader, framework, load or save.
+        formula: in words, with its numbers.
+        once: on the host, one process of a node has it.
+    """
+
+    kind: str
+    bytes: int
+    place: Place
+    formula: str
+    source: str
+    phases: tuple[Phase, ...] = TRAINING
+    once: bool = False
