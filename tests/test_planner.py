@@ -56,6 +56,16 @@ def test_from_a_config_json_alone_more_devices_need_less_each(name: str, tmp_pat
     assert needs == sorted(needs, reverse=True)
 
 
+def test_flags_alone_describe_a_run(tmp_path, capsys):
+    path = config_json(tmp_path, "Qwen/Qwen3-8B")
+    found = plan(capsys, "--model-config", str(path), "--device-type", "npu", *NODES, *HOSTS)
+    assert found["cluster"]["device_type"] == "npu" and found["sharding"] == "none"
+    named = plan(capsys, "--model", "Qwen/Qwen3-8B", *NODES, *HOSTS)
+    assert named["device_bytes"] == found["device_bytes"]
+    made = plan(capsys, "pretrain", "--depth", "12", "--device-batch-size", "16", *NODES, *HOSTS)
+    assert made["model"]["model_type"] == "nanochat"
+
+
 def test_the_guides_run_on_two_nodes(capsys):
     found = plan(capsys, *PRESET, *NODES, *HOSTS)
     assert found["fits"] is True and found["sharding"] == "ZeRO-3 + offload of optimizer and weights"

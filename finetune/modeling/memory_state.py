@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from finetune.modeling.memory_terms import PHASES, Place, Term, Workload
+from finetune.modeling.memory_terms import PHASES, STEP, Place, Term, Workload
 
 MOMENT_BYTES, MASTER_BYTES, GRADIENT_BYTES = 4, 4, 4  # float32, each
 _ZERO = "ZeRO paper (Rajbhandari et al. 2020)"
@@ -73,7 +73,7 @@ def _plain(work: Workload) -> list[Term]:
 
 def _gradients(work: Workload, numbers: int) -> Term:
     size = work.computing.adapter_bytes if work.adapter else work.computing.weight_bytes
-    return Term("gradients", size * numbers, "device", f"{size} B x P_t", f"{_ZERO}, sec. 3.1")
+    return Term("gradients", size * numbers, "device", f"{size} B x P_t", f"{_ZERO}, sec. 3.1", STEP)
 
 
 def _zero12(work: Workload) -> list[Term]:
@@ -90,7 +90,7 @@ def _zero12(work: Workload) -> list[Term]:
         Term("buffers", c * work.trained, "device", f"{c} B x P_t: flat copy", f"{_STAGE2}: __init__", ("load",)),
     ]
     if sharding.stage < 2:
-        terms.append(Term("gradients", 4 * work.trained, "device", "4 B x P_t", f"{_ZERO}, sec. 5.1"))
+        terms.append(Term("gradients", 4 * work.trained, "device", "4 B x P_t", f"{_ZERO}, sec. 5.1", STEP))
     if sharding.offload_optimizer:
         terms += [
             Term(
@@ -107,7 +107,7 @@ def _zero12(work: Workload) -> list[Term]:
         ]
     else:
         terms += [
-            Term("gradients", GRADIENT_BYTES * share, "device", "4 B x P_t / N", f"{_ZERO}, sec. 5.2"),
+            Term("gradients", GRADIENT_BYTES * share, "device", "4 B x P_t / N", f"{_ZERO}, sec. 5.2", STEP),
             Term("gradients", 4 * share, "device", "4 B x P_t / N: flat copy", f"{_STAGE2}: step", ("update",)),
         ]
     return terms

@@ -12,6 +12,7 @@ from finetune.modeling.shapes import ModelShape
 Place = Literal["device", "host"]
 Phase = Literal["load", "rows", "update", "save", "result"]
 PHASES: tuple[Phase, ...] = ("load", "rows", "update", "save", "result")
+STEP: tuple[Phase, ...] = ("rows", "update")
 TRAINING: tuple[Phase, ...] = ("rows", "update", "save", "result")
 
 

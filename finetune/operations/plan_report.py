@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -248,8 +247,3 @@ def measured_copy_rate() -> float:
         np.copyto(target, source)
         rates.append(source.nbytes / (time.perf_counter() - start))
     return max(rates)
-
-
-def place_terms(memory: Memory, place: Place) -> Sequence[Any]:
-    """The terms of a place, largest first."""
-    return sorted((term for term in memory.terms if term.place == place), key=lambda term: -term.bytes)

@@ -74,11 +74,9 @@ def _head(plan: Plan, language: Language) -> list[str]:
 
 
 def _memory(plan: Plan, language: Language) -> list[str]:
-    from finetune.operations.plan_report import place_terms
-
     lines = []
     for place, title in PLACES.items():
-        terms = place_terms(plan.memory, place)
+        terms = sorted((t for t in plan.memory.terms if t.place == place), key=lambda term: -term.bytes)
         if not terms:
             continue
         lines.append(f"{title[language]}:")

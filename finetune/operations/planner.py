@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config_file import resolve
+from finetune.config_rules import flag
 from finetune.device import peak_flops
 from finetune.errors import ConfigError, ExitCode
-from finetune.operations.checks.run_config import KINDS, MODELS, kind_of
+from finetune.operations.checks.run_config import KINDS, MODELS, Kind, kind_of, parse_words
 from finetune.operations.language import pick_language
 from finetune.operations.plan_inputs import Cluster, shape_for
 
@@ -71,12 +72,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     kind = options.kind or kind_of(words)
     cluster = cluster_of(options)
+    words = [*_unsaid(words, kind, options.model_config), *words]
     config = resolve(words, world_size=cluster.devices, model_class=MODELS[kind]).config
     if config.device_type != "auto":
         cluster = replace(cluster, device_type=config.device_type)
     plan = make_plan(config, shape_for(config, options.model_config), cluster, options.efficiency)
     _say(plan.to_json(language) if options.json else plan.text(language))
     return int(ExitCode.FAILED if plan.fits is False else ExitCode.DONE)
+
+
+def _unsaid(words: Sequence[str], kind: Kind, model_config: Path | None) -> list[str]:
+    """Settings that a run must have and a plan can do without, where only flags describe the run."""
+    parsed = parse_words(words, kind)
+    if parsed.config_files or parsed.problems:
+        return []
+    names = ["output_dir", "data" if kind == "sft" else "train_data_path"]
+    if kind == "sft" and model_config is not None:
+        names.append("model")
+    return [word for name in names if name not in parsed.values for word in (flag(name), "not-said")]
 
 
 def _say(what: dict[str, Any] | str) -> None:
@@ -96,7 +109,7 @@ def _refuse_words(words: Sequence[str]) -> None:
 # ---------------------------------------------------------------- the machines
 
 
-def bytes_of(text: str, flag: str) -> int:
+def bytes_of(text: str, where: str) -> int:
     """`64GiB`, `512 GB`, `1.5TiB` or plain bytes as a number.
 
     Raises:
@@ -105,7 +118,7 @@ def bytes_of(text: str, flag: str) -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)(?:/s)?\s*", text)
     unit = UNITS.get(match.group(2).upper()) if match else None
     if match is None or unit is None or float(match.group(1)) <= 0:
-        raise ConfigError(f"{text!r} is not a size above 0", flag, "write for example 64GiB, 512GB or 25GB")
+        raise ConfigError(f"{text!r} is not a size above 0", where, "write for example 64GiB, 512GB or 25GB")
     return int(float(match.group(1)) * unit)
 
 
@@ -131,7 +144,7 @@ def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         value = getattr(options, name)
         if value is not None and not (value > 0 and (name != "efficiency" or value <= 1)):
             rule = "above 0 and at most 1" if name == "efficiency" else "above 0"
-            raise ConfigError(f"{name} is {value}", f"--{name.replace('_', '-')}", f"give a number {rule}")
+            raise ConfigError(f"{name} is {value}", flag(name), f"give a number {rule}")
     return options, words
 
 
@@ -139,12 +152,12 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
     """The machines that the options describe; what they leave open is taken from this machine where it is meant."""
     here = options.devices_per_node is None
     type_here, name_here, count_here, memory_here = _devices_here() if here else ("", "", 0, None)
-    name = options.device_name or name_here
-    kind = _type_of(name) if options.device_name else type_here or ("cpu" if here else "cuda")
+    device = options.device_name or name_here
+    kind = _type_of(device) if options.device_name else type_here or ("cpu" if here else "cuda")
     given = {
-        flag: bytes_of(value, f"--{flag.replace('_', '-')}")
-        for flag in ("device_memory", "host_memory", "host_bandwidth", "network_bandwidth")
-        if (value := getattr(options, flag)) is not None
+        name: bytes_of(value, flag(name))
+        for name in ("device_memory", "host_memory", "host_bandwidth", "network_bandwidth")
+        if (value := getattr(options, name)) is not None
     }
     host_memory = given.get("host_memory")
     if host_memory is None and here:
@@ -155,10 +168,10 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
         nodes=options.nodes,
         devices_per_node=options.devices_per_node or count_here or 1,
         device_type=kind,
-        device_name=name,
+        device_name=device,
         device_memory_bytes=given.get("device_memory", memory_here),
         host_memory_bytes=host_memory,
-        peak_flops=options.peak_tflops * 1e12 if options.peak_tflops else peak_flops(name),
+        peak_flops=options.peak_tflops * 1e12 if options.peak_tflops else peak_flops(device),
         network_bytes_per_second=given.get("network_bandwidth"),
         host_bytes_per_second=given.get("host_bandwidth"),
     )
