@@ -66,10 +66,9 @@ def block_bytes_per_token(shape: ModelShape, how: Computing) -> int:
         # norm; it computes again what is element by element (torch/_functorch/partitioners.py). Not measured.
         products = 2 * queries + 2 * keys + inner * (2 if shape.gated else 1)
         return 2 * how.residual_bytes * shape.hidden + how.element_bytes * products
-    norms = max(2, round((shape.block_vectors or 2 * shape.hidden) / shape.hidden) // (1 if shape.gated else 2))
-    kept = norms * 4 * shape.hidden  # RMSNorm computes in float32, and keeps what it got
+    kept = shape.norms * 4 * shape.hidden  # RMSNorm computes in float32, and keeps what it got
     if how.full:
-        kept += norms * how.residual_bytes * shape.hidden  # what is multiplied by the trained scale
+        kept += shape.norms * how.residual_bytes * shape.hidden  # what is multiplied by the trained scale
     kept += _linear_inputs(shape, how)
     if shape.head_norms:
         kept += 4 * (queries + keys)

@@ -87,7 +87,7 @@ class ModelShape:
         block_vectors: numbers of a block's norms (biases are with their matrices).
         final_vectors: numbers of the norms outside the blocks.
         tied: the output head is the embedding.
-        gated: see `Family`.
+        gated, norms: see `Family`.
         head_norms: q and k are normalised (with or without parameters).
         softcapped: attention scores are squashed, so that they are made whole.
     """
@@ -105,6 +105,7 @@ class ModelShape:
     block_vectors: int
     final_vectors: int
     gated: bool
+    norms: int
     head_norms: bool
     softcapped: bool = False
 
@@ -250,6 +251,7 @@ def shape_of_config(config: Mapping[str, Any], where: str = "config.json") -> Mo
         block_vectors=family.norms * family.norm_vectors * hidden + of_heads,
         final_vectors=family.norm_vectors * hidden,
         gated=family.gated,
+        norms=family.norms,
         head_norms=bool(family.head_norms) or kind == "nanochat",
         softcapped=bool(config.get("attn_logit_softcapping")),
     )
