@@ -185,7 +185,7 @@ def test_hostile_bytes_are_refused_in_shape_and_the_server_stays(stub: Served):
         ("100 MB announced", post(b"{", length=100 << 20), 413),
         ("bad JSON", post(b"{", "connection: close\r\n"), 400),
         ("no HTTP", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
-        ("huge head", b"GET / HTTP/1.1\r\nhost: 127.0.0.1\r\nx: " + b"a" * 40_000 + b"\r\n\r\n", 400),
+        ("huge head", b"GET / HTTP/1.1\r\nhost: 127.0.0.1\r\nx: " + b"a" * 60_000, 400),
         ("two lengths", post(body, "content-length: 5\r\n"), 400),
         ("smuggled", post(body, "transfer-encoding: chunked\r\n"), 400),
         ("wrong host", b"GET / HTTP/1.1\r\nhost: evil.example\r\nconnection: close\r\n\r\n", 421),
