@@ -233,9 +233,9 @@ SYMPTOMS = (
         {
             "en": "Run once with ASCEND_LAUNCH_BLOCKING=1 to get the operator's own traceback. Look for ids out of "
             "range (a tokenizer with more tokens than the model has embeddings), shapes that the kernel does not "
-            "know, and an old kernels package; then try --attention eager or float32, and update CANN.",
+            "know, and an old kernels package; then try --dtype float32, and update CANN.",
             "zh": "用 ASCEND_LAUNCH_BLOCKING=1 运行一次以得到算子自己的 traceback。检查 token id 越界(分词器比模型 "
-            "embedding 多)、算子不支持的形状、过旧的 kernels 包;再试 --attention eager 或 float32,并升级 CANN。",
+            "embedding 多)、算子不支持的形状、过旧的 kernels 包;再试 --dtype float32,并升级 CANN。",
         },
         confidence=0.8,
         in_warnings=True,

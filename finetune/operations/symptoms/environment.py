@@ -62,10 +62,10 @@ SYMPTOMS = (
             "zh": "进程[[(rank {rank})]]达到打开文件数上限。",
         },
         {
-            "en": "`ulimit -n 65536` in the shell that starts the run (containers: --ulimit nofile=65536:65536), "
-            "fewer --dataloader-num-workers[[ (now {dataloader_num_workers})]], or "
+            "en": "`ulimit -n 65536` in the shell that starts the run (in a container its nofile limit), fewer "
+            "--dataloader-num-workers[[ (now {dataloader_num_workers})]], or "
             "torch.multiprocessing.set_sharing_strategy('file_system').",
-            "zh": "在启动训练的 shell 中执行 `ulimit -n 65536`(容器:--ulimit nofile=65536:65536),减少 "
+            "zh": "在启动训练的 shell 中执行 `ulimit -n 65536`(容器则是容器的 nofile 限制),减少 "
             "--dataloader-num-workers[[(当前 {dataloader_num_workers})]],或 "
             "torch.multiprocessing.set_sharing_strategy('file_system')。",
         },

@@ -184,8 +184,8 @@ SYMPTOMS = (
             "zh": "该设备或算子不支持 bfloat16(Ampere 之前的 GPU、昇腾 910A、部分 CPU 算子)。",
         },
         {
-            "en": '--dtype float16, or --dtype float32 where there is no gradient scaler; take "bf16": '
-            '{{"enabled": true}} out of the DeepSpeed file. Check with `python -m finetune doctor`.',
+            "en": '--dtype float16, or --dtype float32 where there is no gradient scaler; take "bf16": {{"enabled": '
+            "true}} out of the DeepSpeed file. Check with `python -m finetune doctor`.",
             "zh": '使用 --dtype float16,没有梯度缩放时用 --dtype float32;DeepSpeed 文件里去掉 "bf16": {{"enabled":'
             " true}}。可用 `python -m finetune doctor` 检查。",
         },
@@ -207,11 +207,11 @@ SYMPTOMS = (
             "zh": "要求使用 Flash Attention,但其软件包缺失、与 torch 不配套,或当前设备不支持。",
         },
         {
-            "en": "Leave the choice out (--attention auto): SDPA is used, which is nearly as fast. Else `pip install "
-            "flash-attn --no-build-isolation` for this torch and CUDA (Ampere GPUs or newer; on NPUs torch_npu "
-            "brings its own).",
-            "zh": "不要指定(--attention auto):会用 SDPA,速度相近。否则为当前 torch 与 CUDA 执行 `pip install "
-            "flash-attn --no-build-isolation`(需 Ampere 或更新的 GPU;NPU 由 torch_npu 自带)。",
+            "en": "Ask for no attention implementation (attn_implementation): SDPA is used, which is nearly as fast. "
+            "Else `pip install flash-attn --no-build-isolation` for this torch and CUDA (Ampere GPUs or newer; on "
+            "NPUs torch_npu brings its own).",
+            "zh": "不要指定注意力实现(attn_implementation):会用 SDPA,速度相近。否则为当前 torch 与 CUDA 执行 `pip "
+            "install flash-attn --no-build-isolation`(需 Ampere 或更新的 GPU;NPU 由 torch_npu 自带)。",
         },
         confidence=0.94,
         source="transformers, flash-attn",
