@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SETTINGS = (
     *("finetuning", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
-    *("total_steps", "max_steps", "num_epochs", "global_batch_size", "cutoff_len", "seed"),
+    *("total_steps", "global_batch_size", "cutoff_len", "seed"),
     *("learning_rate", "warmup_steps", "lr_scheduler", "weight_decay", "max_grad_norm"),
     *("adam_beta1", "adam_beta2", "adam_epsilon", "dtype", "use_curriculum", "curriculum_seed", "difficulty_field"),
 )
