@@ -18,8 +18,8 @@ from finetune.operations import diagnosis_document
 from finetune.operations.diagnose import RESTART_CURES, diagnose_logs, main, render_findings
 from finetune.operations.findings import mask_secrets
 from finetune.operations.log_facts import derived, facts_in
-from finetune.operations.symptoms import CAUSES, SAID_BY_RUN, SYMPTOMS, UNEXPLAINED
 from finetune.operations.symptoms.base import Kind, Symptom, fill, fixed_words
+from finetune.operations.symptoms.rules import CAUSES, SAID_BY_RUN, SYMPTOMS, UNEXPLAINED
 
 LOGS = Path(__file__).parent / "logs"
 REQUIRED = """

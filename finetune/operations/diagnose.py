@@ -15,7 +15,7 @@ from finetune.operations.language import Language, pick_language
 from finetune.operations.log_evidence import LogEvidence, LogScan
 from finetune.operations.log_reading import LogFile, rank_in_name
 from finetune.operations.run_evidence import RunFolder
-from finetune.operations.symptoms import RESTART_CURES
+from finetune.operations.symptoms.rules import RESTART_CURES
 
 __all__ = ["RESTART_CURES", "Finding", "diagnose_logs", "main", "render_findings"]
 

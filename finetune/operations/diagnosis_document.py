@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import sys
 
-from finetune.operations.symptoms import RESTART_CURES, SAID_BY_RUN, SYMPTOMS, UNEXPLAINED, Kind, Symptom
+from finetune.operations.symptoms.base import Kind, Symptom
+from finetune.operations.symptoms.rules import RESTART_CURES, SAID_BY_RUN, SYMPTOMS, UNEXPLAINED
 
 _INTRODUCTION = """\
 # Why a run failed

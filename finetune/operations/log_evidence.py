@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from finetune.operations.log_facts import FACT_WORDS, facts_in
 from finetune.operations.log_reading import LogFile, LogLine, Sort
-from finetune.operations.symptoms import ENDED_BADLY, SAID_BY_RUN, SYMPTOMS, UNEXPLAINED
 from finetune.operations.symptoms.base import Symptom, fixed_words, grams, rarest
+from finetune.operations.symptoms.rules import ENDED_BADLY, SAID_BY_RUN, SYMPTOMS, UNEXPLAINED
 
 # Of one symptom on one rank in one attempt the first lines are kept and the others counted.
 KEPT_LINES = 3
