@@ -29,6 +29,8 @@ LINES = shell_lines(ENGLISH)
 # Flags in the documents that are not ours but of torchrun, accelerate launch and other programs.
 LAUNCHER_FLAGS = {"--standalone", "--nproc_per_node", "--nnodes", "--node_rank", "--master_addr", "--master_port"}
 LAUNCHER_FLAGS |= {"--max-restarts", "--local-rank", "--config_file", "--multi_gpu", "--num_processes", "--signal"}
+# docker, Slurm, pip and hf, in the remedies of diagnose
+LAUNCHER_FLAGS |= {"--shm-size", "--ipc", "--gpus", "--local-dir", "--no-build-isolation"}
 LAUNCHER_FLAGS |= {"--machine_rank", "--main_process_ip", "--main_process_port", "--use_deepspeed", "--flag"}
 
 
