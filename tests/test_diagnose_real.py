@@ -27,6 +27,7 @@ ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="mounting file systems 
 
 
 def _child(log: str, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    os.setsid()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -56,8 +57,9 @@ def broken(folder: Path, function: Callable[..., None], *arguments: Any, process
     for process in started:
         process.join(120)
     hung = [process for process in started if process.exitcode is None]
-    for process in hung:
-        process.kill()
+    for process in started:  # and what it started itself, as a loader's worker whose parent died
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     assert not hung
     return logs
 
