@@ -190,8 +190,8 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, tiny_
 
 
 def evaluate(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
-    flags = ["--device-type", "cpu", "--json"]
-    code = finetune(["eval", *map(str, arguments), *flags])
+    cache = [] if "--cache-dir" in arguments else ["--cache-dir", os.environ["HF_DATASETS_CACHE"]]  # the tests' own
+    code = finetune(["eval", *map(str, arguments), "--device-type", "cpu", "--json", *cache])
     out, err = capsys.readouterr()
     assert code == 0, err
     return json.loads(out)

@@ -92,7 +92,7 @@ def test_transformers_alone_loads_what_was_merged(tiny_model: Path, make_adapter
     variables = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, "-c", PLAIN, str(output), json.dumps(IDS.tolist())],
-        env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
+        env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     logits, dtype, ids = json.loads(done.stdout)
