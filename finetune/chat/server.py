@@ -24,6 +24,7 @@ from finetune.errors import ConfigError, ExitCode
 logger = logging.getLogger("finetune")
 
 GRACE_SECONDS = 30
+LISTEN_BACKLOG = 1024
 
 
 def run_server(settings: ServeSettings) -> int:
@@ -95,6 +96,7 @@ async def _serve(settings: ServeSettings, listener: socket.socket) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     failed = asyncio.create_task(_stop_when_failed(pool.all_failed, server))
+    listener.listen(LISTEN_BACKLOG)  # from here on a client that connects is kept until uvicorn accepts it
     address = f"[{settings.host}]" if ":" in settings.host else settings.host
     logger.info(
         "%s answers at http://%s:%d (page at /, OpenAI protocol at /v1); Ctrl-C ends it",
