@@ -67,13 +67,15 @@ def block_bytes_per_token(shape: ModelShape, how: Computing) -> int:
         products = 2 * queries + 2 * keys + inner * (2 if shape.gated else 1)
         return 2 * how.residual_bytes * shape.hidden + how.element_bytes * products
     kept = shape.norms * 4 * shape.hidden  # RMSNorm computes in float32, and keeps what it got
-    if how.full:
+    scaled = how.full and shape.block_vectors > 0
+    if scaled:
         kept += shape.norms * how.residual_bytes * shape.hidden  # what is multiplied by the trained scale
     kept += _linear_inputs(shape, how)
     if shape.head_norms:
         kept += 4 * (queries + keys)
-        kept += how.element_bytes * (queries + keys) * how.full
-    kept += how.element_bytes * (2 * queries + 2 * keys)  # scaled_dot_product_attention: q, k, v and its output
+        kept += how.element_bytes * (queries + keys) * scaled
+    # q, k, v and the outputs of attention; the documents of a row are joined into a copy, which o_proj keeps.
+    kept += how.element_bytes * (2 * queries + 2 * keys)
     kept += how.element_bytes * inner * (3 if shape.gated else 1)  # gate, silu(gate), up; or the activation
     return kept
 
