@@ -291,3 +291,51 @@ def test_planning_imports_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# ---------------------------------------------------------------- what autograd really keeps
+
+
+def kept_bytes(model, tokens: int) -> int:
+    """Bytes of the distinct tensors, parameters aside, that a forward pass of two documents keeps for its backward."""
+    import torch
+
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    ids = torch.arange(tokens)[None]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        documents = (tokens - 24, 24)
+        output = model(
+            input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=1, document_lengths=documents
+        ).logits
+    assert output.requires_grad
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "nanochat"])
+def test_a_block_keeps_what_autograd_keeps_of_it(kind: str, dtype: str):
+    """The difference of models with three blocks and with one, in bytes that autograd holds, against the formula."""
+    import torch
+    from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForCausalLM
+
+    from finetune.modeling.attention import ISOLATED, isolated_attention
+
+    AttentionInterface.register(ISOLATED, isolated_attention)
+    tokens, found, size = 64, [], 4 if dtype == "float32" else 2
+    for layers in (1, 3):
+        sizes = {**SMALL, "num_hidden_layers": layers, "head_dim": 16}
+        config = CONFIG_MAPPING[kind](**sizes, pad_token_id=None, bos_token_id=0, eos_token_id=0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=ISOLATED, dtype=getattr(torch, dtype))
+        found.append(kept_bytes(model.train(), tokens))
+    shape = shape_of_config(json.loads(config.to_json_string()))
+    computed = block_bytes_per_token(shape, Computing(size, size)) * tokens
+    # Not counted: a number per token of each norm and head.
+    assert computed == pytest.approx((found[1] - found[0]) / 2, rel=0.03)

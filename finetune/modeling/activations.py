@@ -1,7 +1,7 @@
 """What autograd keeps of a row until its backward pass has used it, tensor by tensor as transformers' decoders make it.
 
 Read off the modelling code of transformers 5.23 (models/*/modeling_*.py), peft 0.21 (tuners/lora/layer.py) and our own
-attention and loss; checked by measurement (docs/planning.md). No torch here: numbers in, bytes out.
+attention and loss; a block is checked against autograd (tests/test_memory.py). No torch here: numbers in, bytes out.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A term lives on the device or on the host, in some phases of the run; the need of a place is its worst phase. On a CPU
 both are the process's own memory. Every term names the source of its formula; P is all parameters, P_t the trained
-ones, N processes. How well the sum predicts is measured: docs/planning.md.
+ones, N processes. What of it is checked by measurement: docs/planning.md.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ __all__ = ["PHASES", "Memory", "Phase", "Place", "Sharding", "Term", "Workload",
 
 MIB = 2**20
 
-# What a process holds before a model is there. CPU: measured (docs/planning.md). Accelerators: the context of driver
-# and libraries, about 1 GiB by public reports; not measured here.
+# What a process holds before a model is there: assumed. Accelerators have a context of driver and libraries, about
+# 1 GiB by public reports.
 FRAMEWORK_HOST_BYTES = {"cpu": 750 * MIB, "cuda": 3072 * MIB, "npu": 3072 * MIB, "mps": 1024 * MIB}
 FRAMEWORK_DEVICE_BYTES = {"cpu": 0, "cuda": 1024 * MIB, "npu": 1024 * MIB, "mps": 0}
 SHARD_BYTES = 5 * 10**9
@@ -110,7 +110,7 @@ def _surroundings(work: Workload) -> list[Term]:
         Term(
             "framework", FRAMEWORK_DEVICE_BYTES[kind], "device", "context", "public reports, not measured here", PHASES
         ),
-        Term("framework", FRAMEWORK_HOST_BYTES[kind], "host", "imports and libraries", "docs/planning.md", PHASES),
+        Term("framework", FRAMEWORK_HOST_BYTES[kind], "host", "imports and libraries", "assumed", PHASES),
         Term("loader", WORKER_BYTES * work.loader_workers, "host", "300 MiB x loader processes", "assumed", TRAINING),
         Term("loader", work.data_bytes, "host", "5 B x tokens, mapped", "ours: data/samples.py", PHASES, once=True),
         Term(
