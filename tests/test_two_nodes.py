@@ -1,4 +1,4 @@
-"""Two nodes of two processes each, as network namespaces on one machine: a pulled cable, a taken port, a resumed run."""
+"""Two nodes of two processes each, as network namespaces: a pulled cable, a taken port, a run that goes on."""
 
 from __future__ import annotations
 
