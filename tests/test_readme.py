@@ -29,8 +29,8 @@ LINES = shell_lines(ENGLISH)
 # Flags in the documents that are not ours but of torchrun, accelerate launch and other programs.
 LAUNCHER_FLAGS = {"--standalone", "--nproc_per_node", "--nnodes", "--node_rank", "--master_addr", "--master_port"}
 LAUNCHER_FLAGS |= {"--max-restarts", "--local-rank", "--config_file", "--multi_gpu", "--num_processes", "--signal"}
-# docker, Slurm, pip and hf, in the remedies of diagnose
-LAUNCHER_FLAGS |= {"--shm-size", "--ipc", "--gpus", "--local-dir", "--no-build-isolation"}
+# Of docker, pip and hf, in the remedies of diagnose; of nanochat
+LAUNCHER_FLAGS |= {"--shm-size", "--ipc", "--gpus", "--local-dir", "--no-build-isolation", "--window-pattern"}
 LAUNCHER_FLAGS |= {"--machine_rank", "--main_process_ip", "--main_process_port", "--use_deepspeed", "--flag"}
 
 
@@ -174,7 +174,9 @@ def known_flags() -> frozenset[str]:
     for module, _ in COMMANDS.values():
         with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
             import_module(module).main(["--help"])
-    return frozenset(re.findall(r"--[a-z][\w-]+", said.getvalue()))
+    ours = re.findall(r"--[a-z][\w-]+", said.getvalue())
+    scripts = [path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*.py")]
+    return frozenset(ours + re.findall(r'"(--[a-z][a-z-]+)"', "\n".join(scripts)))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
