@@ -92,6 +92,8 @@ def test_every_command_works(number: int, folder: Path) -> None:
         assert "80.0%" in output and "passes" in output
     elif "finetune doctor" in line:
         assert "[OK]" in output and "[ERROR]" not in output
+    elif "finetune plan" in line:
+        assert "it fits" in output and "ZeRO-3" in output
     elif "finetune diagnose" in line:
         assert "no failure" in output.lower()
     elif "finetune monitor" in line:
