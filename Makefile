@@ -26,7 +26,7 @@ pretrain-demo: $(READY)
 	$(BIN)/python launchers/pretrain_demo.py
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests
+	$(BIN)/python -m pytest -n 3 --dist loadfile tests
 
 check: $(READY)
 	$(BIN)/ruff check finetune tests data_samples launchers benchmarks

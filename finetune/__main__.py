@@ -15,7 +15,10 @@ COMMANDS = {
     "pretrain": ("finetune.pretrain", "train a model from scratch (the same as python -m finetune.pretrain)"),
     "doctor": ("finetune.operations.doctor", "find what would keep a run from starting on this machine"),
     "launch": ("finetune.operations.launch", "start a run on all devices of one or several nodes, and look after it"),
-    "plan": ("finetune.operations.planner", "say whether a run fits the machines, how long a step takes, how to shard it"),
+    "plan": (
+        "finetune.operations.planner",
+        "say whether a run fits the machines, how long it takes, how to shard it",
+    ),
     "chat": ("finetune.chat.terminal", "talk to a model in the terminal"),
     "serve": ("finetune.chat.server", "serve a model: OpenAI protocol and chat page"),
     "eval": ("finetune.chat.evaluate", "loss and exact answers per level, base against adapter"),

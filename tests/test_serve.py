@@ -304,7 +304,7 @@ def test_refused_before_anything_is_loaded(tmp_path: Path, stub: Served):
     cases = (
         (["--host", "0.0.0.0"], "there is no token"),
         (["--port", stub.port], "cannot be used"),
-        (["--port", "99999"], "cannot be used"),
+        (["--port", "99999"], "--port is 99999"),
         (["--max-batch", "0"], "--max-batch is 0"),
         (["--body-seconds", "nan"], "--body-seconds is nan"),
         (["--num-gpus", "2"], "the device is the CPU"),

@@ -69,14 +69,19 @@ def test_sharded_weights_and_names_of_a_hub(materials, tmp_path: Path):
     ("changes", "warned"),
     [({}, True), ({"finetuning": "full"}, False), ({"lora_target_modules": ["q_proj", "lm_head"]}, False)],
 )
-def test_a_run_warns_once_where_lora_cannot_teach_the_end(changes: dict, warned: bool, materials, tmp_path, caplog):
+def test_a_run_warns_once_where_lora_cannot_teach_the_end(changes: dict, warned: bool, materials, tmp_path):
     from finetune.config_file import resolve_object
     from finetune.sft import prepare_data
 
     spoil(Path(materials.model), 0.0)
-    logging.getLogger("finetune").propagate = True
-    with caplog.at_level(logging.WARNING, logger="finetune"):
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("finetune").addHandler(handler)
+    try:
         prepare_data(resolve_object({**materials.settings(tmp_path / "out"), **changes}, 1).config)
-    said = [message for message in caplog.messages if "never trained in this base model" in message]
+    finally:
+        logging.getLogger("finetune").removeHandler(handler)
+    said = [message for message in messages if "never trained in this base model" in message]
     assert len(said) == warned
     assert not warned or "--lora-target-modules with lm_head" in said[0]

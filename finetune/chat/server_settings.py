@@ -109,6 +109,8 @@ def serve_settings(options: Any) -> ServeSettings:
     for name in _COUNTS:
         least = 0 if name == "max_queue" else 1
         _check(options, name, lambda value, least=least: value >= least, f"{least} or more")
+    # The system would take it modulo 65,536.
+    _check(options, "port", lambda value: 0 <= value < 1 << 16, "a port from 1 to 65535, or 0 for a free one")
     for name in _SECONDS:
         _check(options, name, lambda value: 0 < value < 1e6, "above 0")
     if options.num_gpus is not None and options.num_workers is not None:

@@ -1,7 +1,7 @@
 """Variables that contradict one another, or the machine: a small rule for each. What is right is silent.
 
 What the variables mean is the vendors' own: HCCL's in CANN's reference of environment variables, NCCL's and gloo's in
-theirs, PyTorch's allocators' in torch and torch_npu.
+theirs, the allocators' in those of torch and torch_npu (PYTORCH_*_ALLOC_CONF).
 """
 
 from __future__ import annotations
