@@ -273,6 +273,7 @@ def _train(config: Path) -> None:
 
 def table(folder: Path) -> str:
     """Measured and predicted, case by case, as Markdown."""
+    from finetune.modeling.memory import memory_of
     from finetune.operations.plan_inputs import workload_of_settings
 
     lines = [
@@ -284,7 +285,7 @@ def table(folder: Path) -> str:
         if not path.exists():
             continue
         measured = json.loads(path.read_text(encoding="utf-8"))
-        memory = workload_of_settings(settings_of(folder, case), processes=case.processes)
+        memory = memory_of(workload_of_settings(settings_of(folder, case), processes=case.processes))
         parts = {name: value - measured["imports"] for name, value in measured["parts"].items()}
         loading, training = parts["load"], max(parts["train"], parts["before"])
         whole = max(parts.values())
