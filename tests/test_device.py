@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import re
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -350,3 +352,31 @@ def test_no_other_file_names_a_device_module():
             text = path.read_text(encoding="utf-8")
             found = re.findall(r"\b(?:torch\.cuda|torch\.npu|torch\.mps|torch_npu)\.\w+", text)
             assert not found, f"{path} says {found[0]}"
+
+
+PAGE_FAULTS = """
+import resource, torch
+from finetune.device import keep_freed_memory
+
+def faults(of_pages=16384):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(of_pages * 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+faults()
+given_back = faults()
+keep_freed_memory("cuda")
+untouched = faults()
+keep_freed_memory("cpu")
+faults()
+print(given_back, untouched, faults())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+def test_freed_memory_is_used_again_without_page_faults():
+    done = subprocess.run([sys.executable, "-c", PAGE_FAULTS], capture_output=True, text=True, cwd=ROOT, check=True)
+    given_back, untouched, kept = map(int, done.stdout.split())
+    pages = 2**26 / os.sysconf("SC_PAGESIZE")
+    assert given_back > pages / 2 and untouched > pages / 2  # the allocator of the machine is one that gives back
+    assert kept < pages / 100

@@ -108,7 +108,7 @@ def test_a_row_of_windows():
 
 @pytest.mark.parametrize("arch", ["nanochat", "qwen3"])
 def test_loss_and_gradients_of_a_global_batch_are_those_of_the_definition(arch: str):
-    """Each window alone, the mean over all targets; rows of 2, 2 and 1 windows, and with the head in chunks."""
+    """Each window alone, the mean over all targets; rows of 2, 2 and 1 windows, the head in chunks, and compiled."""
     model = make_model(scratch_config(arch, 1, vocab_size=256, max_seq_len=16), seed=0).double()
     for parameter in model.parameters():  # the zero outputs hide what attention and MLP do
         if not parameter.any():
@@ -131,9 +131,14 @@ def test_loss_and_gradients_of_a_global_batch_are_those_of_the_definition(arch: 
         expected = expected - log_probabilities[torch.arange(16), ids[1:]].sum() / (5 * 16)
     expected.backward()
     reference = {name: p.grad.clone() for name, p in model.named_parameters()}
-    for head in (None, make_chunked_head(model)):
+    plain_forward = model.lm_head.forward
+    for execution in ("plain", "chunked", "compiled"):
+        model.lm_head.forward = plain_forward
+        head = None if execution == "plain" else make_chunked_head(model, compiled=execution == "compiled")
         if head is not None:
             head.tokens_per_chunk = 7
+        if execution == "compiled":  # the whole graph, losses included: a break would raise
+            model.compile(backend="aot_eager", fullgraph=True)
         model.zero_grad()
         loss = sum(row_losses(model, row, torch.device("cpu"), head).sum() for row in rows[0].rows) / 80
         loss.backward()

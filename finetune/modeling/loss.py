@@ -3,7 +3,8 @@
 `forward(logits_to_keep=<bool mask>)` makes the model compute logits only where the next token is a target. For a large
 vocabulary even those do not fit: then the LM head itself returns the losses, chunk by chunk under checkpointing, so
 that no more than one chunk of logits exists at a time, forward or backward. It happens inside the model's own forward,
-so that the hooks of DeepSpeed, DDP and peft around it see an ordinary call.
+so that the hooks of DeepSpeed, DDP and peft around it see an ordinary call, and a compiled model has the softmax in its
+graph.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class ChunkedHead:
         head: the output embedding (`model.get_output_embeddings()`), a linear layer without bias; its forward is
             replaced on the instance, its parameters and hooks are untouched.
         logits_per_chunk: numbers in one chunk of logits.
+        compiled: the model is compiled: it returns losses of rows of every size, in one piece that the compiler fuses.
         softcapped: configuration of a model whose forward squashes logits by its `final_logit_softcapping`. It is
             None while the head returns losses, and the head squashes in its place, in float32.
     """
@@ -45,9 +47,10 @@ class ChunkedHead:
         head: torch.nn.Linear,
         logits_per_chunk: int = LOGITS_PER_CHUNK,
         *,
+        compiled: bool = False,
         softcapped: PretrainedConfig | None = None,
     ) -> None:
-        self.head = head
+        self.head, self.compiled = head, compiled
         self.config = softcapped
         self.softcap: float | None = None if softcapped is None else softcapped.final_logit_softcapping
         self.tokens_per_chunk = max(1, logits_per_chunk // head.out_features)
@@ -59,6 +62,8 @@ class ChunkedHead:
         if self.targets is None:
             return self._plain_forward(hidden)
         hidden = hidden.flatten(0, -2)  # rows of windows come whole, (S, T, width)
+        if self.compiled:
+            return self._chunk(hidden, self.targets)
         chunks = zip(hidden.split(self.tokens_per_chunk), self.targets.split(self.tokens_per_chunk), strict=True)
         # The head's matrix product runs in the model's dtype (tensor cores), only the softmax in float32.
         losses = [checkpoint(self._chunk, h, t, use_reentrant=False) for h, t in chunks]
@@ -70,6 +75,10 @@ class ChunkedHead:
             precise = torch.promote_types(logits.dtype, torch.float32)
             logits = self.softcap * torch.tanh(logits.to(precise) / self.softcap)
         return token_losses(logits, targets)
+
+    def scores(self, targets: int) -> bool:
+        """Whether the losses of so many targets are the head's to return."""
+        return targets > (0 if self.compiled else self.tokens_per_chunk)
 
     @contextmanager
     def scoring(self, targets: torch.Tensor) -> Iterator[None]:
@@ -84,23 +93,23 @@ class ChunkedHead:
                 self.config.final_logit_softcapping = self.softcap
 
 
-def make_chunked_head(model: torch.nn.Module) -> ChunkedHead | None:
+def make_chunked_head(model: torch.nn.Module, *, compiled: bool = False) -> ChunkedHead | None:
     """A chunked head for this model, or None where the head's output is transformed after it by what we cannot do."""
     head = model.get_output_embeddings()
     if model.config.model_type == "nanochat" and type(head) is torch.nn.Linear:
-        return ChunkedHead(head, softcapped=model.config)
+        return ChunkedHead(head, compiled=compiled, softcapped=model.config)
     softcapped = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
     scaled = getattr(model.config.get_text_config(), "logits_scaling", None) not in (None, 1, 1.0)
     if softcapped or scaled or type(head) is not torch.nn.Linear:
         return None
-    return ChunkedHead(head)
+    return ChunkedHead(head, compiled=compiled)
 
 
 def row_losses(model: torch.nn.Module, row: Row, device: torch.device, head: ChunkedHead | None = None) -> torch.Tensor:
     """Loss of each target of one row: float32 `(n,)`; empty, but part of the graph, for a row without targets."""
     inputs = row.model_inputs(device)
     targets = row.targets.to(device, non_blocking=True)
-    if head is not None and len(targets) > head.tokens_per_chunk:
+    if head is not None and head.scores(len(targets)):
         with head.scoring(targets):
             return model(**inputs).logits
     logits = model(**inputs).logits

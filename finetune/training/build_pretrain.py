@@ -49,6 +49,7 @@ def build_trainer(
     """Build the trainer of a pretraining run; the process group exists."""
     quiet_known_warnings()
     devices.use_fast_matmul(device_type)
+    devices.keep_freed_memory(device_type)
     able = devices.capabilities(device_type)
     total_steps = data.batches.total_steps
     worth = config.target_param_data_ratio * matrix_parameters(make_empty_model(data.model_config))
@@ -97,8 +98,7 @@ def build_trainer(
         context=_context(config, world, data, start, session),
         rows=rows,
         eval_rows=eval_rows,
-        # Compiled, the head and the softmax are fused, and a head with a method of its own would break the graph.
-        head=None if compiled else make_chunked_head(model),
+        head=make_chunked_head(model, compiled=compiled),
         flat_reduce=False,
         device_type=device_type,
         processing_class=data.tokenizer,
