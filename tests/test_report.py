@@ -142,6 +142,19 @@ def test_a_run_of_several_starts(tmp_path: Path):
     assert "step 60: SIGTERM asked for the stop" in said
 
 
+def test_memory_stands_beside_what_was_planned(tmp_path: Path):
+    folder = make_run(tmp_path / "one", steps=100, state="done", exit_code=0)
+    model = Path(__file__).resolve().parent.parent / "data_samples" / "tiny-qwen3"
+    config = {"model": str(model), "data": ["rows.jsonl"], "output_dir": str(folder), "global_batch_size": 10}
+    (folder / "run.yaml").write_text(json.dumps(config))
+    plan = {"tokens": 495.0, "rows_per_rank": [1, 1.5, 2], "heaviest_row_tokens": 64}
+    end = {"event": "end", "state": "done", "peak_device_bytes": [None], "peak_host_bytes": [3 * 2**30]}
+    (folder / "events.jsonl").write_text(line(start_event(plan=plan)) + line(end))
+    said = report(folder)[1].rows()
+    where = said.index("most memory of a process on the host")
+    assert said[where + 1].endswith("MiB") and said[where + 2] == "3.0 GiB"
+
+
 def test_tiles_add_up(tmp_path: Path):
     """Time and tokens, also where only every tenth step is logged."""
     folder = make_run(tmp_path / "one", steps=0)

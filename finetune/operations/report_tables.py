@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from finetune.errors import FinetuneError
 from finetune.operations.console_lines import plain_text
 from finetune.operations.findings import mask_secrets
+from finetune.operations.plan_check import check_run
 from finetune.operations.run_view import RunView
 from finetune.storage.durable_files import format_bytes
 
@@ -106,8 +108,18 @@ def plan(view: RunView, words: dict[str, str]) -> Grid:
         [words["samples_per_step"], number(view.start.get("global_batch_size")), per_step("samples_per_second")],
         [words["step_time"], words["no_plan"], number(seconds, "{:.3f} s")],
         [words["loader_wait"], words["no_plan"], mean([wait / seconds for wait in waits] if seconds else [], "{:.1%}")],
+        *_memory(view, words),
     ]
     return Grid([words["what"], words["planned"], words["measured"]], rows, (1, 2))
+
+
+def _memory(view: RunView, words: dict[str, str]) -> list[list[str]]:
+    """Most memory of a process and of a device: what `plan --check` compares."""
+    try:
+        compared = check_run(view.source, None).compared
+    except (FinetuneError, KeyError):
+        return []  # it has not ended, is of an older version, or of a model that cannot be planned for
+    return [[words[f"most_{n.name}"], format_bytes(n.predicted), format_bytes(n.measured)] for n in compared]
 
 
 def rows_planned(view: RunView, words: dict[str, str]) -> list[tuple[str, str]]:
