@@ -12,10 +12,15 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = "ds_configs/zero3.json"
@@ -65,25 +70,26 @@ def answers(output_dir: Path, rows: list[dict[str, str]]) -> Table:
     base = AutoModelForCausalLM.from_pretrained(ROOT / settings["model"], dtype=torch.float32)
     tuned = PeftModel.from_pretrained(base, output_dir).eval()
 
-    def answer(row: dict[str, str]) -> str:
-        question = "\n".join(part for part in (row["instruction"], row.get("input", "")) if part)
-        prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-        )
+    def answer(chat: list[dict[str, str]]) -> str:
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         with torch.no_grad():
             ids = tuned.generate(**prompt, max_new_tokens=ANSWER_TOKENS, do_sample=False)
         return tokenizer.decode(ids[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True).strip()
 
+    return answers_table(rows, answer, tuned)
+
+
+def answers_table(rows: list[dict[str, str]], answer: Callable[[list[dict[str, str]]], str], tuned: PeftModel) -> Table:
+    """What the base model says to each row, and what it says with the adapter."""
     table = Table(title="held-out questions", show_lines=True, title_justify="left")
     for name in ("level", "question", "base model", "with the adapter", "reference"):
         table.add_column(name, overflow="fold")
     for row in rows:
+        question = "\n".join(part for part in (row["instruction"], row.get("input", "")) if part)
+        chat = [{"role": "user", "content": question}]
         with tuned.disable_adapter():
-            before = answer(row)
-        table.add_row(row["difficulty"], row["instruction"], before, answer(row), row["output"])
+            before = answer(chat)
+        table.add_row(row["difficulty"], row["instruction"], before, answer(chat), row["output"])
     return table
 
 

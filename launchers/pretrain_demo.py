@@ -17,7 +17,7 @@ import sysconfig
 import time
 from pathlib import Path
 
-from demo import ROOT, evaluations, loss_table, one_row_per_level
+from demo import ROOT, answers_table, evaluations, loss_table, one_row_per_level
 from rich.console import Console
 from rich.table import Table
 
@@ -95,17 +95,11 @@ def samples(base_folder: Path, tuned_folder: Path) -> tuple[Table, Table]:
     with tuned.disable_adapter():
         for text in PROMPTS:
             texts.add_row(text, go_on([tokenizer.bos_token_id, *tokenizer(text)["input_ids"]], SAMPLE_TOKENS))
-    answers = Table(title="held-out questions", show_lines=True, title_justify="left")
-    for name in ("level", "question", "base model", "with the adapter", "reference"):
-        answers.add_column(name, overflow="fold")
-    for row in one_row_per_level():
-        question = "\n".join(part for part in (row["instruction"], row.get("input", "")) if part)
-        chat = [{"role": "user", "content": question}]
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-        with tuned.disable_adapter():
-            before = go_on(ids, ANSWER_TOKENS)
-        answers.add_row(row["difficulty"], row["instruction"], before, go_on(ids, ANSWER_TOKENS), row["output"])
-    return texts, answers
+
+    def answer(chat: list[dict[str, str]]) -> str:
+        return go_on(tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"], ANSWER_TOKENS)
+
+    return texts, answers_table(one_row_per_level(), answer, tuned)
 
 
 def bits_per_byte(base: Path) -> list[float]:
