@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from launching import ROOT
-from serve_helpers import wait_for
+from serve_helpers import real_server, wait_for
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from finetune.chat.evaluate import main as evaluate
 from finetune.chat.generate import (
     GenerationError,
     Generator,
@@ -22,6 +25,8 @@ from finetune.chat.generate import (
 )
 from finetune.chat.loading import find_source
 from finetune.chat.sampling import Sampling
+from finetune.chat.sessions import Conversation
+from finetune.chat.terminal import TerminalChat
 from finetune.errors import ConfigError, DataError
 
 MODEL = ROOT / "data_samples" / "tiny-qwen3"
@@ -123,6 +128,34 @@ def test_the_static_engine_says_the_same(static: Generator, plain: list[list[int
     assert [list(answer.token_ids) for answer in answers] == plain
     (alone,) = static.generate(questions()[:1], Sampling(max_new_tokens=NEW_TOKENS))
     assert list(alone.token_ids) == plain[0]
+
+
+def test_every_way_to_ask_says_the_same(
+    model_name: str, generator: Generator, plain: list[list[int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The terminal one by one, the server eight at a time, `eval` in batches: the same tokens, or the text of them."""
+    asked = [question[0]["content"] for question in questions()]
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in plain]
+
+    typed = iter([line for text in asked for line in ('"""', *text.split("\n"), '"""', "/reset")] + ["/quit"])
+    settings = generator.default_sampling.changed(max_new_tokens=NEW_TOKENS)
+    terminal = TerminalChat(generator, settings, Conversation(), read=lambda _: next(typed), out=io.StringIO())
+    terminal.run()
+    assert [list(answer.token_ids) for answer, _, _ in terminal.answers] == plain
+
+    with real_server(model_name) as served, ThreadPoolExecutor(8) as pool:
+        bodies = [body for _, body in pool.map(lambda text: served.chat(text, max_tokens=NEW_TOKENS), asked)]
+    assert [body["choices"][0]["message"]["content"] for body in bodies] == texts
+    assert [body["usage"]["completion_tokens"] for body in bodies] == list(map(len, plain))
+
+    rows, output = tmp_path / "rows.jsonl", tmp_path / "out"
+    rows.write_text("".join(json.dumps({"instruction": text, "output": "x"}) + "\n" for text in asked))
+    flags = ["--generate", "all", "--max-new-tokens", str(NEW_TOKENS), "--device-type", "cpu", "--json"]
+    assert evaluate(["--model", model_name, "--data", str(rows), "--output", str(output), *flags]) == 0
+    capsys.readouterr()
+    lines = (output / "generations.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["text"] for line in lines] == texts
 
 
 def test_the_adapter_changes_the_answers(adapter: Path, base: Generator):
