@@ -19,7 +19,7 @@ PACKAGE = ROOT / "finetune"
 # From the ground up. A unit is a module of the package or a folder in it. It may import what stands on a lower floor,
 # or further left on its own; on floors marked False not even that.
 FLOORS: tuple[tuple[bool, str], ...] = (
-    (True, "version errors"),
+    (True, "version errors language"),
     (
         True,
         "config_names config_rules config_pretrain_rules config_fields config config_pretrain batching device "

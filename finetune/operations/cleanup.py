@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import ConfigError, ExitCode, FinetuneError, StateError
+from finetune.language import Language, Text, pick_language
 from finetune.operations.console_lines import plain_text, print_anything
-from finetune.operations.language import Language, Text, pick_language
 from finetune.operations.leftovers import (
     SHARED_MEMORY_FOLDER,
     Leftover,

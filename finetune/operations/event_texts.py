@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from finetune.operations.language import Language, Text
+from finetune.language import Language, Text
 
 # Events that a person should see while the run goes on.
 WARNING_EVENTS = ("skipped_checkpoint", "spike", "nonfinite", "oom", "signal")

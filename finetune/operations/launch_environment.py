@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from finetune.operations.language import Text
+from finetune.language import Text
 
 SHUTDOWN_SECONDS = 600
 # What HCCL accepts, in seconds (CANN's environment variable reference); it ends a run for a value outside.

@@ -18,10 +18,11 @@ from finetune.config_layers import layer_of_file
 from finetune.config_pretrain import PretrainConfig
 from finetune.device import DEVICE_KINDS, probe_torch_npu
 from finetune.errors import ConfigError
-from finetune.operations import launch_texts as texts
-from finetune.operations.language import Language
-from finetune.operations.launch_environment import LaunchFacts, Variable, interface_to, variables, without_stale
+from finetune.language import Language
 from finetune.operations.launch_nodes import Nodes, nodes_here
+
+from finetune.operations import launch_texts as texts
+from finetune.operations.launch_environment import LaunchFacts, Variable, interface_to, variables, without_stale
 
 KINDS: dict[str, tuple[str, type[BaseConfig]]] = {
     "sft": ("finetune.sft", RunConfig),

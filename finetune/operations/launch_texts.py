@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from typing import TYPE_CHECKING, Any
 
-from finetune.operations.language import Language, Text
+from finetune.language import Language, Text
 from finetune.operations.ports import candidates
 
 if TYPE_CHECKING:

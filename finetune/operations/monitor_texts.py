@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from finetune.operations.language import Language
+from finetune.language import Language
 from finetune.operations.run_view import RunView
 
 WORDS: dict[Language, dict[str, str]] = {

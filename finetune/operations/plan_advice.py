@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from finetune.language import Text
 from finetune.modeling.memory import Workload
-from finetune.operations.language import Text
 
 if TYPE_CHECKING:
     from finetune.operations.plan_inputs import Cluster
+
     from finetune.operations.plan_report import Choice
 
 GIB = 2**30

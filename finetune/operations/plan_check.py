@@ -9,10 +9,10 @@ from typing import Any
 
 from finetune.config_file import resolve_object
 from finetune.errors import DataError
+from finetune.language import Language
 from finetune.modeling.memory import Workload, memory_of
 from finetune.modeling.traffic import flops_per_token
 from finetune.operations.checks.run_config import MODELS
-from finetune.operations.language import Language
 from finetune.operations.plan_inputs import DTYPE_BYTES, Cluster, shape_for, workload_of
 from finetune.runlog import read_jsonl_tolerant
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from finetune.config import BaseConfig
+from finetune.language import Language, Text
 from finetune.modeling.memory import PHASES, Memory, Place, Sharding, Workload, memory_of
 from finetune.modeling.shapes import ModelShape
 from finetune.modeling.traffic import (
@@ -17,9 +18,9 @@ from finetune.modeling.traffic import (
     step_time,
     traffic_of,
 )
-from finetune.operations.language import Language, Text
-from finetune.operations.plan_advice import advise
 from finetune.operations.plan_inputs import Cluster, step_tokens, with_micro_batch, with_sharding, workload_of
+
+from finetune.operations.plan_advice import advise
 from finetune.operations.plan_words import draw
 
 # Of a device's or a host's memory; allocators leave gaps, and the system wants some. Assumed.

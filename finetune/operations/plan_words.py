@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from finetune.language import Language, Text
 from finetune.modeling.memory import PHASES, Place
-from finetune.operations.language import Language, Text
 
 if TYPE_CHECKING:
     from finetune.operations.plan_report import Plan

@@ -17,8 +17,8 @@ from finetune.config_file import resolve
 from finetune.config_rules import flag
 from finetune.device import peak_flops
 from finetune.errors import ConfigError, ExitCode
+from finetune.language import pick_language
 from finetune.operations.checks.run_config import KINDS, MODELS, Kind, kind_of, parse_words
-from finetune.operations.language import pick_language
 from finetune.operations.plan_inputs import Cluster, shape_for
 
 USAGE = """usage: python -m finetune plan [sft|pretrain] [--config FILE...] [FLAGS OF TRAINING] [THE MACHINES]

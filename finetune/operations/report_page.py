@@ -7,7 +7,8 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from finetune.operations.language import Language
+from finetune.language import Language
+
 from finetune.operations.report_words import WORDS
 
 STYLE = """

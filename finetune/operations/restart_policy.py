@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from finetune.errors import ExitCode
-from finetune.operations.language import Text
+from finetune.language import Text
 
 # Ways in which nodes fail to meet that time can cure; `nodes_missing` and the like have waited the whole time already.
 _MEET_AGAIN = frozenset({"lost_while_meeting"})

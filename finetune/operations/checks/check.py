@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from finetune.errors import FinetuneError, Problems
-from finetune.operations.language import Language, Text
+from finetune.language import Language, Text
 
 Verdict = Literal["ok", "warn", "fail", "skip"]
 GIB = 1 << 30

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 
-from finetune.operations.language import Text
+from finetune.language import Text
 
 # A rule's shortest piece of fixed text: lines without it are passed over before any regular expression is tried.
 SHORTEST_WORD = 4

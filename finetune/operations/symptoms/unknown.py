@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from finetune.operations.language import Text
+from finetune.language import Text
+
 from finetune.operations.symptoms.base import Kind, Symptom
 
 _EXPLANATION: Text = {
