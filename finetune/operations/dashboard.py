@@ -5,12 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from finetune.language import Language
-from finetune.operations.console_lines import plain_text
-from finetune.operations.dashboard_parts import Bar, Chart, Fixed, Spark, side_by_side
-from finetune.operations.machine import HostUse
-from finetune.operations.run_view import Message, RunView
-from finetune.operations.smi import SmiDevice, SmiReport
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -18,8 +12,14 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from finetune.language import Language
+from finetune.operations.console_lines import plain_text
+from finetune.operations.dashboard_parts import Bar, Chart, Fixed, Spark, side_by_side
 from finetune.operations.event_texts import event_text
+from finetune.operations.machine import HostUse
 from finetune.operations.monitor_texts import WORDS, format_duration, way_on
+from finetune.operations.run_view import Message, RunView
+from finetune.operations.smi import SmiDevice, SmiReport
 
 LEVEL_COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
 STATE_COLOURS = {

@@ -11,12 +11,11 @@ from pathlib import Path
 
 from finetune.errors import DataError, ExitCode
 from finetune.language import Language, pick_language
+from finetune.operations.findings import Finding, rank_findings
 from finetune.operations.log_evidence import LogEvidence, LogScan
 from finetune.operations.log_reading import LogFile, rank_in_name
 from finetune.operations.run_evidence import RunFolder
 from finetune.operations.symptoms.rules import RESTART_CURES
-
-from finetune.operations.findings import Finding, rank_findings
 
 __all__ = ["RESTART_CURES", "Finding", "diagnose_logs", "main", "render_findings"]
 

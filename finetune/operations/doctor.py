@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 from finetune.config import BaseConfig
 from finetune.errors import ConfigError, ExitCode, raise_problems
 from finetune.language import Language, pick_language
-from finetune.operations.checks.rounds import Subject
-from finetune.operations.checks.run_config import KINDS, check_config, kind_of, parse_words
-
 from finetune.operations.checks import rounds
 from finetune.operations.checks.check import Check, worst
+from finetune.operations.checks.rounds import Subject
+from finetune.operations.checks.run_config import KINDS, check_config, kind_of, parse_words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -236,12 +235,11 @@ def _launched(options: argparse.Namespace, words: Sequence[str], language: Langu
     """In a launched world: the same checks between processes as --full makes, judged on every rank, said by rank 0."""
     from dataclasses import asdict
 
+    from finetune import device as devices
     from finetune.operations.checks.launched import judge
     from finetune.operations.checks.launched_worker import work
     from finetune.operations.checks.probe import Answer
     from finetune.orphans import die_with_launcher
-
-    from finetune import device as devices
 
     world = devices.launch_world()
     if not world.launched:

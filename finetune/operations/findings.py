@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from finetune.language import Language
 from finetune.operations.log_evidence import Evidence, LogEvidence
 from finetune.operations.log_facts import derived
-from finetune.operations.symptoms.rules import ENDED_BADLY, SAID_BY_RUN, UNEXPLAINED
-
 from finetune.operations.symptoms.base import Kind, fill
+from finetune.operations.symptoms.rules import ENDED_BADLY, SAID_BY_RUN, UNEXPLAINED
 
 # Clocks of nodes and the buffers of their outputs differ by less than this, as a rule.
 CLOCK_SLACK_SECONDS = 10.0

@@ -20,13 +20,12 @@ from pathlib import Path
 from finetune.config_file import Resolved, format_config
 from finetune.errors import ExitCode
 from finetune.language import Language, pick_language
-from finetune.operations.launch_log import LaunchLog
-from finetune.operations.launch_record import LaunchRecord
-from finetune.operations.ports import HeldPort, candidates, hold_port
-
 from finetune.operations import launch_texts as texts
 from finetune.operations.checks.check import Check
+from finetune.operations.launch_log import LaunchLog
 from finetune.operations.launch_plan import KINDS, Plan, digest, make_plan
+from finetune.operations.launch_record import LaunchRecord
+from finetune.operations.ports import HeldPort, candidates, hold_port
 from finetune.operations.supervise import Launch, Supervisor
 
 

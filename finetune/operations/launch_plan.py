@@ -19,10 +19,9 @@ from finetune.config_pretrain import PretrainConfig
 from finetune.device import DEVICE_KINDS, probe_torch_npu
 from finetune.errors import ConfigError
 from finetune.language import Language
-from finetune.operations.launch_nodes import Nodes, nodes_here
-
 from finetune.operations import launch_texts as texts
 from finetune.operations.launch_environment import LaunchFacts, Variable, interface_to, variables, without_stale
+from finetune.operations.launch_nodes import Nodes, nodes_here
 
 KINDS: dict[str, tuple[str, type[BaseConfig]]] = {
     "sft": ("finetune.sft", RunConfig),

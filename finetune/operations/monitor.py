@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from finetune.errors import ConfigError, ExitCode
 from finetune.language import Language, pick_language
 from finetune.operations.console_lines import plain_text, print_anything
+from finetune.operations.event_texts import event_text
 from finetune.operations.machine import HostMeter
+from finetune.operations.monitor_texts import WORDS, format_duration, way_on
 from finetune.operations.run_reader import Reader, open_run
 from finetune.operations.run_view import ENDED, Message, RunView
 from finetune.operations.smi import SmiReport, read_devices
 from finetune.storage.durable_files import format_bytes
-
-from finetune.operations.event_texts import event_text
-from finetune.operations.monitor_texts import WORDS, format_duration, way_on
 
 if TYPE_CHECKING:
     from finetune.operations.dashboard import Machine

@@ -14,7 +14,12 @@ from typing import Any
 from finetune.errors import ConfigError, ExitCode, StateError
 from finetune.language import Language, pick_language
 from finetune.operations.console_lines import plain_text, print_anything
+from finetune.operations.event_texts import WARNING_EVENTS, event_text
+from finetune.operations.findings import mask_secrets
+from finetune.operations.monitor_texts import WORDS as MONITOR_WORDS
+from finetune.operations.monitor_texts import format_duration, way_on
 from finetune.operations.report_figures import curves, mix
+from finetune.operations.report_page import render_page
 from finetune.operations.report_tables import (
     checkpoints,
     clock,
@@ -29,17 +34,11 @@ from finetune.operations.report_tables import (
     starts,
     tokens_trained,
 )
+from finetune.operations.report_words import WORDS
 from finetune.operations.run_reader import open_run
 from finetune.operations.run_view import RunView
 from finetune.storage.durable_files import format_bytes, replace_file
 from finetune.version import __version__
-
-from finetune.operations.event_texts import WARNING_EVENTS, event_text
-from finetune.operations.findings import mask_secrets
-from finetune.operations.monitor_texts import WORDS as MONITOR_WORDS
-from finetune.operations.monitor_texts import format_duration, way_on
-from finetune.operations.report_page import render_page
-from finetune.operations.report_words import WORDS
 
 MOST_EVENTS = 2000
 

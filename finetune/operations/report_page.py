@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from finetune.language import Language
-
 from finetune.operations.report_words import WORDS
 
 STYLE = """

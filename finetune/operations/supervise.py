@@ -22,13 +22,12 @@ from typing import Any
 
 from finetune.errors import ExitCode
 from finetune.language import Language
+from finetune.operations import launch_texts as texts
 from finetune.operations.launch_log import FOLLOW_SECONDS, LaunchLog
 from finetune.operations.launch_nodes import Nodes
 from finetune.operations.launch_record import LaunchRecord
 from finetune.operations.node_meeting import Place
 from finetune.operations.ports import HeldPort, candidates
-
-from finetune.operations import launch_texts as texts
 from finetune.operations.restart_policy import Ended, Verdict, decide
 
 # A batch system signals every process of a job, and a shell passes its own on: signals this close are one request.

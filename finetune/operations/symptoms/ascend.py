@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from finetune.language import Text
-
 from finetune.operations.symptoms.base import Kind, Symptom
 
 _SOURCE = "CANN/HCCL/torch_npu: documented codes, public threads"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from finetune.language import Text
-
 from finetune.operations.symptoms.base import Symptom
 
 _ROWS_FIX: Text = {
