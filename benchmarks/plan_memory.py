@@ -1,18 +1,21 @@
 """What `plan` predicts of a process's memory, beside what it is: LoRA and full, ZeRO 0, 2 and 3, offload, row lengths.
 
-    python benchmarks/plan_memory.py --output runs/plan_memory   # a minute each; prints the table
+    python benchmarks/plan_memory.py --output runs/plan_memory   # two minutes each; prints the table
     python benchmarks/plan_memory.py --output runs/plan_memory --only-table
 
 Runs on the CPU, where "device" and host are the same memory. Measured is, of rank 0, the high-water mark of the
 resident set (VmHWM) from the first parameter to the end of the last save, less the resident set after all imports;
-predicted is the worst phase of `finetune.modeling.memory` without its framework term. Both are also given for loading
-and for training alone. Nothing is fitted: a miss stays in the table.
+predicted is the worst phase of `finetune.modeling.memory` without its framework term. Both are also given for loading,
+training and saving alone. Nothing is fitted: a miss stays in the table.
+
+Each case runs twice. "Needed" is with glibc told to map every block of 64 KiB and more by itself, so that what is freed
+is gone at once and the resident set is what is in use. "Kept" is with glibc as it is: it raises that bound to 32 MiB as
+blocks are freed (mallopt(3), M_MMAP_THRESHOLD), takes smaller ones from a heap, and gives back only the heap's end.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import json
 import os
@@ -28,6 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 TOKENIZER = ROOT / "data_samples" / "tiny-qwen3"
 LIMIT = 0.15
+# How the C library is set while a case is measured: suffix of the measurement -> environment.
+HEAPS = {"needed": {"MALLOC_MMAP_THRESHOLD_": str(64 * 2**10)}, "kept": {}}
 # Over the bundled model's config.json: eight layers, 1,024 wide, 109 M parameters.
 MODEL = {
     "hidden_size": 1024,
@@ -87,18 +92,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/plan_memory"), help="folder for models and runs")
     parser.add_argument("--only", nargs="*", default=[], help="run only cases whose name has one of these in it")
+    parser.add_argument("--heap", nargs="*", choices=list(HEAPS), default=list(HEAPS), help="which measurements")
     parser.add_argument("--only-table", action="store_true", help="print the table of what was measured before")
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--child", type=Path, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child is not None:
-        _train(options.child)
+        _train(*options.child)
         return 0
     folder = options.output.resolve()
     if not options.only_table:
         _make_materials(folder)
         for case in CASES:
             if not options.only or any(word in case.name for word in options.only):
-                _run(folder, case)
+                for heap in options.heap:
+                    _run(folder, case, heap)
     print(table(folder))
     return 0
 
@@ -172,18 +179,18 @@ def settings_of(folder: Path, case: Case) -> dict[str, Any]:
     return {name: value for name, value in made.items() if value is not None}
 
 
-def _run(folder: Path, case: Case) -> None:
+def _run(folder: Path, case: Case, heap: str) -> None:
     shutil.rmtree(folder / case.name, ignore_errors=True)
     config = folder / f"{case.name}.json"
     config.write_text(json.dumps(settings_of(folder, case)), encoding="utf-8")
-    words = [__file__, "--child", str(config)]
+    words = [__file__, "--child", str(config), str(config.with_suffix(f".{heap}"))]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={case.processes}"]
     start = time.monotonic()
-    print(f"{case.name} ...", file=sys.stderr, flush=True)
+    print(f"{case.name}, {heap} ...", file=sys.stderr, flush=True)
     done = subprocess.run(
         [sys.executable, *(launcher if case.processes > 1 else []), *words],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **HEAPS[heap]},
         capture_output=True,
         text=True,
         check=False,
@@ -219,22 +226,42 @@ class Meter:
         self.resident[part] = now
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM = VmRSS (proc(5))
 
-    @contextlib.contextmanager
-    def part(self, name: str):
-        self.end_of("before")
-        yield
-        self.end_of(name)
+    def at(self, part: str, function: Any) -> Any:
+        """The function, called when the part before it has ended."""
 
-    def around(self, name: str, function: Any) -> Any:
+        @functools.wraps(function)
+        def marked(*arguments: Any, **named: Any) -> Any:
+            self.end_of(part)
+            return function(*arguments, **named)
+
+        return marked
+
+    def saving(self, function: Any) -> Any:
+        """The function, measured as saving; what was before it is training."""
+
         @functools.wraps(function)
         def measured(*arguments: Any, **named: Any) -> Any:
-            with self.part(name):
+            self.end_of("train")
+            try:
                 return function(*arguments, **named)
+            finally:
+                self.end_of("save")
+
+        return measured
+
+    def after_loading(self, function: Any) -> Any:
+        """The function of a step; what was before the first is loading: model, adapter, engine."""
+
+        @functools.wraps(function)
+        def measured(*arguments: Any, **named: Any) -> Any:
+            if "load" not in self.parts:
+                self.end_of("load")
+            return function(*arguments, **named)
 
         return measured
 
 
-def _train(config: Path) -> None:
+def _train(config: Path, to: Path) -> None:
     """One rank: import everything, look at the memory, train."""
     settings = json.loads(config.read_text(encoding="utf-8"))
     import deepspeed  # noqa: F401
@@ -249,23 +276,17 @@ def _train(config: Path) -> None:
     from finetune.training.trainer import RunTrainer
 
     meter = Meter()
-    imports = _status()["VmRSS"]
-    build_sft.load_model = meter.around("load", build_sft.load_model)
-    RunTrainer.train = meter.around("train", RunTrainer.train)
-    RunTrainer._save_checkpoint = meter.around("save", RunTrainer._save_checkpoint)
-    RunTrainer.save_output = meter.around("save", RunTrainer.save_output)
-    before_save = RunTrainer._save_checkpoint
-
-    def save(self: Any, *arguments: Any) -> Any:
-        meter.end_of("train")
-        return before_save(self, *arguments)
-
-    RunTrainer._save_checkpoint = save
+    imports, started = _status()["VmRSS"], time.process_time()
+    build_sft.load_model = meter.at("before", build_sft.load_model)
+    RunTrainer.training_step = meter.after_loading(RunTrainer.training_step)
+    RunTrainer._save_checkpoint = meter.saving(RunTrainer._save_checkpoint)
+    RunTrainer.save_output = meter.saving(RunTrainer.save_output)
     finetune.run(settings)
     meter.end_of("end")
     if int(os.environ.get("RANK", "0")) == 0:
         measured = {"imports": imports, "parts": meter.parts, "resident": meter.resident}
-        config.with_suffix(".measured").write_text(json.dumps(measured, indent=1), encoding="utf-8")
+        measured["cpu_seconds"] = time.process_time() - started
+        to.write_text(json.dumps(measured, indent=1), encoding="utf-8")
 
 
 # ---------------------------------------------------------------- the table
@@ -273,34 +294,43 @@ def _train(config: Path) -> None:
 
 def table(folder: Path) -> str:
     """Measured and predicted, case by case, as Markdown."""
-    from finetune.modeling.memory import memory_of
+    from finetune.modeling.memory import STEP, memory_of
     from finetune.operations.plan_inputs import workload_of_settings
 
     lines = [
-        "| case | measured MiB | predicted MiB | error | loading | training | save |",
-        "|---|---|---|---|---|---|---|",
+        "| case | needed MiB | predicted MiB | error | loading | training | saving | kept MiB |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for case in CASES:
-        path = folder / f"{case.name}.measured"
-        if not path.exists():
+        needed = _measured(folder / f"{case.name}.needed")
+        kept = _measured(folder / f"{case.name}.kept")
+        if needed is None:
             continue
-        measured = json.loads(path.read_text(encoding="utf-8"))
         memory = memory_of(workload_of_settings(settings_of(folder, case), processes=case.processes))
-        parts = {name: value - measured["imports"] for name, value in measured["parts"].items()}
-        loading, training = parts["load"], max(parts["train"], parts["before"])
-        whole = max(parts.values())
+        whole, said = max(needed.values()), memory.process()
         pairs = [
-            (whole, memory.process()),
-            (loading, memory.process(("load",))),
-            (training, memory.process(("rows", "update"))),
-            (parts["save"], memory.process(("save", "result"))),
+            (needed["load"], memory.process(("load",))),
+            (needed["train"], memory.process(STEP)),
+            (needed["save"], memory.process(("save", "result"))),
         ]
-        error = pairs[0][1] / pairs[0][0] - 1
-        verdict = f"{error:+.0%}" if abs(error) <= LIMIT else f"**{error:+.0%}**"
-        rest = [f"{is_ / 2**20:,.0f} / {said / 2**20:,.0f}" for is_, said in pairs[1:]]
-        whole_cells = [f"{whole / 2**20:,.0f}", f"{pairs[0][1] / 2**20:,.0f}", verdict]
-        lines.append(f"| {' | '.join([case.name, *whole_cells, *rest])} |")
+        error = said / whole - 1
+        cells = [case.name, _mib(whole), _mib(said), f"{error:+.0%}" if abs(error) <= LIMIT else f"**{error:+.0%}**"]
+        cells += [f"{_mib(is_)} / {_mib(said_)}" for is_, said_ in pairs]
+        cells.append("" if kept is None else _mib(max(kept.values())))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _measured(path: Path) -> dict[str, int] | None:
+    """Bytes above the imports of each part of a run; None if it was not measured."""
+    if not path.exists():
+        return None
+    measured = json.loads(path.read_text(encoding="utf-8"))
+    return {name: value - measured["imports"] for name, value in measured["parts"].items()}
+
+
+def _mib(number: int) -> str:
+    return f"{number / 2**20:,.0f}"
 
 
 if __name__ == "__main__":

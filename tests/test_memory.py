@@ -15,7 +15,7 @@ from launching import ROOT
 from finetune.errors import ConfigError
 from finetune.modeling.activations import LOGITS_PER_CHUNK, Computing, block_bytes_per_token, loss_bytes
 from finetune.modeling.known_shapes import KNOWN_MODELS, known_shape
-from finetune.modeling.memory import Sharding, Workload, memory_of
+from finetune.modeling.memory import Memory, Sharding, Workload, memory_of
 from finetune.modeling.shapes import FAMILIES, ModelShape, read_shape, scratch_shape, shape_of_config
 from finetune.modeling.traffic import computed_flops_per_token, flops_per_token, traffic_of
 
@@ -191,6 +191,66 @@ def test_lora_needs_a_sliver_of_what_deepspeeds_own_estimate_says():
     host = 8 * of_kind(work, "weights", "gradients", "optimizer", place="host")
     assert 2 * shape.total < host < 2 * shape.total * 1.1
     assert 18 * shape.total * 1.5 > 12 * host
+
+
+def test_weights_of_the_files_own_dtype_are_the_mapped_files():
+    """Measured: loading adds nothing to a CPU process until it computes; a converted copy stands beside the file."""
+    shape = known_shape("Qwen/Qwen3-0.6B")
+    changes = {"devices": 1, "device_type": "cpu", "computing": Computing(4, 4), "trained": shape.total}
+    mapped = workload(shape, lora=False, sharding=Sharding(), file_bytes=4, **changes)
+    converted = workload(shape, lora=False, sharding=Sharding(), file_bytes=2, **changes)
+    assert memory_of(mapped).process(("load",)) == 0
+    assert memory_of(converted).process(("load",)) == (4 + 2) * shape.total
+    for work in (mapped, converted):
+        assert memory_of(work).process(("rows",)) >= 12 * shape.total
+    sliced = workload(
+        shape, lora=False, sharding=Sharding(engine=True, stage=3), file_bytes=4, **changes | {"devices": 2}
+    )
+    assert memory_of(sliced).process(("load",)) == 4 * shape.total + 4 * -(-shape.total // 2)  # rank 0 reads all of it
+
+
+def test_gradients_in_one_bucket_are_summed_when_the_rows_are_done():
+    """Then no activation is left; several buckets are summed among the rows."""
+    shape = known_shape("Qwen/Qwen3-0.6B")
+    for stage in (2, 3):
+        one, several = (
+            memory_of(workload(shape, lora=False, sharding=Sharding(True, stage, reduce_bucket=size), devices=8))
+            for size in (shape.total, shape.total // 4)
+        )
+        summed = {"one": _summed(one), "several": _summed(several)}
+        assert summed == {"one": ("reduce", 2 * shape.total), "several": ("rows", 2 * (shape.total // 4))}
+
+
+def _summed(memory: Memory) -> tuple[str, int]:
+    [term] = [term for term in memory.terms if term.formula.endswith("being summed")]
+    [phase] = term.phases
+    return phase, term.bytes
+
+
+def test_collectives_of_a_cpu_have_their_own_copies():
+    """Measured, two processes: all_gather and reduce_scatter of 64 MiB take 64 MiB more, all_reduce next to none."""
+    shape = known_shape("Qwen/Qwen3-0.6B")
+    for stage, sum_copies in ((2, 1), (3, 2)):
+        sharding = Sharding(engine=True, stage=stage, prefetch_bucket=10**6, reduce_bucket=shape.total)
+        on = {
+            kind: workload(shape, lora=False, sharding=sharding, devices=2, device_type=kind)
+            for kind in ("cpu", "cuda")
+        }
+        gathered = {kind: memory_of(work).in_phase("device", "gather") for kind, work in on.items()}
+        bucket = shape.total if stage == 2 else 2 * (10**6 + shape.largest_module)  # ZeRO-2 has no bucket; two threads
+        context = of_kind(on["cuda"], "framework", place="device")
+        assert gathered["cpu"] - (gathered["cuda"] - context) == 2 * bucket
+        assert _summed(memory_of(on["cpu"]))[1] == 2 * sum_copies * shape.total
+
+
+def test_zero3_gathers_ahead_up_to_its_bounds():
+    """What is gathered is bounded by DeepSpeed's numbers, not by the model; a bucket is there beside its weights."""
+    shape = known_shape("Qwen/Qwen2.5-72B")
+    small = Sharding(True, 3, prefetch_bucket=10**6, max_live=10**8, max_reuse_distance=10**8)
+    more, reused = replace(small, max_live=3 * 10**8), replace(small, max_reuse_distance=6 * 10**8)
+    live = [of_kind(workload(shape, lora=True, sharding=how, devices=8), "live") for how in (small, more, reused)]
+    assert live[1] - live[0] == 2 * 2 * 10**8
+    assert live[2] - live[0] == 2 * (3 * 10**8 + 10**6 - 10**8)
 
 
 # ---------------------------------------------------------------- what must hold for every run

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 
 from finetune.modeling.activations import activation_bytes, loss_bytes, working_bytes
 from finetune.modeling.memory_state import state_terms
-from finetune.modeling.memory_terms import PHASES, TRAINING, Phase, Place, Sharding, Term, Workload
+from finetune.modeling.memory_terms import PHASES, STEP, TRAINING, Phase, Place, Sharding, Term, Workload
 
-__all__ = ["PHASES", "Memory", "Phase", "Place", "Sharding", "Term", "Workload", "memory_of"]
+__all__ = ["PHASES", "STEP", "Memory", "Phase", "Place", "Sharding", "Term", "Workload", "memory_of"]
 
 MIB = 2**20
 
 # What a process holds before a model is there: assumed. Accelerators have a context of driver and libraries, about
 # 1 GiB by public reports.
-FRAMEWORK_HOST_BYTES = {"cpu": 750 * MIB, "cuda": 3072 * MIB, "npu": 3072 * MIB, "mps": 1024 * MIB}
+FRAMEWORK_HOST_BYTES = {"cpu": 550 * MIB, "cuda": 3072 * MIB, "npu": 3072 * MIB, "mps": 1024 * MIB}
 FRAMEWORK_DEVICE_BYTES = {"cpu": 0, "cuda": 1024 * MIB, "npu": 1024 * MIB, "mps": 0}
 SHARD_BYTES = 5 * 10**9
 WORKER_BYTES = 300 * MIB  # a loader process shares the rest with its parent
@@ -115,16 +115,18 @@ def _surroundings(work: Workload) -> list[Term]:
         Term("loader", work.data_bytes, "host", "5 B x tokens, mapped", "ours: data/samples.py", PHASES, once=True),
         Term(
             "load",
-            min(file, SHARD_BYTES) if accelerator else file,
+            # On a CPU without ZeRO-3 the mapped files are the weights themselves.
+            min(file, SHARD_BYTES) if accelerator else 0 if work.mapped else file,
             "host",
             "a file of the model, mapped" if accelerator else "the model's files, mapped",
-            "safetensors: mmap; transformers: files of at most 5 GB",
+            "safetensors: mmap; transformers: files of at most 5 GB, all mapped; what is read may be dropped again",
             ("load",),
-            once=accelerator,
+            once=True,
         ),
         Term(
             "load",
-            whole if accelerator and not zero3 else 0,
+            # Where nothing is converted, these too are the mapped files.
+            whole if accelerator and not zero3 and work.computing.weight_bytes != work.file_bytes else 0,
             "host",
             f"{work.computing.weight_bytes} B x P before it goes to the device",
             "ours: modeling/pretrained.py, scratch.py: made on the host, moved by Trainer",
@@ -135,15 +137,23 @@ def _surroundings(work: Workload) -> list[Term]:
 
 
 def _saving(work: Workload) -> list[Term]:
-    """Copies on the host: of moments for a checkpoint, then of the whole model for the result of full training."""
+    """Copies on the host: of the state for a checkpoint, then of the whole model for the result of full training."""
     sharding = work.sharding
     sliced = sharding.stage == 3 and not work.adapter
     on_host = work.device_type == "cpu" or sharding.offload_optimizer
     where_they_are = on_host and (sliced or not sharding.engine)  # float32 on the host: written from there
-    moments = 0 if where_they_are else 8 * (work.share if sliced else work.trained)
+    state = 0 if where_they_are else 12 * (work.share if sliced else work.trained)
     result = 0 if work.adapter else work.computing.element_bytes * work.shape.total
     each = " / N" if sliced else ""
     return [
-        Term("save", moments, "host", f"8 B x P_t{each}: moments", "ours: training/state.py", ("save",), not sliced),
+        Term(
+            "save",
+            state,
+            "host",
+            f"12 B x P_t{each}: weights and moments",
+            "ours: training/state.py, save: weights stay until the moments are collected",
+            ("save",),
+            not sliced,
+        ),
         Term("save", result, "host", "c x P: whole", "ours: training/trainer.py, whole_weights", ("result",), True),
     ]

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from math import ceil
 
-from finetune.modeling.memory_terms import PHASES, STEP, Place, Term, Workload
+from finetune.modeling.memory_terms import PHASES, STEP, TRAINING, Phase, Place, Term, Workload
 
 MOMENT_BYTES, MASTER_BYTES, GRADIENT_BYTES = 4, 4, 4  # float32, each
+_GLOO_THREADS = 2  # torch ProcessGroupGloo.hpp, Options: collectives that run at once
+_SUMMING: tuple[Phase, ...] = ("rows", "reduce", "update")
 _ZERO = "ZeRO paper (Rajbhandari et al. 2020)"
 _STAGE3 = "deepspeed 0.19.8 runtime/zero/stage3.py"
 _STAGE2 = "deepspeed 0.19.8 runtime/zero/stage_1_and_2.py"
+_GATHERED = "deepspeed 0.19.8 runtime/zero/partition_parameters.py"
+_GLOO = "torch ProcessGroupGloo.cpp"
 
 
 def state_terms(work: Workload) -> list[Term]:
@@ -35,8 +39,10 @@ def _plain(work: Workload) -> list[Term]:
     how, trained = work.computing, work.trained
     frozen = work.parameters - trained
     held = how.weight_bytes * frozen + (how.adapter_bytes if work.adapter else how.weight_bytes) * trained
+    # One process reads a mapped file when it first computes with it; several compare or send its weights before.
+    there = TRAINING if work.mapped and work.processes == 1 else PHASES
     terms = [
-        Term("weights", held, "device", f"{how.weight_bytes} B x P", "ours: training/build_sft.py", PHASES),
+        Term("weights", held, "device", f"{how.weight_bytes} B x P", "ours: training/build_sft.py", there),
         _gradients(work, trained),
         Term(
             "optimizer",
@@ -84,13 +90,24 @@ def _zero12(work: Workload) -> list[Term]:
     buckets = c * bucket * (2 if sharding.overlap and work.device_type != "cpu" else 1)
     terms = [
         Term("weights", c * work.parameters, "device", f"{c} B x P", f"{_ZERO}, sec. 5.1-5.2", PHASES),
-        Term("weights", MASTER_BYTES * share, place, "4 B x P_t / N: float32 masters", f"{_STAGE2}: __init__"),
+        Term("weights", MASTER_BYTES * share, place, "4 B x P_t / N: float32 masters", f"{_STAGE2}: __init__", PHASES),
         Term("optimizer", _moments(work, share), place, "8 B x P_t / N", f"{_ZERO}, sec. 5.1"),
-        Term("buffers", buckets, "device", f"{c} B x reduce_bucket_size", f"{_STAGE2}: setup_buckets", ("rows",)),
+        Term(
+            "buffers", buckets, "device", f"{c} B x reduce_bucket_size", f"{_STAGE2}: setup_buckets", ("rows", "reduce")
+        ),
+        _summed(work, 1, f"{_STAGE2}: allreduce_bucket flattens"),
         Term("buffers", c * work.trained, "device", f"{c} B x P_t: flat copy", f"{_STAGE2}: __init__", ("load",)),
+        Term(
+            "buffers",
+            c * work.trained if work.gloo else 0,
+            "device",
+            f"{c} B x P_t: gloo's flat output",
+            f"deepspeed 0.19.8 runtime/utils.py: all_gather_into_tensor_dp_groups; {_GLOO}: allgather",
+            ("gather",),
+        ),
     ]
     if sharding.stage < 2:
-        terms.append(Term("gradients", 4 * work.trained, "device", "4 B x P_t", f"{_ZERO}, sec. 5.1", STEP))
+        terms.append(Term("gradients", 4 * work.trained, "device", "4 B x P_t", f"{_ZERO}, sec. 5.1", _SUMMING))
     if sharding.offload_optimizer:
         terms += [
             Term(
@@ -107,7 +124,7 @@ def _zero12(work: Workload) -> list[Term]:
         ]
     else:
         terms += [
-            Term("gradients", GRADIENT_BYTES * share, "device", "4 B x P_t / N", f"{_ZERO}, sec. 5.2", STEP),
+            Term("gradients", GRADIENT_BYTES * share, "device", "4 B x P_t / N", f"{_ZERO}, sec. 5.2", _SUMMING),
             Term("gradients", 4 * share, "device", "4 B x P_t / N: flat copy", f"{_STAGE2}: step", ("update",)),
         ]
     return terms
@@ -119,10 +136,9 @@ def _zero3(work: Workload) -> list[Term]:
     c, place = how.element_bytes, "host" if sharding.offload_optimizer else "device"
     weights: Place = "host" if sharding.offload_param else "device"
     resident = _resident(work)
-    live = min(
-        work.parameters - resident,
-        sharding.max_reuse_distance // 2 + sharding.prefetch_bucket + shape.largest_module,
-    )
+    reused = sharding.max_reuse_distance // 2 + sharding.prefetch_bucket
+    live = min(work.parameters - resident, max(sharding.max_live, reused) + shape.largest_module)
+    bucket = min(live, sharding.prefetch_bucket + shape.largest_module)
     group = min(share, sharding.sub_group)
     terms = [
         Term(
@@ -144,9 +160,25 @@ def _zero3(work: Workload) -> list[Term]:
             "live",
             c * live,
             "device",
-            f"{c} B x min(P, max_reuse_distance / 2 + prefetch_bucket + largest module)",
-            "deepspeed 0.19.8 partitioned_param_coordinator.py: a forward's weights stay if their backward is near",
+            f"{c} B x min(P, max(max_live_parameters, max_reuse_distance / 2 + prefetch bucket) + largest module)",
+            "deepspeed 0.19.8 partitioned_param_coordinator.py: fetched ahead, and kept where the backward is near",
+            ("gather", "rows"),
+        ),
+        Term(
+            "live",
+            c * bucket,
+            "device",
+            f"{c} B x (prefetch bucket + largest module): as it was gathered, until its last weight is used",
+            f"{_GATHERED}: AllGatherCoalescedHandle.wait copies each weight out of it",
             ("rows",),
+        ),
+        Term(
+            "buffers",
+            c * min(live, _GLOO_THREADS * bucket) if work.gloo else 0,
+            "device",
+            f"{c} B x {_GLOO_THREADS} x (prefetch bucket + largest module): gloo's flat outputs, one a thread",
+            f"{_GLOO}: allgather",
+            ("gather",),
         ),
         Term(
             "weights",
@@ -164,13 +196,11 @@ def _zero3(work: Workload) -> list[Term]:
             f"{c} B x reduce_bucket_size",
             f"{_STAGE3}: ipg_buckets",
         ),
-        Term(
-            "buffers",
-            c * min(work.trained, sharding.reduce_bucket),
-            "device",
-            f"{c} B x min(P_t, reduce_bucket_size): being summed",
-            "deepspeed 0.19.8 comm/coalesced_collectives.py: reduce_scatter_coalesced",
-            ("rows",),
+        _summed(
+            work,
+            2 if work.gloo else 1,
+            "deepspeed 0.19.8 runtime/comm/coalesced_collectives.py: reduce_scatter_coalesced"
+            + (f"; {_GLOO}: reduce_scatter copies" if work.gloo else ""),
         ),
     ]
     if sharding.offload_optimizer:
@@ -188,6 +218,14 @@ def _zero3(work: Workload) -> list[Term]:
             Term("gradients", 4 * group, "device", "4 B x sub-group: flat copy", f"{_STAGE3}: step", ("update",))
         )
     return terms
+
+
+def _summed(work: Workload, copies: int, source: str) -> Term:
+    """Copies of a bucket while it is summed over processes: after the rows where one bucket holds all gradients."""
+    c, bucket = work.computing.element_bytes, work.sharding.reduce_bucket
+    phases: tuple[Phase, ...] = ("rows",) if bucket < work.trained else ("reduce",)
+    formula = f"{c * copies} B x min(P_t, reduce_bucket_size): being summed"
+    return Term("buffers", c * copies * min(work.trained, bucket), "device", formula, source, phases)
 
 
 def _resident(work: Workload) -> int:

@@ -10,10 +10,11 @@ from finetune.modeling.activations import Computing
 from finetune.modeling.shapes import ModelShape
 
 Place = Literal["device", "host"]
-Phase = Literal["load", "rows", "update", "save", "result"]
-PHASES: tuple[Phase, ...] = ("load", "rows", "update", "save", "result")
-STEP: tuple[Phase, ...] = ("rows", "update")
-TRAINING: tuple[Phase, ...] = ("rows", "update", "save", "result")
+# Of a step: weights are gathered, rows go forward and backward, gradients are summed over processes, weights updated.
+Phase = Literal["load", "gather", "rows", "reduce", "update", "save", "result"]
+PHASES: tuple[Phase, ...] = ("load", "gather", "rows", "reduce", "update", "save", "result")
+STEP: tuple[Phase, ...] = ("gather", "rows", "reduce", "update")
+TRAINING: tuple[Phase, ...] = (*STEP, "save", "result")
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,8 @@ class Sharding:
     Attributes:
         engine: DeepSpeed runs the step; else one process, or DDP.
         stage: ZeRO stage, 0 to 3.
-        reduce_bucket, prefetch_bucket, persistence_threshold, max_reuse_distance, sub_group: DeepSpeed's numbers of
-            elements, with its defaults.
+        reduce_bucket, prefetch_bucket, persistence_threshold, max_live, max_reuse_distance, sub_group: DeepSpeed's
+            numbers of elements, with its defaults.
         overlap: `overlap_comm`: ZeRO-1 and -2 have a second bucket.
     """
 
@@ -35,6 +36,7 @@ class Sharding:
     reduce_bucket: int = 500_000_000
     prefetch_bucket: int = 50_000_000
     persistence_threshold: int = 100_000
+    max_live: int = 1_000_000_000
     max_reuse_distance: int = 1_000_000_000
     sub_group: int = 1_000_000_000
     overlap: bool = False
@@ -92,6 +94,17 @@ class Workload:
     def share(self) -> int:
         """Trained parameters of one process under ZeRO."""
         return ceil(self.trained / self.processes)
+
+    @property
+    def gloo(self) -> bool:
+        """Collectives run in host memory."""
+        return self.device_type == "cpu"
+
+    @property
+    def mapped(self) -> bool:
+        """The weights that were loaded are the model's files, mapped: nothing is converted, partitioned or moved."""
+        same = self.computing.weight_bytes == self.file_bytes
+        return same and self.device_type == "cpu" and self.sharding.stage < 3
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,24 @@ from finetune.modeling.memory import Workload
 
 if TYPE_CHECKING:
     from finetune.operations.plan_inputs import Cluster
-
     from finetune.operations.plan_report import Choice
 
 GIB = 2**30
+# Measured: benchmarks/plan_memory.py, docs/planning.md.
+KEPT_BY_GLIBC: Text = {
+    "en": "on a CPU the C library keeps much of what is freed: a process can hold up to twice of what is planned. "
+    "MALLOC_MMAP_THRESHOLD_=65536 in the environment makes glibc give it back",
+    "zh": "在 CPU 上，C 库会保留大量已释放的内存：进程占用最多可达预测值的两倍。"
+    "设置环境变量 MALLOC_MMAP_THRESHOLD_=65536 可让 glibc 归还这些内存",
+}
 
 
 def advise(
     work: Workload, cluster: Cluster, fits: bool | None, choices: Sequence[Choice], largest: int | None
 ) -> Iterator[Text]:
     """Advice in the order in which it matters. `choices` are ordered from the one that moves least."""
+    if work.device_type == "cpu":
+        yield KEPT_BY_GLIBC
     if fits is None:
         yield {
             "en": "give --device-memory (and --host-memory) to learn whether it fits",

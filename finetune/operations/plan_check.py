@@ -13,6 +13,7 @@ from finetune.language import Language
 from finetune.modeling.memory import Workload, memory_of
 from finetune.modeling.traffic import flops_per_token
 from finetune.operations.checks.run_config import MODELS
+from finetune.operations.plan_advice import KEPT_BY_GLIBC
 from finetune.operations.plan_inputs import DTYPE_BYTES, Cluster, shape_for, workload_of
 from finetune.runlog import read_jsonl_tolerant
 
@@ -88,6 +89,8 @@ class Checked:
                 "" if self.efficiency is None else f", {self.efficiency:.1%} {'利用率' if chinese else 'of the peak'}"
             )
             lines.append(f"{self.tokens_per_second:,.0f} tok/s, {self.flops_per_second / 1e12:,.3g} TFLOP/s{share}")
+        if any(number.name == "host" and number.error < -LIMIT for number in self.compared):
+            lines.append(KEPT_BY_GLIBC[language])
         good = "预测误差在 15% 以内" if chinese else "within 15%"
         bad = "预测误差超过 15%" if chinese else "missed by more than 15%"
         return "\n".join([*lines, good if self.agrees else bad])

@@ -218,6 +218,7 @@ def sharding_of(deepspeed: Mapping[str, Any] | None, shape: ModelShape, lora_ran
         reduce_bucket=number("reduce_bucket_size", square, 500_000_000),
         prefetch_bucket=number("stage3_prefetch_bucket_size", int(0.9 * square), 50_000_000),
         persistence_threshold=number("stage3_param_persistence_threshold", threshold, threshold),
+        max_live=number("stage3_max_live_parameters", 1_000_000_000, 1_000_000_000),
         max_reuse_distance=number("stage3_max_reuse_distance", 1_000_000_000, 1_000_000_000),
         sub_group=number("sub_group_size", 1_000_000_000, 1_000_000_000),
         overlap=bool(zero.get("overlap_comm", stage == 3)),

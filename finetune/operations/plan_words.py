@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from finetune.language import Language, Text
-from finetune.modeling.memory import PHASES, Place
+from finetune.modeling.memory import PHASES, STEP, Place
 
 if TYPE_CHECKING:
     from finetune.operations.plan_report import Plan
@@ -26,7 +26,9 @@ KINDS: dict[str, Text] = {
 }
 PHASE_NAMES: dict[str, Text] = {
     "load": {"en": "loading", "zh": "加载"},
+    "gather": {"en": "gathering weights", "zh": "收集权重"},
     "rows": {"en": "forward and backward", "zh": "前向与反向"},
+    "reduce": {"en": "summing gradients", "zh": "归约梯度"},
     "update": {"en": "update", "zh": "更新"},
     "save": {"en": "checkpoint", "zh": "检查点"},
     "result": {"en": "writing the result", "zh": "写出结果"},
@@ -81,9 +83,8 @@ def _memory(plan: Plan, language: Language) -> list[str]:
             continue
         lines.append(f"{title[language]}:")
         for term in terms:
-            phases = (
-                "" if len(term.phases) > 2 else " [" + ", ".join(PHASE_NAMES[p][language] for p in term.phases) + "]"
-            )
+            named = ", ".join(PHASE_NAMES[phase][language] for phase in term.phases)
+            phases = "" if set(STEP) <= set(term.phases) else f" [{named}]"
             lines.append(
                 f"  {gib(term.bytes):>13}  {KINDS[term.kind][language]}: {term.formula}{phases}  ({term.source})"
             )
