@@ -8,6 +8,7 @@ import os
 import pty
 import select
 import signal
+import string
 import sys
 import time
 import unicodedata
@@ -20,11 +21,13 @@ import pytest
 from launching import ROOT, environment, run_cli, said
 from serve_helpers import wait_for
 
+from finetune.chat import terminal_texts as texts
 from finetune.chat.flags import with_dashes
 from finetune.chat.sampling import Sampling
 from finetune.chat.sessions import Conversation
 from finetune.chat.terminal import TerminalChat, visible
 from finetune.errors import DataError, FinetuneError, StateError
+from finetune.language import Language
 
 MODEL = ROOT / "data_samples" / "tiny-qwen3"
 
@@ -72,7 +75,9 @@ class _Stream(Iterator[str]):
         )
 
 
-def talk(*lines: str, conversation: Conversation | None = None) -> tuple[str, TerminalChat, Scripted]:
+def talk(
+    *lines: str, conversation: Conversation | None = None, language: Language = "en"
+) -> tuple[str, TerminalChat, Scripted]:
     """What is printed when a user types these lines."""
     out, typed, model = io.StringIO(), iter(lines), Scripted()
 
@@ -82,7 +87,7 @@ def talk(*lines: str, conversation: Conversation | None = None) -> tuple[str, Te
         except StopIteration:
             raise EOFError from None
 
-    chat = TerminalChat(model, Sampling(), conversation or Conversation(), read=read, out=out)
+    chat = TerminalChat(model, Sampling(), conversation or Conversation(), read=read, out=out, language=language)
     chat.run()
     return out.getvalue(), chat, model
 
@@ -111,6 +116,40 @@ def test_commands(tmp_path: Path):
     assert len(model.asked) == 1 and [m["role"] for m in model.asked[0]] == ["system", "user", "assistant", "user"]
     assert "there is no command /nope" in printed and "no file is named" in printed and "/reset" in printed
     assert len(Conversation.load(file).turns) == 4
+
+
+def test_in_chinese(tmp_path: Path):
+    file = tmp_path / "talk.json"
+    asked = (
+        "/help",
+        "/stats",
+        "/system",
+        "say 一",
+        "/stats",
+        f"/save {file}",
+        f"/load {file}",
+        "/reset",
+        "interrupt me",
+    )
+    printed, _, _ = talk(*asked, "/system 简短", language="zh")
+    for words in (
+        "清空对话",
+        "还没有回答",
+        "没有系统提示",
+        "生成 3 个",
+        "保存到",
+        "读入 1 轮",
+        "对话已清空",
+        "已停止",
+        "系统提示已设置",
+    ):
+        assert words in printed, words
+    assert "conversation" not in printed
+    both = [text for name, text in vars(texts).items() if name.isupper()]
+    assert len(both) > 10
+    for text in both:
+        fields = [{name for _, name, _, _ in string.Formatter().parse(words) if name} for words in text.values()]
+        assert fields[0] == fields[1], text
 
 
 def test_a_refused_or_failed_question_is_forgotten():

@@ -11,24 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from finetune.chat import terminal_texts as texts
 from finetune.chat.flags import add_sampling_flags, make_parser, sampling_changes, with_dashes
 from finetune.chat.sessions import Conversation
 from finetune.errors import ConfigError, ExitCode, FinetuneError
+from finetune.language import Language, Text, pick_language
 
 if TYPE_CHECKING:
     from finetune.chat.generate import Answer, Generator
     from finetune.chat.sampling import Sampling
-
-HELP = """/reset            forget the conversation; the system prompt stays
-/system [TEXT]    set the system prompt and begin anew; without TEXT: show it
-/save FILE        write the conversation to a file
-/load FILE        go on with a conversation from a file
-/stats            tokens and speed so far
-/help             this list
-/quit             leave (also Ctrl-D)
-
-Several lines: end a line with a backslash, or put the text between lines of \"\"\".
-Ctrl-C stops the answer. A line that begins with // is sent with one slash."""
 
 # A model's words must not move the cursor, set the clipboard or hide text: what a terminal would act on is shown.
 _INVISIBLE = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"}
@@ -58,6 +49,7 @@ class TerminalChat:
         conversation: may have turns already.
         read: reads a line with a prompt; raises EOFError at the end of input.
         out: where answers go.
+        language: of what is not the model's.
     """
 
     def __init__(
@@ -68,15 +60,17 @@ class TerminalChat:
         *,
         read: Callable[[str], str] = input,
         out: TextIO | None = None,
+        language: Language = "en",
     ) -> None:
         self.generator, self.sampling, self.conversation = generator, sampling, conversation
+        self.language: Language = language
         self._read, self._out = read, out or sys.stdout
         self.answers: list[tuple[Answer, float, float]] = []  # answer, seconds to the first piece, seconds in all
         self._colour = self._out.isatty() and "NO_COLOR" not in os.environ
 
     def run(self) -> None:
         """Until the user leaves."""
-        self._say(f"{self.generator.name} · /help lists the commands, /quit leaves")
+        self._tell(texts.GREETING, model=self.generator.name)
         while True:
             try:
                 text = self._read_turn()
@@ -86,7 +80,7 @@ class TerminalChat:
                     self.ask(text[1:] if text.startswith("//") else text)
             except KeyboardInterrupt:
                 self._write("\n")
-                self._say("/quit leaves")
+                self._tell(texts.HOW_TO_LEAVE)
             except (EOFError, Ending):
                 self._write("\n")
                 return
@@ -127,9 +121,9 @@ class TerminalChat:
         now = time.monotonic()
         self.answers.append((answer, (first or now) - began, now - began))
         if answer.finish_reason == "cancelled":
-            self._say("stopped")
+            self._tell(texts.STOPPED)
         elif answer.finish_reason == "length":
-            self._say("cut: the answer has as many tokens as it may have (--max-new-tokens, or the model's context)")
+            self._tell(texts.CUT)
 
     def _read_turn(self) -> str:
         """One line, or several."""
@@ -154,7 +148,7 @@ class TerminalChat:
             "/save": self._save,
             "/load": self._load,
             "/stats": self._stats,
-            "/help": lambda _: self._write(HELP + "\n"),
+            "/help": lambda _: self._write(texts.HELP[self.language] + "\n"),
             "/quit": self._quit,
             "/exit": self._quit,
         }
@@ -164,38 +158,42 @@ class TerminalChat:
 
     def _reset(self, _: str) -> None:
         self.conversation.reset()
-        self._say("the conversation is forgotten")
+        self._tell(texts.FORGOTTEN)
 
     def _system(self, text: str) -> None:
         if not text:
-            self._say(visible(self.conversation.system) or "no system prompt")
+            self._say(visible(self.conversation.system) or texts.NO_SYSTEM[self.language])
             return
         self.conversation = Conversation(text)
-        self._say("system prompt set; the conversation begins anew")
+        self._tell(texts.SYSTEM_SET)
 
     def _save(self, name: str) -> None:
         path = _path(name, "/save")
         self.conversation.save(path, model=self.generator.name)
-        self._say(f"saved {len(self.conversation.turns) // 2} turns to {path}")
+        self._tell(texts.SAVED, turns=len(self.conversation.turns) // 2, path=path)
 
     def _load(self, name: str) -> None:
         path = _path(name, "/load")
         self.conversation = Conversation.load(path)
-        self._say(f"loaded {len(self.conversation.turns) // 2} turns from {path}")
+        self._tell(texts.LOADED, turns=len(self.conversation.turns) // 2, path=path)
 
     def _stats(self, _: str) -> None:
         if not self.answers:
-            self._say("no answer yet")
+            self._tell(texts.NO_ANSWER)
             return
         last, first_seconds, seconds = self.answers[-1]
-        tokens = sum(answer.completion_tokens for answer, _, _ in self.answers)
-        all_seconds = sum(whole for _, _, whole in self.answers)
-        used = last.prompt_tokens + last.completion_tokens
-        self._say(
-            f"last answer: {last.prompt_tokens} prompt tokens, {last.completion_tokens} generated in {seconds:.1f} s "
-            f"({last.completion_tokens / seconds:.1f} tokens/s), first after {first_seconds:.2f} s\n"
-            f"all {len(self.answers)} answers: {tokens} tokens in {all_seconds:.1f} s\n"
-            f"context: {used} of {self.generator.context_tokens} tokens"
+        self._tell(
+            texts.STATS,
+            prompt=last.prompt_tokens,
+            generated=last.completion_tokens,
+            seconds=seconds,
+            rate=last.completion_tokens / seconds,
+            first=first_seconds,
+            answers=len(self.answers),
+            tokens=sum(answer.completion_tokens for answer, _, _ in self.answers),
+            all_seconds=sum(whole for _, _, whole in self.answers),
+            used=last.prompt_tokens + last.completion_tokens,
+            context=self.generator.context_tokens,
         )
 
     def _quit(self, _: str) -> None:
@@ -206,6 +204,9 @@ class TerminalChat:
     def _write(self, text: str) -> None:
         self._out.write(text)
         self._out.flush()
+
+    def _tell(self, text: Text, **values: object) -> None:
+        self._say(text[self.language].format(**values))
 
     def _say(self, text: str) -> None:
         """Words that are ours, not the model's."""
@@ -243,6 +244,7 @@ def make_chat_parser() -> argparse.ArgumentParser:
     talk.add_argument("--system", default="", metavar="TEXT", help="system prompt")
     talk.add_argument("--prompt", metavar="TEXT", help="ask this, print the answer and leave; - reads standard input")
     talk.add_argument("--raw", action="store_true", help="with --prompt: go on from the bare text, without template")
+    talk.add_argument("--lang", choices=("en", "zh"), help="language of the chat's own words (the locale's)")
     return parser
 
 
@@ -251,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = make_chat_parser().parse_args(with_dashes(sys.argv[1:] if argv is None else argv))
     if options.raw and (options.prompt is None or options.system):
         raise ConfigError("--raw goes on from one text", "--raw", "use it with --prompt and without --system")
-    changes = sampling_changes(options)
+    changes, language = sampling_changes(options), pick_language(options.lang)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     if prompt is not None and not prompt.strip():
         raise ConfigError("the prompt is empty", "--prompt", "give a text, or - and a text on standard input")
@@ -265,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return ask_once(generator, conversation, prompt.rstrip("\n"), sampling, raw=options.raw)
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (input() edits lines and remembers them, in memory only)
-        TerminalChat(generator, sampling, conversation).run()
+        TerminalChat(generator, sampling, conversation, language=language).run()
     return int(ExitCode.DONE)
 
 
