@@ -30,6 +30,16 @@ class Measured:
     def samples_per_second(self) -> float:
         return self.samples / max(self.seconds, 1e-9)
 
+    def facts(self) -> dict[str, float]:
+        """For a line of the log."""
+        steps = max(1, self.steps)
+        return {
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "samples_per_second": round(self.samples_per_second, 2),
+            "step_seconds": round(self.seconds / steps, 4),
+            "loader_wait_seconds": round(self.loader_wait_seconds / steps, 4),
+        }
+
 
 class StepMeter:
     """Adds up tokens, samples and training time between two log lines."""

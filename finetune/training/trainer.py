@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,14 +25,15 @@ from finetune.data.collate import Row
 from finetune.data.steps import StepBatch, StepRows
 from finetune.modeling.loss import ChunkedHead, row_losses
 from finetune.runlog import RunLog
-from finetune.storage import durable_files
 from finetune.storage.run_folder import SampleLog
 from finetune.training.checkpoint import Checkpointer
 from finetune.training.control import Control, StopSignals
 from finetune.training.execution import StepExecutor
 from finetune.training.guards import NonFiniteGuard, SpikeDetector
+from finetune.training.level_losses import LevelLosses
+from finetune.training.output import put_output, whole_weights
 from finetune.training.progress import Measured, ProgressLine, StepMeter
-from finetune.training.state import TrainingState, gathered
+from finetune.training.state import TrainingState
 
 logger = logging.getLogger("finetune")
 
@@ -107,7 +106,7 @@ class RunTrainer(Trainer):
         self._progress: ProgressLine | None = None
         self._batch: StepBatch | None = None
         self._nonfinite = False
-        self._reset_level_sums()
+        self._level_losses = LevelLosses(context.level_names, self.args.device)
 
     # ------------------------------------------------------------------ the list of global batches
 
@@ -170,8 +169,7 @@ class RunTrainer(Trainer):
         model.train()
         result = self.executor.run(model, inputs)
         self._batch = inputs
-        self._level_losses += result.level_losses
-        self._level_tokens += inputs.level_tokens
+        self._level_losses.add(result.level_losses, inputs.level_tokens)
         if self.is_deepspeed_enabled:
             self._step_engine(model)
         return result.loss
@@ -223,7 +221,7 @@ class RunTrainer(Trainer):
         return [int(row) for row in self.rows.samples.row_ids[batch.indices]]
 
     def floating_point_ops(self, inputs: StepBatch) -> int:
-        return 0  # Trainer's own count is 6N whatever is trained; see modeling/flops.py when it is there
+        return 0  # Trainer's own count is 6N whatever is trained; ours is in modeling/flops.py
 
     # ------------------------------------------------------------------ evaluation
 
@@ -272,10 +270,6 @@ class RunTrainer(Trainer):
 
     # ------------------------------------------------------------------ log
 
-    def _reset_level_sums(self) -> None:
-        self._level_losses = torch.zeros(self.rows.levels, device=self.args.device)
-        self._level_tokens = torch.zeros(self.rows.levels, dtype=torch.int64).numpy()
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             self._tr_loss.zero_()  # Trainer subtracts the sum from itself, which after a NaN leaves NaN for good
@@ -292,20 +286,9 @@ class RunTrainer(Trainer):
 
     def _add_step_facts(self, logs: dict[str, float]) -> None:
         measured = self.meter.take()
-        logs["tokens_per_second"] = round(measured.tokens_per_second, 1)
-        logs["samples_per_second"] = round(measured.samples_per_second, 2)
-        logs["step_seconds"] = round(measured.seconds / max(1, measured.steps), 4)
-        logs["loader_wait_seconds"] = round(measured.loader_wait_seconds / max(1, measured.steps), 4)
+        logs.update(measured.facts())
         logs.update(self.speed_facts(measured))
-        if self.rows.levels:
-            self._sum_over_ranks(self._level_losses)
-            total = max(1, int(self._level_tokens.sum()))
-            losses = self._level_losses.tolist()
-            for name, loss, tokens in zip(self.context.level_names, losses, self._level_tokens.tolist(), strict=True):
-                logs[f"tokens/{name}"], logs[f"share/{name}"] = tokens, round(tokens / total, 4)
-                if tokens:
-                    logs[f"loss/{name}"] = loss / tokens
-            self._reset_level_sums()
+        logs.update(self._level_losses.take(self._sum_over_ranks))
         if self.spikes.is_spike(logs["loss"]):
             ids = self._row_ids(self._batch)
             logger.warning("step %d: loss %.4f is a spike", self.state.global_step, logs["loss"])
@@ -365,32 +348,14 @@ class RunTrainer(Trainer):
 
     def save_output(self, output_dir: Path) -> None:
         """Put the result into the run folder: written beside, reopened, then moved in. Every rank calls."""
-        staging = output_dir / ".staging-0-output"
         weights = self.output_weights()
         if self.is_world_process_zero():
-            shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir()
-            self.write_output(staging, weights)
-            for path in sorted(staging.iterdir()):
-                durable_files.share_file(path)
-                durable_files.sync_file(path)
-                os.replace(path, output_dir / path.name)
-            staging.rmdir()
-            durable_files.sync_folder(output_dir)
+            put_output(output_dir, lambda folder: self.write_output(folder, weights))
         self.context.control.barrier()
 
     def whole_weights(self, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-        """Whole parameters and buffers by name on rank 0's CPU, parameters in `dtype` (None: as they are)."""
-        weights = {}
-        for name, parameter in self.model.named_parameters():
-            with gathered(parameter):
-                if self.is_world_process_zero():
-                    weights[name] = parameter.detach().to("cpu", dtype or parameter.dtype, copy=True)
-        if self.is_world_process_zero():
-            for name, buffer in self.model.state_dict(keep_vars=True).items():
-                if not isinstance(buffer, torch.nn.Parameter):
-                    weights[name] = buffer.detach().cpu().clone()
-        return weights
+        """Whole parameters and buffers on rank 0's CPU, parameters in `dtype` (None: as they are). Every rank calls."""
+        return whole_weights(self.model, dtype, keep=self.is_world_process_zero())
 
 
 class _StepEnd(TrainerCallback):
