@@ -15,9 +15,7 @@ import argparse
 import json
 import math
 import os
-import platform
 import re
-import statistics
 import subprocess
 import sys
 import sysconfig
@@ -28,24 +26,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from nanochat_report import (
+    COMMIT,
+    DEPTH,
+    SEQUENCE,
+    VARIANTS,
+    VOCABULARY,
+    Measured,
+    draw_plot,
+    machine_facts,
+    make_document,
+    make_tables,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "benchmarks_pretraining.md"
-COMMIT = "92d63d4"
-DEPTH, SEQUENCE, VOCABULARY = 4, 512, 8192
-REFERENCE = "nanochat"
-VARIANTS = {
-    "nanochat": "nanochat as it is, float32",
-    "nanochat-plain": "nanochat without value embeddings, residual and embedding scalars, smear and backout",
-    "ours-fp32": "ours, float32, `--compile true`",
-    "ours-bf16": "ours, bfloat16, `--compile true`",
-    "nanochat-bf16": "nanochat as it is, `NANOCHAT_DTYPE=bfloat16`",
-    "nanochat-own-loader": "nanochat with its own loader on the same documents, float32",
-    "ours-eager": "ours, float32, not compiled (our default on a CPU)",
-    "ours-2-processes": "ours, float32, compiled, two processes of one thread",
-}
 USUAL = ("nanochat", "nanochat-plain", "ours-fp32", "ours-bf16")
-WARM_UP_STEPS = 2
 STEP_LINE = re.compile(r"^step (\d+)/\d+ .*\| dt: ([\d.]+)ms")
 
 
@@ -65,38 +61,21 @@ class Corpus:
     valid_tokens: int
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One run. `step_seconds` of every step, in order; `bits_per_byte` by step."""
-
-    variant: str
-    parameters: int
-    step_seconds: list[float]
-    first_evaluation_seconds: float
-    wall_seconds: float
-    bits_per_byte: dict[int, float]
-    smallest_gradient_norm: float
-
-    @property
-    def steady_step_seconds(self) -> float:
-        return statistics.median(self.step_seconds[WARM_UP_STEPS:] or self.step_seconds)
-
-
 def main() -> int:
     options = _options()
     work = options.work_dir.resolve()
     work.mkdir(parents=True, exist_ok=True)
     corpus = _prepare(work, options)
-    facts, runs = _facts(options), []
+    facts, runs = machine_facts(options), []
     for variant in options.only:
         runs.append(_run(variant, work, corpus, options))
         report = {"options": facts, "runs": [asdict(run) for run in runs]}
         (work / "report.json").write_text(json.dumps(report, indent=1, default=str), encoding="utf-8")
-    text = _report(runs, corpus, options)
+    text = make_tables(runs, options, valid_bytes=corpus.valid_bytes, valid_tokens=corpus.valid_tokens)
     print(text)
-    _plot(runs, work / "bits_per_byte.png", options)
+    draw_plot(runs, work / "bits_per_byte.png", options)
     if options.write_doc:
-        DOCUMENT.write_text(_document(text, options), encoding="utf-8")
+        DOCUMENT.write_text(make_document(text, options), encoding="utf-8")
     return 0
 
 
@@ -355,122 +334,6 @@ def _parameters(run: Path) -> int:
     with safe_open(run / "model.safetensors", framework="numpy") as file:
         names = list(file.keys())  # a safetensors file, not a dict: it cannot be iterated
         return sum(math.prod(file.get_slice(name).get_shape()) for name in names)
-
-
-# ---------------------------------------------------------------------- the report
-
-
-def _facts(options: argparse.Namespace) -> dict[str, Any]:
-    import torch
-
-    return vars(options) | {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        "flags": _cpu_flags(),
-        "load_before": os.getloadavg(),
-    }
-
-
-def _cpu_flags() -> list[str]:
-    """What the processor can do that decides how fast this goes."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return []
-    wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
-    return [flag for flag in wanted if re.search(rf"^flags.*\b{flag}\b", text, re.MULTILINE)]
-
-
-def _report(runs: list[Measured], corpus: Corpus, options: argparse.Namespace) -> str:
-    """Two tables, speed and bits per byte."""
-    reference = next((run for run in runs if run.variant == REFERENCE), None)
-    batch, steps = options.total_batch_size, sorted(runs[0].bits_per_byte)
-
-    def ratio(run: Measured) -> str:
-        return f"{reference.steady_step_seconds / run.steady_step_seconds:.2f}" if reference else ""
-
-    speed = [
-        f"| {run.variant} | {run.parameters:,} | {batch / run.steady_step_seconds:,.0f} | {ratio(run)} | "
-        f"{run.first_evaluation_seconds + run.step_seconds[0]:.0f} | {sum(run.step_seconds):,.0f} | "
-        f"{run.wall_seconds:,.0f} | {run.smallest_gradient_norm:.2g} |"
-        for run in runs
-    ]
-    quality = []
-    for run in runs:
-        last = run.bits_per_byte[steps[-1]]
-        beside = f"{last - reference.bits_per_byte[steps[-1]]:+.4f}" if reference else ""
-        cells = [f"{run.bits_per_byte[step]:.4f}" for step in steps]
-        quality.append(f"| {' | '.join([run.variant, *cells, beside])} |")
-    return "\n".join(
-        [
-            "| variant | parameters | tok/s | x nanochat | first evaluation and step, s | all steps, s | wall, s "
-            "| smallest gradient norm |",
-            "|" + "---|" * 8,
-            *speed,
-            "",
-            f"| bits per byte after tokens | {' | '.join(f'{step * batch:,}' for step in steps)} | beside nanochat |",
-            "|" + "---|" * (len(steps) + 2),
-            *quality,
-            "",
-            f"Checked: {options.tokens:,} training tokens in {options.steps} steps each, the same windows in every "
-            f"step (nanochat-own-loader excepted), {corpus.valid_bytes:,} validation bytes in "
-            f"{corpus.valid_tokens:,} tokens at every evaluation.",
-        ]
-    )
-
-
-def _document(tables: str, options: argparse.Namespace) -> str:
-    facts = _facts(options)
-    variants = "\n".join(f"- **{name}**: {VARIANTS[name]}." for name in options.only)
-    flags = ", ".join(facts["flags"]) or "unknown"
-    return f"""# Pretraining beside nanochat
-
-Written by `benchmarks/nanochat.py`: nanochat ({COMMIT}, [source](https://github.com/karpathy/nanochat)) and this
-package, one after another on the same machine, from the same windows of tokens.
-
-```bash
-git clone https://github.com/karpathy/nanochat && git -C nanochat checkout {COMMIT}
-python benchmarks/nanochat.py --nanochat nanochat --work-dir runs/nanochat --tokens {options.tokens} \\
-    --only {",".join(options.only)} --write-doc
-```
-
-{facts["cores"]} cores ({flags}), Python {facts["python"]}, torch {facts["torch"]}. Depth {DEPTH}, sequence {SEQUENCE},
-vocabulary {VOCABULARY:,}, {options.total_batch_size:,} tokens a step, {options.device_batch_size} windows at a time.
-
-{variants}
-
-{tables}
-
-## What is equal, and what is not
-
-- Equal: corpus (the standard library of the running Python), tokenizer, depth, width, heads, windows and their order,
-  batch, number of steps, validation windows. Bits per byte counts text only, on both sides.
-- nanochat's rates, warm-up, warm-down, weight decay, start and optimizer are its own defaults (`--window-pattern L`, as
-  it recommends without flash attention), ours are ours. Both scale rates by batch and width by the same law.
-- nanochat reads our windows in place of its loader's. Its loader begins every row at a document and cuts what does not
-  fit: on documents much longer than a row it sees little more than their beginnings. `--only nanochat-own-loader`
-  measures that, on the same validation windows.
-- Without its extras nanochat still has Polar Express, NorMuon, MuonEq and cautious decay in its optimizer, where ours
-  is `torch.optim.Muon`, and the factor 1.2 on queries and keys.
-- Tokens per second are of the median step, optimizer and loader included, evaluation and compilation not. The first
-  evaluation and the first step hold the compilation, from an empty cache.
-"""
-
-
-def _plot(runs: list[Measured], path: Path, options: argparse.Namespace) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("matplotlib is not installed: no plot beside the table")
-        return
-    axes = (figure := Figure()).subplots()
-    for run in runs:
-        points = sorted(run.bits_per_byte.items())[1:]
-        axes.plot([s * options.total_batch_size for s, _ in points], [b for _, b in points], ".-", label=run.variant)
-    axes.set(xlabel="tokens", ylabel="bits per byte of validation text")
-    axes.legend()
-    figure.savefig(path)
 
 
 if __name__ == "__main__":
