@@ -127,8 +127,8 @@ class PretrainConfig(BaseConfig):
     lr_scaling: bool = setting(
         True,
         group="optimizer",
-        description="Scale rates by the square root of the batch over 524,288 tokens, those of AdamW also by width, "
-        "and the weight decay by batch and length of the run; false takes all as written.",
+        description="Scale rates by the square root of the batch over 524,288 tokens and by the run's length, those of "
+        "AdamW also by width, and the weight decay by batch and length; false takes all as written.",
     )
     warmup_steps: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] = setting(
         40, group="optimizer", unit="steps", description="Linear warm-up; below 1 it is a fraction of the steps."

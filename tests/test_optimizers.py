@@ -181,28 +181,42 @@ def test_saved_state_goes_on_bit_identically(choice: str, tmp_path: Path):
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), whole.parameters(), strict=True))
 
 
+def rates_of(width: int, worth: float = REFERENCE_TOKENS, run: float | None = None, **changes) -> Rates:
+    return scaled_rates(config(**changes), width=width, worth_tokens=worth, run_tokens=worth if run is None else run)
+
+
 def test_rates_at_the_reference_are_as_written():
-    rates = scaled_rates(config(), width=768, horizon_tokens=REFERENCE_TOKENS)
-    assert rates == Rates(matrix=0.02, embedding=0.3, head=0.008, vector=0.008, decay=0.28)
+    assert rates_of(768) == Rates(matrix=0.02, embedding=0.3, head=0.008, vector=0.008, decay=0.28)
 
 
 def test_rates_scale_by_width_and_batch():
-    quarter = config(total_batch_size=2**17)
-    rates = scaled_rates(quarter, width=192, horizon_tokens=REFERENCE_TOKENS // 2)
+    rates = rates_of(192, REFERENCE_TOKENS // 2, total_batch_size=2**17)
     assert rates.matrix == pytest.approx(0.02 / 2)  # sqrt of a quarter; no width
     assert rates.embedding == pytest.approx(0.3 / 2 * 2)  # width a quarter: twice
     assert rates.head == pytest.approx(0.008)
     assert rates.decay == pytest.approx(0.28 / 2 * 2)  # half the tokens: twice
-    assert scaled_rates(quarter, width=192, horizon_tokens=1).decay == pytest.approx(2.8)
-    plain = scaled_rates(config(total_batch_size=2**17, lr_scaling=False), width=192, horizon_tokens=1)
+    assert rates_of(192, 1, total_batch_size=2**17).decay == pytest.approx(2.8)
+    plain = rates_of(192, 100, 1, total_batch_size=2**17, lr_scaling=False)
     assert plain == Rates(matrix=0.02, embedding=0.3, head=0.008, vector=0.008, decay=0.28)
 
 
+# tokens that the model is worth / tokens of the run: factor on the rates. By hand.
+HORIZONS = {0.5: 1.0, 1.0: 1.0, 2.0: 1.2483, 10.0: 2.0893, 30.0: 2.9696, 1000.0: 4.0}
+
+
+@pytest.mark.parametrize(("shorter", "factor"), HORIZONS.items())
+def test_shorter_runs_have_higher_rates_and_no_other_decay(shorter: float, factor: float):
+    rates = rates_of(768, REFERENCE_TOKENS, REFERENCE_TOKENS / shorter)
+    assert rates.matrix == pytest.approx(0.02 * factor, rel=1e-4)
+    assert rates.embedding == pytest.approx(0.3 * factor, rel=1e-4)
+    assert rates.head == rates.vector == pytest.approx(0.008 * factor, rel=1e-4)
+    assert rates.decay == pytest.approx(0.28 * min(1.0, shorter))
+
+
 def test_one_rate_for_all_and_a_factor():
-    rates = scaled_rates(config(learning_rate=1e-3, lr_scale=0.7, lr_scaling=False), width=64, horizon_tokens=1)
+    rates = rates_of(64, 1, learning_rate=1e-3, lr_scale=0.7, lr_scaling=False)
     assert rates.matrix == rates.embedding == rates.head == pytest.approx(7e-4)
-    adamw = scaled_rates(config(optimizer="adamw"), width=192, horizon_tokens=REFERENCE_TOKENS)
-    assert adamw.matrix == pytest.approx(0.003 * 2)
+    assert rates_of(192, optimizer="adamw").matrix == pytest.approx(0.003 * 2)
 
 
 # step: factor, of 100 steps with 10 of warm-up, 65% of warm-down to 5%. By hand.

@@ -104,7 +104,7 @@ def test_a_plain_loop_does_the_same(optimizer: str, one: Path, settings: dict, t
 def plain_loop(model, settings: dict, batches: list[list[int]], tokens: Path) -> list[float]:
     config = resolve_object(settings, 1, PretrainConfig).config
     windows = Windows(TokenShards(tokens, split="train"), LENGTH)
-    rates = scaled_rates(config, width=64, horizon_tokens=1)
+    rates = scaled_rates(config, width=64, worth_tokens=1, run_tokens=1)
     optimizer = make_optimizer(model, config, rates, fused=True)
     peaks = [group["lr"] for group in optimizer.param_groups]
     losses = []

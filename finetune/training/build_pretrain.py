@@ -52,11 +52,11 @@ def build_trainer(
     devices.keep_freed_memory(device_type)
     able = devices.capabilities(device_type)
     total_steps = data.batches.total_steps
-    worth = config.target_param_data_ratio * matrix_parameters(make_empty_model(data.model_config))
     rates = scaled_rates(
         config,
         width=data.model_config.hidden_size,
-        horizon_tokens=max(worth, total_steps * config.total_batch_size),
+        worth_tokens=config.target_param_data_ratio * matrix_parameters(make_empty_model(data.model_config)),
+        run_tokens=total_steps * config.total_batch_size,
     )
     arguments = training_arguments(
         config,

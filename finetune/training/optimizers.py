@@ -24,6 +24,9 @@ REFERENCE_BATCH_TOKENS = 2**19
 REFERENCE_TOKENS = 12 * (12 * 12 * 768**2 + 32768 * 768)
 # The law for the decay was found on models worth more than a tenth of those tokens; smaller ones do not go beyond it.
 LARGEST_DECAY_FACTOR = 10.0
+# The best learning rate falls with the tokens of a run to this power (Bjorck et al. 2024, arXiv 2409.19913, beta).
+HORIZON_POWER = 0.32
+LARGEST_HORIZON_FACTOR = 4.0  # of a run of a seventy-sixth of the tokens; shorter ones were not measured
 EMBEDDING_BETA2 = 0.995
 EMBEDDING_DECAY, HEAD_DECAY = 0.001, 0.01
 MOMENTUM_START, MOMENTUM_TOP, MOMENTUM_END, MOMENTUM_STEPS = 0.85, 0.97, 0.90, 400
@@ -40,28 +43,31 @@ class Rates:
     decay: float
 
 
-def scaled_rates(config: PretrainConfig, *, width: int, horizon_tokens: float) -> Rates:
+def scaled_rates(config: PretrainConfig, *, width: int, worth_tokens: float, run_tokens: float) -> Rates:
     """The rates that the run trains with.
 
     With B tokens a step, all rates are scaled by sqrt(B / 2^19), those of AdamW also by (width / 768)^-1/2, the decay
-    by sqrt(B / 2^19) x (reference tokens / horizon).
+    by sqrt(B / 2^19) x (reference tokens / horizon), where the horizon is what the model is worth, or the run's tokens
+    if they are more. A run that is shorter than its model is worth has higher rates, by (worth / run)^0.32, but no
+    higher decay: its weights would shrink away before they had learned.
 
     Args:
-        horizon_tokens: those that the model is worth (target_param_data_ratio x parameters), or the run's if it has
-            more. A shorter run does not decay faster: its weights would shrink away before they had learned.
+        worth_tokens: those that the model is worth: target_param_data_ratio x parameters.
+        run_tokens: those of the run.
     """
     single = config.learning_rate
     matrix, embedding, head = (
         single or rate for rate in (config.matrix_lr, config.embedding_lr, config.unembedding_lr)
     )
-    batch = width_factor = decay = 1.0
+    scale, width_factor, decay = config.lr_scale, 1.0, 1.0
     if config.lr_scaling:
         batch = math.sqrt(config.total_batch_size / REFERENCE_BATCH_TOKENS)
+        scale *= batch * min(LARGEST_HORIZON_FACTOR, max(1.0, worth_tokens / run_tokens) ** HORIZON_POWER)
         width_factor = (width / REFERENCE_WIDTH) ** -0.5
-        decay = min(LARGEST_DECAY_FACTOR, batch * REFERENCE_TOKENS / horizon_tokens)
-    adamw = config.lr_scale * batch * width_factor
+        decay = min(LARGEST_DECAY_FACTOR, batch * REFERENCE_TOKENS / max(worth_tokens, run_tokens))
+    adamw = scale * width_factor
     return Rates(
-        matrix=matrix * (config.lr_scale * batch if config.optimizer == "muon" else adamw),
+        matrix=matrix * (scale if config.optimizer == "muon" else adamw),
         embedding=embedding * adamw,
         head=head * adamw,
         vector=head * adamw,
