@@ -298,8 +298,8 @@ def table(folder: Path) -> str:
     from finetune.operations.plan_inputs import workload_of_settings
 
     lines = [
-        "| case | needed MiB | predicted MiB | error | loading | training | saving | kept MiB |",
-        "|---|---|---|---|---|---|---|---|",
+        "| case | needed MiB | predicted MiB | error | loading | training | saving | kept MiB | error |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for case in CASES:
         needed = _measured(folder / f"{case.name}.needed")
@@ -313,10 +313,10 @@ def table(folder: Path) -> str:
             (needed["train"], memory.process(STEP)),
             (needed["save"], memory.process(("save", "result"))),
         ]
-        error = said / whole - 1
-        cells = [case.name, _mib(whole), _mib(said), f"{error:+.0%}" if abs(error) <= LIMIT else f"**{error:+.0%}**"]
+        cells = [case.name, _mib(whole), _mib(said), _error(said, whole)]
         cells += [f"{_mib(is_)} / {_mib(said_)}" for is_, said_ in pairs]
-        cells.append("" if kept is None else _mib(max(kept.values())))
+        most = max(kept.values()) if kept else None
+        cells += ["", ""] if most is None else [_mib(most), _error(said, most)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -327,6 +327,11 @@ def _measured(path: Path) -> dict[str, int] | None:
         return None
     measured = json.loads(path.read_text(encoding="utf-8"))
     return {name: value - measured["imports"] for name, value in measured["parts"].items()}
+
+
+def _error(predicted: int, measured: int) -> str:
+    error = predicted / measured - 1
+    return f"{error:+.0%}" if abs(error) <= LIMIT else f"**{error:+.0%}**"
 
 
 def _mib(number: int) -> str:

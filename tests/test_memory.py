@@ -307,7 +307,9 @@ def test_offload_moves_bytes_and_loses_none(name, lora, devices, stage):
         steps.append(replace(steps[0], offload_param=True))
     for after in steps:
         old, new = (workload(shape, lora=lora, sharding=how, devices=devices) for how in (before, after))
-        assert memory_of(new).device() <= memory_of(old).device()
+        # ZeRO-2's offload has a buffer of one tensor on the device, which may be more than a small share of the state.
+        one = new.computing.element_bytes * new.largest_trained if stage == 2 else 0
+        assert memory_of(new).device() <= memory_of(old).device() + one
         assert of_kind(new, *state, place="host") >= of_kind(old, *state, place="host")
         for kind in ("weights", "optimizer"):
             assert of_kind(new, kind) == of_kind(old, kind)

@@ -69,7 +69,7 @@ def _plain(work: Workload) -> list[Term]:
     if work.processes > 1:
         # LoRA's gradients are summed flat, after all rows; DDP's buckets are made all the same, and stay untouched.
         touched = 4 * trained if not (work.adapter and work.device_type == "cpu") else 0
-        terms.append(Term("buffers", touched, "device", "4 B x P_t: buckets", "torch DDP reducer"))
+        terms.append(Term("buffers", touched, "device", "4 B x P_t: buckets", "torch DDP reducer", PHASES))
         if work.adapter:
             terms.append(
                 Term("buffers", 4 * trained, "device", "4 B x P_t: flat sum", "ours: execution.py", ("update",))
@@ -88,6 +88,7 @@ def _zero12(work: Workload) -> list[Term]:
     c, place = how.element_bytes, "host" if sharding.offload_optimizer else "device"
     bucket = _touched(work, sharding.reduce_bucket)
     buckets = c * bucket * (2 if sharding.overlap and work.device_type != "cpu" else 1)
+    largest = work.largest_trained
     terms = [
         Term("weights", c * work.parameters, "device", f"{c} B x P", f"{_ZERO}, sec. 5.1-5.2", PHASES),
         Term("weights", MASTER_BYTES * share, place, "4 B x P_t / N: float32 masters", f"{_STAGE2}: __init__", PHASES),
@@ -113,7 +114,18 @@ def _zero12(work: Workload) -> list[Term]:
             Term(
                 "gradients", GRADIENT_BYTES * share, "host", "4 B x P_t / N", f"{_STAGE2}: initialize_optimizer_states"
             ),
-            Term("buffers", c * share, "host", f"{c} B x P_t / N: weights on their way back", f"{_STAGE2}: __init__"),
+            Term(
+                "buffers",
+                c * share,
+                "host",
+                f"{c} B x P_t / N: weights on their way back",
+                f"{_STAGE2}: __init__",
+                PHASES,
+            ),
+            *(
+                Term("buffers", c * largest, there, f"{c} B x largest trained tensor", f"{_STAGE2}: temp_grad_buffer")
+                for there in ("device", "host")
+            ),
             Term(
                 "gradients",
                 c * share if work.rows > 1 else 0,

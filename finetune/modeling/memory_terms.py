@@ -96,6 +96,14 @@ class Workload:
         return ceil(self.trained / self.processes)
 
     @property
+    def largest_trained(self) -> int:
+        """Numbers of the largest tensor that is trained."""
+        if not self.adapter:
+            return self.shape.largest_module
+        widths = (max(matrix.inputs, matrix.outputs) for matrix in self.computing.adapted)
+        return self.computing.adapter_rank * max(widths, default=0)
+
+    @property
     def gloo(self) -> bool:
         """Collectives run in host memory."""
         return self.device_type == "cpu"
