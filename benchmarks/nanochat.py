@@ -41,6 +41,7 @@ from nanochat_report import (
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "benchmarks_pretraining.md"
+NANOCHAT_RATES = {"matrix-lr": 0.02, "embedding-lr": 0.3, "unembedding-lr": 0.008}  # its defaults
 USUAL = ("nanochat", "nanochat-plain", "ours-fp32", "ours-bf16")
 STEP_LINE = re.compile(r"^step (\d+)/\d+ .*\| dt: ([\d.]+)ms")
 
@@ -228,6 +229,8 @@ def _run_nanochat(variant: str, folder: Path, corpus: Corpus, options: argparse.
         "core-metric-every": -1,
         "sample-every": -1,
     }
+    if variant.endswith("our-rates"):
+        flags |= {name: rate * _rates_factor(options) for name, rate in NANOCHAT_RATES.items()}
     settings = {
         "checkout": str(options.nanochat.resolve()),
         "flags": [f"--{name}={value}" for name, value in flags.items()],
@@ -235,7 +238,7 @@ def _run_nanochat(variant: str, folder: Path, corpus: Corpus, options: argparse.
         "bytes_per_token": str(corpus.folder / "bytes_per_token.npy"),
         "train_windows": None if own_loader else str(corpus.folder / "train_windows.npy"),
         "valid_windows": str(corpus.folder / "valid_windows.npy"),
-        "plain": variant == "nanochat-plain",
+        "plain": variant.startswith("nanochat-plain"),
         "eval_every": options.every,
         "report": str(folder / "report.json"),
     }
@@ -260,6 +263,20 @@ def _run_nanochat(variant: str, folder: Path, corpus: Corpus, options: argparse.
         {evaluation["step"]: evaluation["bpb"] for evaluation in report["evaluations"]},
         min(report["gradient_norms"].values()),
     )
+
+
+def _rates_factor(options: argparse.Namespace) -> float:
+    """What our law makes of rates for a run of this length; nanochat has no such law."""
+    from finetune.config_pretrain import PretrainConfig
+    from finetune.modeling.flops import matrix_parameters
+    from finetune.modeling.scratch import make_empty_model, scratch_config
+    from finetune.training.optimizers import scaled_rates
+
+    config = PretrainConfig(train_data_path="x", output_dir="y", total_batch_size=options.total_batch_size)
+    model = make_empty_model(scratch_config("nanochat", DEPTH, vocab_size=VOCABULARY, max_seq_len=SEQUENCE))
+    worth = config.target_param_data_ratio * matrix_parameters(model)
+    short, whole = (scaled_rates(config, width=1, worth_tokens=worth, run_tokens=t) for t in (options.tokens, worth))
+    return short.matrix / whole.matrix
 
 
 def _our_settings(tokens: Path, output: Path, options: argparse.Namespace) -> dict[str, Any]:

@@ -20,6 +20,8 @@ VARIANTS = {
     "ours-fp32": "ours, float32, `--compile true`",
     "ours-bf16": "ours, bfloat16, `--compile true`",
     "nanochat-bf16": "nanochat as it is, `NANOCHAT_DTYPE=bfloat16`",
+    "nanochat-our-rates": "nanochat with the factor of our law on its three rates",
+    "nanochat-plain-our-rates": "the same without its extras",
     "nanochat-own-loader": "nanochat with its own loader on the same documents, float32",
     "ours-eager": "ours, float32, not compiled (our default on a CPU)",
     "ours-2-processes": "ours, float32, compiled, two processes of one thread",
@@ -132,7 +134,8 @@ vocabulary {VOCABULARY:,}, {options.total_batch_size:,} tokens a step, {options.
 - Equal: corpus (the standard library of the running Python), tokenizer, depth, width, heads, windows and their order,
   batch, number of steps, validation windows. Bits per byte counts text only, on both sides.
 - nanochat's rates, warm-up, warm-down, weight decay, start and optimizer are its own defaults (`--window-pattern L`, as
-  it recommends without flash attention), ours are ours. Both scale rates by batch and width by the same law.
+  it recommends without flash attention), ours are ours. Both scale rates by batch and width by the same law; ours also
+  by the run's length, which the variants with "our-rates" give to nanochat too.
 - nanochat reads our windows in place of its loader's. Its loader begins every row at a document and cuts what does not
   fit: on documents much longer than a row it sees little more than their beginnings. `--only nanochat-own-loader`
   measures that, on the same validation windows.
