@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 GIB = 2**30
 # Measured: benchmarks/plan_memory.py, docs/planning.md.
 KEPT_BY_GLIBC: Text = {
-    "en": "on a CPU the C library keeps much of what is freed: a process can hold up to twice of what is planned. "
-    "MALLOC_MMAP_THRESHOLD_=65536 in the environment makes glibc give it back",
-    "zh": "在 CPU 上，C 库会保留大量已释放的内存：进程占用最多可达预测值的两倍。"
-    "设置环境变量 MALLOC_MMAP_THRESHOLD_=65536 可让 glibc 归还这些内存",
+    "en": "on a CPU the C library keeps much of what is freed: a process can hold twice what is planned. "
+    "MALLOC_MMAP_THRESHOLD_=65536 in the environment makes glibc give it back, which takes more time",
+    "zh": "在 CPU 上，C 库会保留大量已释放的内存：进程占用可达预测值的两倍。"
+    "设置环境变量 MALLOC_MMAP_THRESHOLD_=65536 可让 glibc 归还这些内存，但会更慢",
 }
 
 
