@@ -18,8 +18,9 @@ __all__ = ["PHASES", "STEP", "Memory", "Phase", "Place", "Sharding", "Term", "Wo
 
 MIB = 2**20
 
-# What a process holds before a model is there: assumed. Accelerators have a context of driver and libraries, about
-# 1 GiB by public reports.
+# What a process holds beside a model: on a CPU measured (455 MiB after all imports, 20 to 120 more in training:
+# benchmarks/plan_memory.py), else assumed. Accelerators have a context of driver and libraries, about 1 GiB by public
+# reports.
 FRAMEWORK_HOST_BYTES = {"cpu": 550 * MIB, "cuda": 3072 * MIB, "npu": 3072 * MIB, "mps": 1024 * MIB}
 FRAMEWORK_DEVICE_BYTES = {"cpu": 0, "cuda": 1024 * MIB, "npu": 1024 * MIB, "mps": 0}
 SHARD_BYTES = 5 * 10**9
@@ -106,11 +107,12 @@ def _surroundings(work: Workload) -> list[Term]:
     file = work.file_bytes * work.shape.total
     zero3 = work.sharding.stage == 3
     whole = work.computing.weight_bytes * work.shape.total
+    said = "assumed" if accelerator else "measured: benchmarks/plan_memory.py"
     terms = [
         Term(
             "framework", FRAMEWORK_DEVICE_BYTES[kind], "device", "context", "public reports, not measured here", PHASES
         ),
-        Term("framework", FRAMEWORK_HOST_BYTES[kind], "host", "imports and libraries", "assumed", PHASES),
+        Term("framework", FRAMEWORK_HOST_BYTES[kind], "host", "imports and libraries", said, PHASES),
         Term("loader", WORKER_BYTES * work.loader_workers, "host", "300 MiB x loader processes", "assumed", TRAINING),
         Term("loader", work.data_bytes, "host", "5 B x tokens, mapped", "ours: data/samples.py", PHASES, once=True),
         Term(
@@ -155,5 +157,5 @@ def _saving(work: Workload) -> list[Term]:
             ("save",),
             not sliced,
         ),
-        Term("save", result, "host", "c x P: whole", "ours: training/trainer.py, whole_weights", ("result",), True),
+        Term("save", result, "host", "c x P: whole", "ours: training/output.py, whole_weights", ("result",), True),
     ]
