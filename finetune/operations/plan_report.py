@@ -18,9 +18,8 @@ from finetune.modeling.traffic import (
     step_time,
     traffic_of,
 )
-from finetune.operations.plan_inputs import Cluster, step_tokens, with_micro_batch, with_sharding, workload_of
-
 from finetune.operations.plan_advice import advise
+from finetune.operations.plan_inputs import Cluster, step_tokens, with_micro_batch, with_sharding, workload_of
 from finetune.operations.plan_words import draw
 
 # Of a device's or a host's memory; allocators leave gaps, and the system wants some. Assumed.
