@@ -144,7 +144,7 @@ def _saving(work: Workload) -> list[Term]:
     sliced = sharding.stage == 3 and not work.adapter
     on_host = work.device_type == "cpu" or sharding.offload_optimizer
     where_they_are = on_host and (sliced or not sharding.engine)  # float32 on the host: written from there
-    state = 0 if where_they_are else 12 * (work.share if sliced else work.trained)
+    state = 0 if where_they_are else 8 * (work.share if sliced else work.trained)
     result = 0 if work.adapter else work.computing.element_bytes * work.shape.total
     each = " / N" if sliced else ""
     return [
@@ -152,8 +152,8 @@ def _saving(work: Workload) -> list[Term]:
             "save",
             state,
             "host",
-            f"12 B x P_t{each}: weights and moments",
-            "ours: training/state.py, save: weights stay until the moments are collected",
+            f"8 B x P_t{each}: moments, after the weights",
+            "ours: training/state.py, save",
             ("save",),
             not sliced,
         ),

@@ -74,21 +74,27 @@ class TrainingState:
         names: list[str] = []
         failure: BaseException | None = None
         for kind, keys in kinds.items():
-            tensors = self._collect(keys, keep=writes and failure is None)
-            if tensors:
-                names.append(f"{kind}{suffix}.safetensors")
-                try:
-                    save_file(tensors, folder / names[-1])
-                    durable_files.share_file(folder / names[-1])
-                except (OSError, SafetensorError) as error:
-                    # The other ranks are in the next collective already: go through it, then say so.
-                    failure = error
+            path = folder / f"{kind}{suffix}.safetensors"
+            try:
+                if self._write(path, keys, keep=writes and failure is None):
+                    names.append(path.name)
+            except (OSError, SafetensorError) as error:
+                # The other ranks are in the next collective already: go through it, then say so.
+                failure = error
         if failure is not None:
             raise failure
         if rank == 0:
             names.append(STATE_NAME)
             (folder / STATE_NAME).write_text(json.dumps(self._description(world_size), indent=1), encoding="utf-8")
         return names
+
+    def _write(self, path: Path, keys: tuple[str | None, ...], *, keep: bool) -> bool:
+        """Write one kind of tensors, which are gone again before the next kind is collected. False: there are none."""
+        tensors = self._collect(keys, keep=keep)
+        if tensors:
+            save_file(tensors, path)
+            durable_files.share_file(path)
+        return bool(tensors)
 
     def collect_weights(self, *, keep: bool) -> dict[str, torch.Tensor]:
         """Whole float32 trainable weights by name on ranks that `keep`; every rank must call."""
