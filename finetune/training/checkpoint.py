@@ -8,6 +8,7 @@ are functions of the step.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from safetensors import SafetensorError
 
 from finetune.errors import FinetuneError
 from finetune.runlog import RunLog
+from finetune.storage import durable_files
 from finetune.storage.checkpoint_files import CheckpointWriter, newest_valid, rotate, step_of
 from finetune.storage.run_folder import SampleLog
 from finetune.training.control import Control
@@ -23,14 +25,16 @@ from finetune.training.state import TrainingState
 
 logger = logging.getLogger("finetune")
 
+MODEL_FILES_NAME = ".model-files"
+
 
 class Checkpointer:
     """Saves the checkpoints of one run.
 
     Args:
         metadata: plain JSON facts for the manifest, the same on every rank.
-        write_model_files: on rank 0, writes what makes the folder usable as it is (a peft adapter) from the saved
-            weights, given the folder; returns the names.
+        write_model_files: on rank 0, writes what makes the checkpoint usable as it is (a peft adapter) into the first
+            folder that it is given, from the weights that were saved in the second.
         keep: valid checkpoints to keep, at least 2.
     """
 
@@ -42,7 +46,7 @@ class Checkpointer:
         rank: int,
         world_size: int,
         metadata: dict[str, Any],
-        write_model_files: Callable[[Path], list[str]],
+        write_model_files: Callable[[Path, Path], None],
         keep: int,
         runlog: RunLog,
         sample_log: SampleLog | None,
@@ -77,12 +81,27 @@ class Checkpointer:
         try:
             names = state.save(writer.folder, rank=self.rank, world_size=self.world_size)
             if self.rank == 0:
-                names += self.write_model_files(writer.folder)
+                names += self._add_model_files(writer.folder)
             return writer.seal(names), None
         except (OSError, SafetensorError, FinetuneError) as error:
             # Raised by the caller once the other ranks know. Anything else is a bug: it must end this process at once,
             # because the other ranks are in a collective that this one has left.
             return {}, error
+
+    def _add_model_files(self, folder: Path) -> list[str]:
+        """Write them beside and move them in; returns their names.
+
+        The other ranks write into the same folder at the same time, and safetensors under names that do not stay: what
+        is new in it is not all ours.
+        """
+        own = folder / MODEL_FILES_NAME
+        own.mkdir()
+        self.write_model_files(own, folder)
+        names = sorted(durable_files.walk_files(own)[0])
+        for path in sorted(own.iterdir()):
+            os.rename(path, folder / path.name)
+        own.rmdir()
+        return names
 
     def _publish(self, writer: CheckpointWriter, records: dict[str, Any]) -> tuple[str, Exception | None]:
         if self.rank != 0:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -144,14 +143,12 @@ class PretrainTrainer(RunTrainer):
 
     # ------------------------------------------------------------------ output
 
-    def write_model_files(self, folder: Path) -> list[str]:
-        """On rank 0, beside the saved state: configuration and tokenizer. Returns the names."""
-        before = set(os.listdir(folder))
+    def write_model_files(self, folder: Path, state_folder: Path) -> None:
+        """Configuration and tokenizer."""
         self._unset_padding()
         self.model.config.save_pretrained(folder)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
-        return sorted(set(os.listdir(folder)) - before)
 
     def output_weights(self) -> dict[str, torch.Tensor]:
         return self.whole_weights(None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +26,12 @@ class SFTTrainer(RunTrainer):
         super().__init__(**arguments)
         self.lora, self.compute_dtype = lora, compute_dtype
 
-    def write_model_files(self, folder: Path) -> list[str]:
-        """On rank 0, beside the saved state: the adapter as peft reads it, and the tokenizer. Returns the names.
-
-        A checkpoint of a LoRA run is thereby an adapter folder of its own.
-        """
-        before = set(os.listdir(folder))
+    def write_model_files(self, folder: Path, state_folder: Path) -> None:
+        """The adapter as peft reads it, and the tokenizer: a LoRA run's checkpoint is an adapter folder of its own."""
         if self.lora:
-            write_adapter(folder, self.model, load_file(folder / "weights.safetensors"))
+            write_adapter(folder, self.model, load_file(state_folder / "weights.safetensors"))
             check_adapter_file(folder, adapter_shapes(self.model), trained=self._has_learned())
         self.processing_class.save_pretrained(folder)
-        return sorted(set(os.listdir(folder)) - before)
 
     def _has_learned(self) -> bool:
         """Whether any step so far had a learning rate above zero (a warm-up's first has none)."""

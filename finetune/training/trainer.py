@@ -334,8 +334,8 @@ class RunTrainer(Trainer):
             self.last_checkpoint = self.checkpointer.save(self.state.global_step, self.training_state())
         logger.info("saved %s", self.last_checkpoint)
 
-    def write_model_files(self, folder: Path) -> list[str]:
-        """On rank 0, beside the saved state, what makes a checkpoint usable as it is. Returns the names."""
+    def write_model_files(self, folder: Path, state_folder: Path) -> None:
+        """On rank 0: what makes a checkpoint usable as it is, into `folder`; the saved state is in `state_folder`."""
         raise NotImplementedError
 
     def output_weights(self) -> dict[str, torch.Tensor]:
