@@ -368,8 +368,8 @@ given_back = faults()
 keep_freed_memory("cuda")
 untouched = faults()
 keep_freed_memory("cpu")
-faults()
-print(given_back, untouched, faults())
+# Now and then something small takes a piece of what was freed, and the next block does not fit there any more.
+print(given_back, untouched, min(faults() for _ in range(8)))
 """
 
 
