@@ -125,8 +125,8 @@ def _prepare(work: Path, options: argparse.Namespace) -> Corpus:
         + ["--vocab-size", str(VOCABULARY), "--valid-fraction", "0.05", "--on-bad-row", "drop"],
         work / "prepare.log",
     )
-    from finetune.config_pretrain import PretrainConfig
-    from finetune.pretrain import prepare_data
+    from finetune.config.pretrain_config import PretrainConfig
+    from finetune.training.prepare_pretrain import prepare_data
 
     data = prepare_data(PretrainConfig(**_our_settings(tokens, work / "none", options)))
     order = [int(i) for step in range(options.steps) for i in data.batches.indices(step)]
@@ -157,7 +157,7 @@ def _write_parquet(corpus: Corpus, base: Path) -> None:
     import pyarrow.parquet
     from transformers import AutoTokenizer
 
-    from finetune.data.tokens import TokenShards
+    from finetune.data.corpus.token_shards import TokenShards
 
     tokenizer = AutoTokenizer.from_pretrained(corpus.tokens / "tokenizer")
     folder = base / "base_data_climbmix"
@@ -267,9 +267,9 @@ def _run_nanochat(variant: str, folder: Path, corpus: Corpus, options: argparse.
 
 def _rates_factor(options: argparse.Namespace) -> float:
     """What our law makes of rates for a run of this length; nanochat has no such law."""
-    from finetune.config_pretrain import PretrainConfig
-    from finetune.modeling.flops import matrix_parameters
+    from finetune.config.pretrain_config import PretrainConfig
     from finetune.modeling.scratch import make_empty_model, scratch_config
+    from finetune.planning.flops import matrix_parameters
     from finetune.training.optimizers import scaled_rates
 
     config = PretrainConfig(train_data_path="x", output_dir="y", total_batch_size=options.total_batch_size)

@@ -143,7 +143,7 @@ def _train_and_print(settings: dict[str, Any]) -> None:
     import torch
 
     import finetune
-    from finetune import device
+    from finetune.runtime import device
 
     result = finetune.run(settings)
     steps = [record for record in result.history if "loss" in record]

@@ -5,7 +5,7 @@
 
 Runs on the CPU, where "device" and host are the same memory. Measured is, of rank 0, the high-water mark of the
 resident set (VmHWM) from the first parameter to the end of the last save, less the resident set after all imports;
-predicted is the worst phase of `finetune.modeling.memory` without its framework term. Both are also given for loading,
+predicted is the worst phase of `finetune.planning.memory` without its framework term. Both are also given for loading,
 training and saving alone. Nothing is fitted: a miss stays in the table.
 
 Each case runs twice. "Needed" is with glibc told to map every block of 64 KiB and more by itself, so that what is freed
@@ -121,7 +121,7 @@ def _make_materials(folder: Path) -> None:
     import numpy as np
     from safetensors.numpy import save_file
 
-    from finetune.modeling.shapes import shape_of_config
+    from finetune.planning.shapes import shape_of_config
 
     shutil.copytree(TOKENIZER, model, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((model / "config.json").read_text(encoding="utf-8")) | MODEL
@@ -271,7 +271,7 @@ def _train(config: Path, to: Path) -> None:
 
     import finetune
     import finetune.data.dataset
-    import finetune.training.run
+    import finetune.training.execute
     from finetune.training import build_sft
     from finetune.training.trainer import RunTrainer
 
@@ -294,8 +294,8 @@ def _train(config: Path, to: Path) -> None:
 
 def table(folder: Path) -> str:
     """Measured and predicted, case by case, as Markdown."""
-    from finetune.modeling.memory import STEP, memory_of
-    from finetune.operations.plan_inputs import workload_of_settings
+    from finetune.planning.inputs import workload_of_settings
+    from finetune.planning.memory import STEP, memory_of
 
     lines = [
         "| case | needed MiB | predicted MiB | error | loading | training | saving | kept MiB | error |",

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 from finetune.version import __version__
 
 if TYPE_CHECKING:
-    from finetune.config import RunConfig
+    from finetune.config.run_config import RunConfig
     from finetune.errors import FinetuneError
-    from finetune.results import RunResult
     from finetune.sft import run
+    from finetune.training.results import RunResult
 
 __all__ = ["FinetuneError", "RunConfig", "RunResult", "__version__", "run"]
 
 _HOMES = {
     "FinetuneError": "finetune.errors",
-    "RunConfig": "finetune.config",
-    "RunResult": "finetune.results",
+    "RunConfig": "finetune.config.run_config",
+    "RunResult": "finetune.training.results",
     "run": "finetune.sft",
 }
 

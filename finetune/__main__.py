@@ -11,25 +11,28 @@ from finetune.errors import ExitCode, FinetuneError
 # name: (module with `main(arguments) -> exit code`, what it does)
 COMMANDS = {
     "sft": ("finetune.sft", "fine-tune a model (the same as python -m finetune.sft)"),
-    "prepare": ("finetune.operations.prepare", "turn text into token shards and a tokenizer, for pretraining"),
+    "prepare": ("finetune.commands.prepare.command", "turn text into token shards and a tokenizer, for pretraining"),
     "pretrain": ("finetune.pretrain", "train a model from scratch (the same as python -m finetune.pretrain)"),
-    "doctor": ("finetune.operations.doctor", "find what would keep a run from starting on this machine"),
-    "launch": ("finetune.operations.launch", "start a run on all devices of one or several nodes, and look after it"),
+    "doctor": ("finetune.commands.doctor.command", "find what would keep a run from starting on this machine"),
+    "launch": (
+        "finetune.commands.launch.command",
+        "start a run on all devices of one or several nodes, and look after it",
+    ),
     "plan": (
-        "finetune.operations.planner",
+        "finetune.commands.plan.command",
         "say whether a run fits the machines, how long it takes, how to shard it",
     ),
-    "chat": ("finetune.chat.terminal", "talk to a model in the terminal"),
-    "serve": ("finetune.chat.server", "serve a model: OpenAI protocol and chat page"),
-    "eval": ("finetune.chat.evaluate", "loss and exact answers per level, base against adapter"),
-    "merge": ("finetune.chat.merge", "merge an adapter into its base model, tested, with a model card"),
-    "inspect": ("finetune.operations.inspect_data", "show rows with the trained tokens marked"),
-    "curriculum": ("finetune.operations.curriculum", "show the curriculum's plan before training"),
-    "diagnose": ("finetune.operations.diagnose", "say why a run failed, from its logs"),
-    "monitor": ("finetune.operations.monitor", "watch a run: progress, curves, devices, warnings"),
-    "report": ("finetune.operations.report", "write one HTML file about a run"),
-    "clean": ("finetune.operations.cleanup", "list, and with --yes end, what runs left behind on this machine"),
-    "checkpoints": ("finetune.operations.checkpoints", "list a run's checkpoints and whether they are valid"),
+    "chat": ("finetune.commands.chat.command", "talk to a model in the terminal"),
+    "serve": ("finetune.commands.serve.command", "serve a model: OpenAI protocol and chat page"),
+    "eval": ("finetune.commands.evaluate.command", "loss and exact answers per level, base against adapter"),
+    "merge": ("finetune.commands.merge.command", "merge an adapter into its base model, tested, with a model card"),
+    "inspect": ("finetune.commands.inspect.command", "show rows with the trained tokens marked"),
+    "curriculum": ("finetune.commands.curriculum.command", "show the curriculum's plan before training"),
+    "diagnose": ("finetune.commands.diagnose.command", "say why a run failed, from its logs"),
+    "monitor": ("finetune.commands.monitor.command", "watch a run: progress, curves, devices, warnings"),
+    "report": ("finetune.commands.report.command", "write one HTML file about a run"),
+    "clean": ("finetune.commands.clean.command", "list, and with --yes end, what runs left behind on this machine"),
+    "checkpoints": ("finetune.commands.checkpoints.command", "list a run's checkpoints and whether they are valid"),
 }
 
 
@@ -45,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(__version__)
         return 0
     if name not in COMMANDS:
-        from finetune.config_names import nearest
+        from finetune.config.names import nearest
 
         known = nearest(name, COMMANDS)
         hint = f"; did you mean {known}?" if known else ""

@@ -1,49 +1,21 @@
 """Supervised fine-tuning: `accelerate launch -m finetune.sft --config ds_configs/zero3.json`, or `finetune.run(cfg)`.
 
-The order in which things happen is in `command`; here is what fine-tuning prepares.
+The order in which things happen is in `training.run`; what fine-tuning prepares is in `training.prepare_sft`.
 """
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from finetune.command import RunKind, run_command, run_object
-from finetune.config import RunConfig
-from finetune.config_file import check_paths
-from finetune.results import RunResult
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from finetune.batching.sampler import GlobalBatches
-    from finetune.data.dataset import Samples
-
-logger = logging.getLogger("finetune")
-
-# Settings that make a run this run, besides its data and schedule. What only executes it (devices, micro-batch,
-# packing, ZeRO stage, checkpointing) is not among them, and may change when a run goes on.
-IDENTITY_SETTINGS = (
-    "model",
-    "finetuning",
-    "lora_r",
-    "lora_alpha",
-    "lora_dropout",
-    "global_batch_size",
-    "seed",
-    "learning_rate",
-    "warmup_steps",
-    "weight_decay",
-    "max_grad_norm",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "lr_scheduler",
-)
+from finetune.config.kinds import RunKind
+from finetune.config.paths import check_paths
+from finetune.config.run_config import RunConfig
+from finetune.runtime.language import N_, _
+from finetune.training.results import RunResult
+from finetune.training.run import run_command, run_object
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,105 +35,27 @@ def run(config: RunConfig | Mapping[str, Any] | str | Path) -> RunResult:
     return run_object(KIND, config)
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """Everything that is known before a model or a process group exists."""
-
-    tokenizer: PreTrainedTokenizerBase
-    train: Samples
-    valid: Samples | None
-    batches: GlobalBatches
-    level_names: tuple[str, ...]
-    stages: tuple[float, ...]
-    packing: bool
-    identity: dict[str, Any]
+def _describe(settings: Mapping[str, Any]) -> str:
+    if not settings.get("model"):
+        return ""
+    return _("{model}, {how}").format(model=settings["model"], how=settings.get("finetuning"))
 
 
-def prepare_data(config: RunConfig) -> Prepared:
-    """Tokenizer, samples, and the list of global batches, with the checks that need no weights."""
-    from finetune.batching.curriculum import build_schedule
-    from finetune.batching.sampler import GlobalBatches, count_steps
-    from finetune.data.dataset import prepare_samples
-    from finetune.data.templates import load_tokenizer
-    from finetune.modeling.attention import can_pack
-    from finetune.modeling.pretrained import check_embeddings, check_lora_targets, check_weights, load_model_config
-
-    model_config = load_model_config(config.model, trust_remote_code=config.trust_remote_code)
-    tokenizer = load_tokenizer(config.model, template=config.template, trust_remote_code=config.trust_remote_code)
-    check_embeddings(model_config, tokenizer, config.model)
-    check_weights(config.model)
-    if config.finetuning == "lora":
-        check_lora_targets(model_config, config.lora_target_modules, trust_remote_code=config.trust_remote_code)
-        _warn_of_untrained_stops(config, tokenizer)
-    levels = config.curriculum.levels if config.use_curriculum else None
-    train, valid = (
-        prepare_samples(
-            paths,
-            tokenizer,
-            cutoff_len=config.cutoff_len,
-            levels=levels,
-            difficulty_field=config.difficulty_field,
-            on_bad_row=config.on_bad_row,
-            cache_dir=config.cache_dir,
-            num_proc=config.preprocessing_num_workers,
-        )
-        if paths
-        else None
-        for paths in (config.data, config.valid_data)
-    )
-    schedule, level_ids = build_schedule(config, train.levels, train.row_ids)
-    total_steps = count_steps(len(train), config.global_batch_size, config.num_epochs, config.max_steps)
-    batches = GlobalBatches(level_ids, schedule, config.global_batch_size, total_steps, config.curriculum_seed)
-    for name, samples in batches.unused.items():
-        logger.warning("level %s has weight 0 in every stage: its %d samples are not trained on", name, samples)
-    packing = config.packing
-    if packing and not can_pack(model_config):
-        logger.warning(
-            "documents are not known to stay apart in packed rows of a %s model: packing is off (fix: --packing false)",
-            model_config.model_type,
-        )
-        packing = False
-    return Prepared(
-        tokenizer=tokenizer,
-        train=train,
-        valid=valid,
-        batches=batches,
-        level_names=levels if levels and (train.levels >= 0).any() else (),
-        stages=tuple(stage.until for stage in schedule.stages),
-        packing=packing,
-        identity=_identity(config, train, batches),
-    )
-
-
-def _warn_of_untrained_stops(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Warn where answers must end with a token that LoRA, as asked for, cannot teach."""
-    from finetune.data.render import trained_end_ids
-    from finetune.modeling.untrained_tokens import untrained_tokens
-
-    if "lm_head" in config.lora_target_modules:
-        return
-    if untrained := untrained_tokens(config.model, tokenizer, trained_end_ids(tokenizer)):
-        logger.warning(
-            "%s was never trained in this base model: its head cannot tell it from other unused tokens, so answers "
-            "will not end well (fix: --finetuning full, or --lora-target-modules with lm_head among the names)",
-            " and ".join(untrained),
-        )
-
-
-def _identity(config: RunConfig, train: Samples, batches: GlobalBatches) -> dict[str, Any]:
-    """What makes this run this run, as plain JSON."""
-    identity: dict[str, Any] = {"kind": "sft", **{name: getattr(config, name) for name in IDENTITY_SETTINGS}}
-    if config.finetuning == "lora":
-        targets = config.lora_target_modules
-        identity["lora_target_modules"] = targets if isinstance(targets, str) else list(targets)
-    return identity | {
-        "total_steps": batches.total_steps,
-        "data": train.fingerprint,
-        "schedule": batches.fingerprint(),
-    }
-
-
-KIND = RunKind(RunConfig, check=check_paths, prepare=prepare_data, builder="finetune.training.build_sft")
+KIND = RunKind(
+    name="sft",
+    module="finetune.sft",
+    title=N_("fine-tuning"),
+    config_class=RunConfig,
+    telling_settings=frozenset(),
+    check=check_paths,
+    describe=_describe,
+    prepare="finetune.training.prepare_sft:prepare_data",
+    build_trainer="finetune.training.build_sft:build_trainer",
+    shape="finetune.planning.inputs:shape_of_base_model",
+    workload="finetune.planning.inputs:fine_tuning_workload",
+    probe="finetune.commands.doctor.data_probe:probe_sft",
+    probed=("model", "tokenizer", "data"),
+)
 
 
 if __name__ == "__main__":

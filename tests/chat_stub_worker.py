@@ -1,4 +1,4 @@
-"""A worker without a model: it speaks like finetune.chat.worker_process and answers as the last message asks.
+"""A worker without a model: it speaks like finetune.commands.serve.worker_process and answers as the last message asks.
 
 say TEXT        writes TEXT, a few characters at a time
 slow N          writes N words, 20 a second

@@ -7,7 +7,7 @@ All ranks are killed at once, at a random moment: one kill in five while the run
 after a random step, so while it trains, evaluates, saves or writes its result. The same command is then given again. It
 must end well, every step's samples must be there once and be those of the uninterrupted run, and the trained weights
 must be bit-identical to its weights. (Kills at every file-system call of a save are in
-tests/test_checkpoint_files.py.)
+tests/storage/test_checkpoint_files.py.)
 """
 
 from __future__ import annotations

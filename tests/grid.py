@@ -72,7 +72,7 @@ def starting_weights(materials: runs.Materials, finetuning: str) -> dict[str, An
     """Trainable weights before the first step, by name; float32."""
     import torch
 
-    from finetune.config import RunConfig
+    from finetune.config.run_config import RunConfig
     from finetune.modeling.pretrained import add_adapter, load_model
     from finetune.training.state import trainable
 

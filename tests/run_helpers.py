@@ -28,7 +28,7 @@ PRELOADED = (
     "finetune.sft",
     "finetune.training.build_sft",
     "finetune.training.build_pretrain",
-    "finetune.training.run",
+    "finetune.training.execute",
     "finetune.data.dataset",
     "deepspeed",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # brings torch._inductor, which takes two seconds

@@ -13,7 +13,7 @@ import torch
 
 def follow_steps(before: Callable[[int], None]) -> None:
     """Call `before(step)` (1-based) before each optimizer step of this rank."""
-    from finetune.training.execution import StepExecutor
+    from finetune.training.executor import StepExecutor
 
     original = StepExecutor.run
 
@@ -26,7 +26,7 @@ def follow_steps(before: Callable[[int], None]) -> None:
 
 def wrap_row_losses(wrap: Callable[..., torch.Tensor]) -> None:
     """Let `wrap(original, model, row, device, head)` stand for the losses of a row in training."""
-    from finetune.training import execution
+    from finetune.training import executor as execution
 
     original = execution.row_losses
     execution.row_losses = lambda *arguments: wrap(original, *arguments)

@@ -24,9 +24,9 @@ _START_SECONDS = 300
 # Runs a server whose settings come as JSON: what no flag offers, such as the worker's command.
 _RUN = """
 import json, sys
-from finetune.chat.server import run_server
-from finetune.chat.server_settings import ServeSettings
-from finetune.runlog import setup_console
+from finetune.commands.serve.command import run_server
+from finetune.commands.serve.settings import ServeSettings
+from finetune.storage.run_log import setup_console
 setup_console(0)
 settings = json.loads(sys.argv[1])
 settings["allowed_hosts"] = tuple(settings.get("allowed_hosts", ()))

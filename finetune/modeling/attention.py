@@ -26,9 +26,9 @@ from transformers import AttentionInterface, PretrainedConfig
 
 ISOLATED = "finetune_isolated"
 # Model types whose packed documents stay apart and whose logits here equal transformers' own: each is tested
-# (tests/test_attention.py). Others are trained in padded rows, with transformers' attention: they may build ALiBi or a
-# window into a mask that we do not see (Bloom, Llama 4, Phi-3.5-MoE), call attention by themselves (Nemotron,
-# StableLM), not tell the mask about documents (gpt-oss), or carry a state along the row (Mamba).
+# (tests/modeling/test_attention.py). Others are trained in padded rows, with transformers' attention: they may build
+# ALiBi or a window into a mask that we do not see (Bloom, Llama 4, Phi-3.5-MoE), call attention by themselves
+# (Nemotron, StableLM), not tell the mask about documents (gpt-oss), or carry a state along the row (Mamba).
 _TESTED = """
     afmoe apertus arcee bitnet cohere cohere2 cwm deepseek_v2 deepseek_v3 diffllama ernie4_5 ernie4_5_moe exaone4
     exaone_moe flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox granite

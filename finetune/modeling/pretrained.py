@@ -17,7 +17,7 @@ from finetune.errors import ConfigError, DataError, FinetuneError
 from finetune.modeling.attention import choose_attention
 
 if TYPE_CHECKING:
-    from finetune.config import RunConfig
+    from finetune.config.run_config import RunConfig
 
 logger = logging.getLogger("finetune")
 

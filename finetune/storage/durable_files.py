@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -225,3 +225,17 @@ def os_error_in(error: BaseException) -> OSError | None:
         number = int(found.group(1))
         return OSError(number, os.strerror(number))
     return None
+
+
+def put_output(output_dir: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a folder beside and check it, then move its files in, durably. On one rank."""
+    staging = output_dir / ".staging-0-output"
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir()
+    write(staging)
+    for path in sorted(staging.iterdir()):
+        share_file(path)
+        sync_file(path)
+        os.replace(path, output_dir / path.name)
+    staging.rmdir()
+    sync_folder(output_dir)

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from finetune.errors import StateError
-from finetune.runlog import StepLog, read_jsonl_tolerant
 from finetune.storage import durable_files
 from finetune.storage.run_lock import LOCK_NAME, RunLock, now_utc
+from finetune.storage.run_log import StepLog, read_jsonl_tolerant
 
 __all__ = [
     "Difference",

@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from finetune.config import BaseConfig
-from finetune.device import DEVICE_KINDS
+from finetune.config.run_config import BaseConfig
+from finetune.runtime.device import DEVICE_KINDS
 
 REPORTERS = ("tensorboard", "wandb", "swanlab", "trackio")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from importlib.metadata import version
@@ -11,21 +13,33 @@ from typing import Any, Protocol, TypeVar
 import torch
 from transformers import TrainingArguments
 
-from finetune.batching.execution_plan import PlanSummary
-from finetune.config import BaseConfig
+from finetune.batching.execution_plan import PlanSummary, summarise
+from finetune.config.run_config import BaseConfig
 from finetune.data.steps import BatchSource, Execution, SampleSource, StepRows
-from finetune.device import LaunchWorld
 from finetune.errors import FinetuneError
 from finetune.modeling.loss import ChunkedHead
 from finetune.modeling.pretrained import count_parameters
-from finetune.training.checkpoint import Checkpointer
+from finetune.runtime.device import LaunchWorld
+from finetune.training.checkpointer import Checkpointer
 from finetune.training.control import StopSignals
-from finetune.training.execution import StepExecutor, heaviest_row
+from finetune.training.executor import StepExecutor, heaviest_row
 from finetune.training.session import Resume, Session, read_out_of_memory
-from finetune.training.startup import print_table, startup_lines
 from finetune.training.trainer import RunContext, RunTrainer
 
 logger = logging.getLogger("finetune")
+
+# Global batches that are planned for the table: enough for the mean, cheap for a run of any length.
+SUMMARISED_STEPS = 50
+# (message pattern, category, why it is no news)
+KNOWN_WARNINGS = (
+    # DeepSpeed 0.19.8 calls them by their old names, hundreds of times a step under ZeRO-3.
+    (r"`torch\.distributed\.all_gather_into_tensor` is deprecated", FutureWarning),
+    (r"`torch\.distributed\.reduce_scatter_tensor` is deprecated", FutureWarning),
+    # accelerate 1.15 and transformers 5.23 know no other name for it; a model here has no buffers that ranks change.
+    (r"`broadcast_buffers` is deprecated", FutureWarning),
+    # peft 0.21 asks transformers 5.23 by the old name, once per model.
+    (r"`is_gradient_checkpointing` is deprecated", FutureWarning),
+)
 
 AnyTrainer = TypeVar("AnyTrainer", bound=RunTrainer)
 
@@ -213,3 +227,58 @@ def say_start(
     for title, lines in tables.items():
         print_table(title, lines)
     print_table("execution", startup_lines(summary, facts))
+
+
+def plan_summary(rows: StepRows, *, token_budget: int, samples_per_row: int) -> PlanSummary:
+    """Rows, fill, imbalance and padding of an even choice of the run's steps.
+
+    Args:
+        token_budget, samples_per_row: of the way of making rows that the run does not take, to compare.
+    """
+    stride = max(1, len(rows) // SUMMARISED_STEPS)
+    lengths = [rows.samples.lengths[rows.batches.indices(step)] for step in range(0, len(rows), stride)]
+    return summarise(
+        lengths,
+        rows.execution.world_size,
+        token_budget=rows.execution.token_budget or token_budget,
+        samples_per_row=rows.execution.samples_per_row or samples_per_row,
+        packing=rows.execution.token_budget is not None,
+    )
+
+
+def startup_lines(summary: PlanSummary, facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """The table's rows about execution, as (name, value) texts."""
+    fewest, mean, most = summary.rows_per_rank
+    rows = f"{fewest}" if fewest == most else f"{fewest} to {most}, {mean:.1f} on average"
+    return [
+        *((name, str(value)) for name, value in facts.items()),
+        ("rows per process and step", rows),
+        ("tokens per step", f"{summary.tokens:,.0f}"),
+        ("fill of rows", f"{summary.fill:.0%}"),
+        ("heaviest row", f"{summary.heaviest_row_tokens:,} tokens"),
+        ("imbalance over processes", f"{summary.imbalance:.3f}"),
+        ("padding here", f"{summary.padding_share:.0%} of computed tokens"),
+        ("padding of a padded run", f"{summary.padded_padding_share:.0%}"),
+    ]
+
+
+def print_table(title: str, lines: list[tuple[str, str]]) -> None:
+    """Print a two-column table to stderr."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column("what")
+    table.add_column("how much", justify="right")
+    for name, value in lines:
+        table.add_row(name, value)
+    Console(file=sys.stderr).print(table)
+
+
+def quiet_known_warnings() -> None:
+    """Filter the warnings above, and transformers' bar for reading weights (the run has its own progress)."""
+    from transformers.utils import logging as transformers_logging
+
+    for message, category in KNOWN_WARNINGS:
+        warnings.filterwarnings("ignore", message=message, category=category)
+    transformers_logging.disable_progress_bar()

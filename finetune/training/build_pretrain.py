@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from finetune import device as devices
-from finetune.config_pretrain import PretrainConfig
+from finetune.config.pretrain_config import PretrainConfig
+from finetune.data.corpus.windows import Windows
 from finetune.data.steps import InOrder, StepRows
-from finetune.data.windows import Windows
-from finetune.device import Capabilities, LaunchWorld
 from finetune.errors import ConfigError
 from finetune.modeling.attention import choose_attention
-from finetune.modeling.flops import flops_per_token, matrix_parameters
 from finetune.modeling.loss import make_chunked_head
 from finetune.modeling.pretrained import DTYPES, count_parameters
 from finetune.modeling.scratch import make_empty_model, make_model
+from finetune.planning.flops import flops_per_token, matrix_parameters
+from finetune.runtime import device as devices
+from finetune.runtime.device import Capabilities, LaunchWorld
 from finetune.training.arguments import training_arguments
-from finetune.training.build import make_context, make_execution, make_rows, make_trainer, say_start
+from finetune.training.build import (
+    make_context,
+    make_execution,
+    make_rows,
+    make_trainer,
+    plan_summary,
+    quiet_known_warnings,
+    say_start,
+)
 from finetune.training.optimizers import scaled_rates
+from finetune.training.prepare_pretrain import Prepared
 from finetune.training.pretrain_trainer import PretrainTrainer
-from finetune.training.quiet import quiet_known_warnings
 from finetune.training.schedules import learning_rate_factor, warmdown_factor, warmup_count
 from finetune.training.session import Resume, Session
-from finetune.training.startup import plan_summary
 from finetune.training.state import TrainingState
 from finetune.training.trainer import RunContext
-
-if TYPE_CHECKING:
-    from finetune.pretrain import Prepared
 
 logger = logging.getLogger("finetune")
 

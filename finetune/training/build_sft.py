@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import TrainingArguments
 
-from finetune import device as devices
-from finetune.config import RunConfig
+from finetune.config.deepspeed_config import deepspeed_dict, zero_stage
+from finetune.config.run_config import RunConfig
 from finetune.data.dataset import Samples
 from finetune.data.steps import InOrder, StepRows
-from finetune.device import LaunchWorld
 from finetune.modeling.loss import make_chunked_head
 from finetune.modeling.pretrained import DTYPES, add_adapter, count_parameters, load_model
+from finetune.runtime import device as devices
+from finetune.runtime.device import LaunchWorld
 from finetune.training.arguments import training_arguments
-from finetune.training.build import make_context, make_execution, make_rows, make_trainer, say_start
-from finetune.training.deepspeed_config import deepspeed_dict, zero_stage
+from finetune.training.build import (
+    make_context,
+    make_execution,
+    make_rows,
+    make_trainer,
+    plan_summary,
+    quiet_known_warnings,
+    say_start,
+)
 from finetune.training.operators import load_shared_memory_operator
-from finetune.training.quiet import quiet_known_warnings
+from finetune.training.prepare_sft import Prepared
 from finetune.training.schedules import learning_rate_factor, warmup_count
 from finetune.training.session import Resume, Session
 from finetune.training.sft_trainer import SFTTrainer
-from finetune.training.startup import plan_summary
 from finetune.training.state import TrainingState
 from finetune.training.trainer import RunContext
-
-if TYPE_CHECKING:
-    from finetune.sft import Prepared
 
 
 def build_trainer(

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 if TYPE_CHECKING:
-    from finetune.config_pretrain import PretrainConfig
+    from finetune.config.pretrain_config import PretrainConfig
 
 # Rates are given for this width and batch; the decay for this many tokens (12 per parameter at depth 12).
 REFERENCE_WIDTH = 768

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from finetune.config_pretrain import PretrainConfig
+from finetune.config.pretrain_config import PretrainConfig
 from finetune.data.steps import StepBatch, StepRows
-from finetune.modeling.flops import flops_utilisation
+from finetune.planning.flops import flops_utilisation
 from finetune.training.optimizers import Rates, make_optimizer, set_matrix_course
 from finetune.training.progress import Measured
 from finetune.training.trainer import RunTrainer

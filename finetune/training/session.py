@@ -12,11 +12,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from finetune import device as devices
-from finetune.device import LaunchWorld
 from finetune.errors import ExitCode, FinetuneError, StateError
-from finetune.results import EXIT_CODES
-from finetune.runlog import LOG_FILE_ONLY, RunLog, add_log_file
+from finetune.runtime import device as devices
+from finetune.runtime.device import LaunchWorld
 from finetune.storage import durable_files
 from finetune.storage.checkpoint_files import clean_staging, list_checkpoints, set_aside, verify
 from finetune.storage.run_folder import (
@@ -29,8 +27,10 @@ from finetune.storage.run_folder import (
     write_identity,
     write_status,
 )
-from finetune.training.checkpoint import find_checkpoint, step_in
+from finetune.storage.run_log import LOG_FILE_ONLY, RunLog, add_log_file
+from finetune.training.checkpointer import find_checkpoint, step_in
 from finetune.training.control import Control
+from finetune.training.results import EXIT_CODES
 
 logger = logging.getLogger("finetune")
 

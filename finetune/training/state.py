@@ -277,3 +277,22 @@ class SavedTensors:
         ]
         flat = torch.cat([part.flatten() for part in parts]) if len(parts) > 1 else parts[0].flatten()
         return flat[: math.prod(shape)].reshape(shape)
+
+
+def whole_weights(model: torch.nn.Module, dtype: torch.dtype | None, *, keep: bool) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name on the CPU, whole whatever holds them. Every rank calls.
+
+    Args:
+        dtype: of the parameters; None: as they are.
+        keep: on the rank that wants them; the others get nothing.
+    """
+    weights = {}
+    for name, parameter in model.named_parameters():
+        with gathered(parameter):
+            if keep:
+                weights[name] = parameter.detach().to("cpu", dtype or parameter.dtype, copy=True)
+    if keep:
+        for name, buffer in model.state_dict(keep_vars=True).items():
+            if not isinstance(buffer, torch.nn.Parameter):
+                weights[name] = buffer.detach().cpu().clone()
+    return weights

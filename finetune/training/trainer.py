@@ -1,10 +1,10 @@
 """RunTrainer: transformers.Trainer executing a list of global batches.
 
 Trainer keeps the loop, accelerate the devices. Overridden are: where batches come from (one loader item is one
-optimizer step), how a step is executed (training/execution.py), the loss, evaluation by the same plan and sums,
-checkpoints (training/checkpoint.py), and what is logged. Private hooks that are overridden or called
+optimizer step), how a step is executed (training/executor.py), the loss, evaluation by the same plan and sums,
+checkpoints (training/checkpointer.py), and what is logged. Private hooks that are overridden or called
 (`_init_training_state`, `_prepare_for_training`, `_save_checkpoint`, `_get_grad_norm`, `_tr_loss`) are pinned by
-tests/test_trainer_hooks.py.
+tests/training/test_trainer_hooks.py.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from finetune.data.collate import Row
 from finetune.data.steps import StepBatch, StepRows
 from finetune.modeling.loss import ChunkedHead, row_losses
-from finetune.runlog import RunLog
+from finetune.storage.durable_files import put_output
 from finetune.storage.run_folder import SampleLog
-from finetune.training.checkpoint import Checkpointer
+from finetune.storage.run_log import RunLog
+from finetune.training.checkpointer import Checkpointer
 from finetune.training.control import Control, StopSignals
-from finetune.training.execution import StepExecutor
+from finetune.training.executor import StepExecutor
 from finetune.training.guards import NonFiniteGuard, SpikeDetector
 from finetune.training.level_losses import LevelLosses
-from finetune.training.output import put_output, whole_weights
 from finetune.training.progress import Measured, ProgressLine, StepMeter
-from finetune.training.state import TrainingState
+from finetune.training.state import TrainingState, whole_weights
 
 logger = logging.getLogger("finetune")
 
@@ -221,7 +221,7 @@ class RunTrainer(Trainer):
         return [int(row) for row in self.rows.samples.row_ids[batch.indices]]
 
     def floating_point_ops(self, inputs: StepBatch) -> int:
-        return 0  # Trainer's own count is 6N whatever is trained; ours is in modeling/flops.py
+        return 0  # Trainer's own count is 6N whatever is trained; ours is in planning/flops.py
 
     # ------------------------------------------------------------------ evaluation
 

@@ -5,7 +5,7 @@ import os
 if "RANK" in os.environ:
     import time
 
-    from finetune.training.execution import StepExecutor
+    from finetune.training.executor import StepExecutor
 
     original = StepExecutor.run
 

@@ -1,0 +1,242 @@
+"""Processes that runs of this package have recorded, and whether a process of today is one of them.
+
+A process id alone proves nothing: it is used again, and a folder may have come from another machine. A process counts
+as recorded only if it runs on the recorded host under the caller's user, has the recorded start time (or is no younger
+than the record) and the recorded command (or holds the very file open that the record is about).
+
+Records are read from
+    `*.processes.json`                    the launcher's list (docs/launching.md)
+    `RUN/.lock`                           rank 0, while it works
+    `RUN/logs/<time>-<pid>-rank<r>.log`   each rank, in the name of the log that it has open
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.storage import durable_files
+from finetune.storage.launch_record import SAME_START_SECONDS, VERSION, command_digest
+from finetune.storage.run_lock import LOCK_NAME
+
+if TYPE_CHECKING:
+    import psutil
+
+_RECORD_LIMIT_BYTES = 16 << 20
+_LOG_NAME = re.compile(r"(\d{8}-\d{6})-(\d+)-rank(\d+)\.log")
+_TRAINS = re.compile(r"finetune(\.|/|\b.*\b)(sft|pretrain)\b")
+_LAUNCHER_NAMES = ("python", "torchrun", "accelerate", "deepspeed", "finetune", "pt_elastic")
+
+
+@dataclass(frozen=True)
+class Record:
+    """A process as a run recorded it.
+
+    Attributes:
+        host: where it ran; None where the record does not say (then only the file it has open can prove it).
+        start_time: seconds since 1970; None where the record only says that it ran at `seen_time`.
+        command_digest: as in docs/launching.md; None where the record does not say.
+        open_file: a file that the process has open as long as it works; None where none is known.
+        role: "supervisor", "agent" or "worker".
+        launch: the record's file, for a record of the launcher's list.
+        run: the run folder.
+    """
+
+    pid: int
+    role: str
+    run: Path
+    host: str | None = None
+    rank: int | None = None
+    start_time: float | None = None
+    seen_time: float | None = None
+    command_digest: str | None = None
+    open_file: Path | None = None
+    launch: Path | None = None
+
+
+# ---------------------------------------------------------------- reading
+
+
+def records_of_run(run: Path) -> list[Record]:
+    """What the run folder itself records: its lock, and the logs of its ranks."""
+    found = []
+    lock = _read_object(run / LOCK_NAME)
+    try:
+        since = datetime.fromisoformat(lock["since"]).timestamp()
+        found.append(
+            Record(
+                int(lock["pid"]), "worker", run, str(lock["host"]), 0, seen_time=since, open_file=run / LOCK_NAME
+            )
+        )  # fmt: skip
+    except (KeyError, TypeError, ValueError):
+        pass  # no run has signed it yet
+    for path in sorted((run / "logs").glob("*-rank*.log")) if (run / "logs").is_dir() else []:
+        if name := _LOG_NAME.fullmatch(path.name):
+            seen = datetime.strptime(name[1], "%Y%m%d-%H%M%S").timestamp()
+            found.append(Record(int(name[2]), "worker", run, rank=int(name[3]), seen_time=seen, open_file=path))
+    return found
+
+
+def records_of_launches(folders: Iterable[Path], run: Path | None = None) -> list[Record]:
+    """What launchers recorded in `*.processes.json` in these folders: of one run, or of all."""
+    found: list[Record] = []
+    for path in sorted({path for folder in folders if folder.is_dir() for path in folder.glob("*.processes.json")}):
+        launch = _read_object(path)
+        output_dir, processes = launch.get("output_dir"), launch.get("processes")
+        if launch.get("version") != VERSION or not isinstance(output_dir, str) or not isinstance(processes, list):
+            continue
+        if run is not None and os.path.realpath(output_dir) != os.path.realpath(run):
+            continue
+        found += [record for each in processes if (record := _launched(each, Path(output_dir), path)) is not None]
+    return found
+
+
+def _launched(process: Any, run: Path, launch: Path) -> Record | None:
+    """A record of the launcher's list; None for one that is not whole, which then proves nothing."""
+    try:
+        return Record(
+            pid=int(process["pid"]),
+            role=str(process["role"]),
+            run=run,
+            host=str(process["host"]),
+            rank=None if process.get("rank") is None else int(process["rank"]),
+            start_time=float(process["start_time"]),
+            command_digest=str(process["command_digest"]),
+            launch=launch,
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(durable_files.read_bytes(path, _RECORD_LIMIT_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+# ---------------------------------------------------------------- a process of today
+
+
+def find(record: Record) -> tuple[psutil.Process | None, str]:
+    """The process of a record, or None and why a living process of that id is not it ("" where there is none)."""
+    import psutil
+
+    if record.host is not None and record.host != socket.gethostname():
+        return None, ""
+    try:
+        process = psutil.Process(record.pid)
+        if process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            return None, ""
+        why = _difference(record, process)
+    except psutil.NoSuchProcess:
+        return None, ""
+    except psutil.AccessDenied:
+        why = "it belongs to another user"
+    return (None, why) if why else (process, "")
+
+
+def _difference(record: Record, process: psutil.Process) -> str:
+    """In what a process is not the recorded one; "" where it is."""
+    if process.uids().real != os.getuid():
+        return "it belongs to another user"
+    began = process.create_time()
+    if record.start_time is not None and abs(began - record.start_time) > SAME_START_SECONDS:
+        return "it has another start time: the process id was used again"
+    if record.seen_time is not None and began > record.seen_time + SAME_START_SECONDS:
+        return "it is younger than the record: the process id was used again"
+    words = process.cmdline()
+    if record.command_digest is not None:
+        return "" if command_digest(words) == record.command_digest else "it runs another command"
+    if not _TRAINS.search(" ".join(words)):
+        return "it does not run a training command"
+    if record.open_file is None or not _has_open(process, record.open_file):
+        return "it does not have the run's file open"
+    return ""
+
+
+def _has_open(process: psutil.Process, path: Path) -> bool:
+    wanted = os.path.realpath(path)
+    return any(os.path.realpath(file.path) == wanted for file in process.open_files())
+
+
+def is_orphan(record: Record, process: psutil.Process, launches: Iterable[Record]) -> bool:
+    """Whether the launcher of a process is gone. Where that cannot be known, it is not.
+
+    Args:
+        launches: the records of all launches.
+    """
+    if record.launch is not None:
+        supervisors = [other for other in launches if other.launch == record.launch and other.role == "supervisor"]
+        return record.role != "supervisor" and bool(supervisors) and not any(map(_may_live, supervisors))
+    # Only torch elastic is known to be a worker's parent for all of its life. Under other launchers, and by hand, a
+    # process may well live on without the one that started it.
+    if "TORCHELASTIC_RUN_ID" not in process.environ():
+        return False
+    parent = process.parent()
+    return parent is None or not _may_be_launcher(parent)
+
+
+def _may_live(supervisor: Record) -> bool:
+    """Whether a launcher may be alive: less is asked here than of a process that is to be ended."""
+    import psutil
+
+    if supervisor.host != socket.gethostname() or supervisor.start_time is None:
+        return True
+    try:
+        process = psutil.Process(supervisor.pid)
+        same = abs(process.create_time() - supervisor.start_time) <= SAME_START_SECONDS
+        return same and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return True
+
+
+def _may_be_launcher(parent: psutil.Process) -> bool:
+    import psutil
+
+    try:
+        names = {parent.name(), *(os.path.basename(word) for word in parent.cmdline()[:2])}
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:  # another user's: an init, not a launcher of ours
+        return False
+    return any(name.startswith(_LAUNCHER_NAMES) for name in names)
+
+
+def send_signal(record: Record, number: signal.Signals) -> bool:
+    """Send a signal to the recorded process and to no other; False where it is gone.
+
+    The process is looked at once more after a handle on it (pidfd) is held, so that its id cannot pass to another
+    process in between. Where the system has no such handles, right before the signal.
+    """
+    handle = None
+    try:
+        handle = os.pidfd_open(record.pid)
+    except ProcessLookupError:
+        return False
+    except (AttributeError, OSError):  # not Linux, or one without pidfd
+        handle = None
+    try:
+        if find(record)[0] is None:
+            return False
+        if handle is not None:
+            signal.pidfd_send_signal(handle, number)
+        else:
+            os.kill(record.pid, number)
+        return True
+    except ProcessLookupError:
+        return False
+    finally:
+        if handle is not None:
+            os.close(handle)

@@ -1,0 +1,285 @@
+"""`python -m finetune curriculum show`: what a run would draw from each level, stage by stage, before it starts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from finetune.batching.curriculum import Schedule, choose_schedule, plan_counts
+from finetune.batching.sampler import count_steps
+from finetune.errors import ConfigError, ExitCode
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from finetune.config.run_config import RunConfig
+
+# Repeating data up to four times was found nearly as good as new data, more often much worse (Muennighoff et al.,
+# 2023).
+MANY_PASSES = 4.0
+CHART_COLUMNS, CHART_ROWS = 60, 10
+_COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
+_GLYPHS, _ASCII_GLYPHS = "█▒░▓▚▤", "#+.ox="
+
+USAGE = """usage: python -m finetune curriculum show [--json] [--config FILE] [FLAGS OF TRAINING]
+
+Shows how many samples of each level every stage has, how often the data of each level is repeated, and the mix over
+the progress of the run. Reads the configuration and the data; needs no model or device, and writes nothing.
+
+  --json   one JSON object instead of tables
+  The other flags are those of `python -m finetune sft --help`.
+"""
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """One stage: first and last step counted from 1 (first > last: it has none), and its samples per level."""
+
+    until: float
+    ramp: str
+    first_step: int
+    last_step: int
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CurriculumReport:
+    """What a run will draw. Tuples without a name of their own are per level, in the order of `levels`.
+
+    Attributes:
+        rows: rows of the data; a level whose weight is always zero counts its rows too.
+        samples: draws of the whole run.
+        passes: samples / rows, 0 without draws.
+        chart: for each of CHART_COLUMNS equal parts of the run, the shares that are drawn.
+    """
+
+    levels: tuple[str, ...]
+    total_steps: int
+    global_batch_size: int
+    rows: tuple[int, ...]
+    samples: tuple[int, ...]
+    passes: tuple[float, ...]
+    stages: tuple[StageReport, ...]
+    chart: tuple[tuple[float, ...], ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def mix(self) -> tuple[float, ...]:
+        """Shares of the whole run."""
+        return _shares(self.samples)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, per-level ones as objects by level."""
+
+        def by_level(values: Sequence[float]) -> dict[str, float]:
+            return dict(zip(self.levels, values, strict=True))
+
+        stages = [
+            {
+                "until": stage.until,
+                "ramp": stage.ramp,
+                "first_step": stage.first_step,
+                "last_step": stage.last_step,
+                "samples": by_level(stage.samples),
+                "mix": by_level(_shares(stage.samples)),
+            }
+            for stage in self.stages
+        ]
+        return {
+            "levels": list(self.levels),
+            "total_steps": self.total_steps,
+            "global_batch_size": self.global_batch_size,
+            "rows": by_level(self.rows),
+            "samples": by_level(self.samples),
+            "passes": by_level(self.passes),
+            "mix": by_level(self.mix),
+            "stages": stages,
+            "warnings": list(self.warnings),
+        }
+
+
+def report_curriculum(
+    schedule: Schedule,
+    rows_per_level: np.ndarray,
+    global_batch_size: int,
+    total_steps: int,
+    warnings: Sequence[str] = (),
+) -> CurriculumReport:
+    """What a run with this schedule draws from data with int[levels] rows. `warnings` come before the report's own."""
+    counts = plan_counts(schedule, total_steps, global_batch_size)
+    stage_of_step = schedule.stage_of_steps(total_steps)
+    bounds = np.searchsorted(stage_of_step, np.arange(len(schedule.stages) + 1))
+    stages = tuple(
+        StageReport(stage.until, stage.ramp, int(start) + 1, int(end), tuple(counts[start:end].sum(axis=0).tolist()))
+        for stage, start, end in zip(schedule.stages, bounds[:-1], bounds[1:], strict=True)
+    )
+    rows, samples = np.asarray(rows_per_level).tolist(), counts.sum(axis=0).tolist()
+    passes = tuple(drawn / there if drawn else 0.0 for drawn, there in zip(samples, rows, strict=True))
+    return CurriculumReport(
+        levels=schedule.levels,
+        total_steps=total_steps,
+        global_batch_size=global_batch_size,
+        rows=tuple(rows),
+        samples=tuple(samples),
+        passes=passes,
+        stages=stages,
+        chart=tuple(_shares(counts[start:end].sum(axis=0).tolist()) for start, end in _columns(total_steps)),
+        warnings=(*warnings, *_repetition_warnings(schedule, rows, passes)),
+    )
+
+
+def _repetition_warnings(schedule: Schedule, rows: Sequence[int], passes: Sequence[float]) -> list[str]:
+    used = schedule.ever_used().tolist()
+    often = [
+        f"level '{name}' is repeated {times:.1f} times (fix: add rows, train fewer steps, or lower its weight)"
+        for name, times in zip(schedule.levels, passes, strict=True)
+        if times > MANY_PASSES
+    ]
+    never = [
+        f"level '{name}' has weight 0 in every stage: its {there:,} rows are not trained on"
+        for name, there, is_used in zip(schedule.levels, rows, used, strict=True)
+        if there and not is_used
+    ]
+    return often + never
+
+
+def _columns(total_steps: int) -> list[tuple[int, int]]:
+    """The steps that each column of the chart covers: (first, one past the last), at least one."""
+    starts = [column * total_steps // CHART_COLUMNS for column in range(CHART_COLUMNS + 1)]
+    return [(start, max(start + 1, end)) for start, end in zip(starts, starts[1:], strict=False)]
+
+
+def _shares(samples: Sequence[int]) -> tuple[float, ...]:
+    total = sum(samples)
+    return tuple(count / total if total else 0.0 for count in samples)
+
+
+def chart_cells(report: CurriculumReport) -> list[list[int]]:
+    """Lines of the chart from the top, each CHART_COLUMNS indices of levels; levels are stacked from the bottom."""
+    tops = np.cumsum(np.array(report.chart), axis=1)
+    heights = (np.arange(CHART_ROWS)[::-1] + 0.5) / CHART_ROWS
+    return [[min(int((top <= height).sum()), len(report.levels) - 1) for top in tops] for height in heights]
+
+
+def draw(report: CurriculumReport, console: Console) -> None:
+    """Print the report for a person."""
+    from rich.text import Text
+
+    seen = f"{sum(report.samples):,} samples in {report.total_steps:,} steps of {report.global_batch_size:,}"
+    console.print(f"curriculum: {seen}, from {sum(report.rows):,} rows", highlight=False)
+    console.print(_table(report))
+    unicode = (console.encoding or "").lower().startswith("utf")
+    glyphs = _GLYPHS if unicode else _ASCII_GLYPHS
+    mark = [(glyphs[number % len(glyphs)], _COLOURS[number % len(_COLOURS)]) for number in range(len(report.levels))]
+    for number, line in enumerate(chart_cells(report)):
+        label = {0: "100%", CHART_ROWS // 2: " 50%"}.get(number, "    ")
+        console.print(Text(f"{label} ").append_text(Text.assemble(*(mark[level] for level in line))))
+    console.print(f"  0% {'progress':^{CHART_COLUMNS - 5}} 100%", highlight=False)
+    legend = [(f"{glyph} {name}   ", colour) for (glyph, colour), name in zip(mark, report.levels, strict=True)]
+    console.print(Text("     ").append_text(Text.assemble(*legend)))
+    for warning in report.warnings:
+        console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+
+
+def _table(report: CurriculumReport) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for heading in ("stage", "progress", "steps"):
+        table.add_column(heading)
+    for name in report.levels:
+        table.add_column(name, justify="right")
+
+    def cells(samples: Sequence[int]) -> list[str]:
+        return [f"{count:,} {share:6.1%}" for count, share in zip(samples, _shares(samples), strict=True)]
+
+    start = 0.0
+    for number, stage in enumerate(report.stages, 1):
+        ramp = " (ramp)" if stage.ramp == "linear" else ""
+        steps = f"{stage.first_step:,}-{stage.last_step:,}" if stage.first_step <= stage.last_step else "none"
+        table.add_row(f"{number}{ramp}", f"{start:.4g}-{stage.until:.4g}", steps, *cells(stage.samples))
+        start = stage.until
+    table.add_section()
+    table.add_row("whole run", "", f"{report.total_steps:,}", *cells(report.samples))
+    table.add_row("rows", "", "", *(f"{count:,}" for count in report.rows))
+    table.add_row("passes", "", "", *(f"{times:.2f}" for times in report.passes))
+    return table
+
+
+def read_levels(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """The rows that can be trained on: int64[N] levels, -1 for none; int64[N] row numbers; warnings about the others.
+
+    Raises:
+        DataError: a file cannot be read; rows are bad and `on_bad_row` is refuse.
+    """
+    from finetune.data.files import expand_paths, read_rows
+    from finetune.data.formats import detect_format, to_conversation
+    from finetune.data.problems import ProblemLog, RowProblem
+
+    index: dict[str | None, int] = {None: -1, **{name: number for number, name in enumerate(config.curriculum.levels)}}
+    levels: list[int] = []
+    row_ids: list[int] = []
+    problems, read = ProblemLog(), 0
+    for number, path in enumerate(expand_paths(config.data)):
+        form = None
+        for line, row in read_rows(path):
+            read += 1
+            try:
+                if isinstance(row, RowProblem):
+                    raise row
+                form = form or detect_format(row)
+                conversation = to_conversation(row, form, config.curriculum.levels, config.difficulty_field)
+                levels.append(index[conversation.level])
+                row_ids.append(read - 1)
+            except RowProblem as problem:
+                problems.add((number, line), f"{path}:{line}", problem)
+    if config.on_bad_row == "refuse":
+        problems.refuse(read)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in problems.counts.most_common())
+    dropped = [f"{problems.total:,} of {read:,} rows are dropped: {kinds}"] if kinds else []
+    return np.array(levels, dtype=np.int64), np.array(row_ids, dtype=np.int64), dropped
+
+
+def show(arguments: Sequence[str], as_json: bool) -> CurriculumReport:
+    """Resolve the configuration, read the data's levels, print the plan, and return it."""
+    from finetune.config.resolution import resolve
+    from finetune.runtime.device import launch_world
+
+    config = resolve(arguments, world_size=launch_world().world_size).config
+    levels, row_ids, dropped = read_levels(config)
+    schedule, level_ids, warnings = choose_schedule(config, levels, row_ids)
+    steps = count_steps(len(level_ids), config.global_batch_size, config.num_epochs, config.max_steps)
+    rows = np.bincount(level_ids, minlength=len(schedule.levels))
+    report = report_curriculum(schedule, rows, config.global_batch_size, steps, [*dropped, *warnings])
+    if as_json:
+        sys.stdout.write(json.dumps(report.to_json(), ensure_ascii=False, indent=2) + "\n")
+    else:
+        from rich.console import Console
+
+        draw(report, Console(file=sys.stdout))
+    return report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Exit code 0.
+
+    Raises:
+        FinetuneError: with what is wrong, where, and the fix; the caller prints it.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or {"-h", "--help"} & set(arguments):
+        sys.stdout.write(USAGE)
+        return int(ExitCode.DONE)
+    if arguments[0] != "show":
+        raise ConfigError(
+            f"'curriculum {arguments[0]}' is not a command", fix="python -m finetune curriculum show --help"
+        )
+    show([word for word in arguments[1:] if word != "--json"], as_json="--json" in arguments)
+    return int(ExitCode.DONE)

@@ -1,0 +1,179 @@
+"""From evidence to findings: the root of a failure first, its consequences named under it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from finetune.commands.diagnose.log_evidence import Evidence, LogEvidence
+from finetune.commands.diagnose.log_facts import derived
+from finetune.commands.diagnose.symptoms.base import Kind, fill
+from finetune.commands.diagnose.symptoms.rules import ENDED_BADLY, SAID_BY_RUN, UNEXPLAINED
+from finetune.runtime.language import Language
+
+# Clocks of nodes and the buffers of their outputs differ by less than this, as a rule.
+CLOCK_SLACK_SECONDS = 10.0
+# A log without times: lines of several processes that belong together are not farther apart.
+ORDER_SLACK_LINES = 400
+# Logged steps after which a process is held to have got over an error.
+SURVIVED_STEPS = 3
+EVIDENCE_LINES = 6
+EVIDENCE_CHARACTERS = 400
+WEAK_CONFIDENCE = 0.5
+
+
+@dataclass
+class Finding:
+    """A cause of a failure.
+
+    Attributes:
+        cause: its id, of the list in docs/diagnosis.md.
+        confidence: 0 to 1.
+        evidence: `LOG:LINE: text`, secrets masked.
+        explanation: what happened.
+        fix: what to do about it.
+        rank: the rank that shows it first, None where no line tells.
+        consequences: causes whose lines are in the logs too, and that follow from this one.
+    """
+
+    cause: str
+    confidence: float
+    evidence: list[str]
+    explanation: str
+    fix: str
+    rank: int | None = None
+    consequences: list[str] = field(default_factory=list)
+
+
+class _Group:
+    """All evidence of one cause: `first` is the earliest of its nearest kind, `clearest` the surest of that kind."""
+
+    def __init__(self, evidence: Sequence[Evidence]) -> None:
+        self.kind = min(e.symptom.kind for e in evidence)
+        self.evidence = sorted(evidence, key=_order)
+        self.first = next(e for e in self.evidence if e.symptom.kind == self.kind)
+        self.cause = self.first.symptom.cause
+        nearest = [e for e in self.evidence if e.symptom.kind == self.kind]
+        self.clearest = max(nearest, key=lambda e: e.symptom.confidence)  # the earliest of those
+        self.confidence = self.clearest.symptom.confidence
+
+
+def rank_findings(
+    logs: Sequence[LogEvidence], language: Language, facts: dict[str, str] | None = None
+) -> list[Finding]:
+    """The causes that all logs together show, best first.
+
+    Args:
+        logs: in the order given; their times are compared as they stand.
+        facts: settings of the run that are known from elsewhere.
+    """
+    known = {name: value for log in reversed(logs) for name, value in log.facts.items()} | (facts or {})
+    standing = [e for log in logs for e in _standing(log)]
+    last = [e for e in standing if e.attempt == max(o.attempt for o in standing if o.line.source == e.line.source)]
+    groups = _groups(last)
+    if groups and all(group.kind > Kind.UNEXPLAINED for group in groups):
+        groups = _groups(standing)  # the last attempt only waited for something that went wrong in an earlier one
+    kept = [group for group in groups if not any(_explains(other, group) for other in groups)]
+    if any(group.cause != ENDED_BADLY.cause for group in kept):  # that a process ended badly is then no news
+        kept = [group for group in kept if group.first.symptom is not ENDED_BADLY]
+    kept.sort(key=lambda group: (group.confidence < WEAK_CONFIDENCE, _order(group.first)))
+    findings = [_finding(group, known, language) for group in kept]
+    if findings:
+        told = {finding.cause for finding in findings} | {UNEXPLAINED.cause}
+        findings[0].consequences = sorted({group.cause for group in groups} - told)
+    return findings
+
+
+def _standing(log: LogEvidence) -> list[Evidence]:
+    """Evidence that the run did not get over: nothing after it says done, or trains on."""
+
+    def survived(evidence: Evidence) -> bool:
+        return log.steps - evidence.line.steps_before >= SURVIVED_STEPS
+
+    return [
+        evidence
+        for number, evidence in enumerate(log.evidence)
+        if evidence.symptom.lasting or (number >= log.finished and not survived(evidence))
+    ]
+
+
+def _groups(evidence: Sequence[Evidence]) -> list[_Group]:
+    by_cause: dict[str, list[Evidence]] = {}
+    for piece in evidence:
+        by_cause.setdefault(piece.symptom.cause, []).append(piece)
+    groups = []
+    for pieces in by_cause.values():
+        counts = {id(piece.symptom): 0 for piece in pieces}
+        for piece in pieces:
+            counts[id(piece.symptom)] += piece.count
+        enough = [piece for piece in pieces if counts[id(piece.symptom)] >= piece.symptom.at_least]
+        if enough:
+            groups.append(_Group(enough))
+    return groups
+
+
+def _order(evidence: Evidence) -> tuple[float, int]:
+    seconds = evidence.line.seconds
+    return (float("inf") if seconds is None else seconds), evidence.line.number
+
+
+def _explains(root: _Group, other: _Group) -> bool:
+    if root is other or root.cause in other.first.symptom.explains:
+        return False
+    nearer = root.kind < other.kind or other.cause in root.first.symptom.explains
+    return nearer and _not_later(root.first, other.first)
+
+
+def _not_later(first: Evidence, second: Evidence) -> bool:
+    one, two = first.line, second.line
+    if one.source == two.source and one.rank == two.rank and first.symptom.kind == Kind.UNEXPLAINED:
+        return one.number <= two.number
+    if one.seconds is not None and two.seconds is not None:
+        return one.seconds <= two.seconds + CLOCK_SLACK_SECONDS
+    return one.source != two.source or one.number <= two.number + ORDER_SLACK_LINES
+
+
+def _finding(group: _Group, facts: dict[str, str], language: Language) -> Finding:
+    clearest = group.clearest
+    symptom, others = clearest.symptom, [e for e in group.evidence if e is not clearest]
+    said = {name: value for e in reversed(others) for name, value in e.values.items() if name != "rank"}
+    values = derived(facts | said | clearest.values)
+    fix = fill(symptom.fix[language], values)
+    own_fix = values.get("said_fix")
+    if own_fix and symptom is not SAID_BY_RUN:
+        fix += {"en": f" The run itself said: {own_fix}", "zh": f" 运行本身的建议:{own_fix}"}[language]
+    rank = clearest.values.get("rank")
+    return Finding(
+        symptom.cause,
+        group.confidence,
+        [_quote(e) for e in [clearest, *others][:EVIDENCE_LINES]],
+        mask_secrets(fill(symptom.explanation[language], values)),
+        mask_secrets(fix),
+        None if rank is None else int(rank),
+    )
+
+
+def _quote(evidence: Evidence) -> str:
+    text = mask_secrets(evidence.line.text.strip())
+    if len(text) > EVIDENCE_CHARACTERS:
+        text = text[: EVIDENCE_CHARACTERS * 3 // 4] + " ... " + text[-EVIDENCE_CHARACTERS // 4 :]
+    rank = "" if evidence.line.rank is None else f" (rank {evidence.line.rank})"
+    more = f" (x{evidence.count})" if evidence.count > 1 else ""
+    return f"{evidence.line.source}:{evidence.line.number}{rank}: {text}{more}"
+
+
+_SECRETS = (
+    re.compile(r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|xox[abpr]-|AKIA|glpat-|wandb_v1_)[A-Za-z0-9_-]{8,}"),
+    re.compile(r"(?i)(?<=bearer )[\w.~+/=-]{8,}"),
+    re.compile(r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"),
+    re.compile(r"""(?i)(?<![\w-])((?:[\w-]*(?:api[_-]?key|secret|passwd|password|token|access[_-]?key))["']?\s*[=:]\s*["']?)[^\s"',;]{6,}"""),
+    re.compile(r"\b[0-9a-f]{40}\b"),
+)  # fmt: skip
+
+
+def mask_secrets(text: str) -> str:
+    """Keys, tokens and passwords replaced by ***."""
+    for form in _SECRETS:
+        text = form.sub(lambda match: (match[1] if match.re.groups else "") + "***", text)
+    return text

@@ -1,0 +1,143 @@
+"""The log of a launch: a file that its processes write into, and a console that follows the file.
+
+The processes write into the file themselves, so neither a killed supervisor nor a terminal that is stuck or gone can
+stop or fail them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from finetune.runs.line_follower import LineFollower
+
+FOLLOW_SECONDS = 0.2
+
+_RANK = re.compile(rb"^\[(?:rank|default)\d+\]: ?")
+_TRACEBACK = re.compile(rb"^Traceback \(most recent call last\):|^Exception raised from |^frame #\d+: ")
+# Inside a traceback: indented code, what links two of them, C++ frames, blank lines.
+_INSIDE = re.compile(
+    rb"^\s|^$|^(?:During handling of the above exception|The above exception was the direct cause)|^frame #\d+: "
+)
+# What torch elastic and C++ say of their own work: in the file it is of use, on the console it is not.
+_MACHINERY = re.compile(
+    rb"^[IWE]\d{4} \d\d:\d\d:\d\d\S* \d+ \S*torch/|^\[[IWE]\d{3,4} [\d:]+\S* \S+\.(?:cpp|hpp|h):\d+\]"
+)
+
+
+class TracebackFold:
+    """Leaves out tracebacks, but for the line that names the error, rank by rank.
+
+    Attributes:
+        folded: lines left out.
+    """
+
+    def __init__(self) -> None:
+        self.folded = 0
+        self._inside: set[bytes] = set()
+
+    def shows(self, line: bytes) -> bool:
+        """Whether this line, the next of the log, is for the console."""
+        found = _RANK.match(line)
+        rank = found[0] if found else b""
+        text = line[len(rank) :]
+        if _TRACEBACK.match(text):
+            self._inside.add(rank)
+        elif rank in self._inside and not _INSIDE.match(text):
+            self._inside.remove(rank)
+            return True
+        hidden = rank in self._inside or bool(_MACHINERY.match(text))
+        self.folded += hidden
+        return not hidden
+
+
+class LaunchLog:
+    """The log file, made new.
+
+    A context manager: while it is entered, the console shows what is written.
+
+    Args:
+        path: the file; its folder is made where it is not there.
+        console: where to copy it; standard output by default.
+    """
+
+    def __init__(self, path: Path, console: BinaryIO | None = None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        self.descriptor = os.open(path, flags, 0o666)
+        self._console = sys.stdout.buffer if console is None else console
+        self._follower, self._fold = LineFollower(path), TracebackFold()
+        self._turn, self._end = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="console", daemon=True)
+
+    def __enter__(self) -> LaunchLog:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+        self._show()
+        os.close(self.descriptor)
+
+    def say(self, tag: str, text: str) -> None:
+        """Write `[TAG] text`; further lines of the text are indented."""
+        os.write(self.descriptor, (f"[{tag}] " + text.replace("\n", "\n  ") + "\n").encode("utf-8", "replace"))
+
+    def info(self, text: str) -> None:
+        self.say("INFO", text)
+
+    def warning(self, text: str) -> None:
+        self.say("WARNING", text)
+
+    def error(self, text: str) -> None:
+        self.say("ERROR", text)
+
+    @property
+    def size_bytes(self) -> int:
+        return os.fstat(self.descriptor).st_size
+
+    def folded(self) -> int:
+        """Lines left out on the console since the last call, up to what the file holds now."""
+        self._show()
+        count, self._fold.folded = self._fold.folded, 0
+        return count
+
+    @contextlib.contextmanager
+    def since(self, offset_bytes: int) -> Iterator[Path]:
+        """A file that holds what was written after an offset, with the same line numbers as the log."""
+        if offset_bytes == 0:
+            yield self.path
+            return
+        with tempfile.NamedTemporaryFile(suffix=".log") as copy, self.path.open("rb") as log:
+            left = offset_bytes
+            while left > 0 and (block := log.read(min(left, 1 << 20))):
+                left -= len(block)
+                copy.write(b"\n" * block.count(b"\n"))
+            while block := log.read(1 << 20):
+                copy.write(block)
+            copy.flush()
+            yield Path(copy.name)
+
+    def _follow(self) -> None:
+        while not self._end.wait(FOLLOW_SECONDS):
+            self._show()
+
+    def _show(self) -> None:
+        with self._turn:
+            shown = [line for line in self._follower.poll().lines if self._fold.shows(line)]
+            if not shown:
+                return
+            try:
+                self._console.write(b"\n".join(shown) + b"\n")
+                self._console.flush()
+            except (OSError, ValueError):  # the terminal is gone; the run and its log are not
+                self._console = open(os.devnull, "wb")  # noqa: SIM115

@@ -1,0 +1,284 @@
+"""The merge itself, and the test that what was written answers as the adapter did.
+
+The base model is in memory once. Adapted logits are taken, the adapter is added to the weights in place, the result is
+written, dropped, and read again by plain transformers: so what is tested is the files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from finetune.commands.merge.model_card import write_card
+from finetune.errors import ConfigError, FinetuneError
+from finetune.inference.loading import Source, check_fit, end_ids, load_tokenizer_of, load_weights, with_adapter
+from finetune.modeling.pretrained import DTYPES, load_model_config
+from finetune.runtime import device as devices
+from finetune.storage import durable_files
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+logger = logging.getLogger("finetune")
+
+# Norm of the difference of the logits over the norm of the logits. Adding before multiplying instead of after rounds
+# otherwise: once per number in float32; a 16-bit weight is rounded to 8 (bfloat16) or 11 bits besides.
+TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+SHARD_SIZE = "5GB"
+TEMPLATE_NAME = "chat_template.jinja"
+TEXTS = (
+    "What does a router do?",
+    "请用一句话解释单点故障。",
+    "Links and costs: A-B 3, B-C 4.\nAnswer: 7 ms, 99.5%",
+    "  two spaces,\ttab\n\n10.0.0.0/8 — “quotes” ₂ 🙂 ｆｕｌｌ　ｗｉｄｔｈ",
+    "def f(x):\n    return {'a': [x, 1e-3]}  # naïve façade",
+)
+RANDOM_PROMPTS, RANDOM_TOKENS = 2, 48
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfTest:
+    """What the test measured, over all prompts.
+
+    Attributes:
+        prompts: how many, and `tokens` of them together.
+        difference: norm of (merged - adapted) over the norm of the adapted logits; at most `tolerance`.
+        effect: norm of (adapted - base) over the same: what the adapter changes.
+        agreement: share of positions where merged and adapted take the same token.
+        texts: how many texts went through the tokenizer and back as before.
+    """
+
+    prompts: int
+    tokens: int
+    difference: float
+    tolerance: float
+    effect: float
+    agreement: float
+    texts: int
+
+
+def merge_into(
+    folder: Path,
+    source: Source,
+    *,
+    name: str,
+    dtype: str = "auto",
+    device_type: str = "cpu",
+    template: str | None = None,
+    trust_remote_code: bool = False,
+) -> SelfTest:
+    """Write the merged model, its tokenizer and its card into an empty folder.
+
+    Args:
+        name: what the card calls it.
+        dtype: of the weights; auto: the base's own.
+
+    Raises:
+        ConfigError, DataError: files that do not fit, or an adapter that cannot be merged.
+        FinetuneError: the self-test failed.
+    """
+    assert source.adapter is not None
+    device = torch.device(devices.choose_device_type(device_type))
+    tokenizer = load_tokenizer_of(source, template, trust_remote_code=trust_remote_code)
+    base_dtype = _dtype_of(source.base, trust_remote_code)
+    dtype = base_dtype if dtype == "auto" else dtype
+    # Added in the base's own dtype and rounded once to another one: not the other way round.
+    base = load_weights(Source(source.base, None), device, base_dtype, trust_remote_code=trust_remote_code)
+    check_fit(base, tokenizer, source)
+    _check_space(folder, base, DTYPES[dtype])
+    prompts = _prompts(base, tokenizer)
+    # The head is its own from here on, for the base's logits as well: they stay what they were.
+    adapted = _adapted(base, source.adapter)
+    adapted_logits = logits(adapted, prompts)
+    with adapted.disable_adapter():
+        effect = _distance(logits(adapted, prompts), adapted_logits)
+    if effect == 0:
+        logger.warning("the adapter changes no logit: the merged model will be its base (fix: name a trained adapter)")
+    merged = _merge(adapted, source.adapter).to(DTYPES[dtype])
+    merged.config.dtype = DTYPES[dtype]
+    merged.generation_config.eos_token_id = list(
+        end_ids(tokenizer, merged.generation_config, merged.config.get_text_config().eos_token_id)
+    )
+    merged.save_pretrained(folder, max_shard_size=SHARD_SIZE)
+    tokenizer.save_pretrained(folder)
+    del base, adapted, merged
+    gc.collect()
+    devices.empty_cache(device)
+    trained_with = source.adapter / TEMPLATE_NAME if template is None else None
+    texts = check_tokenizer(folder, tokenizer, trained_with, trust_remote_code=trust_remote_code)
+    written = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=DTYPES[dtype], use_safetensors=True, trust_remote_code=trust_remote_code
+    )
+    written_logits = logits(written.to(device).eval(), prompts)
+    test = SelfTest(
+        prompts=len(prompts),
+        tokens=sum(map(len, prompts)),
+        difference=_distance(written_logits, adapted_logits),
+        # The coarser of the two decides.
+        tolerance=max(TOLERANCES[dtype], TOLERANCES[base_dtype]),
+        effect=effect,
+        agreement=_agreement(written_logits, adapted_logits),
+        texts=texts,
+    )
+    check_logits(test, dtype)
+    write_card(folder, source, name=name, dtype=dtype, self_test=dataclasses.asdict(test))
+    return test
+
+
+def _dtype_of(base: str, trust_remote_code: bool) -> str:
+    """The dtype that the base's weights are in.
+
+    Raises:
+        ConfigError: quantized weights, to which nothing can be added.
+    """
+    config = load_model_config(base, trust_remote_code=trust_remote_code)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            "the base model's weights are quantized: an adapter cannot be added to them exactly",
+            base,
+            "give --model the model that the quantized one was made from",
+        )
+    named = str(config.dtype or config.get_text_config().dtype).removeprefix("torch.")
+    return named if named in DTYPES else "float32"
+
+
+def _check_space(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
+    needed = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    free = durable_files.free_bytes(folder)
+    if needed > free:
+        raise ConfigError(
+            f"the merged model takes {durable_files.format_bytes(needed)}, {durable_files.format_bytes(free)} are free",
+            "--output-dir",
+            "free some space, or choose a folder on another disk",
+        )
+
+
+# ---------------------------------------------------------------- adapter and base
+
+
+def _adapted(base: PreTrainedModel, adapter: Path) -> PeftModel:
+    """The base with the adapter inside it. Where the adapter changes one of two tied embeddings, they are untied first:
+    added to a shared weight, its change would come out at the other end too."""
+    config = base.config.get_text_config()
+    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    with _quiet():
+        adapted = with_adapter(base, adapter)
+    if not hasattr(adapted.base_model, "merge_and_unload"):
+        kind = adapted.peft_config["default"].peft_type.value
+        raise ConfigError(f"an adapter of kind {kind} cannot be merged", str(adapter), "serve it as an adapter")
+    if tied and (base.get_output_embeddings() is not head or base.get_input_embeddings() is not embedding):
+        head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        config.tie_word_embeddings = base.config.tie_word_embeddings = False
+    return adapted.eval()
+
+
+def _merge(adapted: PeftModel, adapter: Path) -> PreTrainedModel:
+    try:
+        with _quiet():
+            # Not safe_merge: it rounds the change to the base's dtype before adding. Numbers that are not finite are
+            # found by the self-test.
+            return adapted.merge_and_unload()
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        raise ConfigError(
+            f"the adapter cannot be merged: {str(error).splitlines()[0]}", str(adapter), "serve it as an adapter"
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without peft's warning about tied embeddings, which `_adapted` unties."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"Model with `tie_word_embeddings=True`")
+        yield
+
+
+# ---------------------------------------------------------------- the self-test
+
+
+def _prompts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Token ids: texts, a question as the chat template writes it, and random tokens of the whole vocabulary."""
+    prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
+    question = [{"role": "user", "content": TEXTS[0]}]
+    chat = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    prompts.append(tokenizer(chat, add_special_tokens=False)["input_ids"])
+    size, chooser = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
+    shape = (RANDOM_PROMPTS, RANDOM_TOKENS)
+    prompts += torch.randint(size, shape, generator=chooser).tolist()
+    return prompts
+
+
+def logits(model: torch.nn.Module, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Logits at every position of each prompt: float32 `(tokens, vocabulary)` on the CPU."""
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        return [model(torch.tensor([ids], device=device)).logits[0].float().cpu() for ids in prompts]
+
+
+def _distance(ours: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> float:
+    """Norm of the difference over the norm of the reference; infinite where a logit is not finite."""
+    difference = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(ours, reference, strict=True))
+    norm = sum(float(b.double().square().sum()) for b in reference)
+    ratio = (difference / max(norm, torch.finfo(torch.float64).tiny)) ** 0.5
+    return ratio if ratio == ratio else float("inf")
+
+
+def _agreement(ours: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> float:
+    same = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in zip(ours, reference, strict=True))
+    return same / sum(map(len, reference))
+
+
+def check_logits(test: SelfTest, dtype: str) -> None:
+    """Raise FinetuneError unless the merged model computes what the adapted one did."""
+    if not test.difference <= test.tolerance:
+        raise FinetuneError(
+            f"self-test failed: logits of the merged model differ from the adapter's by {test.difference:.1e} of their "
+            f"norm, {test.tolerance:.0e} is allowed in {dtype}",
+            "merge",
+            "try --dtype float32; serve the adapter as it is meanwhile" if dtype != "float32" else "report this",
+        )
+    if test.effect > 0 and test.difference >= test.effect:
+        raise FinetuneError(
+            f"self-test failed: the adapter changes the logits by {test.effect:.1e} of their norm, rounding the merged "
+            f"weights to {dtype} by {test.difference:.1e}: what it learned would be lost",
+            "merge",
+            "use --dtype float32, or serve the adapter as it is",
+        )
+
+
+def check_tokenizer(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, template: Path | None, *, trust_remote_code: bool
+) -> int:
+    """Compare the written tokenizer with the one in use; returns how many texts went through.
+
+    Args:
+        template: the file of the chat template, which must come out byte by byte where it is there.
+
+    Raises:
+        FinetuneError: another template, or other tokens or text for one of the texts.
+    """
+    written: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if written.chat_template != tokenizer.chat_template:
+        raise _tokenizer_error("the chat template was written otherwise than it is")
+    if template is not None and template.is_file() and (folder / TEMPLATE_NAME).read_bytes() != template.read_bytes():
+        raise _tokenizer_error(f"{TEMPLATE_NAME} is not the adapter's, byte by byte")
+    turns = [{"role": "user", "content": TEXTS[0]}, {"role": "assistant", "content": TEXTS[1]}]
+    texts = [*TEXTS, tokenizer.apply_chat_template(turns, tokenize=False)]
+    for text in texts:
+        ids = tokenizer(text)["input_ids"]
+        if written(text)["input_ids"] != ids or written.decode(ids) != tokenizer.decode(ids):
+            raise _tokenizer_error(f"it reads {text[:40]!r} otherwise than before")
+    return len(texts)
+
+
+def _tokenizer_error(what: str) -> FinetuneError:
+    return FinetuneError(f"self-test failed: {what}", "tokenizer", "report this with the tokenizer's name")

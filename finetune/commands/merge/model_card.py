@@ -1,0 +1,165 @@
+"""The model card of a merged model: what it was made from, how, and what it scored. Nothing of this machine is in it.
+
+Only the settings named here are written, and of paths only the last part: so no key of a tracker and no folder of a
+user can get into a file that will be published.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.inference.origin import Origin, find_run
+from finetune.storage import durable_files
+from finetune.version import __version__
+
+if TYPE_CHECKING:
+    from finetune.inference.loading import Source
+
+SETTINGS = (
+    *("finetuning", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
+    *("total_steps", "global_batch_size", "cutoff_len", "seed"),
+    *("learning_rate", "warmup_steps", "lr_scheduler", "weight_decay", "max_grad_norm"),
+    *("adam_beta1", "adam_beta2", "adam_epsilon", "dtype", "use_curriculum", "curriculum_seed", "difficulty_field"),
+)
+LIBRARIES = ("torch", "transformers", "peft", "tokenizers", "safetensors")
+
+
+def write_card(folder: Path, source: Source, *, name: str, dtype: str, self_test: Mapping[str, Any]) -> None:
+    """Write README.md beside a merged model."""
+    text = model_card(source, name=name, dtype=dtype, self_test=self_test)
+    durable_files.replace_file(folder / "README.md", text.encode())
+
+
+def model_card(source: Source, *, name: str, dtype: str, self_test: Mapping[str, Any]) -> str:
+    """The card as Markdown with the hub's front matter."""
+    assert source.adapter is not None
+    run = find_run(source.adapter)
+    base = _short(source.base)
+    front = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["lora", "merged"]}
+    if not Path(source.base).expanduser().exists():  # a hub id, which the hub links
+        front["base_model"] = base
+    return "\n".join(
+        [
+            "---",
+            *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()),
+            "---",
+            "",
+            f"# {_cell(name)}",
+            "",
+            f"`{base}` with the LoRA adapter `{_short(str(source.adapter))}` merged into its weights, in {dtype}, by "
+            f"finetune {__version__}.",
+            "",
+            *_use(),
+            *(_unknown(source.adapter) if run is None else _training(run)),
+            *([] if run is None else _metrics(run, source.adapter)),
+            *_test(self_test, dtype),
+            "## Made with",
+            "",
+            ", ".join(f"{library} {version(library)}" for library in LIBRARIES),
+            "",
+        ]
+    )
+
+
+def _use() -> list[str]:
+    return [
+        "## Use",
+        "",
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        'folder = "path/to/this/folder"',
+        "tokenizer = AutoTokenizer.from_pretrained(folder)",
+        "model = AutoModelForCausalLM.from_pretrained(folder)",
+        'question = [{"role": "user", "content": "What does a router do?"}]',
+        "inputs = tokenizer.apply_chat_template("
+        'question, add_generation_prompt=True, return_tensors="pt", return_dict=True)',
+        "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))",
+        "```",
+        "",
+    ]
+
+
+def _unknown(adapter: Path) -> list[str]:
+    config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    rows = [(name, config.get(name)) for name in ("r", "lora_alpha", "target_modules") if config.get(name) is not None]
+    return ["## Training", "", "The adapter's folder is not that of a run: of its training nothing is known.", "",
+            *_table(("adapter", "value"), rows)]  # fmt: skip
+
+
+def _training(run: Origin) -> list[str]:
+    known = {**run.settings, **run.identity}
+    rows = [(name, known[name]) for name in SETTINGS if known.get(name) is not None]
+    lines = ["## Training", "", *_table(("setting", "value"), rows)]
+    stages = _stages(run.settings)
+    if stages and known.get("use_curriculum"):
+        lines += ["Curriculum, where the rows have levels:", "", *stages]
+    data = {name: run.settings.get(name) or [] for name in ("data", "valid_data")}
+    facts = [
+        ("trained on", ", ".join(map(_short, data["data"])) or "not known"),
+        ("held out", ", ".join(map(_short, data["valid_data"])) or "none"),
+        ("data fingerprint", known.get("data") if isinstance(known.get("data"), str) else "not known"),
+        ("schedule fingerprint", known.get("schedule", "not known")),
+    ]
+    return [*lines, "## Data", "", *_table(("", ""), facts)]
+
+
+def _stages(settings: Mapping[str, Any]) -> list[str]:
+    curriculum = settings.get("curriculum")
+    if not isinstance(curriculum, dict):
+        return []
+    rows = [
+        (f"up to {stage['until']:.0%}", *(f"{weight:g}" for weight in stage["mix"])) for stage in curriculum["stages"]
+    ]
+    return _table(("progress", *curriculum["levels"]), rows)
+
+
+def _metrics(run: Origin, adapter: Path) -> list[str]:
+    """The loss before the first step, and at the adapter's."""
+    step = re.fullmatch(r"checkpoint-(\d+)", adapter.expanduser().resolve().name)
+    evaluations = run.evaluations(int(step[1]) if step else None)
+    lines = ["## Metrics", ""]
+    if not evaluations:
+        return [*lines, "The run measured none: it had no validation data.", ""]
+    first, last = evaluations[0], evaluations[-1]
+    rows = [
+        (key.partition("/")[2] or "all", *(f"{event.get(key, float('nan')):.4f}" for event in (first, last)))
+        for key in sorted(last)
+        if key.startswith("eval_loss")
+    ]
+    heading = ("level", f"step {first['step']}", f"step {last['step']}")
+    return [*lines, "Loss per trained token on the held-out rows:", "", *_table(heading, rows)]
+
+
+def _test(test: Mapping[str, Any], dtype: str) -> list[str]:
+    return [
+        "## Self-test",
+        "",
+        f"transformers loaded the written files, and they were compared with base and adapter on {test['prompts']} "
+        f"prompts ({test['tokens']} tokens). Logits differ by {test['difference']:.1e} of their norm, and in {dtype} "
+        f"{test['tolerance']:.0e} is allowed; the adapter changes them by {test['effect']:.1e}. The likeliest token is "
+        f"the same at {test['agreement']:.2%} of the positions. The tokenizer read {test['texts']} texts as before, "
+        "with the same chat template.",
+        "",
+    ]
+
+
+def _table(heading: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    lines = [heading, ["---"] * len(heading), *rows]
+    return [*(f"| {' | '.join(map(_cell, line))} |" for line in lines), ""]
+
+
+def _cell(value: Any) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _short(name: str) -> str:
+    """A hub id as it is; of a path its last part."""
+    path = Path(name).expanduser()
+    return _cell(path.resolve().name if path.exists() or path.is_absolute() or name.count("/") > 1 else name)

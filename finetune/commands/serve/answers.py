@@ -1,0 +1,170 @@
+"""One request for an answer: from the pool's events to a body or a stream of server-sent events.
+
+The client's leaving is watched all the while, and ends the answer in the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+from starlette.responses import JSONResponse, Response
+
+from finetune.commands.serve.guard import Receive, Scope, Send
+from finetune.commands.serve.metrics import Metrics
+from finetune.commands.serve.protocol import AnswerRequest, ApiError, Shape, unavailable, usage
+from finetune.commands.serve.workers import Event, NoWorker, QueueFull, WorkerPool
+
+
+@dataclass(frozen=True)
+class AnswerLimits:
+    """What one answer may take: tokens, seconds in the queue, seconds in all."""
+
+    max_new_tokens: int
+    queue_seconds: float
+    request_seconds: float
+
+
+class AnswerResponse(Response):
+    """An ASGI response that asks the pool itself, so that it sees the client leave at any time."""
+
+    def __init__(
+        self, request: AnswerRequest, *, chat: bool, pool: WorkerPool, limits: AnswerLimits, metrics: Metrics
+    ) -> None:
+        self.request, self.pool, self.limits, self.metrics = request, pool, limits, metrics
+        self.changes = request.sampling_changes(limits.max_new_tokens)
+        self.endpoint = "chat" if chat else "completions"
+        self.shape = Shape(chat=chat, model=request.model)
+        self.background = None
+        self._began = time.monotonic()
+        self._started = False  # the head of the response is out
+        self._has_text = False
+        self._status = "error"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = asyncio.create_task(self._answer(scope, receive, send))
+        leaving = asyncio.create_task(_until_left(receive))
+        try:
+            await asyncio.wait((answer, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                answer.result()
+            else:
+                self._status = "cancelled"
+                self.metrics.cancelled.inc()
+        finally:
+            answer.cancel()
+            leaving.cancel()
+            await asyncio.gather(answer, leaving, return_exceptions=True)
+            self.metrics.requests.labels(self.endpoint, self._status).inc()
+            self.metrics.duration.observe(time.monotonic() - self._began)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with anyio.fail_after(self.limits.request_seconds):
+                async with AsyncExitStack() as stack:
+                    events = await stack.enter_async_context(self._events())
+                    if self.request.stream:
+                        await self._stream(events, send)
+                    else:
+                        await self._whole(events, scope, receive, send)
+            self._status = "200"
+        except TimeoutError:
+            await self._fail(unavailable("the answer took too long", "timeout", status=504), scope, receive, send)
+        except ApiError as error:
+            await self._fail(error, scope, receive, send)
+
+    @asynccontextmanager
+    async def _events(self) -> AsyncIterator[AsyncIterator[Event]]:
+        """Events of the answer, errors raised in the protocol's shape; the first is "accepted"."""
+        try:
+            async with self.pool.answer(self.request.prompt(), self.changes, self.limits.queue_seconds) as queue:
+                yield _checked(queue, self.metrics)
+        except QueueFull as error:
+            raise unavailable("too many requests are waiting; try again", "queue_full", status=429) from error
+        except NoWorker as error:
+            raise unavailable("no worker is running", "no_worker") from error
+        except asyncio.TimeoutError as error:  # of the queue; the limit of the whole answer is further out
+            raise unavailable("no worker had room in time; try again", "queue_timeout") from error
+
+    async def _whole(self, events: AsyncIterator[Event], scope: Scope, receive: Receive, send: Send) -> None:
+        async for event in events:
+            if event["is"] == "piece":
+                self._first_token()
+            elif event["is"] == "end":
+                counts = self._count(event)
+                body = self.shape.whole(event["text"], event["finish_reason"], counts)
+                await JSONResponse(body)(scope, receive, send)
+
+    async def _stream(self, events: AsyncIterator[Event], send: Send) -> None:
+        async for event in events:
+            if event["is"] == "accepted":
+                headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                self._started = True
+                await _send_event(send, self.shape.first())
+            elif event["is"] == "piece":
+                self._first_token()
+                await _send_event(send, self.shape.piece(event["text"]))
+            elif event["is"] == "end":
+                counts = self._count(event)
+                await _send_event(send, self.shape.last(event["finish_reason"]))
+                if self.request.include_usage:
+                    await _send_event(send, self.shape.counts(counts))
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+    async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        self._status = str(error.status)
+        if not self._started:
+            await JSONResponse(error.body, error.status, headers=error.headers)(scope, receive, send)
+            return
+        # The protocol's way to say it in the middle of a stream; clients raise it.
+        await _send_event(send, error.body)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _first_token(self) -> None:
+        if not self._has_text:
+            self._has_text = True
+            self.metrics.first_token.observe(time.monotonic() - self._began)
+
+    def _count(self, end: Event) -> dict[str, int]:
+        self.metrics.tokens.labels("prompt").inc(end["prompt_tokens"])
+        self.metrics.tokens.labels("completion").inc(end["completion_tokens"])
+        return usage(end["prompt_tokens"], end["completion_tokens"])
+
+
+async def _checked(queue: asyncio.Queue[Event], metrics: Metrics) -> AsyncIterator[Event]:
+    while True:
+        event = await queue.get()
+        if event["is"] == "lost":
+            metrics.lost.inc()
+            raise unavailable("the worker that wrote this answer ended; try again", "worker_lost")
+        if event["is"] == "error":
+            raise unavailable(event["message"], "generation_failed", status=500)
+        if event["is"] == "refused":
+            raise _refusal(event)
+        yield event
+        if event["is"] == "end":
+            return
+
+
+def _refusal(event: Mapping[str, Any]) -> ApiError:
+    error = event["error"]
+    code = "context_length_exceeded" if event["kind"] == "PromptTooLong" else "invalid_value"
+    return ApiError(400, error["what"], param=error["where"] or None, code=code)
+
+
+async def _send_event(send: Send, body: Mapping[str, Any] | None) -> None:
+    if body is not None:
+        data = b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+async def _until_left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,141 @@
+"""The application behind the guard: routes of the OpenAI protocol, health, metrics, and the page."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from finetune.commands.serve.answers import AnswerLimits, AnswerResponse
+from finetune.commands.serve.guard import Guard, Rules
+from finetune.commands.serve.metrics import CONTENT_TYPE, Metrics
+from finetune.commands.serve.protocol import ApiError, ChatRequest, CompletionRequest, model_entry, model_list, parse
+from finetune.commands.serve.workers import WorkerPool
+
+STATIC = Path(__file__).parent / "static"
+PAGE_FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/app.js": ("app.js", "text/javascript; charset=utf-8"),
+    "/markdown.js": ("markdown.js", "text/javascript; charset=utf-8"),
+    "/style.css": ("style.css", "text/css; charset=utf-8"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+_PHRASES = {404: ("there is nothing here", "not_found"), 405: ("not with this method", "method_not_allowed")}
+
+
+def create_app(
+    pool: WorkerPool, rules: Rules, limits: AnswerLimits, metrics: Metrics, on_end: Callable[[], Any]
+) -> Guard:
+    """The whole application. `on_end` is awaited when the server stops, after the last answer."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await on_end()
+
+    # The pages that FastAPI makes of its schema would load scripts from elsewhere.
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan, redirect_slashes=False)
+    _add_errors(app)
+    _add_answers(app, pool, limits, metrics)
+    _add_about(app, pool, limits, metrics)
+    _add_page(app)
+    return Guard(app, rules)
+
+
+def _error(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body, error.status, headers=error.headers)
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def known(_: Request, error: ApiError) -> JSONResponse:
+        return _error(error)
+
+    @app.exception_handler(HTTPException)
+    async def by_the_router(_: Request, error: HTTPException) -> JSONResponse:
+        message, code = _PHRASES.get(error.status_code, (str(error.detail), None))
+        return _error(ApiError(error.status_code, message, code=code, headers=dict(error.headers or {})))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        return _error(ApiError(422, "the request is not valid", code="invalid_request"))
+
+    @app.exception_handler(Exception)
+    async def unexpected(_: Request, error: Exception) -> JSONResponse:
+        # uvicorn logs the exception; its words may hold the prompt, so the client gets none of them.
+        return _error(ApiError(500, "the server failed on this request", kind="server_error", code="internal"))
+
+
+def _add_answers(app: FastAPI, pool: WorkerPool, limits: AnswerLimits, metrics: Metrics) -> None:
+    async def answer(request: Request, kind: type[ChatRequest] | type[CompletionRequest]) -> AnswerResponse:
+        asked = parse(kind, await request.body())
+        if asked.model != pool.about["name"]:
+            raise _no_such_model(asked.model)
+        return AnswerResponse(asked, chat=kind is ChatRequest, pool=pool, limits=limits, metrics=metrics)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await answer(request, ChatRequest)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await answer(request, CompletionRequest)
+
+
+def _no_such_model(name: str) -> ApiError:
+    return ApiError(
+        404, f"the model {name[:100]!r} is not here; /v1/models lists what is", param="model", code="model_not_found"
+    )
+
+
+def _add_about(app: FastAPI, pool: WorkerPool, limits: AnswerLimits, metrics: Metrics) -> None:
+    began = int(time.time())
+
+    def entry() -> dict[str, Any]:
+        about = pool.about
+        most_tokens = min(limits.max_new_tokens, about["context_tokens"])
+        details = {"context_tokens": about["context_tokens"], "max_new_tokens": most_tokens}
+        return model_entry(about["name"], began, {**details, "sampling": about["sampling"]})
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse(model_list([entry()]))
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        if name != pool.about["name"]:
+            raise _no_such_model(name)
+        return JSONResponse(entry())
+
+    @app.get("/health")
+    async def health() -> Response:
+        workers = [
+            {"number": w.number, "state": w.state, "active": len(w.running), "restarts": w.restarts}
+            for w in pool.workers
+        ]
+        ready = pool.ready_count
+        state = "ok" if ready == len(workers) else "degraded" if ready else "unavailable"
+        body = {"status": state, "workers": workers, "queued": pool.queued_count}
+        return JSONResponse(body, 200 if ready else 503)
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        text = metrics.text(workers_ready=pool.ready_count, active=pool.active_count, queued=pool.queued_count)
+        return Response(text, headers={"content-type": CONTENT_TYPE})
+
+
+def _add_page(app: FastAPI) -> None:
+    for path, (name, content_type) in PAGE_FILES.items():
+        content = (STATIC / name).read_bytes()
+
+        def page(content: bytes = content, content_type: str = content_type) -> Response:
+            return Response(content, headers={"content-type": content_type})
+
+        app.add_api_route(path, page, methods=["GET", "HEAD"], include_in_schema=False, response_model=None)

@@ -1,0 +1,144 @@
+"""`python -m finetune serve`: a model behind the OpenAI protocol, with a chat page."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from finetune.commands.serve.settings import (
+    SHORTEST_TOKEN,
+    TOKEN_VARIABLE,
+    ServeSettings,
+    make_serve_parser,
+    serve_settings,
+)
+from finetune.errors import ConfigError, ExitCode
+from finetune.inference.flags import with_dashes
+
+logger = logging.getLogger("finetune")
+
+GRACE_SECONDS = 30
+LISTEN_BACKLOG = 1024
+
+
+def run_server(settings: ServeSettings) -> int:
+    """Serve until a signal. 0: ended in order; 1: all workers failed.
+
+    Raises:
+        ConfigError: the place is taken, there is no token where one is needed, or the model cannot be loaded.
+    """
+    if not settings.is_loopback and settings.token is None:
+        raise ConfigError(
+            f"{settings.host} can be reached by others, and there is no token",
+            "--host",
+            f"write a token of {SHORTEST_TOKEN} characters or more to a file and give --token-file FILE, or set "
+            f"{TOKEN_VARIABLE}; or leave --host out",
+        )
+    listener = _bind(settings.host, settings.port)
+    try:
+        return asyncio.run(_serve(settings, listener))
+    except KeyboardInterrupt:  # before uvicorn listens for it
+        return 130
+    finally:
+        listener.close()
+
+
+async def _serve(settings: ServeSettings, listener: socket.socket) -> int:
+    import uvicorn
+
+    from finetune.commands.serve.answers import AnswerLimits
+    from finetune.commands.serve.app import create_app
+    from finetune.commands.serve.connections import MAX_HEAD_BYTES, limited_protocol
+    from finetune.commands.serve.guard import LOOPBACK_NAMES, Rules
+    from finetune.commands.serve.metrics import Metrics
+    from finetune.commands.serve.workers import WORKER_COMMAND, WorkerPool
+
+    metrics = Metrics()
+    pool = WorkerPool(
+        settings.load,
+        settings.environments,
+        per_worker=settings.max_batch,
+        max_queue=settings.max_queue,
+        command=settings.worker_command or WORKER_COMMAND,
+        on_restart=metrics.restarts.inc,
+    )
+    logger.info("loading %s on %d worker(s)", settings.load.get("model") or "the adapter's model", len(pool.workers))
+    await pool.start()
+    rules = Rules(
+        hosts=frozenset({*LOOPBACK_NAMES, settings.host.lower(), *(name.lower() for name in settings.allowed_hosts)}),
+        any_address=not settings.is_loopback,
+        token=settings.token,
+        max_body_bytes=settings.max_body_bytes,
+        body_seconds=settings.body_seconds,
+    )
+    limits = AnswerLimits(settings.max_new_tokens, settings.queue_seconds, settings.request_seconds)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            create_app(pool, rules, limits, metrics, pool.close),
+            http=limited_protocol(settings.max_connections, settings.head_seconds),
+            ws="none",
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            timeout_keep_alive=15,
+            timeout_graceful_shutdown=GRACE_SECONDS,
+            access_log=False,  # no line per request: paths and times are in /metrics
+            log_level="warning",
+            server_header=False,
+            proxy_headers=False,
+        )
+    )
+    # uvicorn stops in order on these, then raises them again for whoever handled them before: that is us, at the end.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    failed = asyncio.create_task(_stop_when_failed(pool.all_failed, server))
+    listener.listen(LISTEN_BACKLOG)  # from here on a client that connects is kept until uvicorn accepts it
+    address = f"[{settings.host}]" if ":" in settings.host else settings.host
+    logger.info(
+        "%s answers at http://%s:%d (page at /, OpenAI protocol at /v1); Ctrl-C ends it",
+        pool.about["name"],
+        address,
+        listener.getsockname()[1],
+    )
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        failed.cancel()
+        await pool.close()
+    return int(ExitCode.FAILED if pool.all_failed.is_set() else ExitCode.DONE)
+
+
+async def _stop_when_failed(all_failed: asyncio.Event, server: Any) -> None:
+    await all_failed.wait()
+    logger.error("no worker can be started any more: the server ends")
+    server.should_exit = True
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A socket that is bound and not yet listening: a taken port is known before a model is loaded."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"{host}:{port} cannot be used: {error}", "--host, --port", "choose another --port, or 0 for a free one"
+        ) from error
+    return listener
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. 0: ended by a signal, in order; 1: failed while serving; 2: refused before serving."""
+    from finetune.storage.run_log import setup_console
+
+    options = make_serve_parser().parse_args(with_dashes(sys.argv[1:] if argv is None else argv))
+    setup_console(0)
+    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"not installed: {', '.join(missing)}", "serve", f"pip install {' '.join(missing)}")
+    return run_server(serve_settings(options))

@@ -1,0 +1,271 @@
+"""The OpenAI protocol: requests that are taken, and the shape of answers and errors. Needs no torch.
+
+What would be ignored is refused, so that no client believes in a setting that has no effect; a few names that mean
+nothing here (`user`, `metadata`, ...) are let pass.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import pydantic_core
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from finetune.errors import ConfigError
+from finetune.inference.sampling import Sampling
+
+MAX_MESSAGES = 1000
+_HARMLESS = frozenset(
+    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
+)
+# Settings of the protocol that are not offered, and the values of them that ask for nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "logit_bias": ({},),
+    "echo": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
+
+
+class ApiError(Exception):
+    """An error in the protocol's shape."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.headers = status, dict(headers or {})
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def unavailable(message: str, code: str, *, status: int = 503) -> ApiError:
+    """An error that may pass: the client may try again."""
+    return ApiError(status, message, kind="server_error", code=code, headers={"retry-after": "1"})
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class TextPart(_Request):
+    """A part of a message. Images, sounds and files are refused: nothing is fetched for a request."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(_Request):
+    """One message; `content` becomes a text."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart]
+    name: str | None = None
+    refusal: None = None
+    tool_call_id: str | None = None
+
+    def plain(self) -> dict[str, str]:
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class StreamOptions(_Request):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class AnswerRequest(_Request):
+    """What both endpoints take. `top_k` and `repetition_penalty` are additions to the protocol."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling_changes(self, most_tokens: int) -> dict[str, Any]:
+        """What differs from the model's own settings.
+
+        Raises:
+            ApiError: a value out of its range.
+        """
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        tokens = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        given = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "repetition_penalty": self.repetition_penalty,
+            "seed": self.seed,
+            "max_new_tokens": tokens,
+            "stop": stops or None,
+        }
+        changes = {name: value for name, value in given.items() if value is not None}
+        try:
+            Sampling(**changes)
+        except ConfigError as error:
+            name = "max_tokens" if error.where == "max_new_tokens" else error.where
+            message = error.what.replace("max_new_tokens", "max_tokens", 1)
+            raise ApiError(400, message, param=name, code="invalid_value") from error
+        changes["max_new_tokens"] = min(tokens or most_tokens, most_tokens)
+        return changes
+
+
+class ChatRequest(AnswerRequest):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+
+    def prompt(self) -> list[dict[str, str]]:
+        return [message.plain() for message in self.messages]
+
+
+class CompletionRequest(AnswerRequest):
+    """POST /v1/completions: one prompt, as text or token ids."""
+
+    prompt_: str | list[int] = Field(alias="prompt")
+
+    @field_validator("prompt_", mode="before")
+    @classmethod
+    def _one_prompt(cls, value: Any) -> Any:
+        if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+            return value[0]
+        return value
+
+    def prompt(self) -> str | list[int]:
+        return self.prompt_
+
+
+def parse(kind: type[ChatRequest] | type[CompletionRequest], body: bytes) -> Any:
+    """A request from its JSON.
+
+    Raises:
+        ApiError: 400, naming the parameter and the rule.
+    """
+    try:
+        given = pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from error
+    if not isinstance(given, dict):
+        raise ApiError(400, "the body is not a JSON object", code="invalid_json")
+    for name in list(given):
+        if name in _HARMLESS:
+            del given[name]
+        elif name in _NEUTRAL and name not in kind.model_fields:
+            value = given.pop(name)
+            if value is not None and value not in _NEUTRAL[name]:
+                raise ApiError(400, f"{name} is not offered by this server", param=name, code="unsupported_parameter")
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise _as_api_error(error) from error
+
+
+def _as_api_error(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_input=False)[0]
+    names = [part for part in first["loc"] if not (isinstance(part, str) and ("[" in part or part == "str"))]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in names).lstrip(".")
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"unknown parameter: {param[:100]}", param=param[:100], code="unknown_parameter")
+    if param == "messages" and first["type"] == "too_short":
+        return ApiError(400, "messages is empty: send at least one message", param=param, code="empty_array")
+    if param.startswith("messages") and first["type"] == "literal_error" and param.endswith(".type"):
+        return ApiError(
+            400, "a content part must have type text; nothing is fetched", param=param, code="unsupported_content"
+        )
+    return ApiError(400, f"{param or 'the body'}: {first['msg']}", param=param or None, code="invalid_value")
+
+
+# ---------------------------------------------------------------- answers
+
+
+def new_id(kind: str) -> str:
+    return f"{kind}-{uuid.uuid4().hex}"
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+class Shape:
+    """Bodies of one answer: `chat` for chat.completion, else text_completion."""
+
+    def __init__(self, *, chat: bool, model: str) -> None:
+        self.chat = chat
+        self._head = {
+            "id": new_id("chatcmpl" if chat else "cmpl"),
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def whole(self, text: str, reason: str, counts: Mapping[str, int]) -> dict[str, Any]:
+        if self.chat:
+            message = {"role": "assistant", "content": text, "refusal": None}
+            choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
+        else:
+            choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+        kind = "chat.completion" if self.chat else "text_completion"
+        return {**self._head, "object": kind, "choices": [choice], "usage": dict(counts)}
+
+    def first(self) -> dict[str, Any] | None:
+        """The chunk before any text."""
+        return self._chunk({"role": "assistant", "content": ""}, None) if self.chat else None
+
+    def piece(self, text: str) -> dict[str, Any]:
+        return self._chunk({"content": text} if self.chat else text, None)
+
+    def last(self, reason: str) -> dict[str, Any]:
+        return self._chunk({} if self.chat else "", reason)
+
+    def counts(self, counts: Mapping[str, int]) -> dict[str, Any]:
+        return {**self._head, "object": self._object, "choices": [], "usage": dict(counts)}
+
+    @property
+    def _object(self) -> str:
+        return "chat.completion.chunk" if self.chat else "text_completion"
+
+    def _chunk(self, content: Any, reason: str | None) -> dict[str, Any]:
+        choice = {"index": 0, "delta" if self.chat else "text": content, "logprobs": None, "finish_reason": reason}
+        return {**self._head, "object": self._object, "choices": [choice]}
+
+
+def model_entry(name: str, created: int, details: Mapping[str, Any]) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": created, "owned_by": "finetune", **details}
+
+
+def model_list(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {"object": "list", "data": list(entries)}

@@ -1,0 +1,160 @@
+"""A worker: one model on one device in a process of its own. `workers.py` starts it and speaks with it.
+
+JSON, a line each; what a worker is told (standard input):
+
+    {"do": "load", "model": ..., ...}             first; arguments of load_for_generation
+    {"do": "answer", "id": ..., "prompt": ..., "sampling": {...}}
+    {"do": "cancel", "id": ...}
+
+and what it says (standard output):
+
+    {"is": "ready", "name": ..., "context_tokens": ..., "sampling": {...}}    or {"is": "failed", "error": {...}}
+    {"is": "accepted", "id": ..., "prompt_tokens": n}                or {"is": "refused", "id": ..., "error": {...}}
+    {"is": "piece", "id": ..., "text": ...}
+    {"is": "end", "id": ..., "text": the whole, "finish_reason": ..., "prompt_tokens": n, "completion_tokens": n}
+    {"is": "error", "id": ..., "message": ...}    the answer failed
+
+It ends when its input ends. If its model fails for good it leaves with exit code 1, and is started again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from finetune.errors import FinetuneError
+from finetune.runtime.device import LaunchWorld
+from finetune.runtime.parent_watchdog import die_with_launcher
+
+if TYPE_CHECKING:
+    from finetune.inference.generation import Answer, Generation, GenerationError, Generator
+
+CPU_NICENESS = 5  # the process that speaks with clients comes first
+CHECK_SECONDS = 0.5
+
+
+class Worker:
+    """Answers what comes in on one stream, on another."""
+
+    def __init__(self, generator: Generator, out: BinaryIO) -> None:
+        self.generator = generator
+        self._out = out
+        self._lock = threading.Lock()
+        self._running: dict[str, Generation] = {}
+
+    def say(self, message: dict[str, Any]) -> None:
+        line = json.dumps(message).encode() + b"\n"
+        with self._lock, contextlib.suppress(BrokenPipeError):  # the server is gone; its end of our input says so too
+            self._out.write(line)
+            self._out.flush()
+
+    def obey(self, message: dict[str, Any]) -> None:
+        identity = message["id"]
+        if message["do"] == "cancel":
+            generation = self._running.pop(identity, None)
+            if generation is not None:
+                generation.cancel()
+            return
+        held: list[dict[str, Any]] | None = []  # pieces that come before "accepted" is said
+        lock = threading.Lock()
+
+        def on_piece(piece: str, answer: Answer | None, error: GenerationError | None) -> None:
+            if answer is not None or error is not None:
+                self._running.pop(identity, None)
+            said = _event(identity, piece, answer, error)
+            with lock:
+                if held is not None:
+                    held.extend(said)
+                    return
+                for event in said:
+                    self.say(event)
+
+        try:
+            sampling = self.generator.default_sampling.changed(**_sampling(message["sampling"]))
+            generation = self.generator.start(message["prompt"], sampling, on_piece)
+        except FinetuneError as error:
+            kind = type(error).__name__
+            self.say({"is": "refused", "id": identity, "kind": kind, "error": describe(error)})
+            return
+        with lock:
+            self._running[identity] = generation
+            self.say({"is": "accepted", "id": identity, "prompt_tokens": generation.prompt_tokens})
+            for event in held:
+                self.say(event)
+                if event["is"] != "piece":
+                    self._running.pop(identity, None)
+            held = None
+
+
+def _event(identity: str, piece: str, answer: Answer | None, error: GenerationError | None) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = []
+    if error is not None:
+        return [{"is": "error", "id": identity, "message": error.what}]
+    if piece:
+        events.append({"is": "piece", "id": identity, "text": piece})
+    if answer is not None:
+        end = dataclasses.asdict(answer)
+        del end["token_ids"]
+        events.append({"is": "end", "id": identity, **end})
+    return events
+
+
+def _sampling(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if name == "stop" else value for name, value in given.items()}
+
+
+def describe(error: FinetuneError) -> dict[str, str]:
+    return {"what": error.what, "where": error.where, "fix": error.fix}
+
+
+def main() -> int:
+    """Load, then answer until the input ends."""
+    die_with_launcher(LaunchWorld(0, 0, 1, 1, launched=True))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the server ends us in order
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a library prints must not get between our lines
+    lines = sys.stdin.buffer
+    settings = json.loads(lines.readline())
+    assert settings.pop("do") == "load"
+    try:
+        from finetune.inference.generation import load_for_generation
+
+        generator = load_for_generation(**settings)
+    except FinetuneError as error:
+        out.write(json.dumps({"is": "failed", "error": describe(error)}).encode() + b"\n")
+        out.flush()
+        return int(error.exit_code)
+    if generator.model.device.type == "cpu" and hasattr(os, "nice"):
+        os.nice(CPU_NICENESS)
+    worker = Worker(generator, out)
+    worker.say(
+        {
+            "is": "ready",
+            "name": generator.name,
+            "context_tokens": generator.context_tokens,
+            "sampling": dataclasses.asdict(generator.default_sampling),
+        }
+    )
+    threading.Thread(target=_leave_when_dead, args=(generator,), name="check", daemon=True).start()
+    for line in lines:
+        worker.obey(json.loads(line))
+    os._exit(0)  # nobody listens any more: threads and devices need no orderly end
+
+
+def _leave_when_dead(generator: Generator) -> None:
+    """End the process if the engine has failed for good: the next one starts with a clean device."""
+    alive = True
+    while alive:
+        threading.Event().wait(CHECK_SECONDS)
+        alive = generator.engine.alive
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

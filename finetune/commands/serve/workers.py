@@ -1,0 +1,295 @@
+"""The worker processes of a server: one per device, started again when one dies, and who gets which request.
+
+A request waits in one queue until a worker has room, and goes to the one that has most. If its worker dies it gets
+`lost`; the others do not notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import sys
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from finetune.errors import ConfigError, FinetuneError
+
+logger = logging.getLogger("finetune")
+
+WORKER_COMMAND = (sys.executable, "-m", "finetune.commands.serve.worker_process")
+FAILED_STARTS = 5  # in a row, after which a worker is given up
+LONGEST_PAUSE_SECONDS = 30.0
+STOP_SECONDS = 10.0
+LINE_BYTES = 64 << 20  # of one message: an answer is much smaller
+
+Event = dict[str, Any]
+LOST: Event = {"is": "lost"}
+
+
+class QueueFull(Exception):
+    """As many requests wait as may wait."""
+
+
+class NoWorker(Exception):
+    """No worker answers, and none is being started."""
+
+
+@dataclass
+class Worker:
+    """One process and what it does now. `state`: starting, ready, pausing (before a new start), failed, stopped."""
+
+    number: int
+    environment: Mapping[str, str]
+    state: str = "starting"
+    process: asyncio.subprocess.Process | None = None
+    running: dict[str, asyncio.Queue[Event]] = field(default_factory=dict)
+    restarts: int = 0
+    task: asyncio.Task[None] | None = None
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        if self.process is not None and self.process.stdin is not None and not self.process.stdin.is_closing():
+            self.process.stdin.write(json.dumps(message).encode() + b"\n")
+
+
+@dataclass
+class _Ticket:
+    """A request that waits for room."""
+
+    identity: str
+    events: asyncio.Queue[Event]
+    granted: asyncio.Future[Worker]
+
+
+class WorkerPool:
+    """Workers with the same model.
+
+    Args:
+        load: arguments of `load_for_generation`, sent to each worker.
+        environments: one mapping of variables per worker, on top of this process's own.
+        per_worker: answers that a worker writes at the same time.
+        max_queue: requests that may wait for room.
+        command: how a worker is started.
+        on_restart: called when a worker is started again.
+    """
+
+    def __init__(
+        self,
+        load: Mapping[str, Any],
+        environments: Sequence[Mapping[str, str]],
+        *,
+        per_worker: int,
+        max_queue: int,
+        command: Sequence[str] = WORKER_COMMAND,
+        on_restart: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._load, self._command, self._on_restart = dict(load), tuple(command), on_restart
+        self.workers = [Worker(number, environment) for number, environment in enumerate(environments)]
+        self.per_worker, self.max_queue = per_worker, max_queue
+        self._waiting: deque[_Ticket] = deque()
+        self.about: dict[str, Any] = {}  # what the first worker said when it was ready
+        self.all_failed = asyncio.Event()
+        self._closing = False
+
+    # ------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Start all workers and wait until each is ready.
+
+        Raises:
+            FinetuneError: what a worker said, or that it died without a word.
+        """
+        ready = [asyncio.get_running_loop().create_future() for _ in self.workers]
+        for worker, future in zip(self.workers, ready, strict=True):
+            worker.task = asyncio.create_task(self._keep(worker, future))
+        try:
+            await asyncio.gather(*ready)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """End all workers; answers that are being written end as lost."""
+        self._closing = True
+        self._turn_away()
+        await asyncio.gather(*(self._stop(worker) for worker in self.workers))
+
+    async def _stop(self, worker: Worker) -> None:
+        if worker.process is not None and worker.process.returncode is None:
+            with contextlib.suppress(ConnectionError, RuntimeError):
+                worker.process.stdin.close()  # it leaves when nobody speaks to it any more
+            try:
+                await asyncio.wait_for(worker.process.wait(), STOP_SECONDS)
+            except asyncio.TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    worker.process.kill()
+        if worker.task is not None:
+            worker.task.cancel()
+            await asyncio.gather(worker.task, return_exceptions=True)
+        worker.state = "stopped"
+
+    async def _keep(self, worker: Worker, ready: asyncio.Future[None]) -> None:
+        """Start the worker, and again whenever it has died."""
+        failed_starts = 0
+        while not self._closing:
+            worker.state = "starting"
+            was_ready, error = await self._run_once(worker, ready)
+            if self._closing:
+                return
+            if not ready.done():  # the first start: the server does not begin without it
+                ready.set_exception(error)
+                return
+            failed_starts = 0 if was_ready else failed_starts + 1
+            if failed_starts >= FAILED_STARTS:
+                worker.state = "failed"
+                logger.error("worker %d failed to start %d times, given up: %s", worker.number, failed_starts, error)
+                self._after_failure()
+                return
+            worker.state = "pausing"
+            worker.restarts += 1
+            self._on_restart()
+            pause = 0.0 if failed_starts == 0 else min(LONGEST_PAUSE_SECONDS, 2.0**failed_starts)
+            logger.warning("worker %d ended (%s) and is started again", worker.number, error.what)
+            await asyncio.sleep(pause)
+
+    async def _run_once(self, worker: Worker, ready: asyncio.Future[None]) -> tuple[bool, FinetuneError]:
+        """One life of a worker: whether it was ready, and why it ended."""
+        error = FinetuneError(f"worker {worker.number} ended before it was ready", "worker", "see its messages above")
+        was_ready = False
+        worker.process = process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, **worker.environment},
+            limit=LINE_BYTES,
+        )
+        try:
+            worker.send({"do": "load", **self._load})
+            while line := await process.stdout.readline():
+                event = json.loads(line)
+                if event["is"] == "ready":
+                    was_ready = True
+                    self.about = self.about or event
+                    worker.state = "ready"
+                    if not ready.done():
+                        ready.set_result(None)
+                    self._give_work()
+                elif event["is"] == "failed":
+                    error = ConfigError(**event["error"])
+                else:
+                    self._deliver(worker, event)
+        except (ValueError, KeyError) as wrong:
+            logger.error("worker %d said what is no message: %s", worker.number, type(wrong).__name__)
+        finally:
+            code = await _end(process)
+            running, worker.running = worker.running, {}
+            for queue in running.values():
+                queue.put_nowait(LOST)
+        if was_ready:
+            reason = f"signal {-code}" if code < 0 else f"exit code {code}"
+            error = FinetuneError(reason, f"worker {worker.number}")
+        return was_ready, error
+
+    def _after_failure(self) -> None:
+        if all(worker.state == "failed" for worker in self.workers):
+            self._turn_away()
+            self.all_failed.set()
+
+    # ------------------------------------------------------------ requests
+
+    @property
+    def ready_count(self) -> int:
+        return sum(worker.state == "ready" for worker in self.workers)
+
+    @property
+    def active_count(self) -> int:
+        return sum(len(worker.running) for worker in self.workers)
+
+    @property
+    def queued_count(self) -> int:
+        return len(self._waiting)
+
+    @contextlib.asynccontextmanager
+    async def answer(
+        self, prompt: Any, sampling: Mapping[str, Any], queue_seconds: float
+    ) -> AsyncIterator[asyncio.Queue[Event]]:
+        """Events of one answer, up to "end", "error", "refused" or "lost". Leaving earlier cancels it.
+
+        Raises:
+            QueueFull, NoWorker, asyncio.TimeoutError: it could not begin.
+        """
+        identity = uuid.uuid4().hex
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        worker = await self._room(identity, events, queue_seconds)
+        if identity in worker.running:  # else it has died in between, and `lost` is in the queue
+            worker.send({"do": "answer", "id": identity, "prompt": prompt, "sampling": dict(sampling)})
+        try:
+            yield events
+        finally:
+            if worker.running.pop(identity, None) is not None:
+                worker.send({"do": "cancel", "id": identity})
+                self._give_work()
+
+    async def _room(self, identity: str, events: asyncio.Queue[Event], queue_seconds: float) -> Worker:
+        """A worker that has taken the request into its count."""
+        worker = self._freest()
+        if worker is not None and not self._waiting:
+            worker.running[identity] = events
+            return worker
+        if self._closing or all(worker.state in ("failed", "stopped") for worker in self.workers):
+            raise NoWorker
+        if len(self._waiting) >= self.max_queue:
+            raise QueueFull
+        ticket = _Ticket(identity, events, asyncio.get_running_loop().create_future())
+        self._waiting.append(ticket)
+        try:
+            return await asyncio.wait_for(ticket.granted, queue_seconds)
+        except BaseException:
+            with contextlib.suppress(ValueError):
+                self._waiting.remove(ticket)
+            for worker in self.workers:  # granted at the very moment when nobody waited any more
+                if worker.running.pop(identity, None) is not None:
+                    self._give_work()
+            raise
+
+    def _freest(self) -> Worker | None:
+        room = [worker for worker in self.workers if worker.state == "ready" and len(worker.running) < self.per_worker]
+        return min(room, key=lambda worker: len(worker.running), default=None)
+
+    def _give_work(self) -> None:
+        """Give those who wait the room that there is, first come first served."""
+        while self._waiting and (worker := self._freest()) is not None:
+            ticket = self._waiting.popleft()
+            if not ticket.granted.done():
+                worker.running[ticket.identity] = ticket.events
+                ticket.granted.set_result(worker)
+
+    def _turn_away(self) -> None:
+        for ticket in self._waiting:
+            if not ticket.granted.done():
+                ticket.granted.set_exception(NoWorker())
+        self._waiting.clear()
+
+    def _deliver(self, worker: Worker, event: Event) -> None:
+        queue = worker.running.get(event["id"])
+        if queue is None:  # cancelled
+            return
+        if event["is"] in ("end", "error", "refused"):
+            del worker.running[event["id"]]
+            self._give_work()
+        queue.put_nowait(event)
+
+
+async def _end(process: asyncio.subprocess.Process) -> int:
+    """The exit code of a process that no longer speaks; it is killed if it stays."""
+    try:
+        return await asyncio.wait_for(process.wait(), 1.0)
+    except asyncio.TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        return await process.wait()

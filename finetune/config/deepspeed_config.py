@@ -1,0 +1,76 @@
+"""The user's DeepSpeed keys -> the dictionary that DeepSpeed is given.
+
+The batch numbers, optimizer, scheduler, clipping and dtype are this package's (config.py resolved them); DeepSpeed sees
+rows: micro-batch 1, accumulation 1. What is set here and not by the user has its reason beside it.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from finetune.config.run_config import RunConfig
+
+# Tokens never decide these; a DeepSpeed JSON written for another trainer has them, and ours are in charge.
+OWNED_KEYS = (
+    "optimizer",
+    "scheduler",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "bf16",
+    "fp16",
+    "amp",
+)
+
+
+def zero_stage(config: RunConfig) -> int:
+    """The ZeRO stage; 0 without DeepSpeed."""
+    return int((config.deepspeed or {}).get("zero_optimization", {}).get("stage", 0))
+
+
+def deepspeed_dict(config: RunConfig, *, world_size: int, dtype: str, largest_adapter_tensor: int) -> dict[str, Any]:
+    """The dictionary for TrainingArguments(deepspeed=...).
+
+    Args:
+        world_size: processes of the run.
+        dtype: resolved compute dtype.
+        largest_adapter_tensor: numbers in the largest LoRA tensor; 0 for full-parameter training.
+    """
+    given = copy.deepcopy(config.deepspeed or {})
+    made = {key: value for key, value in given.items() if key not in OWNED_KEYS}
+    made |= {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "train_batch_size": world_size,
+        "gradient_clipping": config.max_grad_norm,
+        "bf16": {**given.get("bf16", {}), "enabled": dtype == "bfloat16"},
+        "fp16": {**_without_auto(given.get("fp16", {})), "enabled": dtype == "float16"},
+        "zero_allow_untested_optimizer": True,
+    }
+    # torch's AdamW, not DeepSpeedCPUAdam: the latter multiplies beta^t step by step but takes a power after a restart,
+    # so a resumed run would differ. The user may ask for it (large full-parameter runs are faster with it).
+    made.setdefault("zero_force_ds_cpu_optimizer", False)
+    # bf16 gradients of many rows would be added up in bf16 otherwise.
+    made.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+    made.setdefault("steps_per_print", 2**31)
+    zero = made.setdefault("zero_optimization", {})
+    if zero.get("stage") == 3:
+        _keep_adapters_resident(zero, largest_adapter_tensor)
+    return made
+
+
+def _keep_adapters_resident(zero: dict[str, Any], largest_adapter_tensor: int) -> None:
+    """Raise the persistence threshold above the largest adapter tensor, unless the user gave a number.
+
+    DeepSpeed's "auto" is 10 x hidden size, which most LoRA tensors exceed: they would be sharded and gathered one by
+    one, hundreds of tiny collectives per pass, for tensors of a few hundred MB in all.
+    """
+    key = "stage3_param_persistence_threshold"
+    if zero.get(key, "auto") == "auto":
+        zero[key] = max(100_000, largest_adapter_tensor)  # DeepSpeed's own default is 1e5
+
+
+def _without_auto(block: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in block.items() if value != "auto"}

@@ -1,0 +1,129 @@
+"""The kinds of runs: the one table that every command asks.
+
+A kind registers its name and its entry module, the one that `python -m MODULE` runs; that module's `KIND` says
+everything else. What needs torch is named by a reference, `module:attribute`, and loaded when it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from finetune.config.flags import Parsed, flags_of, parse
+from finetune.config.run_config import BaseConfig
+from finetune.config.sources import read_file
+from finetune.errors import FinetuneError
+from finetune.runtime.language import _
+
+# name -> entry module; the first is what a command line or a file is taken for when nothing tells.
+_MODULES = {"sft": "finetune.sft", "pretrain": "finetune.pretrain"}
+
+
+@dataclass(frozen=True)
+class RunKind:
+    """A kind of run.
+
+    Attributes:
+        name: as in `launch NAME` and in a run folder's identity.
+        module: its entry: `python -m MODULE`, with `main` and `KIND`.
+        title: what it does, for people; English, translated where it is shown.
+        config_class: its settings.
+        telling_settings: names that a configuration file of this kind has and one of another kind has not.
+        check: problems of a configuration that can be seen without torch.
+        describe: what a run's settings train, in a few words, e.g. the model; of plain values, maybe incomplete.
+        prepare: reference to `prepare(config)`: tokenizer, samples and global batches, with the checks that need no
+            weights; the result has `batches` and `identity`.
+        build_trainer: reference to `build_trainer(config, world, data, start, session, device_type=, dtype=)`.
+        shape: reference to `shape(config)`: the `ModelShape` that is trained, for the planner.
+        workload: reference to `workload(config, shape, cluster)`: what a process has in memory, for the planner.
+        probe: reference to `probe(config)`: doctor's checks of model and data, read as the run would.
+        probed: names of those checks, in order.
+        start_processes: called before anything else in a process that no launcher started, with the command line; may
+            replace the process by a launcher.
+    """
+
+    name: str
+    module: str
+    title: str
+    config_class: type[BaseConfig]
+    telling_settings: frozenset[str]
+    check: Callable[[Any], list[FinetuneError]]
+    describe: Callable[[Mapping[str, Any]], str]
+    prepare: str
+    build_trainer: str
+    shape: str
+    workload: str
+    probe: str
+    probed: tuple[str, ...]
+    start_processes: Callable[[Sequence[str]], None] | None = None
+
+    def parse(self, arguments: Sequence[str]) -> Parsed:
+        """A command line of this kind, taken apart; problems are in the result."""
+        return parse(arguments, flags_of(self.config_class), self.config_class.aliases)
+
+    def call(self, reference: str, *arguments: Any, **named: Any) -> Any:
+        """Call what one of the references names: `kind.call(kind.prepare, config)`."""
+        module, _, attribute = reference.partition(":")
+        return getattr(import_module(module), attribute)(*arguments, **named)
+
+
+def register(name: str, module: str) -> None:
+    """Add a kind, for this process.
+
+    Args:
+        name: not the name of another kind.
+        module: has `KIND`, and is run by `python -m`.
+    """
+    assert _MODULES.get(name, module) == module, f"there is a kind {name} in {_MODULES[name]}"
+    _MODULES[name] = module
+
+
+def kind_names() -> tuple[str, ...]:
+    """Names of all kinds, the one that is taken when nothing tells first."""
+    return tuple(_MODULES)
+
+
+def run_kind(name: str) -> RunKind:
+    """The kind of this name; KeyError where there is none."""
+    kind: RunKind = import_module(_MODULES[name]).KIND
+    return kind
+
+
+def run_kinds() -> Iterator[RunKind]:
+    """All kinds."""
+    return map(run_kind, kind_names())
+
+
+def kind_title(name: str) -> str:
+    """What a kind does, in the spoken language; the name itself where there is no such kind here."""
+    return _(run_kind(name).title) if name in _MODULES else name
+
+
+def kind_of_config(config: BaseConfig) -> RunKind:
+    """The kind whose settings these are."""
+    return next(kind for kind in run_kinds() if type(config) is kind.config_class)
+
+
+def kind_of_settings(settings: Mapping[str, Any]) -> RunKind | None:
+    """The kind whose file has these names; None where none of them tells."""
+    return next((kind for kind in run_kinds() if kind.telling_settings & set(settings)), None)
+
+
+def kind_of_arguments(arguments: Sequence[str]) -> RunKind:
+    """The kind that a command line is for, by its flags and by the names in its configuration files."""
+    kinds = list(run_kinds())
+    parsed = {kind.name: kind.parse(arguments) for kind in kinds}
+    best = min(kinds, key=lambda kind: len(parsed[kind.name].problems))
+    if best is not kinds[0]:
+        return best
+    for path in parsed[best.name].config_files:
+        try:
+            content = read_file(path)
+        except FinetuneError:
+            continue  # said when it is resolved
+        block = content.get("finetune", content)
+        if isinstance(block, dict) and (kind := kind_of_settings(block)) is not None:
+            return kind
+    return best

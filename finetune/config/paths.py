@@ -1,0 +1,71 @@
+"""Files and folders that a configuration names: whether they are there. The only part of the checks that looks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from finetune.config.rules import flag
+from finetune.config.run_config import BaseConfig, RunConfig
+from finetune.config.sources import similar_files
+from finetune.errors import ConfigError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether `model` is to be looked for on the hub: `org/name` or `name`, and no file or folder of that name."""
+    return bool(_HUB_ID.fullmatch(model)) and not Path(model).exists()
+
+
+def check_paths(config: RunConfig) -> list[ConfigError]:
+    """What is wrong with the files and folders that the configuration names; empty if nothing is.
+
+    Only looks whether they exist and are of the right kind; reads none, and does not ask the hub.
+    """
+    return [*_check_model(config.model), *_check_data(config), *check_folders(config), *_check_template(config)]
+
+
+def _check_model(model: str) -> Iterator[ConfigError]:
+    path = Path(model)
+    if path.is_file():
+        yield ConfigError(f"model {model} is a file, not a folder", flag("model"), f"give its folder, {path.parent}")
+    elif not path.is_dir() and not is_hub_id(model):
+        yield ConfigError(f"the model folder {model} does not exist", flag("model"), _remedy(path))
+
+
+def _check_data(config: RunConfig) -> Iterator[ConfigError]:
+    for name in ("data", "valid_data"):
+        for entry in getattr(config, name):
+            path = Path(entry)
+            if path.is_dir():
+                fix = "name the files in it, separated by spaces"
+                yield ConfigError(f"{entry} is a folder, not a file", flag(name), fix)
+            elif not path.exists():
+                together = [part for part in entry.split(",") if part]
+                fix = f"write {flag(name)} {' '.join(together)}" if len(together) > 1 else _remedy(path)
+                yield ConfigError(f"the file {entry} does not exist", flag(name), fix)
+
+
+def check_folders(config: BaseConfig) -> Iterator[ConfigError]:
+    """What is wrong with the folders that a run writes to or resumes from."""
+    for name in ("output_dir", "cache_dir"):
+        place = getattr(config, name)
+        if place is not None and Path(place).exists() and not Path(place).is_dir():
+            yield ConfigError(f"{place} is a file, and {name} must be a folder", flag(name), "name another folder")
+    if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
+        fix = f"give auto, never, or the folder of a checkpoint; {_remedy(Path(config.resume))}"
+        yield ConfigError(f"resume is {config.resume}, and there is no such folder", flag("resume"), fix)
+
+
+def _check_template(config: RunConfig) -> Iterator[ConfigError]:
+    template = config.template
+    if template is not None and ("/" in template or "." in template) and not Path(template).is_file():
+        yield ConfigError(f"the template file {template} does not exist", flag("template"), _remedy(Path(template)))
+
+
+def _remedy(path: Path) -> str:
+    if path.parts and path.parts[0].startswith("~"):
+        return f"~ is not expanded here: write {path.expanduser()}"
+    return similar_files(path)

@@ -1,0 +1,101 @@
+"""What pydantic found wrong, said as what, where and fix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from finetune.config.fields import CurriculumConfig, StageConfig, Strict, ordered_fields
+from finetune.config.flags import Flag, flags_of
+from finetune.config.names import OTHERWISE, UnknownName, nearest, normal
+from finetune.config.rules import Given, flag
+from finetune.config.run_config import BaseConfig
+from finetune.errors import ConfigError
+
+NESTED = {"curriculum": (*CurriculumConfig.model_fields, *StageConfig.model_fields)}
+
+
+class MissingSetting(UnknownName):
+    """A required setting that nobody gave; `guess` is its name."""
+
+
+def problems_of(error: ValidationError, values: Mapping[str, Given], model_class: type[Strict]) -> list[ConfigError]:
+    """The problems behind a validation error, one per field where pydantic tried several types.
+
+    Args:
+        values: every field with its place.
+    """
+    flags, order = flags_of(model_class), ordered_fields(model_class)
+    found: dict[tuple[Any, ...], list[ConfigError]] = {}
+    entries = error.errors()
+    for entry in sorted(entries, key=lambda entry: order.index(entry["loc"][0]) if entry["loc"] else len(order)):
+        name = str(entry["loc"][0]) if entry["loc"] else ""
+        if entry["type"] == "default_factory_not_called" or _follows_from_another(entry, entries):
+            continue
+        if entry["type"] == "rule_broken":
+            where = values[name].where if name in values else _places(values)
+            stem = f"{name}: " if name else ""
+            problems = [ConfigError(stem + what, where, fix) for what, fix in entry["ctx"]["problems"]]
+        elif name in NESTED and len(entry["loc"]) > 1:
+            problems = [_nested(entry, values[name].where)]
+        elif entry["type"] == "missing":
+            problems = [_missing(flags[name], model_class)]
+        else:
+            problems = [_wrong(flags[name], values[name])]
+        found.setdefault(entry["loc"] if name in NESTED else (name,), problems)
+    return [problem for problems in found.values() for problem in problems]
+
+
+def _follows_from_another(entry: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a list is only too short because what is in it was refused."""
+    depth = len(entry["loc"])
+    return entry["type"] == "too_short" and any(
+        len(other["loc"]) > depth and other["loc"][:depth] == entry["loc"] for other in entries
+    )
+
+
+def _places(values: Mapping[str, Given]) -> str:
+    return ", ".join(dict.fromkeys(given.origin for given in values.values() if given.level)) or "the defaults"
+
+
+def _missing(wanted: Flag, model_class: type[Strict]) -> MissingSetting:
+    if issubclass(model_class, BaseConfig):
+        where = "no file and no flag sets it"
+        fix = f"give {flag(wanted.name)} {wanted.metavar}, or {wanted.name} in a --config file"
+    else:
+        stands_alone = wanted.name in getattr(model_class, "positional", ())
+        where, fix = (
+            "the command line",
+            f"give {wanted.metavar if stands_alone else f'{flag(wanted.name)} {wanted.metavar}'}",
+        )
+    problem = MissingSetting(f"{wanted.name} is not set, and has no default", where, fix)
+    problem.guess = wanted.name
+    return problem
+
+
+def _wrong(wanted: Flag, given: Given) -> ConfigError:
+    what = f"{wanted.name} is {given.value!r}"
+    typed = normal(given.value) if isinstance(given.value, str) else ""
+    if wanted.choices and typed in OTHERWISE:
+        what += f": {OTHERWISE[typed][0]}"
+    guess = nearest(typed, wanted.choices) if typed else None
+    unit = f" ({wanted.unit})" if wanted.unit.isalpha() else ""
+    fix = f"did you mean {guess}? " if guess else ""
+    return ConfigError(what, given.where, f"{fix}give {wanted.expected}{unit}")
+
+
+def _nested(entry: Mapping[str, Any], where: str) -> ConfigError:
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in entry["loc"]).lstrip(".")
+    if entry["type"] == "extra_forbidden":
+        guess = nearest(str(entry["loc"][-1]), NESTED[entry["loc"][0]])
+        return ConfigError(f"unknown setting {path}", where, f"did you mean {guess!r}?" if guess else "remove it")
+    if entry["type"] == "missing":
+        return ConfigError(f"{path} is not set", where, "give it")
+    rule = entry["msg"].removeprefix("Input should be ")
+    if entry["type"] == "too_short":
+        rule = "a list that is not empty"
+    elif not rule.startswith(("a ", "an ", "'")):
+        rule = f"a value {rule}"
+    return ConfigError(f"{path} is {entry['input']!r}", where, f"give {rule}")

@@ -1,0 +1,290 @@
+"""A corpus: files -> units of input of about a MiB -> documents. Units are read alone, in any process, in any order."""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.config.names import nearest as nearest_name
+from finetune.data.files import decode_row, first_character, read_rows
+from finetune.data.problems import RowProblem, nearest
+from finetune.errors import DataError, FinetuneError, raise_problems
+
+logger = logging.getLogger("finetune")
+
+UNIT_BYTES = 1 << 20
+# A text file longer than a unit becomes several documents, cut after a line that ends within this many bytes.
+_CUT_SEARCH_BYTES = 1 << 16
+_PARQUET_BATCH_ROWS = 256
+ROW_SUFFIXES = (".jsonl", ".json", ".parquet")
+# What a folder is searched for. A file or glob may name text of any other suffix.
+_TEXT = """
+    .txt .text .md .markdown .rst .tex .org .adoc .html .htm .xml .csv .tsv .yaml .yml .toml .ini .cfg .sql .css .log
+    .sh .py .pyi .c .h .cc .cpp .hpp .cu .rs .go .java .kt .swift .js .jsx .ts .tsx .rb .php .pl .lua .r .jl .scala .hs
+"""
+TEXT_SUFFIXES = tuple(_TEXT.split())
+_PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".7z")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of one file that is read as a whole.
+
+    Attributes:
+        kind: "text" (one document), "lines" (JSON Lines), "array" (a JSON array) or "parquet".
+        start, stop: bytes of the file; for lines, those that start in here; for parquet, row groups.
+        size_bytes: the piece's share of its file, for the progress.
+    """
+
+    path: str
+    kind: str
+    start: int
+    stop: int
+    size_bytes: int
+
+
+Unit = tuple[Piece, ...]
+
+
+def find_files(paths: Sequence[str]) -> tuple[Path, ...]:
+    """Turn files, folders and globs into files, in the order given; within a folder or glob sorted by name.
+
+    A folder is searched to the bottom for rows and for text by suffix (`ROW_SUFFIXES`, `TEXT_SUFFIXES`), hidden files
+    and folders left out; a file or a glob names text of any suffix.
+
+    Raises:
+        DataError: nothing there, or compressed files; `Problems` for several.
+    """
+    files: list[Path] = []
+    problems: list[FinetuneError] = []
+    for path in paths:
+        try:
+            files += _expand(path)
+        except DataError as problem:
+            problems.append(problem)
+    raise_problems(problems)
+    packed = [path for path in files if path.suffix.lower() in _PACKED_SUFFIXES]
+    if packed:
+        more = f" and {len(packed) - 1} more" if len(packed) > 1 else ""
+        raise DataError(f"compressed files are not read{more}", str(packed[0]), "unpack them first")
+    seen: set[Path] = set()
+    twice = sorted({str(path) for path in files if path in seen or seen.add(path)})  # type: ignore[func-returns-value]
+    if twice:
+        logger.warning("read more than once, as asked: %s", ", ".join(twice[:5]))
+    return tuple(files)
+
+
+def _expand(given: str) -> list[Path]:
+    path = Path(given).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        inside = [one for one in path.rglob("*") if not _hidden(one, path) and one.is_file()]
+        known = sorted(one for one in inside if one.suffix.lower() in (*ROW_SUFFIXES, *TEXT_SUFFIXES))
+        if not known:
+            fix = f"name the files or a glob; a folder is searched for {', '.join(ROW_SUFFIXES)} and text by suffix"
+            raise DataError("the folder holds no file that is known to be text", given, fix)
+        if len(known) < len(inside):
+            logger.info("%s: %d files of other kinds are left out", given, len(inside) - len(known))
+        return known
+    matches = sorted(Path(one) for one in glob.glob(str(path), recursive=True) if Path(one).is_file())
+    if matches:
+        return matches
+    if glob.has_magic(given):
+        raise DataError("no file matches", given, "check the pattern; ** stands for folders at any depth")
+    siblings = [str(one) for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    raise DataError(f"there is no such file or folder{nearest(str(path), siblings)}", given, "check --data")
+
+
+def _hidden(path: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
+
+
+def units_of(files: Sequence[Path]) -> Iterator[Unit]:
+    """Cut files into units: large ones into several, small ones together. Depends on names, sizes and kinds alone.
+
+    Raises:
+        DataError: a file that cannot be read.
+    """
+    open_unit: list[Piece] = []
+    size_bytes = 0
+    for path in files:
+        try:
+            pieces = _pieces(path)
+        except OSError as error:
+            raise DataError(f"cannot be read: {error.strerror or error}", str(path), "check the file") from error
+        for piece in pieces:
+            if open_unit and size_bytes + piece.size_bytes > UNIT_BYTES:
+                yield tuple(open_unit)
+                open_unit, size_bytes = [], 0
+            open_unit.append(piece)
+            size_bytes += piece.size_bytes
+    if open_unit:
+        yield tuple(open_unit)
+
+
+def _pieces(path: Path) -> Iterator[Piece]:
+    size_bytes = path.stat().st_size
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
+        yield from _parquet_pieces(path, size_bytes)
+    elif suffix in ROW_SUFFIXES and first_character(path) == b"[":
+        yield Piece(str(path), "array", 0, size_bytes, size_bytes)
+    else:
+        kind = "lines" if suffix in ROW_SUFFIXES else "text"
+        for start in range(0, size_bytes, UNIT_BYTES):
+            stop = min(start + UNIT_BYTES, size_bytes)
+            yield Piece(str(path), kind, start, stop, stop - start)
+
+
+def _parquet_pieces(path: Path, size_bytes: int) -> Iterator[Piece]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        groups = pyarrow.parquet.read_metadata(path).num_row_groups
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(f"is no parquet file: {error}", str(path), "write the file again") from error
+    for group in range(groups):
+        yield Piece(str(path), "parquet", group, group + 1, size_bytes // groups)
+
+
+Place = tuple[str, int]  # file, line (row for parquet) from 1; 0 where it is the file as a whole
+
+
+def documents_of(unit: Unit, text_field: str) -> Iterator[tuple[Place, str | RowProblem]]:
+    """The documents of a unit in order, each with its place; `RowProblem` for a row that is none.
+
+    A document with nothing but white space is given too: the caller leaves it out and counts it.
+
+    Raises:
+        DataError: a file that cannot be read, or a broken JSON array or parquet file.
+    """
+    for piece in unit:
+        try:
+            for line, found in _READERS[piece.kind](piece, text_field):
+                yield (piece.path, line), found
+        except OSError as error:
+            raise DataError(f"cannot be read: {error.strerror or error}", piece.path, "check the file") from error
+
+
+def _read_text(piece: Piece, text_field: str) -> Iterator[tuple[int, str | RowProblem]]:
+    with open(piece.path, "rb") as file:
+        start, stop = _cut(file, piece.start), _cut(file, piece.stop)
+        file.seek(start)
+        raw = file.read(stop - start)
+    if start >= stop:
+        return
+    if start == 0:
+        raw = raw.removeprefix(codecs.BOM_UTF8)
+    try:
+        yield 0, raw.decode()
+    except UnicodeDecodeError as error:
+        yield 0, RowProblem("not UTF-8", f"byte {start + error.start + 1} of the file")
+
+
+def _cut(file: Any, nominal: int) -> int:
+    """Where a text file is cut near a byte: after the next end of a line, else between two characters."""
+    if nominal == 0:
+        return 0
+    file.seek(nominal)
+    following = file.read(_CUT_SEARCH_BYTES)
+    if not following:
+        return nominal  # the end of the file
+    newline = following.find(b"\n")
+    if newline >= 0:
+        return nominal + newline + 1
+    inside = 0
+    while inside < 3 and following[inside : inside + 1] and 0x80 <= following[inside] < 0xC0:  # not a first byte
+        inside += 1
+    return nominal + inside
+
+
+def _read_lines(piece: Piece, text_field: str) -> Iterator[tuple[int, str | RowProblem]]:
+    """The rows of the lines that start in the piece."""
+    with open(piece.path, "rb") as file:
+        if piece.start:
+            file.seek(piece.start - 1)
+            file.readline()  # the rest of the line that the piece before has read
+        before: int | None = None  # lines before the piece; counted when a problem must be placed
+        line = 0
+        while file.tell() < piece.stop and (raw := file.readline()):
+            line += 1
+            if not piece.start and line == 1:
+                raw = raw.removeprefix(codecs.BOM_UTF8)
+            if not raw.strip():
+                continue
+            found = _text_of(decode_row(raw.rstrip(b"\r\n")), text_field)
+            if isinstance(found, RowProblem) and before is None:
+                before = _lines_before(piece)
+            yield line + (before or 0), found
+
+
+def _lines_before(piece: Piece) -> int:
+    """How many lines start before the piece."""
+    if not piece.start:
+        return 0
+    lines, left, last = 0, piece.start, b""
+    with open(piece.path, "rb") as file:
+        while left and (block := file.read(min(left, 1 << 20))):
+            lines += block.count(b"\n")
+            left -= len(block)
+            last = block[-1:]
+    return lines + (last != b"\n")
+
+
+def _read_array(piece: Piece, text_field: str) -> Iterator[tuple[int, str | RowProblem]]:
+    for line, row in read_rows(Path(piece.path)):
+        yield line, _text_of(row, text_field)
+
+
+def _read_parquet(piece: Piece, text_field: str) -> Iterator[tuple[int, str | RowProblem]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(piece.path)
+        columns = file.schema_arrow.names
+        if text_field not in columns:
+            raise DataError(f"has no column {text_field}{_meant(text_field, columns)}", piece.path, _NAME_FIELD)
+        row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
+        groups = range(piece.start, piece.stop)
+        for batch in file.iter_batches(_PARQUET_BATCH_ROWS, row_groups=groups, columns=[text_field]):
+            for value in batch.column(0).to_pylist():
+                row += 1
+                yield row, _text_of({text_field: value}, text_field)
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(f"is no parquet file: {error}", piece.path, "write the file again") from error
+
+
+_READERS = {"text": _read_text, "lines": _read_lines, "array": _read_array, "parquet": _read_parquet}
+_NAME_FIELD = "name the field that holds the text with --text-field"
+
+
+def _text_of(row: Any, text_field: str) -> str | RowProblem:
+    if isinstance(row, RowProblem):
+        return row
+    if not isinstance(row, dict):
+        return RowProblem("not an object", f"a {type(row).__name__}")
+    if text_field not in row:
+        return RowProblem(
+            f"no field {text_field}", f"its fields are {', '.join(map(str, row))}{_meant(text_field, row)}"
+        )
+    value = row[text_field]
+    if not isinstance(value, str):
+        return RowProblem(f"{text_field} is no text", f"a {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # JSON can write what UTF-8 cannot
+        return RowProblem("half of a surrogate pair", f"character {error.start + 1} of the text")
+    return value
+
+
+def _meant(text_field: str, known: Sequence[str] | dict[str, Any]) -> str:
+    guess = nearest_name(text_field, map(str, known))
+    return f"; did you mean --text-field {guess}?" if guess else ""

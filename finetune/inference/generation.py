@@ -1,0 +1,374 @@
+"""The generation core: prompts in, answers out, whole or as a stream; chat, serve and eval all stand on it.
+
+    generator = load_for_generation("runs/my-run")
+    generator.generate(["a prompt", [{"role": "user", "content": "a question"}]], Sampling(max_new_tokens=64))
+    stream = generator.stream([{"role": "user", "content": "a question"}])
+    for piece in stream: ...
+    stream.answer
+
+A prompt is a text (taken as it is), messages (written by the chat template), or token ids. With temperature 0 the
+tokens are those of transformers' `model.generate(do_sample=False)`, alone and in a batch.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finetune.data.formats import Message
+from finetune.data.problems import RowProblem
+from finetune.data.spans import ChatTemplate
+from finetune.errors import DataError, FinetuneError
+from finetune.inference.answer_text import AnswerText
+from finetune.inference.engine import ContinuousEngine, Engine, Job
+from finetune.inference.limits import Limits, default_sampling, find_limits, set_threads
+from finetune.inference.loading import check_fit, end_ids, find_source, load_tokenizer_of, load_weights
+from finetune.inference.sampling import Sampling
+from finetune.inference.static_engine import StaticEngine
+from finetune.modeling.attention import can_pack
+from finetune.runtime.device import choose_device_type, choose_dtype
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from typing_extensions import Self
+
+ROLES = ("system", "user", "assistant", "tool")
+DEFAULT_MAX_BATCH = 32
+
+Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
+
+
+class PromptTooLong(DataError):
+    """The prompt leaves no room for an answer."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer.
+
+    Attributes:
+        text: without special tokens and stop text.
+        token_ids: what was generated, with the end token where there is one.
+        finish_reason: "stop" (an end token or stop text), "length", or "cancelled".
+        prompt_tokens: tokens of the prompt.
+        completion_tokens: tokens generated.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class GenerationError(FinetuneError):
+    """An answer ended by a failure of the model or device."""
+
+
+# (piece of text, the answer when it is over, the error when it failed)
+OnPiece = Callable[[str, "Answer | None", "GenerationError | None"], None]
+
+
+class Generation:
+    """One answer being written. `on_piece` is called in the engine's thread."""
+
+    def __init__(self, generator: Generator, job_id: str, prompt_tokens: int, text: AnswerText, on_piece: OnPiece):
+        self._generator, self.identity, self.prompt_tokens = generator, job_id, prompt_tokens
+        self._text, self._on_piece = text, on_piece
+        self._ids: list[int] = []
+        self._lock = threading.Lock()
+        self._over = False
+
+    def cancel(self) -> None:
+        """Stop writing; ends with finish_reason "cancelled" unless it is over already."""
+        with self._lock:
+            if self._over:
+                return
+            self._end("", "cancelled")
+        self._generator.engine.cancel(self.identity)
+
+    def receive(self, token_ids: Sequence[int], finished: bool, error: str | None) -> None:
+        """The engine's listener."""
+        with self._lock:
+            if self._over:
+                return
+            if error is not None:
+                self._over = True
+                failure = GenerationError(f"the answer failed: {error}", "generation", "try again; see the log")
+                self._on_piece("", None, failure)
+                return
+            self._ids.extend(token_ids)
+            piece = self._text.add(token_ids)
+            if self._text.stopped:
+                self._end(piece, "stop")
+                self._generator.engine.cancel(self.identity)
+            elif finished:
+                ended = bool(self._ids) and self._ids[-1] in self._generator.stop_ids
+                self._end(piece, "stop" if ended else "length")
+            elif piece:
+                self._on_piece(piece, None, None)
+
+    def _end(self, piece: str, reason: str) -> None:
+        self._over = True
+        piece += self._text.finish()
+        if self._text.stopped:  # what was kept back completed a stop text
+            reason = "stop" if reason != "cancelled" else reason
+        answer = Answer(self._text.text, tuple(self._ids), reason, self.prompt_tokens, len(self._ids))
+        self._on_piece(piece, answer, None)
+
+
+class AnswerStream(Iterator[str]):
+    """Pieces of text as they come; `answer` is there after the last. Leaving early cancels."""
+
+    def __init__(self) -> None:
+        self.answer: Answer | None = None
+        self.generation: Generation | None = None
+        self._pieces: queue.SimpleQueue[tuple[str, Answer | None, GenerationError | None]] = queue.SimpleQueue()
+
+    def put(self, piece: str, answer: Answer | None, error: GenerationError | None) -> None:
+        self._pieces.put((piece, answer, error))
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> str:
+        """Raises: GenerationError if the answer failed."""
+        if self.answer is not None:
+            raise StopIteration
+        piece, answer, error = self._pieces.get()
+        if error is not None:
+            raise error
+        self.answer = answer
+        if answer is not None and not piece:
+            raise StopIteration
+        return piece
+
+    def cancel(self) -> None:
+        """Stop the answer; the pieces end soon after."""
+        if self.generation is not None:
+            self.generation.cancel()
+
+
+class Generator:
+    """A loaded model that answers prompts.
+
+    Attributes:
+        name: what to call it: the folder's name or hub id.
+        model: the transformers model, an adapter's layers inside; not to be changed while answers are written.
+        tokenizer: with the chat template in use.
+        stop_ids: every token that ends an answer.
+        context_tokens: most tokens of a prompt with its answer.
+        default_sampling: what the model's own generation settings say.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, *, name: str, stop_ids: Sequence[int], limits: Limits, continuous: bool
+    ) -> None:
+        self.name, self.model, self.tokenizer = name, model, tokenizer
+        self.stop_ids = frozenset(stop_ids)
+        self.context_tokens = limits.context_tokens
+        self.limits = limits
+        self.default_sampling = default_sampling(model.generation_config)
+        self._template = ChatTemplate(tokenizer)
+        engine_class = ContinuousEngine if continuous else StaticEngine
+        self.engine: Engine = engine_class(model, sorted(self.stop_ids), int(tokenizer.pad_token_id), limits)
+        try:
+            self.generate([[next(iter(self.stop_ids))]], Sampling(max_new_tokens=1))  # it works, or says why not
+        except BaseException:
+            self.close()
+            raise
+
+    # ------------------------------------------------------------ prompts
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt text of a conversation, up to where the answer begins.
+
+        Raises:
+            DataError: no message, a wrong role or content, or a refusal of the chat template.
+        """
+        turns = [_message(number, message) for number, message in enumerate(messages)]
+        if not turns:
+            raise DataError("there is no message", "messages", "send at least one message with role and content")
+        try:
+            return self._template.render(turns, generation_prompt=True)
+        except RowProblem as problem:
+            raise DataError(
+                f"the model's chat template does not take these messages: {problem}",
+                "messages",
+                "use the roles and the order that the model was trained with",
+            ) from problem
+
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """Token ids of a text, of messages, or the ids themselves.
+
+        Raises:
+            DataError: as `render`; an empty prompt; an id outside the vocabulary.
+        """
+        if isinstance(prompt, str):
+            # As transformers does by default: with the tokens that the tokenizer puts around a plain text.
+            ids = self.tokenizer(prompt)["input_ids"]
+        elif len(prompt) and all(isinstance(part, int) for part in prompt):
+            ids = [int(part) for part in prompt]  # type: ignore[arg-type]
+            highest = self.model.config.get_text_config().vocab_size
+            if min(ids) < 0 or max(ids) >= highest:
+                raise DataError("a token id is outside the vocabulary", "prompt", f"use ids from 0 to {highest - 1}")
+        else:
+            ids = self.tokenizer(self.render(prompt), add_special_tokens=False)["input_ids"]  # type: ignore[arg-type]
+        if not ids:
+            raise DataError("the prompt is empty", "prompt", "send at least one token")
+        return list(ids)
+
+    # ------------------------------------------------------------ answers
+
+    def start(self, prompt: Prompt, sampling: Sampling | None, on_piece: OnPiece) -> Generation:
+        """Begin an answer; `on_piece` is called from another thread until it is over.
+
+        Raises:
+            DataError: as `prompt_ids`; PromptTooLong.
+        """
+        ids = self.prompt_ids(prompt)
+        room = self.context_tokens - len(ids)
+        if room < 1:
+            raise PromptTooLong(
+                f"the prompt has {len(ids)} tokens; the model reads at most {self.context_tokens} with the answer",
+                "prompt",
+                "shorten the conversation or begin a new one",
+            )
+        sampling = sampling or self.default_sampling
+        sampling = sampling.changed(max_new_tokens=min(sampling.max_new_tokens or room, room))
+        generation = Generation(self, uuid.uuid4().hex, len(ids), AnswerText(self.tokenizer, sampling.stop), on_piece)
+        self.engine.submit(Job(generation.identity, ids, sampling, generation.receive))
+        return generation
+
+    def stream(self, prompt: Prompt, sampling: Sampling | None = None) -> AnswerStream:
+        """The answer to one prompt, piece by piece.
+
+        Raises:
+            DataError: as `start`.
+        """
+        stream = AnswerStream()
+        stream.generation = self.start(prompt, sampling, stream.put)
+        return stream
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling | None = None) -> list[Answer]:
+        """The answers to all prompts, in their order, written together.
+
+        Raises:
+            DataError: as `start`, before anything is written.
+            GenerationError: an answer failed.
+        """
+        ids = [self.prompt_ids(prompt) for prompt in prompts]
+        streams: list[AnswerStream] = []
+        try:
+            for prompt in ids:
+                streams.append(self.stream(prompt, sampling))
+            for stream in streams:
+                for _ in stream:
+                    pass
+        except BaseException:
+            for stream in streams:
+                stream.cancel()
+            raise
+        return [stream.answer for stream in streams if stream.answer is not None]
+
+    def close(self) -> None:
+        """End the engine; twice does no harm."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def load_for_generation(
+    model: str | None,
+    adapter: str | None = None,
+    device_type: str = "auto",
+    dtype: str = "auto",
+    *,
+    template: str | None = None,
+    max_batch: int = DEFAULT_MAX_BATCH,
+    context_tokens: int | None = None,
+    continuous: bool | None = None,
+    cpu_threads: int | None = None,
+    trust_remote_code: bool = False,
+) -> Generator:
+    """Load a model to answer with.
+
+    Args:
+        model: a model folder, a hub id, or the output or checkpoint of a run (then its base is found).
+        adapter: a folder with a LoRA adapter for it.
+        device_type: npu, cuda, mps, cpu, or auto for the best there is.
+        dtype: float32, float16, bfloat16, or auto: bfloat16 where the device has it, float32 elsewhere.
+        template: name or file of a chat template; None: the one saved with the adapter or model.
+        max_batch: answers written at the same time.
+        context_tokens: most tokens of a prompt with its answer; None: what the model was made for.
+        continuous: whether requests may join a running batch; None: wherever that is tested.
+        cpu_threads: threads of an operation on a CPU, unless OMP_NUM_THREADS says; None: torch's own number.
+        trust_remote_code: whether code of the model's repository may run.
+
+    Raises:
+        ConfigError, DataError: no such model, adapter, device or template; files that do not fit.
+    """
+    source = find_source(model, adapter)
+    device_type = choose_device_type(device_type)
+    dtype = choose_dtype(dtype, device_type)
+    tokenizer = load_tokenizer_of(source, template, trust_remote_code=trust_remote_code)
+    network = load_weights(source, torch.device(device_type), dtype, trust_remote_code=trust_remote_code)
+    check_fit(network, tokenizer, source)
+    return make_generator(
+        network,
+        tokenizer,
+        source.name,
+        max_batch=max_batch,
+        context_tokens=context_tokens,
+        continuous=continuous,
+        cpu_threads=cpu_threads,
+    )
+
+
+def make_generator(
+    network: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    *,
+    max_batch: int = DEFAULT_MAX_BATCH,
+    context_tokens: int | None = None,
+    continuous: bool | None = None,
+    cpu_threads: int | None = None,
+) -> Generator:
+    """A generator on a model that is loaded and on its device; the arguments are those of `load_for_generation`."""
+    device = network.device
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        set_threads(network, cpu_threads)
+    tested = can_pack(network.config) and device.type in ("cpu", "cuda")
+    return Generator(
+        network,
+        tokenizer,
+        name=name,
+        stop_ids=end_ids(tokenizer, network.generation_config, network.config.get_text_config().eos_token_id),
+        limits=find_limits(network, device, max_batch, context_tokens),
+        continuous=tested if continuous is None else continuous,
+    )
+
+
+def _message(number: int, message: Any) -> Message:
+    where = f"messages[{number}]"
+    if not isinstance(message, Mapping):
+        raise DataError("a message is not an object", where, "send objects with role and content")
+    role, content = message.get("role"), message.get("content")
+    role = "system" if role == "developer" else role
+    if role not in ROLES:
+        raise DataError(f"role is {str(role)[:40]!r}", f"{where}.role", f"use one of {', '.join(ROLES)}")
+    if not isinstance(content, str):
+        raise DataError("content is not a text", f"{where}.content", "send the message's text as content")
+    return Message(role, content)

@@ -1,0 +1,255 @@
+"""From a configuration and a described cluster to what the planner computes with. No torch, no network, no weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from finetune.config.kinds import kind_of_config
+from finetune.config.pretrain_config import PretrainConfig
+from finetune.config.resolution import resolve_object
+from finetune.config.run_config import BaseConfig, RunConfig
+from finetune.errors import ConfigError
+from finetune.planning.activations import Computing
+from finetune.planning.known_shapes import KNOWN_MODELS, known_shape
+from finetune.planning.memory import Sharding, Workload
+from finetune.planning.shapes import ModelShape, read_shape, scratch_shape
+from finetune.runtime.device import DEVICE_KINDS
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+DEFAULT_VOCABULARY = 32768  # of `prepare` where pretraining's token files are not there yet
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The machines that a run is planned for.
+
+    Attributes:
+        device_memory_bytes, host_memory_bytes: of one device, of one node; None where not said.
+        peak_flops: of one device in the compute dtype; None where it is not known.
+        network_bytes_per_second, host_bytes_per_second: of one device; None where not known.
+    """
+
+    nodes: int = 1
+    devices_per_node: int = 1
+    device_type: str = "cuda"
+    device_name: str = ""
+    device_memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
+    peak_flops: float | None = None
+    network_bytes_per_second: float | None = None
+    host_bytes_per_second: float | None = None
+
+    @property
+    def devices(self) -> int:
+        """Of all nodes."""
+        return self.nodes * self.devices_per_node
+
+
+def shape_for(config: BaseConfig, model_config: Path | None = None) -> ModelShape:
+    """The shape of the model that a configuration trains.
+
+    Args:
+        model_config: a config.json instead of the model's own.
+
+    Raises:
+        ConfigError: the model is neither a folder, nor in the hub's cache here, nor a public model known by name.
+    """
+    if model_config is not None:
+        return read_shape(model_config)
+    kind = kind_of_config(config)
+    shape: ModelShape = kind.call(kind.shape, config)
+    return shape
+
+
+def shape_from_scratch(config: PretrainConfig) -> ModelShape:
+    """The shape that pretraining makes."""
+    return scratch_shape(config.arch, config.depth, config.vocab_size or _stream_vocabulary(config))
+
+
+def shape_of_base_model(config: RunConfig) -> ModelShape:
+    """The shape of the model that fine-tuning starts from."""
+    folder = Path(config.model).expanduser()
+    if folder.exists():
+        return read_shape(folder)
+    cached = _cached_config(config.model)
+    if cached is not None:
+        return read_shape(cached)
+    shape = known_shape(config.model)
+    if shape is None:
+        raise ConfigError(
+            f"the sizes of {config.model} are not known here",
+            where="--model",
+            fix="give --model-config FILE with the model's config.json (weights are not needed); known by name: "
+            + ", ".join(KNOWN_MODELS),
+        )
+    return shape
+
+
+def _cached_config(name: str) -> Path | None:
+    """The config.json of a model in the hub's cache on this machine."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    found = sorted(hub.glob(f"models--{name.replace('/', '--')}/snapshots/*/config.json"))
+    return found[-1] if found else None
+
+
+def _stream_vocabulary(config: PretrainConfig) -> int:
+    """The vocabulary in the header of the first token file that is there."""
+    from finetune.data.corpus.shard_header import read_header
+
+    for entry in config.train_data_path:
+        path = Path(entry)
+        files = sorted(path.glob("*.bin")) if path.is_dir() else [path]
+        for file in files:
+            if file.is_file() and (header := read_header(file)) is not None:
+                return header.vocabulary
+    return DEFAULT_VOCABULARY
+
+
+def workload_of(config: BaseConfig, shape: ModelShape, cluster: Cluster) -> Workload:
+    """What one process of the run has in memory."""
+    kind = kind_of_config(config)
+    work: Workload = kind.call(kind.workload, config, shape, cluster)
+    return work
+
+
+def workload_of_settings(settings: Mapping[str, Any], *, processes: int) -> Workload:
+    """The same of a run's settings on one node of CPUs, as the benchmark runs them."""
+    config = resolve_object(settings, processes).config
+    return workload_of(config, shape_for(config), Cluster(devices_per_node=processes, device_type="cpu"))
+
+
+def element_bytes(config: BaseConfig, device_type: str) -> int:
+    """Of the compute dtype: `auto` is 16 bit where there is an accelerator (device.choose_dtype)."""
+    if config.dtype == "auto":
+        return 2 if device_type in ("cuda", "npu") else 4
+    return DTYPE_BYTES[config.dtype]
+
+
+def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster) -> Workload:
+    """What a process of a fine-tuning run has in memory."""
+    size = element_bytes(config, cluster.device_type)
+    engine, lora = bool(config.deepspeed), config.finetuning == "lora"
+    checkpointing = config.gradient_checkpointing
+    adapter = shape.lora(config.lora_r, config.lora_target_modules) if lora else 0
+    tokens = config.micro_batch_size * config.cutoff_len
+    return Workload(
+        shape=shape,
+        computing=Computing(
+            element_bytes=size,
+            weight_bytes=size if lora or engine else 4,
+            adapted=shape.adapted(config.lora_target_modules) if lora else (),
+            adapter_rank=config.lora_r if lora else 0,
+            adapter_bytes=(size if engine else 4) if lora else 0,
+            dropout=lora and config.lora_dropout > 0,
+            checkpointing=cluster.device_type != "cpu" if checkpointing is None else checkpointing,
+        ),
+        sharding=sharding_of(config.deepspeed, shape, config.lora_r if lora else 0),
+        trained=adapter or shape.total,
+        adapter=adapter,
+        processes=cluster.devices,
+        local_processes=cluster.devices_per_node,
+        row_tokens=tokens,
+        targets=tokens,
+        longest=config.cutoff_len,
+        rows=max(1, ceil(config.global_batch_size / (config.micro_batch_size * cluster.devices))),
+        fused=DEVICE_KINDS[cluster.device_type].fused_adamw,
+        device_type=cluster.device_type,
+        file_bytes=size,
+        loader_workers=config.dataloader_num_workers,
+        # A character of text is about a quarter of a token; a token is 4 bytes of id and 1 of mask.
+        data_bytes=int(1.25 * sum(_size(path) for path in (*config.data, *config.valid_data))),
+    )
+
+
+def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Cluster) -> Workload:
+    """What a process of a pretraining run has in memory."""
+    size = element_bytes(config, cluster.device_type)
+    compiled = cluster.device_type == "cuda" if config.compile is None else config.compile
+    tokens = config.device_batch_size * config.max_seq_len
+    return Workload(
+        shape=shape,
+        computing=Computing(
+            element_bytes=size,
+            weight_bytes=4,
+            checkpointing=bool(config.gradient_checkpointing),
+            compiled=compiled,
+        ),
+        sharding=Sharding(),
+        trained=shape.total,
+        processes=cluster.devices,
+        local_processes=cluster.devices_per_node,
+        row_tokens=tokens,
+        targets=tokens,
+        longest=config.max_seq_len,
+        rows=config.gradient_accumulation_steps or 1,
+        muon=config.optimizer == "muon",
+        fused=DEVICE_KINDS[cluster.device_type].fused_adamw,
+        device_type=cluster.device_type,
+        file_bytes=0,
+        loader_workers=config.dataloader_num_workers,
+        data_bytes=sum(_size(path) for path in (*config.train_data_path, *config.valid_data_path)),
+    )
+
+
+def sharding_of(deepspeed: Mapping[str, Any] | None, shape: ModelShape, lora_rank: int) -> Sharding:
+    """DeepSpeed's keys as numbers, with its defaults, and what "auto" comes to (config/deepspeed_config.py)."""
+    if not deepspeed:
+        return Sharding()
+    zero = deepspeed.get("zero_optimization", {})
+    stage = int(zero.get("stage", 0))
+    square = shape.hidden * shape.hidden  # transformers/integrations/deepspeed.py: "auto"
+    threshold = max(100_000, lora_rank * max(shape.hidden, shape.intermediate))
+
+    def number(name: str, auto: int, default: int) -> int:
+        value = zero.get(name, zero.get(name.removeprefix("stage3_"), default))
+        return auto if value == "auto" else int(value)
+
+    def offloads(name: str) -> bool:
+        return (zero.get(name) or {}).get("device") in ("cpu", "nvme")
+
+    return Sharding(
+        engine=True,
+        stage=stage,
+        offload_optimizer=offloads("offload_optimizer"),
+        offload_param=offloads("offload_param"),
+        reduce_bucket=number("reduce_bucket_size", square, 500_000_000),
+        prefetch_bucket=number("stage3_prefetch_bucket_size", int(0.9 * square), 50_000_000),
+        persistence_threshold=number("stage3_param_persistence_threshold", threshold, threshold),
+        max_live=number("stage3_max_live_parameters", 1_000_000_000, 1_000_000_000),
+        max_reuse_distance=number("stage3_max_reuse_distance", 1_000_000_000, 1_000_000_000),
+        sub_group=number("sub_group_size", 1_000_000_000, 1_000_000_000),
+        overlap=bool(zero.get("overlap_comm", stage == 3)),
+    )
+
+
+def with_sharding(work: Workload, sharding: Sharding) -> Workload:
+    """The same run sharded otherwise: dtypes of weights and adapters follow (training/build_sft.py)."""
+    how, size = work.computing, work.computing.element_bytes
+    lora = bool(work.adapter)
+    computing = replace(
+        how,
+        weight_bytes=size if lora or sharding.engine else 4,
+        adapter_bytes=(size if sharding.engine else 4) if lora else 0,
+    )
+    return replace(work, sharding=sharding, computing=computing)
+
+
+def with_micro_batch(work: Workload, config: BaseConfig, micro_batch: int) -> Workload:
+    """The same run with so many samples (windows) in a row."""
+    tokens = micro_batch * work.longest
+    samples = config.tokens_per_step // work.longest
+    rows = max(1, ceil(samples / (micro_batch * work.processes)))
+    return replace(work, row_tokens=tokens, targets=tokens, rows=rows)
+
+
+def _size(path: str) -> int:
+    place = Path(path)
+    if place.is_dir():
+        return sum(file.stat().st_size for file in place.glob("*.bin"))
+    return place.stat().st_size if place.is_file() else 0

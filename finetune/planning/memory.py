@@ -1,0 +1,161 @@
+"""What a run needs of each device and of the host, term by term: numbers in, bytes out, no torch.
+
+A term lives on the device or on the host, in some phases of the run; the need of a place is its worst phase. On a CPU
+both are the process's own memory. Every term names the source of its formula; P is all parameters, P_t the trained
+ones, N processes. What of it is checked by measurement: docs/planning.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from finetune.planning.activations import activation_bytes, loss_bytes, working_bytes
+from finetune.planning.memory_state import state_terms
+from finetune.planning.memory_terms import PHASES, STEP, TRAINING, Phase, Place, Sharding, Term, Workload
+
+__all__ = ["PHASES", "STEP", "Memory", "Phase", "Place", "Sharding", "Term", "Workload", "memory_of"]
+
+MIB = 2**20
+
+# What a process holds beside a model: on a CPU measured (455 MiB after all imports, 20 to 120 more in training:
+# benchmarks/plan_memory.py), else assumed. Accelerators have a context of driver and libraries, about 1 GiB by public
+# reports.
+FRAMEWORK_HOST_BYTES = {"cpu": 550 * MIB, "cuda": 3072 * MIB, "npu": 3072 * MIB, "mps": 1024 * MIB}
+FRAMEWORK_DEVICE_BYTES = {"cpu": 0, "cuda": 1024 * MIB, "npu": 1024 * MIB, "mps": 0}
+SHARD_BYTES = 5 * 10**9
+WORKER_BYTES = 300 * MIB  # a loader process shares the rest with its parent
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The terms of a workload."""
+
+    work: Workload
+    terms: tuple[Term, ...]
+
+    def in_phase(self, place: Place, phase: Phase) -> int:
+        """Bytes of one process at a place in a phase."""
+        return sum(term.bytes for term in self.terms if term.place == place and phase in term.phases)
+
+    def device(self) -> int:
+        """Most bytes of one device."""
+        return max(self.in_phase("device", phase) for phase in PHASES)
+
+    def process(self, phases: Sequence[Phase] = PHASES) -> int:
+        """Most bytes of rank 0 where device and host are one (CPU), without the framework's."""
+        return max(
+            sum(term.bytes for term in self.terms if phase in term.phases and term.kind != "framework")
+            for phase in phases
+        )
+
+    def node(self) -> int:
+        """Most host bytes of one node; on a CPU, of all its processes together."""
+        places = ("device", "host") if self.work.device_type == "cpu" else ("host",)
+
+        def in_phase(phase: Phase) -> int:
+            here = [term for term in self.terms if term.place in places and phase in term.phases]
+            return sum(term.bytes * (1 if term.once else self.work.local_processes) for term in here)
+
+        return max(in_phase(phase) for phase in PHASES)
+
+
+def memory_of(work: Workload) -> Memory:
+    """All terms of a workload that are not zero."""
+    terms = [*state_terms(work), *_row(work), *_surroundings(work)]
+    return Memory(work, tuple(term for term in terms if term.bytes))
+
+
+# ---------------------------------------------------------------- a row, and what is around it
+
+
+def _row(work: Workload) -> list[Term]:
+    shape, how = work.shape, work.computing
+    checkpointed = "blocks' inputs + one block's" if how.checkpointing else "layers x a block's"
+    chunk = "all targets" if how.compiled else "one chunk of targets"
+    return [
+        Term(
+            "activations",
+            activation_bytes(shape, how, work.row_tokens),
+            "device",
+            f"{checkpointed} kept tensors x {work.row_tokens:,} tokens",
+            "ours: planning/activations.py (transformers' code, tensor by tensor)",
+            ("rows",),
+        ),
+        Term(
+            "activations",
+            working_bytes(shape, how, work.row_tokens, work.longest),
+            "device",
+            "gradients within a block",
+            "ours: planning/activations.py",
+            ("rows",),
+        ),
+        Term(
+            "logits",
+            loss_bytes(shape, how, work.targets),
+            "device",
+            f"logits of {chunk} x 12 B" if not how.compiled else f"logits of {chunk} x 6 B",
+            "ours: modeling/loss.py, ChunkedHead: supervised positions only",
+            ("rows",),
+        ),
+    ]
+
+
+def _surroundings(work: Workload) -> list[Term]:
+    """Loading, saving, loader and framework."""
+    kind, accelerator = work.device_type, work.device_type != "cpu"
+    file = work.file_bytes * work.shape.total
+    zero3 = work.sharding.stage == 3
+    whole = work.computing.weight_bytes * work.shape.total
+    said = "assumed" if accelerator else "measured: benchmarks/plan_memory.py"
+    terms = [
+        Term(
+            "framework", FRAMEWORK_DEVICE_BYTES[kind], "device", "context", "public reports, not measured here", PHASES
+        ),
+        Term("framework", FRAMEWORK_HOST_BYTES[kind], "host", "imports and libraries", said, PHASES),
+        Term("loader", WORKER_BYTES * work.loader_workers, "host", "300 MiB x loader processes", "assumed", TRAINING),
+        Term("loader", work.data_bytes, "host", "5 B x tokens, mapped", "ours: data/samples.py", PHASES, once=True),
+        Term(
+            "load",
+            # On a CPU without ZeRO-3 the mapped files are the weights themselves.
+            min(file, SHARD_BYTES) if accelerator else 0 if work.mapped else file,
+            "host",
+            "a file of the model, mapped" if accelerator else "the model's files, mapped",
+            "safetensors: mmap; transformers: files of at most 5 GB, all mapped; what is read may be dropped again",
+            ("load",),
+            once=True,
+        ),
+        Term(
+            "load",
+            # Where nothing is converted, these too are the mapped files.
+            whole if accelerator and not zero3 and work.computing.weight_bytes != work.file_bytes else 0,
+            "host",
+            f"{work.computing.weight_bytes} B x P before it goes to the device",
+            "ours: modeling/pretrained.py, scratch.py: made on the host, moved by Trainer",
+            ("load",),
+        ),
+    ]
+    return terms + (_saving(work) if work.saves else [])
+
+
+def _saving(work: Workload) -> list[Term]:
+    """Copies on the host: of the state for a checkpoint, then of the whole model for the result of full training."""
+    sharding = work.sharding
+    sliced = sharding.stage == 3 and not work.adapter
+    on_host = work.device_type == "cpu" or sharding.offload_optimizer
+    where_they_are = on_host and (sliced or not sharding.engine)  # float32 on the host: written from there
+    state = 0 if where_they_are else 8 * (work.share if sliced else work.trained)
+    result = 0 if work.adapter else work.computing.element_bytes * work.shape.total
+    each = " / N" if sliced else ""
+    return [
+        Term(
+            "save",
+            state,
+            "host",
+            f"8 B x P_t{each}: moments, after the weights",
+            "ours: training/state.py, save",
+            ("save",),
+            not sliced,
+        ),
+        Term("save", result, "host", "c x P: whole", "ours: training/state.py, whole_weights", ("result",), True),
+    ]

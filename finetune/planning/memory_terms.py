@@ -1,0 +1,134 @@
+"""The words of a memory plan: how a run is sharded, what decides its memory, one use of memory. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from finetune.planning.activations import Computing
+from finetune.planning.shapes import ModelShape
+
+Place = Literal["device", "host"]
+# Of a step: weights are gathered, rows go forward and backward, gradients are summed over processes, weights updated.
+Phase = Literal["load", "gather", "rows", "reduce", "update", "save", "result"]
+PHASES: tuple[Phase, ...] = ("load", "gather", "rows", "reduce", "update", "save", "result")
+STEP: tuple[Phase, ...] = ("gather", "rows", "reduce", "update")
+TRAINING: tuple[Phase, ...] = (*STEP, "save", "result")
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How the state is spread.
+
+    Attributes:
+        engine: DeepSpeed runs the step; else one process, or DDP.
+        stage: ZeRO stage, 0 to 3.
+        reduce_bucket, prefetch_bucket, persistence_threshold, max_live, max_reuse_distance, sub_group: DeepSpeed's
+            numbers of elements, with its defaults.
+        overlap: `overlap_comm`: ZeRO-1 and -2 have a second bucket.
+    """
+
+    engine: bool = False
+    stage: int = 0
+    offload_optimizer: bool = False
+    offload_param: bool = False
+    reduce_bucket: int = 500_000_000
+    prefetch_bucket: int = 50_000_000
+    persistence_threshold: int = 100_000
+    max_live: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+    sub_group: int = 1_000_000_000
+    overlap: bool = False
+
+    @property
+    def name(self) -> str:
+        """As people call it."""
+        if not self.engine:
+            return "none"
+        offloads = [n for n, on in (("optimizer", self.offload_optimizer), ("weights", self.offload_param)) if on]
+        return f"ZeRO-{self.stage}" + (f" + offload of {' and '.join(offloads)}" if offloads else "")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Everything that decides the memory of one process.
+
+    Attributes:
+        trained: trained parameters; `adapter` of them are LoRA's, which come on top of the model's own.
+        processes: of the whole run. local_processes: on one node.
+        row_tokens: most tokens of a row; targets: of them, supervised; longest: of the longest document.
+        rows: rows of a device in one optimizer step.
+        muon: the blocks' matrices are trained by Muon, which has one moment.
+        fused: the optimizer's kernel needs no temporaries.
+        file_bytes: bytes of a parameter in the model's files; 0 for a model from scratch.
+        data_bytes: of tokenized data, memory-mapped.
+        saves: a checkpoint or the result is written.
+    """
+
+    shape: ModelShape
+    computing: Computing
+    sharding: Sharding
+    trained: int
+    adapter: int = 0
+    processes: int = 1
+    local_processes: int = 1
+    row_tokens: int = 2048
+    targets: int = 2048
+    longest: int = 2048
+    rows: int = 1
+    muon: bool = False
+    fused: bool = True
+    device_type: str = "cuda"
+    file_bytes: int = 2
+    loader_workers: int = 0
+    data_bytes: int = 0
+    saves: bool = True
+
+    @property
+    def parameters(self) -> int:
+        """P: the model's, with adapters."""
+        return self.shape.total + self.adapter
+
+    @property
+    def share(self) -> int:
+        """Trained parameters of one process under ZeRO."""
+        return ceil(self.trained / self.processes)
+
+    @property
+    def largest_trained(self) -> int:
+        """Numbers of the largest tensor that is trained."""
+        if not self.adapter:
+            return self.shape.largest_module
+        widths = (max(matrix.inputs, matrix.outputs) for matrix in self.computing.adapted)
+        return self.computing.adapter_rank * max(widths, default=0)
+
+    @property
+    def gloo(self) -> bool:
+        """Collectives run in host memory."""
+        return self.device_type == "cpu"
+
+    @property
+    def mapped(self) -> bool:
+        """The weights that were loaded are the model's files, mapped: nothing is converted, partitioned or moved."""
+        same = self.computing.weight_bytes == self.file_bytes
+        return same and self.device_type == "cpu" and self.sharding.stage < 3
+
+
+@dataclass(frozen=True)
+class Term:
+    """One use of memory.
+
+    Attributes:
+        kind: weights, gradients, optimizer, live, activations, logits, buffers, loader, framework, load or save.
+        formula: in words, with its numbers.
+        once: on the host, one process of a node has it.
+    """
+
+    kind: str
+    bytes: int
+    place: Place
+    formula: str
+    source: str
+    phases: tuple[Phase, ...] = TRAINING
+    once: bool = False

@@ -1,0 +1,249 @@
+"""A plan: the need of each place, the time of a step, the largest rows, the ways to shard it, and what to do."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from finetune.commands.plan.text import draw
+from finetune.config.run_config import BaseConfig
+from finetune.planning.advice import advise
+from finetune.planning.inputs import Cluster, with_micro_batch, with_sharding, workload_of
+from finetune.planning.memory import PHASES, Memory, Place, Sharding, Workload, memory_of
+from finetune.planning.shapes import ModelShape
+from finetune.planning.traffic import (
+    StepTime,
+    Traffic,
+    computed_flops_per_token,
+    flops_per_token,
+    step_time,
+    traffic_of,
+)
+from finetune.runtime.language import Language, Text
+
+# Of a device's or a host's memory; allocators leave gaps, and the system wants some. Assumed.
+USABLE_SHARE = 0.92
+MOST_SAMPLES = 1 << 14
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to shard the run: what it needs of a device and a node, and what it moves."""
+
+    sharding: Sharding
+    device_bytes: int
+    node_bytes: int
+    traffic: Traffic
+    fits: bool | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was found.
+
+    Attributes:
+        fits: None where no memory was given to judge by.
+        largest_micro_batch: samples (windows) of the largest row that fits; 0 if none does, None where not judged.
+        guide_memory: what the guide expects of a preset, in words; empty for others.
+        choices: other ways to shard the run (fine-tuning), from the one that moves least.
+    """
+
+    config: BaseConfig
+    cluster: Cluster
+    memory: Memory
+    fits: bool | None
+    time: StepTime
+    traffic: Traffic
+    step_tokens: int
+    flops_per_token: int
+    computed_flops_per_token: int
+    largest_micro_batch: int | None
+    guide_memory: str
+    choices: tuple[Choice, ...]
+    advice: tuple[Text, ...]
+
+    def text(self, language: Language) -> str:
+        """For people."""
+        return draw(self, language)
+
+    def to_json(self, language: Language) -> dict[str, Any]:
+        """For machines: its form is frozen by tests/frozen/plan.txt."""
+        work, cluster = self.memory.work, self.cluster
+        return {
+            "fits": self.fits,
+            "model": {
+                "model_type": work.shape.model_type,
+                "parameters": work.shape.total,
+                "trained_parameters": work.trained,
+            },
+            "cluster": {
+                "nodes": cluster.nodes,
+                "devices_per_node": cluster.devices_per_node,
+                "device_type": cluster.device_type,
+                "device_memory_bytes": cluster.device_memory_bytes,
+                "host_memory_bytes": cluster.host_memory_bytes,
+                "peak_flops": cluster.peak_flops,
+            },
+            "sharding": work.sharding.name,
+            "device_bytes": self.memory.device(),
+            "node_bytes": self.memory.node(),
+            "phases": {phase: {place: self.memory.in_phase(place, phase) for place in _PLACES} for phase in PHASES},
+            "terms": [
+                {
+                    "kind": term.kind,
+                    "place": term.place,
+                    "bytes": term.bytes,
+                    "phases": list(term.phases),
+                    "formula": term.formula,
+                    "source": term.source,
+                    "once_per_node": term.once,
+                }
+                for term in self.memory.terms
+            ],
+            "guide_memory": self.guide_memory or None,
+            "row_tokens": work.row_tokens,
+            "rows_per_step": work.rows,
+            "largest_micro_batch": self.largest_micro_batch,
+            "largest_row_tokens": None if self.largest_micro_batch is None else self.largest_micro_batch * work.longest,
+            "step": {
+                "tokens": self.step_tokens,
+                "flops_per_token": self.flops_per_token,
+                "computed_flops_per_token": self.computed_flops_per_token,
+                "compute_seconds": self.time.compute,
+                "network_seconds": self.time.network,
+                "host_seconds": self.time.host,
+                "shortest_seconds": self.time.shortest,
+                "longest_seconds": self.time.longest,
+                "network_bytes": self.traffic.network_bytes,
+                "network_formula": self.traffic.network_formula,
+                "host_bytes": self.traffic.host_bytes,
+                "host_formula": self.traffic.host_formula,
+            },
+            "choices": [
+                {
+                    "sharding": choice.sharding.name,
+                    "device_bytes": choice.device_bytes,
+                    "node_bytes": choice.node_bytes,
+                    "network_bytes": choice.traffic.network_bytes,
+                    "host_bytes": choice.traffic.host_bytes,
+                    "fits": choice.fits,
+                }
+                for choice in self.choices
+            ],
+            "advice": [text[language] for text in self.advice],
+        }
+
+
+_PLACES: tuple[Place, ...] = ("device", "host")
+
+
+def make_plan(config: BaseConfig, shape: ModelShape, cluster: Cluster, efficiency: float) -> Plan:
+    """The plan of a configuration on a cluster. Measures a copy in memory where no host bandwidth is given."""
+    work = workload_of(config, shape, cluster)
+    memory, traffic = memory_of(work), traffic_of(work)
+    if traffic.host_bytes and cluster.host_bytes_per_second is None:
+        cluster = replace(cluster, host_bytes_per_second=measured_copy_rate())
+    largest = _largest_micro_batch(work, config, cluster)
+    choices = tuple(_choice(work, sharding, cluster) for sharding in _shardings(work))
+    return Plan(
+        config=config,
+        cluster=cluster,
+        memory=memory,
+        fits=fits(memory, cluster),
+        time=step_time(
+            work,
+            config.tokens_per_step,
+            peak_flops=cluster.peak_flops,
+            network_bytes_per_second=cluster.network_bytes_per_second,
+            host_bytes_per_second=cluster.host_bytes_per_second,
+            efficiency=efficiency,
+        ),
+        traffic=traffic,
+        step_tokens=config.tokens_per_step,
+        flops_per_token=flops_per_token(work),
+        computed_flops_per_token=computed_flops_per_token(work),
+        largest_micro_batch=largest,
+        guide_memory=_guide_memory(config),
+        choices=choices,
+        advice=tuple(advise(work, cluster, fits(memory, cluster), choices, largest)),
+    )
+
+
+def fits(memory: Memory, cluster: Cluster) -> bool | None:
+    """Whether the need is within what is usable; None where no memory was given that would show it does not."""
+    judged = [
+        need <= USABLE_SHARE * there
+        for need, there in (
+            (memory.device(), cluster.device_memory_bytes if cluster.device_type != "cpu" else None),
+            (memory.node(), cluster.host_memory_bytes),
+        )
+        if there is not None
+    ]
+    if not all(judged):
+        return False
+    asked = cluster.device_type == "cpu" or cluster.device_memory_bytes is not None
+    return True if judged and asked else None
+
+
+def _choice(work: Workload, sharding: Sharding, cluster: Cluster) -> Choice:
+    other = with_sharding(work, sharding)
+    memory = memory_of(other)
+    return Choice(sharding, memory.device(), memory.node(), traffic_of(other), fits(memory, cluster))
+
+
+def _shardings(work: Workload) -> list[Sharding]:
+    """The ways to shard a fine-tuning run; the given numbers of elements stay. None for pretraining, which has DDP."""
+    if work.muon or (work.computing.full and not work.sharding.engine and not work.file_bytes):
+        return []
+    plain = replace(work.sharding, engine=False, stage=0, offload_optimizer=False, offload_param=False)
+    made = [plain]
+    for stage, optimizer, weights in (
+        (2, False, False),
+        (2, True, False),
+        (3, False, False),
+        (3, True, False),
+        (3, True, True),
+    ):
+        made.append(replace(plain, engine=True, stage=stage, offload_optimizer=optimizer, offload_param=weights))
+    return made
+
+
+def _largest_micro_batch(work: Workload, config: BaseConfig, cluster: Cluster) -> int | None:
+    """By halving: memory never falls with the row."""
+
+    def fitting(micro_batch: int) -> bool:
+        return fits(memory_of(with_micro_batch(work, config, micro_batch)), cluster) is not False
+
+    if fits(memory_of(work), cluster) is None:
+        return None
+    if not fitting(1):
+        return 0
+    low, high = 1, MOST_SAMPLES
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fitting(middle) else (low, middle - 1)
+    return low
+
+
+# What guide 004 expects of each of its presets for two GPUs: (depth, device batch, sequence) -> GB of one device.
+_GUIDE = {(12, 8, 1536): "15-16 GB", (16, 12, 2048): "20-22 GB", (20, 14, 3072): "28-30 GB"}
+
+
+def _guide_memory(config: BaseConfig) -> str:
+    sizes = tuple(getattr(config, name, None) for name in ("depth", "device_batch_size", "max_seq_len"))
+    return _GUIDE.get(sizes, "")  # type: ignore[call-overload]
+
+
+def measured_copy_rate() -> float:
+    """Bytes a second of a copy within this machine's memory, the best of three of 64 MiB."""
+    import numpy as np
+
+    source = np.ones(8 * 2**20)
+    target = np.empty_like(source)
+    rates = []
+    for _ in range(3):
+        start = time.perf_counter()
+        np.copyto(target, source)
+        rates.append(source.nbytes / (time.perf_counter() - start))
+    return max(rates)

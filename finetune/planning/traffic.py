@@ -1,0 +1,144 @@
+"""What an optimizer step costs each device: operations, bytes over the network, bytes to and from the host. No torch.
+
+Operations are counted as in planning/flops.py (PaLM, appendix B), less what LoRA does not compute: a frozen matrix has
+no gradient of its own, 4 operations per number instead of 6.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from finetune.planning.memory import Workload
+
+# Share of the peak that training reaches. Published for dense models: 33-50% (torchtitan Llama-3.1-8B 33-39% on H100;
+# nanochat d24 50%; QwenLM 72B LoRA with ZeRO-3 33-38%).
+EFFICIENCY = 0.4
+
+
+def forward_flops_per_token(work: Workload) -> int:
+    """Operations of a token's forward pass."""
+    shape = work.shape
+    return 2 * (shape.passed + work.adapter) + 4 * shape.layers * shape.query_width * work.longest
+
+
+def flops_per_token(work: Workload) -> int:
+    """Operations of training that are progress: forward and backward, without recomputing."""
+    shape = work.shape
+    attention = 12 * shape.layers * shape.query_width * work.longest
+    return (4 if work.adapter else 6) * shape.passed + 6 * work.adapter + attention
+
+
+def computed_flops_per_token(work: Workload) -> int:
+    """Operations that the device does: with the blocks computed again where they are checkpointed."""
+    again = forward_flops_per_token(work) - 2 * work.shape.embedding if work.computing.checkpointing else 0
+    return flops_per_token(work) + again
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one device in one optimizer step, each with its formula and source."""
+
+    network_bytes: int
+    network_formula: str
+    network_source: str
+    host_bytes: int
+    host_formula: str
+    host_source: str
+
+
+def traffic_of(work: Workload) -> Traffic:
+    """What one device sends over the network, and moves to and from the host, in one optimizer step."""
+    network, formula, source = _network(work)
+    host, host_formula, host_source = _host(work)
+    return Traffic(network, formula, source, host, host_formula, host_source)
+
+
+def _network(work: Workload) -> tuple[int, str, str]:
+    n, c, rows = work.processes, work.computing.element_bytes, work.rows
+    part = (n - 1) / n
+    if n == 1:
+        return 0, "one process", ""
+    if not work.sharding.engine:
+        return (
+            int(2 * part * 4 * work.trained),
+            "2 (N-1)/N x 4 B x P_t, once a step",
+            "ring all-reduce (Patarasuk and Yuan 2009)",
+        )
+    if work.sharding.stage < 3:
+        reductions = rows if work.sharding.stage == 2 else 1
+        bytes_ = part * c * work.trained * (reductions + 1)
+        return int(bytes_), "(N-1)/N x P_t x (rows + 1)", "ZeRO paper, sec. 7.2.1; a reduction per row"
+    gathered = 2 * c * (work.parameters - work.adapter - work.shape.small)
+    bytes_ = part * rows * (gathered + c * work.trained)
+    return int(bytes_), "(N-1)/N x rows x (2 P + P_t)", "ZeRO paper, sec. 7.2.2: gathered for forward and backward"
+
+
+def _host(work: Workload) -> tuple[int, str, str]:
+    c, rows, sharding = work.computing.element_bytes, work.rows, work.sharding
+    bytes_, said = 0, []
+    if sharding.offload_param:
+        bytes_ += 2 * rows * c * ceil(work.parameters / work.processes)
+        said.append("rows x 2 x P / N")
+    if sharding.offload_optimizer:
+        bytes_ += work.share * ((2 * rows - 1) * 4 + c)
+        said.append("(2 rows - 1) x 4 B x P_t / N + P_t / N")
+    source = "deepspeed 0.19.8 runtime/zero/stage3.py: partition_grads" if said else ""
+    return bytes_, " + ".join(said) or "nothing is offloaded", source
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of an optimizer step; None where a rate is not known.
+
+    Attributes:
+        shortest: the network and the host work while the device computes.
+        longest: nothing overlaps.
+    """
+
+    compute: float | None
+    network: float | None
+    host: float | None
+
+    @property
+    def shortest(self) -> float | None:
+        known = [self.compute, self.network, self.host]
+        return None if None in known else max(known)  # type: ignore[type-var]
+
+    @property
+    def longest(self) -> float | None:
+        known = [self.compute, self.network, self.host]
+        return None if None in known else sum(known)  # type: ignore[arg-type]
+
+
+def step_time(
+    work: Workload,
+    step_tokens: int,
+    *,
+    peak_flops: float | None,
+    network_bytes_per_second: float | None,
+    host_bytes_per_second: float | None,
+    efficiency: float = EFFICIENCY,
+) -> StepTime:
+    """How long a step takes.
+
+    Args:
+        step_tokens: of all devices.
+        peak_flops: of one device.
+        network_bytes_per_second, host_bytes_per_second: of one device.
+    """
+    moved = traffic_of(work)
+
+    def seconds(bytes_: int, rate: float | None) -> float | None:
+        if bytes_ == 0:
+            return 0.0
+        return None if rate is None else bytes_ / rate
+
+    compute = None
+    if peak_flops is not None:
+        compute = computed_flops_per_token(work) * step_tokens / work.processes / (peak_flops * efficiency)
+    return StepTime(
+        compute,
+        seconds(moved.network_bytes, network_bytes_per_second),
+        seconds(moved.host_bytes, host_bytes_per_second),
+    )

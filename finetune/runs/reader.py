@@ -1,0 +1,249 @@
+"""Reads a run into a `RunView`: from its folder (docs/run_folder.md), or from a copy of its console.
+
+Nothing is written and no process is asked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import StateError
+from finetune.runs.console_lines import parse_console_line
+from finetune.runs.event_texts import WARNING_EVENTS, is_said_by_event
+from finetune.runs.line_follower import LineFollower
+from finetune.runs.view import Message, RunView, State, is_finite_number
+from finetune.storage.run_folder import IDENTITY_NAME, STATUS_NAME, describe_folder
+from finetune.storage.run_lock import LOCK_NAME
+
+RANK_LOGS_FOLLOWED = 64
+_RUN_NAMES = (IDENTITY_NAME, STATUS_NAME, LOCK_NAME, "trainer_log.jsonl", "events.jsonl")
+
+
+class FolderReader:
+    """Follows a run folder; `poll` brings the view up to date and returns it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.view = RunView(folder)
+        self._steps = LineFollower(folder / "trainer_log.jsonl")
+        self._events = LineFollower(folder / "events.jsonl")
+        self._logs: dict[str, LineFollower] = {}
+        self._log_messages: list[Message] = []
+
+    def poll(self) -> RunView:
+        view, folder = self.view, self.view.source
+        described = describe_folder(folder)
+        view.identity, view.config = described.identity or {}, described.config or {}
+        view.status = described.status or {}
+        _take(view.steps, self._steps, _take_step)
+        _take(view.events, self._events, _take_event)
+        self._read_logs(folder / "logs")
+        view.messages = sorted(
+            [*self._log_messages, *map(_event_message, view.of(*WARNING_EVENTS))], key=lambda m: m.time or 0.0
+        )
+        times = [at for at in (self._steps.written_at, self._events.written_at) if at is not None]
+        view.written_at = max(times, default=None)
+        view.state = self._state()
+        return view
+
+    def _state(self) -> State:
+        state = self.view.status.get("state")
+        if state in ("done", "failed", "stopped"):
+            return state
+        if state is None and not self.view.steps:
+            return "waiting"
+        return "vanished" if _holder_is_gone(self.view.source / LOCK_NAME) else "running"
+
+    def _read_logs(self, folder: Path) -> None:
+        """Warnings and errors of the newest log of each rank; those that are events as well are told once."""
+        for name in _newest_per_rank(folder):
+            follower = self._logs.setdefault(name, LineFollower(folder / name))
+            rank = int(name.rpartition("-rank")[2].removesuffix(".log"))
+            for line in follower.poll().lines:
+                warning = parse_console_line(line).warning
+                if warning and not is_said_by_event(warning[2]):
+                    self._log_messages.append(Message(_log_time(line), warning[0], rank, warning[2]))
+
+
+class ConsoleReader:
+    """Follows a copy of a run's console, or a trainer_log.jsonl by itself. A rotated or cut copy is gone on with."""
+
+    def __init__(self, path: Path) -> None:
+        self.view = RunView(path)
+        self._follower = LineFollower(path)
+
+    def poll(self) -> RunView:
+        view = self.view
+        for raw in self._follower.poll().lines:
+            self._take(raw)
+        view.written_at = self._follower.written_at
+        return view
+
+    def _take(self, raw: bytes) -> None:
+        view = self.view
+        if raw.startswith(b"{"):
+            _take_step(view.steps, raw)
+            view.state = "running" if view.steps else "waiting"
+            return
+        line = parse_console_line(raw)
+        if line.step:
+            view.console_total_steps = line.step.pop("total_steps")
+            view.stage_text = line.step.get("stage", "")
+            _add_step(view.steps, line.step)
+            view.state = "running"
+        elif line.evaluation:
+            view.events.append({"event": "eval", **line.evaluation})
+        elif line.checkpoint:
+            view.events.append({"event": "checkpoint", **line.checkpoint})
+        if line.end:
+            view.state = line.end  # type: ignore[assignment]
+        if line.warning:
+            level, rank, text = line.warning
+            view.messages.append(Message(None, level, rank, text))  # type: ignore[arg-type]
+            if level == "ERROR":
+                view.state = "failed"
+
+
+Reader = FolderReader | ConsoleReader
+
+
+def open_run(
+    run: Path | str | None,
+    log: Path | str | None = None,
+    runs_folder: Path | str = "runs",
+    *,
+    may_come: bool = False,
+) -> Reader:
+    """A reader for a run folder, a console's copy, or, with neither, the newest run in `runs_folder`.
+
+    Args:
+        may_come: a folder that is not there is waited for, where its parent folder exists.
+
+    Raises:
+        StateError: there is no such folder, file or run, or the folder is not a run's.
+    """
+    if log is not None:
+        if not Path(log).is_file():
+            raise StateError(f"{str(log)!a} is not a file", "--log", "give the file that holds the run's console")
+        return ConsoleReader(Path(log))
+    if run is None:
+        newest = runs_in(runs_folder)
+        if not newest:
+            raise StateError(
+                f"there is no run in {str(runs_folder)!a}", "RUN", "name the --output-dir of a run, or give --log FILE"
+            )
+        return FolderReader(newest[0])
+    folder = Path(run)
+    if not folder.is_dir() and not (may_come and not folder.exists() and folder.parent.is_dir()):
+        there = ", ".join(str(path) for path in runs_in(folder.parent)[:5])
+        fix = f"runs beside it: {there}" if there else "give the --output-dir of a run"
+        raise StateError(f"{str(run)!a} is not a folder" if folder.exists() else f"{str(run)!a} is not there", fix=fix)
+    if folder.is_dir() and not is_run(folder) and any(folder.iterdir()):
+        there = ", ".join(str(path) for path in runs_in(folder)[:5])
+        fix = f"runs in it: {there}" if there else "give the --output-dir of a run"
+        raise StateError(f"{str(run)!a} is not a run: it holds no file of a run", fix=fix)
+    return FolderReader(folder)
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder holds a file that only a run writes."""
+    return any((folder / name).is_file() for name in _RUN_NAMES)
+
+
+def runs_in(folder: Path | str) -> list[Path]:
+    """The run folders directly in a folder, the one that wrote last first."""
+    try:
+        runs = [path for path in Path(folder).iterdir() if path.is_dir() and is_run(path)]
+    except OSError:
+        return []
+    return sorted(runs, key=_last_written, reverse=True)
+
+
+def _last_written(folder: Path) -> float:
+    times = [follower.written_at for name in _RUN_NAMES if (follower := LineFollower(folder / name)).written_at]
+    return max((at for at in times if at), default=0.0)
+
+
+# ---------------------------------------------------------------- lines
+
+
+def _take(kept: list[dict[str, Any]], follower: LineFollower, take: Callable[..., None]) -> None:
+    new = follower.poll()
+    if new.restarted:
+        kept.clear()
+    for raw in new.lines:
+        take(kept, raw)
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    """The JSON object of a line; empty for anything else: a torn line is passed over."""
+    try:
+        record = json.loads(raw)
+    except (ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _take_step(steps: list[dict[str, Any]], raw: bytes) -> None:
+    record = _object(raw)
+    if type(record.get("step")) is int:
+        _add_step(steps, record)
+
+
+def _add_step(steps: list[dict[str, Any]], record: dict[str, Any]) -> None:
+    """A step that comes again (a run that went back) takes the place of the first and of all after it."""
+    while steps and steps[-1]["step"] >= record["step"]:
+        steps.pop()
+    steps.append(record)
+
+
+def _take_event(events: list[dict[str, Any]], raw: bytes) -> None:
+    record = _object(raw)
+    if isinstance(record.get("event"), str) and is_finite_number(record.get("time")):
+        if record["event"] == "eval" and type(record.get("step")) is not int:
+            return
+        events.append(record)
+
+
+def _event_message(event: dict[str, Any]) -> Message:
+    return Message(event["time"], "WARNING", 0, "", event)
+
+
+def _log_time(line: bytes) -> float | None:
+    """Seconds since 1970 of a line of a rank's log, which has the writer's local time."""
+    try:
+        return datetime.strptime(line[:23].decode("ascii"), "%Y-%m-%d %H:%M:%S,%f").timestamp()
+    except ValueError:
+        return None
+
+
+def _newest_per_rank(folder: Path) -> list[str]:
+    """Names of the newest log of each rank; names begin with the time."""
+    try:
+        names = sorted(name for name in os.listdir(folder) if name.endswith(".log") and "-rank" in name)
+    except OSError:
+        return []
+    by_rank = {rank: name for name in names if (rank := name.rpartition("-rank")[2].removesuffix(".log")).isdigit()}
+    return sorted(by_rank.values(), key=lambda name: int(name.rpartition("-rank")[2][:-4]))[:RANK_LOGS_FOLLOWED]
+
+
+def _holder_is_gone(lock: Path) -> bool:
+    """Whether the process that signed the lock is known to be gone: it ran on this host, its id is free or reused."""
+    import psutil
+
+    try:
+        facts = json.loads(lock.read_bytes()[:65536])
+        signed = datetime.fromisoformat(facts["since"]).timestamp()
+        if facts["host"] != socket.gethostname():
+            return False
+        process = psutil.Process(int(facts["pid"]))
+        return process.create_time() > signed + 1.5 or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+    except (OSError, ValueError, KeyError, TypeError, psutil.Error):
+        return False

@@ -1,0 +1,185 @@
+"""A run as it is seen from outside, while it runs and afterwards: the one view that `monitor` and `report` show.
+
+`run_reader` fills it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from finetune.config.kinds import kind_of_settings
+
+State = Literal["waiting", "running", "done", "failed", "stopped", "vanished"]
+ENDED: tuple[State, ...] = ("done", "failed", "stopped", "vanished")
+RECENT_STEPS = 20
+
+
+class Message(NamedTuple):
+    """Something that should be seen: an event, or a line of a rank's log. `time` in seconds since 1970, if known."""
+
+    time: float | None
+    level: Literal["WARNING", "ERROR"]
+    rank: int
+    text: str
+    event: dict[str, Any] | None = None
+
+
+class Stage(NamedTuple):
+    """An interval of the curriculum: its number from 1, the progress at which it ends, its shares by level."""
+
+    number: int
+    until: float
+    shares: dict[str, float]
+
+
+@dataclass
+class RunView:
+    """What is known of a run.
+
+    Attributes:
+        source: the run folder, or the console's copy.
+        state: "waiting" before the first step; "vanished" where the run says that it runs but its process is gone.
+        steps: lines of trainer_log.jsonl, a line a step, ascending.
+        events: of events.jsonl, in order; of a console its evaluations and checkpoints.
+        config, identity, status: the run's own files; empty where they are not there.
+        messages: warnings and errors, in order of time as far as it is known.
+        written_at: when the run last wrote a step or an event, in seconds since 1970.
+        stage_text: the stage, as a console said it.
+    """
+
+    source: Path
+    state: State = "waiting"
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    identity: dict[str, Any] = field(default_factory=dict)
+    status: dict[str, Any] = field(default_factory=dict)
+    messages: list[Message] = field(default_factory=list)
+    written_at: float | None = None
+    stage_text: str = ""
+    console_total_steps: int | None = None
+
+    @property
+    def kind(self) -> str:
+        """The name of the kind of run; "" where it is not known."""
+        if name := self.identity.get("kind"):
+            return str(name)
+        kind = kind_of_settings(self.config)
+        return "" if kind is None else kind.name
+
+    @property
+    def step(self) -> int:
+        """Steps done, as far as they are logged."""
+        return int(self.steps[-1]["step"]) if self.steps else int(self.start.get("step") or 0)
+
+    @property
+    def total_steps(self) -> int | None:
+        total = self.start.get("total_steps") or self.identity.get("total_steps") or self.console_total_steps
+        return int(total) if total else None
+
+    @property
+    def starts(self) -> list[dict[str, Any]]:
+        return self.of("start")
+
+    @property
+    def start(self) -> dict[str, Any]:
+        """The last start event; empty before it."""
+        return next((event for event in reversed(self.events) if event["event"] == "start"), {})
+
+    def of(self, *names: str) -> list[dict[str, Any]]:
+        """The events of these names."""
+        return [event for event in self.events if event["event"] in names]
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Evaluations by step; where a run went back, those of the training that was thrown away are left out."""
+        kept: dict[int, dict[str, Any]] = {}
+        for event in self.events:
+            if event["event"] == "eval":
+                kept[event["step"]] = event
+            elif event["event"] == "start":
+                kept = {step: made for step, made in kept.items() if step <= event.get("step", 0)}
+        return [kept[step] for step in sorted(kept)]
+
+    @property
+    def levels(self) -> list[str]:
+        """Levels that were trained or evaluated, in the order of the configuration."""
+        names = {name.partition("/")[2] for record in self.steps[-RECENT_STEPS:] for name in record if "/" in name}
+        names |= {name.partition("/")[2] for event in self.of("eval")[-1:] for name in event if "/" in name}
+        known = [str(name) for name in _dig(self.config, "curriculum", "levels") or []]
+        return [name for name in known if name in names] + sorted(names - set(known))
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The curriculum of a run that has one; none where the configuration is not as this package writes it."""
+        stages, levels = _dig(self.config, "curriculum", "stages"), _dig(self.config, "curriculum", "levels")
+        if not (stages and levels and self.config.get("use_curriculum") and self.levels):
+            return []
+        try:
+            mixes = [[float(weight) for weight in stage["mix"]] for stage in stages]
+            return [
+                Stage(number, float(stage["until"]), {n: w / sum(mix) for n, w in zip(levels, mix, strict=True)})
+                for number, (stage, mix) in enumerate(zip(stages, mixes, strict=True), 1)
+            ]
+        except (KeyError, TypeError, ValueError, ZeroDivisionError):
+            return []
+
+    @property
+    def stage(self) -> Stage | None:
+        """The stage of the last step: the one that its middle lies in, as the run itself says it."""
+        stages, total = self.stages, self.total_steps
+        if not stages or not total or not self.step:
+            return None
+        past = sum(stage.until * total <= self.step - 0.5 for stage in stages)
+        return stages[min(past, len(stages) - 1)]
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Mean time of the last steps; evaluation and saving not counted."""
+        recent = [record["step_seconds"] for record in self.steps[-RECENT_STEPS:] if record.get("step_seconds")]
+        return sum(recent) / len(recent) if recent else None
+
+    @property
+    def eta_seconds(self) -> float | None:
+        """Time for the steps that are left; 0 where the run has ended."""
+        if self.state in ENDED or not self.total_steps or not self.steps:
+            return 0.0 if self.state in ENDED else None
+        if self.step_seconds is None:
+            return self.steps[-1].get("eta_seconds")
+        return (self.total_steps - self.step) * self.step_seconds
+
+    @property
+    def elapsed_seconds(self) -> float | None:
+        """Since the last start, until now or the end."""
+        began = self.start.get("time")
+        if began is None:
+            return None
+        last = self.events[-1]
+        ended = last["time"] if last["event"] == "end" else self.written_at
+        return max(0.0, (ended if self.state in ENDED and ended else time.time()) - began)
+
+    @property
+    def silent_seconds(self) -> float:
+        """How long a running run has written neither a step nor an event."""
+        return max(0.0, time.time() - self.written_at) if self.written_at and self.state == "running" else 0.0
+
+    def values(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of a field of the steps, where it has a finite value."""
+        return [(record["step"], record[name]) for record in self.steps if is_finite_number(record.get(name))]
+
+    def evaluated(self, name: str = "eval_loss") -> list[tuple[int, float]]:
+        """(step, value) of a field of the evaluations."""
+        return [(event["step"], event[name]) for event in self.evaluations if is_finite_number(event.get(name))]
+
+
+def _dig(value: Any, *names: str) -> Any:
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def is_finite_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < float("inf")

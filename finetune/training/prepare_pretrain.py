@@ -1,0 +1,164 @@
+"""What pretraining knows before a model or a process group exists: token streams, windows, global batches, shape."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from finetune.config.pretrain_config import PretrainConfig
+from finetune.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from finetune.batching.sampler import GlobalBatches
+    from finetune.data.corpus.windows import Windows
+
+logger = logging.getLogger("finetune")
+
+# Settings that make a run this run, besides its data and the order of it.
+IDENTITY_SETTINGS = (
+    "arch",
+    "depth",
+    "max_seq_len",
+    "total_batch_size",
+    "document_aligned",
+    "seed",
+    "optimizer",
+    "matrix_lr",
+    "embedding_lr",
+    "unembedding_lr",
+    "learning_rate",
+    "lr_scale",
+    "lr_scaling",
+    "warmup_steps",
+    "lr_scheduler",
+    "warmdown_ratio",
+    "final_lr_fraction",
+    "weight_decay",
+    "max_grad_norm",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything that is known before a model or a process group exists.
+
+    Attributes:
+        bytes_per_token: int `(vocabulary,)`, for bits per byte; None without a tokenizer.
+        passes: how often the run goes through the training tokens.
+    """
+
+    tokenizer: PreTrainedTokenizerBase | None
+    model_config: PretrainedConfig
+    train: Windows
+    valid: Windows | None
+    batches: GlobalBatches
+    bytes_per_token: Any
+    identity: dict[str, Any]
+
+    @property
+    def passes(self) -> float:
+        return self.batches.total_steps * self.batches.global_batch_size / len(self.train)
+
+
+def prepare_data(config: PretrainConfig) -> Prepared:
+    """Tokenizer, token streams, windows and global batches, with the checks that need no weights."""
+    import numpy as np
+
+    from finetune.batching.curriculum import uniform_schedule
+    from finetune.batching.sampler import GlobalBatches
+    from finetune.data.corpus.token_shards import TokenShards, bytes_per_token, tokenizer_hash
+    from finetune.data.corpus.tokenizer import vocabulary_of
+    from finetune.data.corpus.windows import Windows
+    from finetune.modeling.scratch import scratch_config
+
+    if config.wandb_project is not None:
+        os.environ["WANDB_PROJECT"] = config.wandb_project
+    tokenizer = _tokenizer(config)
+    known = {
+        "vocab_size": config.vocab_size or (None if tokenizer is None else vocabulary_of(tokenizer)),
+        "tokenizer_hash": None if tokenizer is None else tokenizer_hash(tokenizer),
+    }
+    stream = TokenShards(config.train_data_path, split="train", **known)
+    train = Windows(stream, config.max_seq_len, document_aligned=config.document_aligned, name="--train-data-path")
+    valid = None
+    if config.valid_data_path:
+        limit = max(1, config.eval_tokens // config.max_seq_len)
+        valid_stream = TokenShards(config.valid_data_path, split="val", **known)
+        valid = Windows(valid_stream, config.max_seq_len, limit=limit, name="--valid-data-path")
+    _check_enough(config, train)
+    vocabulary = max(stream.header.vocabulary, known["vocab_size"] or 0)
+    model_config = scratch_config(
+        config.arch,
+        config.depth,
+        vocab_size=vocabulary,
+        max_seq_len=config.max_seq_len,
+        bos_token_id=getattr(tokenizer, "bos_token_id", None),
+        eos_token_id=getattr(tokenizer, "eos_token_id", None),
+    )
+    total_steps = _total_steps(config, model_config)
+    batches = GlobalBatches(
+        np.zeros(len(train), dtype=np.int64), uniform_schedule(), config.global_batch_size, total_steps, config.seed
+    )
+    identity = {"kind": "pretrain", **{name: getattr(config, name) for name in IDENTITY_SETTINGS}}
+    return Prepared(
+        tokenizer=tokenizer,
+        model_config=model_config,
+        train=train,
+        valid=valid,
+        batches=batches,
+        bytes_per_token=None if tokenizer is None else bytes_per_token(tokenizer),
+        identity=identity
+        | {
+            "vocabulary": vocabulary,
+            "total_steps": total_steps,
+            "data": stream.fingerprint,
+            "schedule": batches.fingerprint(),
+        },
+    )
+
+
+def _tokenizer(config: PretrainConfig) -> PreTrainedTokenizerBase | None:
+    from finetune.data.corpus.token_shards import tokenizer_folder
+    from finetune.data.corpus.tokenizer import open_tokenizer
+
+    folder = config.tokenizer or tokenizer_folder(config.train_data_path, split="train")
+    if folder is None:
+        logger.warning(
+            "no tokenizer: no bits per byte, no samples, and the result has none. Fix: --tokenizer FOLDER, or prepare "
+            "the data with python -m finetune prepare, which puts one beside the token files"
+        )
+        return None
+    return open_tokenizer(folder)
+
+
+def _check_enough(config: PretrainConfig, train: Windows) -> None:
+    if len(train) < config.global_batch_size:
+        raise DataError(
+            f"the training data are {len(train):,} windows of {config.max_seq_len:,} tokens, fewer than the "
+            f"{config.global_batch_size:,} of one global batch ({config.total_batch_size:,} tokens)",
+            "--train-data-path",
+            f"give more data, or a --total-batch-size of at most {len(train) * config.max_seq_len}",
+        )
+
+
+def _total_steps(config: PretrainConfig, model_config: PretrainedConfig) -> int:
+    """num_iterations, or as many as the tokens that the ratio asks for."""
+    if config.num_iterations is not None:
+        return config.num_iterations
+    from finetune.modeling.scratch import make_empty_model
+    from finetune.planning.flops import matrix_parameters
+
+    parameters = matrix_parameters(make_empty_model(model_config))
+    steps = max(1, math.floor(config.target_param_data_ratio * parameters / config.total_batch_size))
+    logger.info(
+        "%d steps: %g tokens for each of %s parameters", steps, config.target_param_data_ratio, f"{parameters:,}"
+    )
+    return steps

@@ -1,0 +1,47 @@
+"""The public names of chat and serve stay: flags, metrics, paths, codes that scripts and dashboards rely on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from finetune.commands.chat.command import make_chat_parser
+from finetune.commands.serve.answers import AnswerLimits
+from finetune.commands.serve.app import create_app
+from finetune.commands.serve.guard import Rules
+from finetune.commands.serve.metrics import Metrics
+from finetune.commands.serve.settings import make_serve_parser
+from finetune.commands.serve.workers import WorkerPool
+
+FROZEN = Path(__file__).parents[2] / "frozen" / "chat_names.txt"
+
+
+def names() -> list[str]:
+    """One line per public name."""
+    lines = []
+    for command, parser in (("chat", make_chat_parser()), ("serve", make_serve_parser())):
+        for action in parser._actions:
+            lines += [f"{command} {flag}" for flag in action.option_strings if flag.startswith("--")]
+    metrics = Metrics()
+    text = metrics.text(workers_ready=0, active=0, queued=0).decode()
+    lines += [
+        f"metric {line.split()[2]}"
+        for line in text.splitlines()
+        if line.startswith("# HELP") and not line.split()[2].endswith("_created")
+    ]
+    pool = WorkerPool({}, [{}], per_worker=1, max_queue=1)
+    app = create_app(pool, Rules(), AnswerLimits(1, 1, 1), metrics, pool.close).app
+    lines += [f"path {method} {route.path}" for route in app.routes for method in sorted(route.methods)]
+    return lines
+
+
+def test_public_names_are_frozen():
+    """A name may be added (to the file too); one that is there stays."""
+    assert names() == FROZEN.read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize("make", [make_chat_parser, make_serve_parser])
+def test_flags_may_not_be_shortened(make):
+    with pytest.raises(SystemExit):
+        make().parse_args(["--mod", "x"])

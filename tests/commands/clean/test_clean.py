@@ -1,0 +1,446 @@
+"""`finetune clean` ends what a run recorded and left, and nothing else. The processes are real."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from launching import ROOT, environment
+from run_helpers import wait_for
+
+from finetune.commands.clean import command as cleanup
+from finetune.commands.clean import leftovers, recorded_processes
+from finetune.commands.clean.command import look, main
+from finetune.commands.clean.recorded_processes import Record, find, send_signal
+from finetune.storage.launch_record import command_digest
+from finetune.storage.run_lock import RunLock
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+STUBBORN = [
+    sys.executable,
+    "-c",
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)",
+]
+# A worker as torch elastic starts it: in a session of its own, with the run's lock and a log of its own open.
+WORKER = """
+import sys, time, os, signal
+from pathlib import Path
+from finetune.storage.run_log import add_log_file
+from finetune.storage.run_lock import RunLock
+with RunLock(Path(sys.argv[2])):
+    add_log_file(Path(sys.argv[2]), 0)
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+"""
+AGENT = """
+import subprocess, sys, time
+subprocess.Popen(sys.argv[1:], start_new_session=True)
+time.sleep(600)
+"""
+FROZEN = ROOT / "tests" / "frozen" / "clean.txt"
+
+Start = Callable[..., subprocess.Popen]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts real processes, and ends them (by their handles) when the test is over."""
+    started: list[subprocess.Popen] = []
+
+    def begin(words: Sequence[str] = SLEEP, **options: Any) -> subprocess.Popen:
+        started.append(subprocess.Popen(words, **options))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in, with `runs/one` of a run that has ended."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "operators"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = tmp_path / "runs" / "one"
+    (run / "logs").mkdir(parents=True)
+    (run / "status.json").write_text('{"state": "running", "exit_code": null}')
+    (tmp_path / "logs").mkdir()
+    return tmp_path
+
+
+def described(process: subprocess.Popen, **changed: Any) -> dict[str, Any]:
+    """A process as the launcher records it (docs/launching.md)."""
+    looked = psutil.Process(process.pid)
+    facts = {
+        "pid": process.pid,
+        "start_time": looked.create_time(),
+        "command_digest": command_digest(looked.cmdline()),
+        "role": "worker",
+        "rank": 0,
+        "attempt": 1,
+        "host": socket.gethostname(),
+    }
+    return facts | changed
+
+
+def gone_supervisor(start: Start, **changed: Any) -> dict[str, Any]:
+    process = start()
+    facts = described(process, role="supervisor", rank=None, **changed)
+    process.kill()
+    process.wait()
+    return facts
+
+
+def record_launch(place: Path, *processes: dict[str, Any], name: str = "20260101-000000-1") -> Path:
+    path = place / "logs" / f"{name}.processes.json"
+    content = {"version": 1, "log": f"{name}.log", "output_dir": str(place / "runs" / "one"), "ended_at": None}
+    path.write_text(json.dumps({**content, "started_at": "2026-01-01T00:00:00+00:00", "processes": list(processes)}))
+    return path
+
+
+def is_running(process: subprocess.Popen) -> bool:
+    return process.poll() is None
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = main([*arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+# ---------------------------------------------------------------- processes
+
+
+def test_an_orphan_is_listed_and_ended_only_with_yes_and_a_stranger_with_its_command_line_is_not(
+    place: Path, start: Start, capsys: pytest.CaptureFixture[str]
+):
+    orphan, stranger = start(), start()
+    record_launch(place, gone_supervisor(start), described(orphan, rank=3))
+    code, report = said(capsys, "runs/one")
+    assert (code, report["dry_run"]) == (1, True)
+    assert [(p["pid"], p["rank"], p["done"]) for p in report["processes"]] == [(orphan.pid, 3, False)]
+    assert is_running(orphan)
+    code, report = said(capsys, "--yes", "--wait", "0.3")
+    assert code == 0 and [(p["pid"], p["done"]) for p in report["processes"]] == [(orphan.pid, True)]
+    assert not is_running(orphan) and orphan.returncode == -15
+    assert is_running(stranger)
+    assert said(capsys)[0] == 0, "nothing is left"
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"start_time": 1_000_000_000.0}, "used again"),
+        ({"command_digest": command_digest(["python", "-m", "finetune.sft"])}, "another command"),
+        ({"host": "another-host"}, None),
+        ({"pid": "none"}, None),
+    ],
+)
+def test_a_process_that_is_not_what_was_recorded_is_left_alone(
+    changed: dict[str, Any], why: str | None, place: Path, start: Start, capsys: pytest.CaptureFixture[str]
+):
+    process = start()
+    record_launch(place, gone_supervisor(start), described(process) | changed)
+    code, report = said(capsys, "--yes", "--wait", "0")
+    assert code == 0 and report["processes"] == [] and is_running(process)
+    assert [why in left["why"] for left in report["left_alone"]] == ([True] if why else [])
+
+
+def test_another_users_process_is_left_alone(
+    place: Path, start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    if os.getuid() == 0:
+        process = start(["sleep", "600"], user=65534)  # for real
+    else:
+        process = start()
+        monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
+    record_launch(place, gone_supervisor(start), described(process))
+    code, report = said(capsys, "--yes", "--wait", "0")
+    assert code == 0 and "another user" in report["left_alone"][0]["why"] and is_running(process)
+
+
+@pytest.mark.parametrize("changed", [{}, {"command_digest": "0" * 64}, {"host": "another-host"}])
+def test_a_run_whose_launcher_may_be_alive_is_no_orphan(
+    changed: dict[str, Any], place: Path, start: Start, capsys: pytest.CaptureFixture[str]
+):
+    worker, supervisor = start(), start()
+    record_launch(place, described(supervisor, role="supervisor", rank=None, **changed), described(worker))
+    code, report = said(capsys, "--yes", "--wait", "0")
+    assert (code, report["processes"]) == (0, []) and is_running(worker) and is_running(supervisor)
+
+
+def test_a_list_without_its_launcher_proves_nothing(place: Path, start: Start, capsys: pytest.CaptureFixture[str]):
+    worker = start()
+    record_launch(place, described(worker))
+    record_launch(place, gone_supervisor(start), name="20260101-000000-2")  # of another launch
+    assert said(capsys, "--yes", "--wait", "0")[0] == 0 and is_running(worker)
+
+
+def test_one_that_does_not_listen_is_killed(place: Path, start: Start, capsys: pytest.CaptureFixture[str]):
+    process = start(STUBBORN, stdout=subprocess.PIPE)
+    process.stdout.readline()
+    record_launch(place, gone_supervisor(start), described(process))
+    assert said(capsys, "--yes", "--wait", "0.3")[0] == 0
+    assert process.wait() == -9
+
+
+def test_one_that_is_about_to_end_is_waited_for(place: Path, start: Start):
+    process = start([sys.executable, "-c", "import time; time.sleep(1.5)"])
+    record_launch(place, gone_supervisor(start), described(process))
+    assert main(["--yes", "--wait", "30"]) == 0
+    assert process.wait() == 0, "it was signalled although it was saving"
+
+
+def test_a_process_that_took_the_id_meanwhile_is_not_signalled(place: Path, start: Start):
+    """Between the listing and the signal: the process of that id is another one by now."""
+    process = start()
+    facts = described(process)
+    record = Record(
+        process.pid, "worker", place / "runs" / "one", facts["host"], 0, facts["start_time"] - 100.0,
+        command_digest=facts["command_digest"],
+    )  # fmt: skip
+    assert send_signal(record, 15) is False and is_running(process)
+    assert cleanup.end([record], 0.0) == {process.pid: True} and is_running(process)
+
+
+def test_without_process_handles_the_signal_still_needs_the_proof(
+    place: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delattr(os, "pidfd_open", raising=False)
+    process = start()
+    record_launch(place, gone_supervisor(start), described(process))
+    assert main(["--yes", "--wait", "0.2"]) == 0
+    assert process.wait() == -15
+
+
+@pytest.fixture
+def elastic(place: Path, start: Start) -> tuple[subprocess.Popen, int, Path]:
+    """A parent and its worker, as torch elastic and a rank; the worker's id; the run."""
+    run = place / "runs" / "two"
+    variables = environment({"TORCHELASTIC_RUN_ID": "1", "RANK": "0"})
+    words = [sys.executable, "-c", WORKER, "finetune.sft", str(run)]
+    parent = start([sys.executable, "-c", AGENT, *words], env=variables, stdout=subprocess.PIPE, text=True)
+    return parent, int(parent.stdout.readline()), run
+
+
+def test_a_worker_that_only_the_run_folder_knows(
+    elastic: tuple[subprocess.Popen, int, Path], capsys: pytest.CaptureFixture[str]
+):
+    parent, worker, run = elastic
+    assert said(capsys, str(run)) == (0, said(capsys, str(run))[1]), "its launcher is alive"
+    assert psutil.pid_exists(worker)
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: said(capsys, str(run))[0] == 1, what="the worker's parent changes")
+    code, report = said(capsys, str(run), "--yes", "--wait", "0.3")
+    assert code == 0 and [p["pid"] for p in report["processes"]] == [worker]
+    wait_for(lambda: not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE)
+
+
+def test_the_folder_of_a_run_does_not_prove_a_process_that_has_none_of_it_open(place: Path, start: Start):
+    """The id and even the command fit: a run on another machine that shares the disk may have had the same id."""
+    run = place / "runs" / "one"
+    process = start([*SLEEP, "finetune.sft"])
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(time.time() + 1))
+    (run / "logs" / f"{stamp}-{process.pid}-rank0.log").touch()
+    (run / ".lock").write_text(
+        json.dumps({"pid": process.pid, "host": socket.gethostname(), "since": "2099-01-01T00:00:00+00:00"})
+    )
+    found = look(run)
+    assert found.orphans == [] and "open" in found.left_alone[0]["why"]
+
+
+def test_a_process_started_by_hand_is_never_an_orphan(elastic: tuple[subprocess.Popen, int, Path], start: Start):
+    parent, worker, run = elastic
+    parent.kill()
+    parent.wait()
+    os.kill(worker, 9)
+    words = [sys.executable, "-c", WORKER, "finetune.sft", str(run)]
+    alone = start(words, env=environment(), stdout=subprocess.PIPE, text=True)  # nohup ... &, and the shell is gone
+    pid = int(alone.stdout.readline())
+    records = recorded_processes.records_of_run(run)
+    assert pid in {record.pid for record in records if find(record)[0] is not None}, "it is known and proved"
+    assert pid not in {record.pid for record in look(run).orphans}
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_unfinished_checkpoints_go_unless_the_run_is_at_work(place: Path, capsys: pytest.CaptureFixture[str]):
+    run = place / "runs" / "one"
+    for name in (".staging-5-abc", ".removing-checkpoint-3", "checkpoint-5", ".invalid-checkpoint-4-1"):
+        (run / name).mkdir()
+        (run / name / "weights.safetensors").write_bytes(b"x" * 100)
+    with RunLock(run):
+        code, report = said(capsys, "--yes")
+        assert code == 0 and report["files"] == []
+        assert {"run": "runs/one", "why": "the run is at work"} in report["left_alone"]
+    code, report = said(capsys)
+    assert code == 1
+    assert [(f["kind"], Path(f["path"]).name, f["size_bytes"]) for f in report["files"]] == [
+        ("checkpoint", ".removing-checkpoint-3", 100),
+        ("checkpoint", ".staging-5-abc", 100),
+    ]
+    assert (run / ".staging-5-abc").exists()
+    assert said(capsys, "--yes")[0] == 0
+    left = sorted(path.name for path in run.iterdir() if "checkpoint" in path.name or "staging" in path.name)
+    assert left == [".invalid-checkpoint-4-1", "checkpoint-5"]
+
+
+@pytest.fixture
+def shared(place: Path, start: Start) -> tuple[Path, int]:
+    """A folder in the place of /dev/shm, and the id of a recorded worker that is gone; its run wrote a second ago."""
+    folder = place / "shm"
+    folder.mkdir()
+    process = start()
+    record_launch(place, gone_supervisor(start), described(process))
+    process.kill()
+    process.wait()
+    (place / "runs" / "one" / "trainer_log.jsonl").write_text("")
+    moment = time.time() + 60  # the file below is older than the run's last sign of life
+    os.utime(place / "runs" / "one" / "trainer_log.jsonl", (moment, moment))
+    return folder, process.pid
+
+
+def found_in(folder: Path) -> list[str]:
+    return [file.path.name for file in look(None, shared_memory_folder=folder).files]
+
+
+def test_shared_memory_of_a_recorded_process_that_is_gone(shared: tuple[Path, int]):
+    folder, pid = shared
+    (folder / f"torch_{pid}_12345_0").write_bytes(b"x" * 64)
+    for name in (f"torch_{os.getpid()}_1_0", "torch_1_1_0", "psm_1234", f"torch_{pid}", f"sem.{pid}", f"x{pid}_1_0"):
+        (folder / name).write_bytes(b"x")
+    assert found_in(folder) == [f"torch_{pid}_12345_0"]
+    found = look(None, shared_memory_folder=folder)
+    assert cleanup.clean(found, 0)[1] == {folder / f"torch_{pid}_12345_0": ""}
+    assert len(list(folder.iterdir())) == 6
+
+
+@pytest.mark.parametrize("moment", [-3600.0, 3600.0])
+def test_shared_memory_from_before_or_after_the_run_is_anothers(moment: float, shared: tuple[Path, int]):
+    folder, pid = shared
+    path = folder / f"torch_{pid}_12345_0"
+    path.write_bytes(b"x")
+    os.utime(path, (time.time() + moment, time.time() + moment))
+    assert found_in(folder) == []
+
+
+def test_another_users_shared_memory_is_left_alone(shared: tuple[Path, int], monkeypatch: pytest.MonkeyPatch):
+    folder, pid = shared
+    path = folder / f"torch_{pid}_12345_0"
+    path.write_bytes(b"x")
+    (found,) = look(None, shared_memory_folder=folder).files
+    if os.getuid() == 0:
+        os.chown(path, 65534, 65534)
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
+    assert found_in(folder) == []
+    assert leftovers.remove(found) is False and path.exists(), "it was looked at again before it was removed"
+
+
+def test_shared_memory_in_use_is_left_alone(shared: tuple[Path, int], place: Path):
+    folder, pid = shared
+    path = folder / f"torch_{pid}_12345_0"
+    path.write_bytes(b"x" * 4096)
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 4096):
+        assert found_in(folder) == []
+    assert found_in(folder) == [path.name]
+    with RunLock(place / "runs" / "one"):
+        assert found_in(folder) == [], "the run is at work, perhaps where its processes cannot be seen"
+
+
+def test_shared_memory_that_an_orphan_has_mapped_goes_with_it(place: Path, start: Start):
+    folder = place / "shm"
+    folder.mkdir()
+    for name in ("buffer_of_any_name", "another"):
+        (folder / name).write_bytes(b"x" * 4096)
+    code = (
+        "import mmap, sys, time; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 4096); f.close(); "
+        "print(flush=True); time.sleep(600)"
+    )
+    orphan = start([sys.executable, "-c", code, str(folder / "buffer_of_any_name")], stdout=subprocess.PIPE)
+    orphan.stdout.readline()
+    record_launch(place, gone_supervisor(start), described(orphan))
+    found = look(None, shared_memory_folder=folder)
+    assert [file.path.name for file in found.files] == ["buffer_of_any_name"]
+    processes, files = cleanup.clean(found, 0.2)
+    assert processes == {orphan.pid: ""} and set(files.values()) == {""}
+    assert [path.name for path in folder.iterdir()] == ["another"]
+
+
+def test_locks_of_killed_operator_builds(place: Path, start: Start, capsys: pytest.CaptureFixture[str]):
+    from finetune.training import operators
+
+    assert operators._AT_WORK == leftovers.OPERATOR_AT_WORK
+    build = place / "operators" / "deepspeed_shm_comm"
+    build.mkdir(parents=True)
+    code = (
+        "import sys, time; from pathlib import Path; from finetune.training.operators import one_at_a_time\n"
+        "folder = Path(sys.argv[1])\n"
+        "with one_at_a_time(folder):\n"
+        "    (folder / 'lock').touch(); print(flush=True); time.sleep(600)"
+    )
+    builder = start([sys.executable, "-c", code, str(build)], env=environment(), stdout=subprocess.PIPE)
+    builder.stdout.readline()
+    assert (build / leftovers.OPERATOR_LOCK_NAME).exists()
+    assert said(capsys)[1]["files"] == [], "it is being built"
+    builder.kill()
+    builder.wait()
+    code, report = said(capsys)
+    assert code == 1 and [f["path"] for f in report["files"]] == [str(build / "lock")]
+    assert said(capsys, "--yes")[0] == 0 and not (build / "lock").exists()
+    (build / "lock").touch()  # torch's own, of a build that is not ours
+    (build / leftovers.OPERATOR_LOCK_NAME).write_bytes(b"")
+    assert said(capsys, "--yes")[0] == 0 and (build / "lock").exists()
+
+
+# ---------------------------------------------------------------- command
+
+
+def test_the_form_of_the_json_is_frozen(place: Path, start: Start, capsys: pytest.CaptureFixture[str]):
+    lines = [line for line in FROZEN.read_text().splitlines() if line and not line.startswith("#")]
+    frozen = {name: set(fields.split()) for name, fields in (line.split(": ") for line in lines)}
+    orphan, other = start(), start()
+    (place / "runs" / "one" / ".staging-5-abc").mkdir()
+    record_launch(place, gone_supervisor(start), described(orphan), described(other, start_time=1.0))
+    report = said(capsys)[1]
+    assert set(report) == frozen["top"]
+    assert set(report["processes"][0]) == frozen["process"] and set(report["files"][0]) == frozen["file"]
+    assert set(report["left_alone"][0]) <= {field.rstrip("?") for field in frozen["left_alone"]}
+
+
+def test_words_in_both_languages(place: Path, start: Start, capsys: pytest.CaptureFixture[str]):
+    orphan = start()
+    record_launch(place, gone_supervisor(start), described(orphan, rank=1))
+    assert main(["--lang", "en"]) == 1
+    english = capsys.readouterr().out
+    assert f"process {orphan.pid}  worker 1 of" in english and "--yes" in english
+    assert main(["--lang", "zh"]) == 1
+    assert f"进程 {orphan.pid}" in capsys.readouterr().out
+    assert main(["--yes", "--wait", "0.2", "--lang", "en"]) == 0
+    assert "[ended]" in capsys.readouterr().out
+
+
+def test_what_is_not_a_run_is_refused(place: Path):
+    from finetune.__main__ import main as finetune
+
+    (place / "work").mkdir()
+    (place / "work" / "thesis.tex").touch()
+    assert finetune(["clean", "work", "--yes"]) == 2 and (place / "work" / "thesis.tex").exists()
+    assert finetune(["clean", "nowhere"]) == 2
+    assert finetune(["clean", "runs/one", "--wait", "-1"]) == 2
+    assert finetune(["clean"]) == 0

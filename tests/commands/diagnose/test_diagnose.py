@@ -1,0 +1,406 @@
+"""Diagnosis: every example log gets its cause and no other, clean logs get none, and any log can be read."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from launching import ROOT, environment
+
+from finetune.commands.diagnose import document as diagnosis_document
+from finetune.commands.diagnose.command import RESTART_CURES, diagnose_logs, main, render_findings
+from finetune.commands.diagnose.findings import mask_secrets
+from finetune.commands.diagnose.log_facts import derived, facts_in
+from finetune.commands.diagnose.symptoms.base import Kind, Symptom, fill, fixed_words
+from finetune.commands.diagnose.symptoms.rules import CAUSES, SAID_BY_RUN, SYMPTOMS, UNEXPLAINED
+from finetune.errors import ConfigError, DataError, ExitCode, FinetuneError
+
+LOGS = Path(__file__).parent / "logs"
+REQUIRED = """
+device_oom host_oom port_in_use rendezvous_timeout collective_timeout peer_died hccl_connect_timeout hccl_config
+hccl_port_bind npu_busy_or_owned npu_driver_cann_mismatch torch_npu_missing_or_mismatch npu_op_exception
+nccl_network_interface nccl_version_or_system cuda_driver_mismatch libuv_store wandb_login disk_full
+dataset_missing_field dataset_bad_json nan_loss dtype_mismatch bf16_unsupported flash_attn_missing
+deepspeed_cpu_adam_build deepspeed_batch_assert zero3_empty_or_size_mismatch zero3_world_size_changed
+checkpoint_corrupt tokenizer_vocab_mismatch model_not_found hub_offline grad_checkpoint_mismatch unused_parameters_ddp
+dataloader_worker_killed_shm illegal_memory_or_ecc too_many_open_files permission_denied unknown
+"""  # the causes that the requirements name
+ALL_FACTS = """micro_batch_size=1 cutoff_len=1 total_batch_size=1 world_size=1 nproc_per_node=1 master_addr=1
+master_port=1 timeout_seconds=1 dataloader_num_workers=1 learning_rate=1"""
+ONE_EXAMPLE_DO = {"hccl_link_down", "native_crash"}
+
+
+def examples() -> list[tuple[str, str, list[Path]]]:
+    """(cause, name, logs) of every example; a folder is the logs of several ranks. Cause "clean": none."""
+    found = []
+    for cause in sorted(LOGS.iterdir()):
+        for entry in sorted(cause.iterdir()):
+            found.append((cause.name, entry.name, sorted(entry.iterdir()) if entry.is_dir() else [entry]))
+    return found
+
+
+def causes(*paths: Path | str) -> list[str]:
+    return [finding.cause for finding in diagnose_logs(paths, "en")]
+
+
+def causes_of_text(tmp_path: Path, *texts: str) -> list[str]:
+    paths = [tmp_path / f"log-{number}.log" for number in range(len(texts))]
+    for path, text in zip(paths, texts, strict=True):
+        path.write_text(text, encoding="utf-8")
+    return causes(*paths)
+
+
+# ---------------------------------------------------------------- the examples
+
+
+def test_precision_and_recall_over_all_examples(capsys):
+    hits, said, wanted = Counter[str](), Counter[str](), Counter[str]()
+    wrong = []
+    for cause, name, paths in examples():
+        expected = [] if cause == "clean" else [cause]
+        found = causes(*paths)
+        said.update(found)
+        wanted.update(expected)
+        hits.update(set(found) & set(expected))
+        if found != expected:
+            wrong.append(f"{cause}/{name}: {found}")
+    with capsys.disabled():
+        print(f"\n{'cause':34} examples  precision  recall")
+        for cause in sorted(wanted | said):
+            precision = hits[cause] / said[cause] if said[cause] else 0.0
+            print(f"{cause:34} {wanted[cause]:8}  {precision:9.2f}  {hits[cause] / max(1, wanted[cause]):6.2f}")
+        print(
+            f"{'all':34} {wanted.total():8}  {hits.total() / said.total():9.2f}  {hits.total() / wanted.total():6.2f}"
+        )
+    assert not wrong
+
+
+def test_there_is_an_example_of_every_cause():
+    count = Counter(cause for cause, _, _ in examples())
+    assert set(REQUIRED.split()) <= set(CAUSES)
+    assert set(CAUSES) == set(count) - {"clean"}
+    assert {cause for cause, examples_of_it in count.items() if examples_of_it < 2} == ONE_EXAMPLE_DO
+    assert count["clean"] >= 10
+
+
+def test_every_symptom_is_shown_by_an_example():
+    texts = [path.read_text(errors="replace") for _, _, paths in examples() for path in paths]
+    shown = {
+        id(s) for s in SYMPTOMS for t in texts if any(re.search(p, line) for p in s.patterns for line in t.split("\n"))
+    }
+    assert [s.patterns[0] for s in SYMPTOMS if id(s) not in shown] == []
+
+
+def test_a_rule_is_never_missed_for_its_fixed_words():
+    """The words that lines are sifted by are in every line that a pattern matches."""
+    for _, _, paths in examples():
+        for path in paths:
+            for line in path.read_text(errors="replace").split("\n"):
+                for symptom in SYMPTOMS:
+                    if any(re.search(pattern, line) for pattern in symptom.patterns):
+                        assert symptom.match(line, line.lower()), (symptom.cause, line)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        (r"No space left", ["no space left"]),
+        (r"\[Errno 24\]|Too many open files", ["[errno 24]", "too many open files"]),
+        (r"code is 5070(?:46|48)\b", ["code is 5070"]),
+        (r"abcdx?efgh", ["abcd"]),
+        (r"ab[cd]efgh.{0,9}i", ["efgh"]),
+    ],
+)
+def test_fixed_words(pattern, words):
+    assert fixed_words(pattern) == words
+
+
+def test_other_spellings(tmp_path):
+    """Short pieces as other versions and other programs write them."""
+    variants = [json.loads(line) for line in (LOGS.parent / "log_variants.jsonl").read_text().splitlines()]
+    found = [causes_of_text(tmp_path, variant["log"] + "\n") for variant in variants]
+    assert found == [[variant["cause"]] if variant["cause"] else [] for variant in variants]
+
+
+def test_a_pattern_without_fixed_words_is_refused():
+    with pytest.raises(ValueError, match="no 4 plain characters"):
+        fixed_words(r"(?:error|failure)")
+
+
+# ---------------------------------------------------------------- the rules as data
+
+
+@pytest.mark.parametrize("symptom", [*SYMPTOMS, UNEXPLAINED], ids=lambda symptom: symptom.cause)
+def test_texts_are_whole_in_both_languages_whatever_is_known(symptom: Symptom):
+    names = {name for pattern in symptom.patterns for name in re.compile(pattern).groupindex}
+    everything = {name.rstrip("_"): "7" for name in names} | {"line": "l", "rank": "1", "nproc": "2", "port": "1"}
+    settings = (
+        "timeout_seconds micro_batch_size cutoff_len master_addr master_port dataloader_num_workers learning_rate"
+    )
+    everything |= dict.fromkeys([*settings.split(), "oom_old", "nonfinite_rows"], "9")
+    for text in (symptom.explanation, symptom.fix):
+        assert set(text) == {"en", "zh"}
+        assert re.search(r"[一-鿿]", text["zh"])
+        assert not re.search(r"[一-鿿]", text["en"])
+        bare = {"line": "a line"} | ({"signal": "SIGTERM", "step": "3"} if symptom.cause == "preempted" else {})
+        bare |= {"pid": "7", "peer": "b"}
+        for language in ("en", "zh"):
+            for values in (bare, derived(everything)):
+                filled = fill(text[language], values)
+                assert filled
+                assert not re.search(r"\[\[|\]\]|\{\w+\}(?!\})|  ", filled), filled
+    assert 0 < symptom.confidence < 1
+    assert symptom.source or symptom is UNEXPLAINED
+
+
+def test_every_cause_that_is_said_to_be_cured_by_a_restart_exists():
+    assert set(CAUSES) > RESTART_CURES
+    assert {cause for symptom in SYMPTOMS for cause in symptom.explains} <= set(CAUSES)
+
+
+def test_the_document_is_made_from_the_rules():
+    said = (ROOT / "docs" / "diagnosis.md").read_text(encoding="utf-8")
+    assert said == diagnosis_document.describe_rules(), (
+        "python -m finetune.commands.diagnose.document > docs/diagnosis.md"
+    )
+    assert all(f"### {cause}\n" in said for cause in CAUSES)
+
+
+# ---------------------------------------------------------------- roots and what follows from them
+
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+TIMEOUT = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, Timeout(ms)=600000) ran"
+BROKEN = "RuntimeError: [pair.cc:547] Connection closed by peer [10.0.0.2]:41234"
+
+
+def test_logs_of_several_ranks_are_merged_by_time_in_any_order(tmp_path):
+    rank0 = f"2026-11-21 13:30:01,5 [ERROR] x\n[rank0]:[E1121 13:30:01.408271257 P.cpp:683] [Rank 0] {TIMEOUT}\n"
+    rank1 = f"2026-11-21 13:00:01,5 hello\n[rank1]: Traceback (most recent call last):\n[rank1]: {OOM}\n"
+    for texts in ((rank0, rank1), (rank1, rank0)):
+        assert causes_of_text(tmp_path, *texts) == ["device_oom"]
+    finding = diagnose_logs([tmp_path / "log-0.log", tmp_path / "log-1.log"], "en")[0]
+    assert (finding.rank, finding.consequences) == (1, ["collective_timeout"])
+
+
+def test_what_came_later_is_no_root(tmp_path):
+    """A rank that runs out of memory an hour after the others had given up did not make them wait."""
+    waited = f"[E1121 13:30:01.408271257 ProcessGroupNCCL.cpp:683] [Rank 0] {TIMEOUT}\n"
+    later = f"2026-11-21 14:30:01,000 [INFO] x\n{OOM}\n"
+    assert causes_of_text(tmp_path, waited, later) == ["collective_timeout", "device_oom"]
+
+
+def test_a_lost_peer_comes_before_a_timeout_and_after_a_root(tmp_path):
+    assert causes_of_text(tmp_path, TIMEOUT, BROKEN) == ["peer_died"]
+    assert causes_of_text(tmp_path, TIMEOUT, BROKEN, OOM) == ["device_oom"]
+
+
+def test_the_rank_that_was_killed_is_named_whatever_torchrun_says():
+    finding = diagnose_logs([LOGS / "peer_died" / "torchrun_blames_the_wrong_rank.log"], "en")[0]
+    assert finding.rank == 1
+    assert "SIGKILL" in finding.explanation
+
+
+def test_an_error_that_nobody_knows_is_a_root_on_another_rank_only(tmp_path):
+    own = "Traceback (most recent call last):\nmine.OwnError: bad\n"
+    assert causes_of_text(tmp_path, f"[rank0]: {TIMEOUT}\n", f"[rank1]: {own}") == ["unknown"]
+    assert causes_of_text(tmp_path, f"[rank0]: RuntimeError: {TIMEOUT}\n[rank0]: mine.OwnError: bad\n") == [
+        "collective_timeout"
+    ]
+
+
+def test_only_the_last_attempt_counts_unless_it_only_waited(tmp_path):
+    restart = "[default] Worker group FAILED. 3/3 attempts left; will restart worker group\n"
+    assert causes_of_text(tmp_path, f"{OOM}\n{restart}OSError: [Errno 28] No space left on device\n") == ["disk_full"]
+    assert causes_of_text(tmp_path, f"{OOM}\n{restart}{TIMEOUT}\n") == ["device_oom"]
+
+
+def test_what_a_run_got_over_is_no_failure(tmp_path):
+    steps = "".join(f"{{'loss': 2.{n}, 'epoch': 0.{n}}}\n" for n in range(3))
+    assert causes_of_text(tmp_path, f"{OOM}\n{steps}") == []
+    assert causes_of_text(tmp_path, f"{OOM}\n{steps[: len(steps) // 2]}") == ["device_oom"]
+    assert causes_of_text(tmp_path, f"{OOM}\n[SUCCESS] done: 4 steps, output in runs/a\n") == []
+
+
+def test_quoted_source_code_is_not_matched(tmp_path):
+    quoted = 'Traceback (most recent call last):\n  File "a.py", line 3, in f\n    raise X("No space left on device")\n'
+    assert causes_of_text(tmp_path, f"{quoted}mine.OwnError: bad\n") == ["unknown"]
+
+
+@pytest.mark.parametrize("symptom", SYMPTOMS, ids=lambda symptom: symptom.cause)
+def test_fixed_advice_is_never_matched(symptom, tmp_path):
+    shown = [
+        line for _, _, paths in examples() for path in paths for line in path.read_text(errors="replace").split("\n")
+    ]
+    mine = [line for line in shown if any(re.search(pattern, line) for pattern in symptom.patterns)][:5]
+    advice = "".join(
+        f"        Possible Cause: {line}\n        Solution: 1. {line}\n        2. {line}\n" for line in mine
+    )
+    assert causes_of_text(tmp_path, f"[INFO] all is well\nEE0001: [PID: 1] something\n{advice}") == ["unknown"]
+
+
+# ---------------------------------------------------------------- words
+
+
+def test_the_runs_own_numbers_are_in_the_remedy(tmp_path):
+    log = tmp_path / "x.log"
+    log.write_text(f"python -m finetune.sft --micro-batch-size 12 --cutoff-len=4096\n[rank3]: {OOM}\n")
+    finding = diagnose_logs([log], "en")[0]
+    assert "now 12; try 6" in finding.fix
+    assert "now 4096; try 2048" in finding.fix
+    assert "2.00 GiB" in finding.explanation
+    assert finding.rank == 3
+    chinese = diagnose_logs([log], "zh")[0]
+    assert "当前 12,可试 6" in chinese.fix
+    assert render_findings([chinese], "zh").startswith("1. device_oom  (置信度 0.95)\n   原因:")
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_a_diagnosis_in_a_log_is_not_diagnosed_again(language, tmp_path):
+    findings = [finding for _, _, paths in examples() for finding in diagnose_logs(paths, language)]
+    assert len(findings) > 100
+    assert causes_of_text(tmp_path, "[INFO] all is well\n" + render_findings(findings, language) + "\n") == []
+
+
+def test_facts():
+    assert facts_in('  "train_micro_batch_size_per_gpu": 4,') == {"micro_batch_size": "4"}
+    assert facts_in("MASTER_ADDR=10.0.0.4 MASTER_PORT=29500 torchrun --nproc_per_node=8") == {
+        "master_addr": "10.0.0.4",
+        "master_port": "29500",
+        "nproc": "8",
+    }
+    assert facts_in("'lr': 2e-05, max_seq_len 2048.") == {"learning_rate": "2e-05", "cutoff_len": "2048"}
+    assert facts_in("learning rates matter") == {}
+
+
+@pytest.mark.parametrize("kind", [FinetuneError, ConfigError, DataError])
+def test_an_error_of_this_package_speaks_for_itself(kind, tmp_path):
+    log = tmp_path / "x.log"
+    log.write_text(f"[ERROR] {kind('the moon is 5, and must be 4', 'sky.yaml:3', 'write 4')}\n")
+    finding = diagnose_logs([log], "en")[0]
+    assert finding.cause == SAID_BY_RUN.cause
+    assert "the moon is 5, and must be 4" in finding.explanation
+    assert "sky.yaml:3" in finding.explanation
+    assert finding.fix == "write 4"
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [
+        "hf_AbCdEfGhIjKlMnOpQrStUvWx",
+        "sk-proj-0123456789abcdef",
+        "ghp_0123456789abcdefghij",
+        "0123456789abcdef0123456789abcdef01234567",
+        "AKIA0123456789ABCDEF",
+    ],
+)
+def test_secrets_are_masked(secret, tmp_path):
+    for line in (f"RuntimeError: CUDA out of memory. {secret}", f"ValueError: token={secret} refused"):
+        log = tmp_path / "x.log"
+        log.write_text(line + "\n")
+        findings = diagnose_logs([log], "en")
+        assert findings
+        assert secret not in json.dumps([vars(finding) for finding in findings])
+    assert (
+        mask_secrets("https://me:pass1234@host/x WANDB_API_KEY='abcdefgh'") == "https://***@host/x WANDB_API_KEY='***'"
+    )
+    assert mask_secrets("Authorization: Bearer abc.def-ghi0123") == "Authorization: Bearer ***"
+    assert mask_secrets("token 5 is 99999999, rank 3") == "token 5 is 99999999, rank 3"
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_json_does_not_swallow_the_log(capsys):
+    log = LOGS / "device_oom" / "cuda.log"
+    assert main(["--json", str(log)]) == ExitCode.FAILED
+    shown = json.loads(capsys.readouterr().out)
+    assert list(shown) == ["findings"]
+    assert (
+        list(shown["findings"][0]) == (ROOT / "tests" / "frozen" / "diagnosis.txt").read_text().split("\n")[0].split()
+    )
+    assert shown["findings"][0]["cause"] == "device_oom"
+
+
+def test_cause_names_are_public():
+    assert (ROOT / "tests" / "frozen" / "diagnosis.txt").read_text().split()[-len(CAUSES) :] == sorted(CAUSES)
+
+
+def test_exit_codes(capsys, tmp_path):
+    assert main([str(LOGS / "clean" / "own_run.log")]) == ExitCode.DONE
+    assert capsys.readouterr().out == "No failure found.\n"
+    assert main(["--json", str(LOGS / "clean" / "own_run.log")]) == ExitCode.DONE
+    assert json.loads(capsys.readouterr().out) == {"findings": []}
+    with pytest.raises(SystemExit) as stopped:
+        main([])
+    assert stopped.value.code == ExitCode.REFUSED
+    with pytest.raises(DataError, match="cannot be read") as missing:
+        main([str(tmp_path / "none.log")])
+    assert missing.value.exit_code == ExitCode.REFUSED
+    with pytest.raises(DataError, match="not a run's"):
+        main([str(tmp_path)])
+
+
+def test_the_command_loads_no_torch_and_reads_standard_input():
+    program = (
+        "import sys; from finetune.__main__ import main; code = main(['diagnose', '--lang', 'zh', '-'])\n"
+        "heavy = [name for name in ('torch', 'transformers', 'deepspeed', 'numpy') if name in sys.modules]\n"
+        "sys.exit(f'loaded {heavy}' if heavy else code)"
+    )
+    words = [sys.executable, "-c", program]
+    result = subprocess.run(words, input=b"all is well\n", capture_output=True, env=environment(), check=False)
+    assert (result.returncode, result.stdout.decode()) == (0, "没有发现失败。\n"), result.stderr
+
+
+# ---------------------------------------------------------------- run folders
+
+
+def run_folder(folder: Path, **status: object) -> Path:
+    (folder / "logs").mkdir(parents=True)
+    (folder / "run_identity.json").write_text("{}")
+    (folder / "run.yaml").write_text("micro_batch_size: 6\ncutoff_len: 1024\n")
+    (folder / "status.json").write_text(json.dumps(status))
+    return folder
+
+
+def test_a_run_folder_tells_its_own_numbers(tmp_path):
+    error = "out of memory at step 13 (rows of at most 8192 tokens): CUDA out of memory."
+    folder = run_folder(tmp_path / "run", state="failed", exit_code=4, error=error, step=12)
+    (folder / "oom.json").write_text('{"step": 13, "token_budget": 4096, "old": "rows of at most 8192 tokens"}')
+    finding = diagnose_logs([folder], "en")[0]
+    assert finding.cause == "device_oom"
+    assert "now 6; try 3" in finding.fix
+    assert "rows of at most 8192 tokens did not fit" in finding.fix
+
+
+def test_only_the_logs_of_the_last_start_are_read(tmp_path):
+    folder = run_folder(tmp_path / "run", state="failed", exit_code=1, error="KeyError: 'output'", step=12)
+    (folder / "logs" / "20261120-100000-41-rank0.log").write_text("2026-11-20 10:00:01,0 [ERROR] CUDA out of memory.\n")
+    (folder / "logs" / "20261121-100000-51-rank0.log").write_text("2026-11-21 10:00:01,0 [ERROR] KeyError: 'output'\n")
+    (folder / "logs" / "20261121-100004-52-rank1.log").write_text("2026-11-21 10:00:02,0 [ERROR] KeyError: 'output'\n")
+    assert causes(folder) == ["dataset_missing_field"]
+    sources = {line.split(":")[0].rsplit("/", 1)[-1] for line in diagnose_logs([folder], "en")[0].evidence}
+    assert {"20261121-100000-51-rank0.log", "20261121-100004-52-rank1.log"} <= sources
+
+
+def test_a_finished_run_has_no_finding(tmp_path):
+    folder = run_folder(tmp_path / "run", state="done", exit_code=0, step=12)
+    (folder / "logs" / "20261120-100000-41-rank0.log").write_text("2026-11-20 10:00:01,0 [ERROR] CUDA out of memory.\n")
+    assert causes(folder) == []
+
+
+def test_kinds_are_ordered_from_the_root_outwards():
+    assert sorted(Kind) == [Kind.ROOT, Kind.UNEXPLAINED, Kind.PEER_LOST, Kind.WAITED, Kind.AFTERMATH]
+
+
+def test_standard_input_is_a_log(monkeypatch):
+    class Input:
+        buffer = io.BytesIO(b"RuntimeError: NPU out of memory. Tried to allocate 2.00 GiB\n")
+
+    monkeypatch.setattr(sys, "stdin", Input)
+    assert causes("-") == ["device_oom"]

@@ -1,0 +1,333 @@
+"""Diagnosis of runs that were really broken: each cause by a process of its own that really fails of it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import diagnose_breaks as breaks
+import pytest
+import run_helpers
+from launching import environment, run_cli, said
+from run_helpers import Materials
+
+from finetune.commands.diagnose.command import diagnose_logs
+
+ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="mounting file systems needs root")
+
+
+def _child(log: str, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    os.setsid()
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    code = 0
+    try:
+        function(*arguments)
+    except SystemExit as error:
+        code = error.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def broken(folder: Path, function: Callable[..., None], *arguments: Any, processes: int = 1) -> list[Path]:
+    """Run a function in forked processes, as ranks; their logs."""
+    context = run_helpers._fork_context()
+    logs = [folder / f"rank{rank}.log" for rank in range(processes)]
+    started = [
+        context.Process(target=_child, args=(str(log), function, (rank, *arguments))) for rank, log in enumerate(logs)
+    ]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(120)
+    hung = [process for process in started if process.exitcode is None]
+    for process in started:  # and what it started itself, as a loader's worker whose parent died
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert not hung
+    return logs
+
+
+def causes(paths: list[Path]) -> list[str]:
+    return [finding.cause for finding in diagnose_logs(paths, "en")]
+
+
+def assert_cause(cause: str, paths: list[Path]) -> None:
+    findings = diagnose_logs(paths, "en")
+    texts = "\n".join(f"--- {path}\n{path.read_text(errors='replace')[-3000:]}" for path in paths if path.is_file())
+    assert [finding.cause for finding in findings] == [cause], texts
+    assert all(finding.evidence and finding.fix and finding.explanation for finding in findings)
+
+
+@contextlib.contextmanager
+def bound_port() -> Iterator[int]:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        yield held.getsockname()[1]
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def materials(tmp_path_factory: pytest.TempPathFactory) -> Materials:
+    return run_helpers.make_materials(tmp_path_factory.mktemp("diagnose"))
+
+
+SINGLE = {
+    "host_oom": breaks.host_memory,
+    "dtype_mismatch": breaks.dtypes,
+    "grad_checkpoint_mismatch": breaks.recomputation,
+    "cuda_driver_mismatch": breaks.cuda,
+    "torch_npu_missing_or_mismatch": breaks.npu,
+    "missing_package": breaks.package,
+    "tokenizer_vocab_mismatch": breaks.embedding,
+    "zero3_empty_or_size_mismatch": breaks.empty_shard,
+    "hub_offline": breaks.model_from_the_hub,
+    "deepspeed_batch_assert": breaks.batch_sizes,
+    "native_crash": breaks.native,
+    "unknown": breaks.own_code,
+}
+
+
+@pytest.mark.parametrize("cause", SINGLE)
+def test_one_process(cause, tmp_path):
+    assert_cause(cause, broken(tmp_path, SINGLE[cause]))
+
+
+IN_A_FOLDER = {
+    "too_many_open_files": breaks.open_files,
+    "deepspeed_cpu_adam_build": breaks.cpu_adam,
+    "bf16_unsupported": breaks.bfloat16,
+}
+
+
+@pytest.mark.parametrize("cause", IN_A_FOLDER)
+def test_one_process_with_files(cause, tmp_path):
+    assert_cause(cause, broken(tmp_path, IN_A_FOLDER[cause], str(tmp_path)))
+
+
+def test_no_compiler(tmp_path):
+    assert_cause("deepspeed_cpu_adam_build", broken(tmp_path, breaks.no_compiler, str(tmp_path)))
+
+
+def test_python_out_of_memory(tmp_path):
+    assert_cause("host_oom", broken(tmp_path, breaks.python_memory))
+
+
+def test_flash_attention_without_its_package(materials, tmp_path):
+    if importlib.util.find_spec("flash_attn"):
+        pytest.skip("flash_attn is installed here")
+    assert_cause("flash_attn_missing", broken(tmp_path, breaks.flash_attention, str(materials.model)))
+
+
+def test_wandb_without_a_key(tmp_path):
+    if not importlib.util.find_spec("wandb"):
+        pytest.skip("wandb is not installed here")
+    assert_cause("wandb_login", broken(tmp_path, breaks.wandb, str(tmp_path)))
+
+
+@ROOT_ONLY
+def test_small_shared_memory(tmp_path):
+    logs = broken(tmp_path, breaks.shared_memory)
+    if "NO MOUNT" in logs[0].read_text():
+        pytest.skip("mounting is not allowed here")
+    assert_cause("dataloader_worker_killed_shm", logs)
+
+
+@ROOT_ONLY
+def test_full_disk(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a small tmpfs is not allowed here")
+    try:
+        assert_cause("disk_full", broken(tmp_path, breaks.disk, str(disk)))
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+# ---------------------------------------------------------------- several processes
+
+
+def test_nobody_at_the_meeting_point(tmp_path, free_port):
+    assert_cause("rendezvous_timeout", broken(tmp_path, breaks.master_is_dead, free_port))
+
+
+def test_interface_that_is_not_there(tmp_path, free_port):
+    assert_cause("nccl_network_interface", broken(tmp_path, breaks.interface_is_not_there, free_port))
+
+
+def test_peer_that_sleeps(tmp_path, free_port):
+    assert_cause("collective_timeout", broken(tmp_path, breaks.peer_sleeps, free_port, processes=2))
+
+
+def test_peer_that_is_killed(tmp_path, free_port):
+    assert_cause("peer_died", broken(tmp_path, breaks.peer_is_killed, free_port, processes=2))
+
+
+def test_the_rank_that_failed_first_is_blamed(tmp_path, free_port):
+    logs = broken(tmp_path, breaks.peer_fails_first, free_port, processes=2)
+    assert causes(logs[:1]) == ["peer_died"]  # all that rank 0 can know
+    assert_cause("host_oom", logs)
+    finding = diagnose_logs(logs, "en")[0]
+    assert finding.rank == 1
+    assert finding.consequences == ["peer_died"]
+
+
+def test_parameters_without_gradient(tmp_path, free_port):
+    assert_cause("unused_parameters_ddp", broken(tmp_path, breaks.parameters_unused, free_port, processes=2))
+
+
+def test_port_taken_under_torchrun(tmp_path):
+    script = tmp_path / "worker.py"
+    script.write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n")
+    with bound_port() as port:
+        words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", f"--master-port={port}"]
+        ended = subprocess.run(
+            [*words, str(script)], env=environment(), capture_output=True, text=True, timeout=120, check=False
+        )
+    assert ended.returncode != 0
+    log = tmp_path / "launcher.log"
+    log.write_text(ended.stdout + ended.stderr)
+    assert_cause("port_in_use", [log])
+
+
+# ---------------------------------------------------------------- our own runs
+
+
+def run_sft(materials: Materials, folder: Path, **changes: Any) -> list[Path]:
+    """A run of the package that is expected to fail; its console logs."""
+    settings = materials.settings(folder / "run", **changes)
+    ranks = run_helpers.start(settings)
+    codes = ranks.wait()
+    assert codes != [0], ranks.output()
+    return ranks.log_paths
+
+
+def bad_rows(folder: Path, line: str) -> str:
+    path = folder / "bad.jsonl"
+    good = json.dumps({"instruction": "what", "output": "that"})
+    path.write_text(f"{good}\n{line}\n{good}\n", encoding="utf-8")
+    return str(path)
+
+
+OWN = {
+    "model_not_found": lambda _, folder: {"model": str(folder / "no-model")},
+    "dataset_missing_field": lambda _, folder: {"data": bad_rows(folder, '{"instruction": "what", "answer": "that"}')},
+    "dataset_bad_json": lambda _, folder: {"data": bad_rows(folder, '{"instruction": "what" "output": "that"}')},
+    "explained_by_run": lambda materials, _: {"lora_target_modules": ["no_such_layer"]},
+    "hub_offline": lambda *_: {"model": "an-owner/a-model-that-is-not-cached"},
+    "cuda_driver_mismatch": lambda *_: {"device_type": "cuda"},
+    "torch_npu_missing_or_mismatch": lambda *_: {"device_type": "npu"},
+    "nan_loss": lambda *_: {"learning_rate": 1e30, "max_steps": 40, "max_grad_norm": 0},
+    "deepspeed_batch_assert": lambda *_: {"global_batch_size": 7, "gradient_accumulation_steps": 4},
+}
+
+
+@pytest.mark.parametrize("cause", OWN)
+def test_own_run(cause, materials, tmp_path):
+    assert_cause(cause, run_sft(materials, tmp_path, **OWN[cause](materials, tmp_path)))
+
+
+def other_model(materials: Materials, folder: Path) -> Path:
+    copy = folder / "model"
+    copy.mkdir()
+    for path in materials.model.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    return copy
+
+
+def test_weights_cut_short(materials, tmp_path):
+    model = other_model(materials, tmp_path)
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    assert_cause("checkpoint_corrupt", run_sft(materials, tmp_path, model=str(model)))
+
+
+def test_tokenizer_with_more_tokens_than_embeddings(materials, tmp_path):
+    from transformers import AutoTokenizer
+
+    model = other_model(materials, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens([f"<new-{number}>" for number in range(64)])
+    tokenizer.save_pretrained(model)
+    logs = run_sft(materials, tmp_path, model=str(model))
+    assert_cause("tokenizer_vocab_mismatch", logs)
+
+
+def test_output_folder_of_somebody_else(materials, tmp_path):
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    closed.chmod(0o555)
+    config = tmp_path / "run.json"
+    config.write_text(json.dumps(materials.settings(closed / "run")))
+    assert_cause("permission_denied", broken(tmp_path, breaks.sft_without_rights, str(config)))
+
+
+def start_and_wait(materials: Materials, folder: Path) -> run_helpers.Ranks:
+    """A run that would take long and has done a step."""
+    ranks = run_helpers.start(materials.settings(folder / "run", max_steps=2000))
+    log = folder / "run" / "trainer_log.jsonl"
+    run_helpers.wait_for(lambda: log.exists() and log.read_bytes().count(b"\n"), what="the first step")
+    return ranks
+
+
+def test_stopped_by_a_signal(materials, tmp_path):
+    ranks = start_and_wait(materials, tmp_path)
+    run_helpers.send(ranks.pids, signal.SIGTERM)
+    assert ranks.wait() == [3], ranks.output()
+    assert_cause("preempted", ranks.log_paths)
+    assert causes([tmp_path / "run"]) == ["preempted"]
+
+
+def test_killed_run_folder(materials, tmp_path):
+    ranks = start_and_wait(materials, tmp_path)
+    assert causes([tmp_path / "run"]) == []  # it runs
+    ranks.kill()
+    assert causes([tmp_path / "run"]) == ["peer_died"]
+
+
+def test_failed_run_folder(materials, tmp_path):
+    run_sft(materials, tmp_path, **OWN["nan_loss"](materials, tmp_path))
+    assert causes([tmp_path / "run"]) == ["nan_loss"]
+
+
+# ---------------------------------------------------------------- runs that are well
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_good_runs_get_no_finding(processes, materials, tmp_path):
+    ranks = run_helpers.train(materials.settings(tmp_path / "run"), processes)
+    assert causes(ranks.log_paths) == []
+    assert causes([tmp_path / "run"]) == []
+
+
+def test_good_run_of_a_real_launcher(materials, tmp_path):
+    config = tmp_path / "run.json"
+    config.write_text(json.dumps(materials.settings(tmp_path / "run", max_steps=2)))
+    log = tmp_path / "console.log"
+    log.write_text(said(run_cli(["--config", config], nproc=2, check=True)))
+    assert causes([log]) == []

@@ -1,0 +1,151 @@
+"""Doctor between processes: a real world of two, a rank that dies in it, ranks that compute wrong, and a real dry "
+"run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import ROOT, environment, run_cli, said
+
+from finetune.commands.doctor.dry_run import check_dry_run, compare
+from finetune.commands.doctor.launched import check_launched, judge, read_reports
+from finetune.commands.doctor.operators import _not_built
+from finetune.commands.doctor.probe import Answer, ask, run_to_end
+
+FAKE_NPU = ROOT / "tests" / "fake_npu"
+FINE = Answer(None, 0, "")
+
+
+# ---------------------------------------------------------------- real processes
+
+
+def test_a_launched_world_on_simulated_npus():
+    """Collectives by the simulated hccl, a product in bfloat16; nothing here ran on Ascend."""
+    env = {"PYTHONPATH": f"{ROOT}:{FAKE_NPU}"}
+    result = run_cli(["doctor", "--launched", "--json"], nproc=2, module="finetune", env=env)
+    assert result.returncode == 0, said(result)
+    report = json.loads(result.stdout)
+    assert [check["name"] for check in report["checks"]] == ["launched_world", "collectives", "matmul"]
+    assert {check["verdict"] for check in report["checks"]} == {"ok"}
+    assert report["checks"][0]["values"] == {"backend": "hccl"} and report["checks"][2]["values"]["dtype"] == "bfloat16"
+
+
+def test_ranks_that_die_are_named(tmp_path: Path):
+    (tmp_path / "sitecustomize.py").write_text("import os\nif 'RANK' in os.environ: os._exit(7)\n")
+    (check,) = check_launched(2, "cpu", environment({"PYTHONPATH": f"{tmp_path}:{ROOT}"}))
+    assert (check.name, check.verdict) == ("launched_world", "fail")
+    assert check.values["silent"] == [0, 1] and any("exitcode" in line for line in check.values["messages"])
+
+
+def test_a_dry_run_for_real():
+    check = check_dry_run(1, "cpu", None, environment())
+    assert check.verdict == "ok", check.what
+    assert check.values["loss"] == pytest.approx(check.values["resumed_loss"], rel=1e-6)
+
+
+def test_a_dry_run_that_fails_says_why(tmp_path: Path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('this torch is broken')\n")
+    check = check_dry_run(1, "cpu", None, environment({"PYTHONPATH": f"{tmp_path}:{ROOT}"}))
+    assert check.verdict == "fail" and "this torch is broken" in check.what["en"]
+    assert "making a tiny model" in check.what["en"] and check.values["messages"]
+
+
+# ---------------------------------------------------------------- what ranks say, judged
+
+
+def reports(count: int = 4, **changed: dict[int, Any]) -> list[dict[str, Any]]:
+    """Reports of ranks that agree, but for `field={rank: value}`."""
+    made = [
+        {
+            "rank": rank,
+            "world_size": count,
+            "host": "box",
+            "device": "910B3",
+            "backend": "hccl",
+            "dtype": "bfloat16",
+            "sum_error": 0.0,
+            "gathered_ranks": list(range(count)),
+            "matmul_digest": "d",
+            "matmul_error": 2e-3,
+        }
+        for rank in range(count)
+    ]
+    for field, by_rank in changed.items():
+        for rank, value in by_rank.items():
+            made[rank][field] = value
+    return made
+
+
+@pytest.mark.parametrize(
+    ("changed", "name", "verdict", "ranks"),
+    [
+        ({"sum_error": {2: 1.0}}, "collectives", "fail", "rank 2"),
+        ({"gathered_ranks": {0: [0, 1, 3, 2]}}, "collectives", "fail", "rank 0"),
+        ({"matmul_error": {3: 0.4}}, "matmul", "fail", "rank 3"),
+        ({"matmul_error": {1: float("nan")}}, "matmul", "fail", "rank 1"),
+        ({"matmul_digest": {1: "other"}}, "matmul", "warn", "rank 1"),
+    ],
+)
+def test_a_rank_that_is_wrong_is_named(changed: dict, name: str, verdict: str, ranks: str):
+    found = {check.name: check for check in judge(reports(**changed), 4, FINE)}
+    assert found[name].verdict == verdict and ranks in found[name].what["en"]
+    assert {check.verdict for check in found.values() if check.name != name} == {"ok"}
+
+
+def test_bits_are_compared_among_equal_devices_only():
+    mixed = reports(4, device={0: "A100", 1: "A100"}, matmul_digest={0: "a", 1: "a"})
+    assert {check.verdict for check in judge(mixed, 4, FINE)} == {"ok"}
+
+
+def test_missing_ranks_and_half_written_reports(tmp_path: Path):
+    for report in reports(2):
+        (tmp_path / f"rank-{report['rank']}.json").write_text(json.dumps(report))
+    (tmp_path / "rank-2.json").write_text('{"rank": 2, "wor')
+    (check,) = judge(read_reports(tmp_path), 4, Answer(None, 1, "x\ntorch.OutOfMemoryError: no memory\nbye"))
+    assert check.verdict == "fail" and check.values["silent"] == [2, 3]
+    assert "rank 2, 3 of 4" in check.what["en"] and "OutOfMemoryError" in check.what["en"]
+    assert check.values["messages"][-1] == "bye" and "--json" in check.fix["en"]
+    (hung,) = judge([], 2, Answer(None, None, ""))
+    assert hung.verdict == "fail" and "too busy" in hung.fix["en"]
+
+
+@pytest.mark.parametrize(("resumed", "verdict"), [(2.0, "ok"), (2.001, "ok"), (2.01, "fail"), (float("nan"), "fail")])
+def test_a_resumed_step_must_be_the_step(resumed: float, verdict: str):
+    assert compare(2.0, resumed, 2).verdict == verdict
+
+
+# ---------------------------------------------------------------- processes that are asked
+
+
+def test_a_process_that_does_not_end_is_ended():
+    words = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)"]
+    code, messages = run_to_end(words, environment=environment(), timeout_seconds=1.0)
+    assert code is None and messages == "here\n"
+    assert Answer(None, code, messages).reason == "it did not answer in time"
+
+
+def test_a_process_that_is_killed_says_by_what():
+    words = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    code, messages = run_to_end(words, environment=environment(), timeout_seconds=30)
+    assert code == -signal.SIGKILL and "SIGKILL" in Answer(None, code, messages).reason
+    answer = ask("finetune.no_such_module", {}, environment=dict(os.environ), timeout_seconds=30)
+    assert answer.report is None and "no_such_module" in answer.reason
+
+
+def test_an_operator_that_cannot_be_built():
+    messages = "/bin/sh: 1: c++: not found\nRuntimeError: Error building extension 'cpu_adam'\nRuntimeError: it failed"
+    missing = _not_built("cpu_adam", Answer(None, 1, messages))
+    assert missing.verdict == "fail" and missing.fix is not None
+    assert missing.fix["en"].startswith("install a C++ compiler")
+    messages = "Traceback\nKeyError: 'ASCEND_HOME_PATH'\nThe above ...\nRuntimeError: DeepSpeedCPUAdam requires the op"
+    other = _not_built("cpu_adam", Answer(None, 1, messages))
+    assert other.what["en"].endswith("KeyError: 'ASCEND_HOME_PATH'") and "set_env.sh" in other.fix["en"]
+    broken = _not_built("cpu_adam", Answer(None, 1, "a.cpp:3:1: error: no type named x\nninja: build stopped"))
+    assert "a.cpp:3:1: error: no type named x" in broken.what["zh"]

@@ -1,0 +1,205 @@
+"""Doctor on Python, packages, torch, torch_npu and CANN: expectations from the vendors' tables, written by hand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from launching import ROOT
+from packaging.requirements import Requirement
+
+from finetune.commands.doctor import ascend, versions
+from finetune.commands.doctor.ascend import check_pairing
+from finetune.commands.doctor.cann import cann_version, check_ascend_home
+from finetune.commands.doctor.versions import (
+    TESTED,
+    check_cuda_build,
+    check_packages,
+    check_python,
+    lowest_torch,
+    own_requirements,
+    torch_build,
+)
+from finetune.runtime.smi import SmiDevice, SmiReport
+
+# ---------------------------------------------------------------- Python and packages
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict"), [((3, 9, 18), "fail"), ((3, 10, 0), "ok"), ((3, 12, 4), "ok"), ((3, 14, 0), "warn")]
+)
+def test_python(version: tuple[int, ...], verdict: str):
+    assert check_python(version).verdict == verdict
+
+
+def test_the_tested_versions_are_those_of_constraints_txt():
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.M))
+    assert {name: pinned.get(name) for name in TESTED} == TESTED
+    assert set(versions.LEANED_ON) <= set(TESTED)
+
+
+def test_what_is_needed_comes_from_the_package_itself():
+    needed = {one.name for one in own_requirements()}
+    assert {"torch", "transformers", "accelerate", "peft", "rich", "psutil"} <= needed and "deepspeed" not in needed
+    assert "deepspeed" in {one.name for one in own_requirements(("deepspeed",))}
+    stated = re.search(r"^\s+torch>=(\S+)$", (ROOT / "setup.cfg").read_text(), re.M)
+    assert stated and lowest_torch(own_requirements()) == stated[1]
+
+
+NEEDS = [Requirement(line) for line in ("torch>=2.10", "transformers<6,>=5.23", "rich>=13")]
+
+
+@pytest.mark.parametrize(
+    ("changed", "verdict", "said"),
+    [
+        ({}, "ok", "torch 2.13.0"),
+        ({"transformers": None}, "fail", "transformers is not installed"),
+        ({"torch": "2.9.1"}, "fail", "torch 2.9.1 is outside >=2.10"),
+        ({"transformers": "6.0.0"}, "fail", "transformers 6.0.0 is outside"),
+        ({"torch": "2.14.0+cpu"}, "warn", "torch 2.14.0+cpu (tested 2.13.0)"),
+        ({"torch": "2.13.1"}, "ok", "torch 2.13.1"),
+        ({"rich": "16.0"}, "ok", ""),  # not leaned on
+        ({"torch": "no version"}, "fail", "outside"),
+    ],
+)
+def test_packages(changed: dict[str, str | None], verdict: str, said: str):
+    installed = {"torch": "2.13.0", "transformers": "5.23.0", "rich": "15.0.0"} | changed
+    check = check_packages(NEEDS, installed.get)
+    assert check.verdict == verdict and said in check.what["en"]
+    if verdict == "fail":
+        (name,) = changed
+        assert check.fix is not None and f"{name}==" in check.fix["en"]
+
+
+# ---------------------------------------------------------------- CUDA
+
+
+def test_torch_build_is_read_without_importing(tmp_path: Path):
+    (tmp_path / "version.py").write_text(
+        "__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
+    )
+    assert torch_build(tmp_path) == ("2.13.0+cu130", "13.0")
+    (tmp_path / "version.py").write_text("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n")
+    assert torch_build(tmp_path) == ("2.13.0+cpu", None)
+    assert torch_build(tmp_path / "nothing") == ("", None)
+    import torch
+
+    assert torch_build() == (torch.__version__, torch.version.cuda)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver_cuda", "wanted", "verdict"),
+    [
+        ("13.0", "13.0", False, "ok"),
+        ("12.8", "12.2", False, "ok"),  # minor versions of one CUDA go together
+        ("13.0", "12.4", False, "fail"),
+        (None, "12.4", False, "warn"),
+        (None, "12.4", True, "fail"),
+        ("12.8", "", False, "ok"),  # the driver does not say
+    ],
+)
+def test_cuda_of_torch_and_of_the_driver(cuda: str | None, driver_cuda: str, wanted: bool, verdict: str):
+    report = SmiReport("cuda", "550.54", driver_cuda, (SmiDevice(0, "NVIDIA L4", "GPU 0"),))
+    assert check_cuda_build("2.13.0", cuda, report, wanted).verdict == verdict
+
+
+def test_no_gpu_no_question():
+    assert check_cuda_build("2.13.0", None, None, wanted=False).verdict == "skip"
+
+
+# ---------------------------------------------------------------- CANN
+
+
+def make_cann(folder: Path, *, info: str = "", cfg: str = "") -> Path:
+    if info:
+        (folder / "aarch64-linux").mkdir(parents=True)
+        text = f"package_name=Ascend-cann-toolkit\nversion={info}\ninnerversion=V100R001C22\narch=aarch64\n"
+        (folder / "aarch64-linux" / "ascend_toolkit_install.info").write_text(text)
+    if cfg:
+        folder.mkdir(exist_ok=True)
+        lines = (f"{part}_running_version=[7.6.0.1.220:{cfg}]" for part in ("runtime", "compiler", "toolkit"))
+        (folder / "version.cfg").write_text("# version: 1.0\n" + "\n".join(lines) + "\n")
+    return folder
+
+
+def test_cann_version_from_either_file(tmp_path: Path):
+    assert cann_version(make_cann(tmp_path / "a", info="8.2.RC1")) == "8.2.RC1"
+    assert cann_version(make_cann(tmp_path / "b", cfg="8.0.RC3")) == "8.0.RC3"
+    assert cann_version(make_cann(tmp_path / "c", info="9.1.0", cfg="9.0.0")) == "9.1.0"
+    (tmp_path / "version.cfg").write_text("runtime_running_version=[9.9]\n")
+    assert cann_version(tmp_path) == "9.9"
+    assert cann_version(tmp_path / "nothing") is None
+
+
+def test_ascend_home(tmp_path: Path):
+    home = make_cann(tmp_path / "cann", info="9.1.0")
+    assert check_ascend_home({}, needed=False).verdict == "skip"
+    found = check_ascend_home({"ASCEND_HOME_PATH": str(home)}, needed=True)
+    assert found.verdict == "ok" and found.values["cann"] == "9.1.0"
+    gone = check_ascend_home({"ASCEND_HOME_PATH": str(tmp_path / "old")}, needed=True)
+    assert gone.verdict == "fail" and str(tmp_path / "old") in gone.what["en"]
+    assert check_ascend_home({}, needed=True, root=tmp_path).verdict == "warn"
+    assert check_ascend_home({}, needed=True, builds_operators=True, root=tmp_path).verdict == "fail"
+    installed = tmp_path / "usr/local/Ascend/ascend-toolkit/latest"
+    installed.mkdir(parents=True)
+    unsourced = check_ascend_home({}, needed=True, root=tmp_path)
+    assert unsourced.fix is not None and unsourced.fix["en"] == f"source {installed.parent}/set_env.sh"
+
+
+def pairing(**changed):
+    facts = {
+        "torch": "2.12.0+cpu", "torch_cuda": None, "torch_npu": "2.12.0", "importable": True,
+        "cann": "9.1.0", "npus_here": True, "floor": "2.10",
+    } | changed  # fmt: skip
+    return check_pairing(**facts)
+
+
+@pytest.mark.parametrize(
+    ("changed", "verdict", "said"),
+    [
+        ({}, "ok", "torch_npu 2.12.0, CANN 9.1.0"),
+        ({"torch_npu": "2.12.0.post2"}, "ok", "2.12.0.post2"),
+        ({"torch": "2.10.0", "torch_npu": "2.10.0", "cann": "9.0.0"}, "ok", "CANN 9.0.0"),
+        ({"torch": "2.13.0"}, "fail", "belongs to torch 2.12.0"),
+        ({"torch": "2.12.0", "torch_cuda": "12.8"}, "fail", "refuses"),
+        ({"cann": "9.0.0"}, "fail", "is made for CANN 9.1; CANN 9.0.0 is older"),
+        ({"torch": "2.10.0", "torch_npu": "2.10.0"}, "warn", "CANN 9.1.0 is newer"),
+        ({"torch": "2.14.0", "torch_npu": "2.14.0"}, "warn", "not in the table"),
+        ({"cann": None}, "warn", "CANN's version is unknown"),
+        ({"torch_npu": None}, "warn", "not installed as a package"),
+        ({"torch_npu": None, "importable": False}, "fail", "torch_npu is not installed"),
+        ({"torch_npu": None, "importable": False, "npus_here": False}, "skip", "no NPU"),
+    ],
+)
+def test_pairs(changed: dict, verdict: str, said: str):
+    check = pairing(**changed)
+    assert check.verdict == verdict and said in check.what["en"]
+
+
+def test_the_machine_of_the_guide_is_told_the_way_up():
+    """CANN 8.2.RC1 has torch_npu 2.5.1 and 2.6 only: below the floor, whichever is installed."""
+    for torch_npu in ("2.5.1.post1", "2.6.0"):
+        check = pairing(torch=torch_npu[:5], torch_npu=torch_npu, cann="8.2.RC1")
+        assert check.verdict == "fail"
+        assert "below this package's floor, 2.10" in check.what["en"]
+        assert "CANN 8.2.RC1 has torch_npu 2.6.0, 2.5.1.post1 only" in check.what["en"]
+        assert check.fix is not None and "CANN 9.1" in check.fix["en"] and "torch_npu==2.12.0" in check.fix["en"]
+        assert "CANN 9.1" in check.fix["zh"] and "torch_npu==2.12.0" in check.fix["zh"]
+
+
+def test_what_this_cann_has_is_offered_first():
+    check = pairing(torch_npu=None, importable=False, cann="9.0.0")
+    assert check.fix is not None and check.fix["en"] == "pip install torch==2.10.0 torch_npu==2.10.0"
+    old = pairing(torch="2.9.0", torch_npu="2.9.0.post8", cann="9.1.0")
+    assert old.verdict == "fail" and old.fix is not None and "torch_npu==2.12.0.post2" in old.fix["en"]
+
+
+def test_the_table_is_ordered_and_every_release_stands_once():
+    assert list(ascend.PAIRS) == sorted(ascend.PAIRS, reverse=True)
+    releases = [one for several in ascend.PAIRS.values() for one in several]
+    assert len(releases) == len(set(releases))
+    for several in ascend.PAIRS.values():
+        torches = [ascend._version(ascend._release(one)) for one in several]
+        assert torches == sorted(torches, reverse=True)
+    assert ascend.RECOMMENDED[0] in ascend.PAIRS[ascend.RECOMMENDED[1]]

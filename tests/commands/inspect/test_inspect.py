@@ -1,0 +1,101 @@
+"""`python -m finetune inspect`: what is shown, and that it can be trusted on a terminal and in a pipe."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from chat_models import SPECIALS, TEMPLATES, family, make_tokenizer
+from rich.console import Console
+
+from finetune.commands.inspect.command import main, marked_text, show
+from finetune.data.dataset import prepare_samples
+from finetune.data.render import render
+from finetune.errors import ConfigError, DataError, FinetuneError
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    make_tokenizer(TEMPLATES["chatml"], SPECIALS["chatml"]).save_pretrained(tmp_path / "model")
+    rows = [
+        {"instruction": f"question {number}", "output": f"answer {number}", "difficulty": level}
+        for number, level in enumerate(["explain", "topology", "explain", "topology", "reasoning", "explain"])
+    ]
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    cache_dir = str(tmp_path / "cache")
+    return ["--model", str(tmp_path / "model"), "--data", str(path), "--cutoff-len", "64", "--cache-dir", cache_dir]
+
+
+def test_rows_are_shown_with_their_place_and_what_is_trained(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--rows", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "rows read" in shown and "level topology" in shown
+    assert "row 0  level explain" in shown and "row 1  level topology" in shown and "row 2 " not in shown
+    assert f"{tmp_path / 'train.jsonl'}:2" in shown.replace("\n", "")
+    assert "<|im_start|>user\nquestion 1<|im_end|>\n<|im_start|>assistant\n[[answer 1<|im_end|>]]\n" in shown
+    assert "\x1b" not in shown, "no colours in a pipe"
+
+
+def test_rows_can_be_chosen(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*arguments, "--level", "topology"]) == 0
+    shown = capsys.readouterr().out
+    assert [line.split()[1] for line in shown.splitlines() if line.startswith("row ")] == ["1", "3"]
+    assert main([*arguments, "--row", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert [line.split()[1] for line in shown.splitlines() if line.startswith("row ")] == ["4"]
+    assert main([*arguments, "--rows", "0"]) == 0
+    assert "question" not in capsys.readouterr().out
+
+
+def test_wrong_choices_are_refused(arguments: list[str]) -> None:
+    with pytest.raises(DataError, match="unknown level 'topolgy'; did you mean 'topology'"):
+        main([*arguments, "--level", "topolgy"])
+    with pytest.raises(DataError, match="row 6 is not among the samples") as caught:
+        main([*arguments, "--row", "6"])
+    assert "rows are 0 to 5" in caught.value.fix
+    with pytest.raises(FinetuneError, match="unknown flag --cutof-len"):
+        main([*arguments, "--cutof-len", "64"])
+    for option in ("--rows", "--row"):
+        with pytest.raises(ConfigError, match="--row.*: invalid int value"):
+            main([*arguments, option, "many"])
+
+
+def test_colours_on_a_terminal(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps({"instruction": "q", "output": "a \x1b[31m b\x07"}) + "\n", encoding="utf-8")
+    samples = prepare_samples([path], family("chatml"), cutoff_len=128, cache_dir=tmp_path / "cache", num_proc=1)
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, color_system="standard", highlight=False)
+    show(samples, 0, family("chatml"), console)
+    shown = stream.getvalue()
+    assert "\x1b[1;32ma \\x1b[31m b\\x07<|im_end|>\x1b[0m" in shown, "trained is green; the row's controls are words"
+    assert "[[" not in shown
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_marked_text_is_the_whole_text(name: str) -> None:
+    from chat_models import talk
+
+    (sample,) = render(talk("什么是路由器？", "转发 数据包。", "and?", "yes"), family(name), 4096)
+    text = marked_text(family(name), sample.input_ids, sample.supervised, brackets=False).plain
+    assert text == family(name).decode(sample.input_ids)
+    bracketed = marked_text(family(name), sample.input_ids, sample.supervised, brackets=True).plain
+    assert bracketed.count("[[") == bracketed.count("]]") == 2
+    assert bracketed.replace("[[", "").replace("]]", "") == text
+
+
+def test_help_is_quick_and_imports_no_torch() -> None:
+    code = (
+        "import sys; from finetune.commands.inspect.command import main; main(['--help']);"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'datasets')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "usage: python -m finetune inspect" in done.stdout

@@ -1,0 +1,505 @@
+"""What a launch decides before it starts anything and after a failure: ports, nodes, environment, policy, log."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import socket
+import string
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from launching import ROOT, run_cli
+
+from finetune.commands.launch import command as launch
+from finetune.commands.launch import plan as launch_plan
+from finetune.commands.launch import texts as launch_texts
+from finetune.commands.launch.environment import LaunchFacts, has_wandb_login, interface_to, variables, without_stale
+from finetune.commands.launch.log import LaunchLog, TracebackFold
+from finetune.commands.launch.restart_policy import Ended, decide
+from finetune.errors import ConfigError, Problems, StateError
+from finetune.runtime import nodes as launch_nodes
+from finetune.runtime.nodes import expand_nodelist, nodes_here
+from finetune.runtime.ports import candidates, hold_port, listens
+from finetune.storage.launch_record import LaunchRecord, describe, still_runs
+
+# ---------------------------------------------------------------- ports
+
+
+def free_run_of_ports(count: int) -> int:
+    """The first of so many ports in a row that are free now."""
+    for first in range(20_000, 60_000, 97):
+        held = []
+        try:
+            held = [socket.create_server(("", port)) for port in range(first, first + count)]
+            return first
+        except OSError:
+            continue
+        finally:
+            for listener in held:
+                listener.close()
+    raise AssertionError("no free ports")
+
+
+def test_the_next_free_port_is_held_and_the_taken_ones_are_told():
+    first = free_run_of_ports(3)
+    with socket.create_server(("127.0.0.1", first)), socket.create_server(("", first + 1)):
+        held = hold_port(first, loopback=False)
+        assert (held.number, held.taken) == (first + 2, (first, first + 1))
+        with pytest.raises(OSError):
+            socket.create_server(("127.0.0.1", held.number))
+        assert listens("127.0.0.1", held.number, 1), "what connects before the store is there waits in the queue"
+        held.close()
+    assert not listens("127.0.0.1", held.number, 1)
+
+
+def test_ten_tries_and_no_more():
+    first = free_run_of_ports(11)
+    taken = [socket.create_server(("", port)) for port in range(first, first + 10)]
+    try:
+        with pytest.raises(StateError, match=f"{first} to {first + 9} is free") as error:
+            hold_port(first, loopback=False)
+        assert "--master-port" in str(error.value)
+    finally:
+        for listener in taken:
+            listener.close()
+    assert candidates(65530) == (65530, 65531, 65532, 65533, 65534, 65535)
+
+
+def test_one_node_takes_any_port_of_the_loopback():
+    held = hold_port(None, loopback=True)
+    assert held.number > 0 and held.listener.getsockname()[0] == "127.0.0.1"
+    held.close()
+
+
+# ---------------------------------------------------------------- nodes
+
+
+def test_nodes_from_variables_and_flags():
+    set_ = {"NNODES": "4", "NODE_RANK": "2", "MASTER_ADDR": "a", "MASTER_PORT": "7"}
+    assert nodes_here(set_) == launch_nodes.Nodes(4, 2, "a", 7)
+    assert nodes_here(set_, count=3, rank=1, address="b", port=8) == launch_nodes.Nodes(3, 1, "b", 8)
+    assert nodes_here({"NODE_RANK": "0", "MASTER_ADDR": "a"}).count == 1
+    assert nodes_here({"MASTER_ADDR": "a"}) == launch_nodes.Nodes(1, 0, "127.0.0.1", None)
+    assert nodes_here({**set_, "MASTER_PORT": ""}).port == 29500
+
+
+@pytest.mark.parametrize(
+    ("given_", "said"),
+    [
+        ({}, ["NODE_RANK is not set", "MASTER_ADDR is not set"]),
+        ({"NODE_RANK": "0", "MASTER_ADDR": ""}, ["MASTER_ADDR is not set"]),
+        ({"NODE_RANK": "2", "MASTER_ADDR": "a"}, ["node rank 2 of 2 nodes", "0 to 1"]),
+        ({"NODE_RANK": "first", "MASTER_ADDR": "a"}, ["NODE_RANK=first is not a number"]),
+    ],
+)
+def test_what_is_missing_or_wrong_is_said_together(given_: dict[str, str], said: list[str]):
+    with pytest.raises((ConfigError, Problems)) as error:
+        nodes_here({"NNODES": "2", **given_})
+    for text in said:
+        assert text in str(error.value)
+    assert "fix:" in str(error.value)
+
+
+def test_slurm(monkeypatch):
+    monkeypatch.setattr(launch_nodes.shutil, "which", lambda name: None)
+    step = {"SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_NODEID": "1", "SLURM_LOCALID": "0"}
+    assert nodes_here(step) == launch_nodes.Nodes(2, 1, "gpu07", 29500)
+    assert nodes_here({**step, "MASTER_ADDR": "10.0.0.1"}).address == "10.0.0.1", "the user's own wins"
+    assert nodes_here({"SLURM_JOB_NODELIST": "gpu[07-08]", "SLURM_NODEID": "0"}).count == 1, "outside of srun"
+    with pytest.raises(ConfigError, match="several launches on node 1"):
+        nodes_here({**step, "SLURM_LOCALID": "1"})
+
+
+def test_scontrol_is_asked_where_it_is_there(monkeypatch, tmp_path: Path):
+    tool = tmp_path / "scontrol"
+    tool.write_text('#!/bin/sh\n[ "$1 $2 $3" = "show hostnames x[1-2]" ] && printf "from-it-1\\nfrom-it-2\\n"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert launch_nodes.slurm_hosts("x[1-2]") == ["from-it-1", "from-it-2"]
+    assert launch_nodes.slurm_hosts("y[1-2]") == ["y1", "y2"], "it failed, so the list is read here"
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "hosts"),
+    [
+        ("node1", ["node1"]),
+        ("n[01-03,7],gpu5", ["n01", "n02", "n03", "n7", "gpu5"]),
+        ("n[9-11]", ["n9", "n10", "n11"]),
+        ("r[1-2]n[1,3]-ib", ["r1n1-ib", "r1n3-ib", "r2n1-ib", "r2n3-ib"]),
+        ("a-b.c,d_e", ["a-b.c", "d_e"]),
+    ],
+)
+def test_node_lists(nodelist: str, hosts: list[str]):
+    assert expand_nodelist(nodelist) == hosts
+
+
+@pytest.mark.parametrize("nodelist", ["", "n[1-", "n[a-b]", "n1,,n2", "n[1-2", "n1]"])
+def test_node_lists_that_are_none(nodelist: str):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        expand_nodelist(nodelist)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.text(string.ascii_lowercase, min_size=1, max_size=4),
+            st.lists(st.tuples(st.integers(0, 30), st.integers(0, 3)), min_size=1, max_size=3),
+            st.integers(1, 4),
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_node_lists_as_slurm_writes_them(parts):
+    """Written from the hosts, read back."""
+    hosts, written = [], []
+    for name, spans, digits in parts:
+        ranges = []
+        for first, more in spans:
+            hosts += [f"{name}{number:0{digits}d}" for number in range(first, first + more + 1)]
+            ranges.append(f"{first:0{digits}d}" + (f"-{first + more:0{digits}d}" if more else ""))
+        written.append(f"{name}[{','.join(ranges)}]")
+    # a range as wide as its first number: 9-11 with one digit has 9, 10, 11
+    assert expand_nodelist(",".join(written)) == hosts
+
+
+# ---------------------------------------------------------------- environment
+
+NPUS = LaunchFacts("npu", processes=4, nodes=2, timeout_seconds=1800, interface="eth1", report_to=("wandb",))
+
+
+def values(facts: LaunchFacts, environment: dict[str, str] | None = None) -> dict[str, str]:
+    return {name: value for name, value, _ in variables(facts, {"HOME": "/nowhere", **(environment or {})})}
+
+
+def test_what_is_set_for_npus_on_several_nodes():
+    found = values(NPUS)
+    assert found.pop("OMP_NUM_THREADS") == str(max(1, len(os.sched_getaffinity(0)) // 4))
+    assert found == {
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
+        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
+        "HCCL_CONNECT_TIMEOUT": "1800",
+        "HCCL_EXEC_TIMEOUT": "1800",
+        "GLOO_SOCKET_IFNAME": "eth1",
+        "HCCL_SOCKET_IFNAME": "=eth1",
+        "WANDB_MODE": "offline",
+    }
+
+
+def test_what_is_set_elsewhere():
+    cuda = values(LaunchFacts("cuda", 2, 1, 60))
+    assert set(cuda) == {
+        "OMP_NUM_THREADS",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "WANDB_MODE",
+    }
+    assert cuda["WANDB_MODE"] == "disabled"
+    assert values(LaunchFacts("cuda", 2, 2, 60, interface="ib0"))["NCCL_SOCKET_IFNAME"] == "=ib0"
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in values(LaunchFacts("cpu", 2, 1, 60))
+    short = values(LaunchFacts("npu", 2, 1, 20))
+    assert (short["HCCL_CONNECT_TIMEOUT"], short["HCCL_EXEC_TIMEOUT"]) == ("120", "20"), "HCCL takes 120 to 7200"
+
+
+def test_the_users_own_always_stay_and_every_variable_has_its_reason():
+    for name in values(NPUS):
+        for own in ("something", ""):
+            assert name not in values(NPUS, {name: own})
+    for variable in variables(NPUS, {}):
+        assert variable.why["en"] and variable.why["zh"] and variable.why["en"] != variable.why["zh"]
+
+
+def test_wandb_logins(tmp_path: Path):
+    assert "WANDB_MODE" not in values(NPUS, {"WANDB_API_KEY": "k"})
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai\n  login user\n  password k\n")
+    assert has_wandb_login({"HOME": str(tmp_path)}) and "WANDB_MODE" not in values(NPUS, {"HOME": str(tmp_path)})
+    (tmp_path / ".netrc").write_text("machine other\n  login user\n  password wandb\n")
+    assert not has_wandb_login({"HOME": str(tmp_path)})
+
+
+def test_what_other_launchers_left_does_not_reach_the_workers():
+    left = {"WORLD_SIZE": "4", "RANK": "0", "MASTER_PORT": "1", "MASTER_ADDR": "a", "HCCL_BUFFSIZE": "220"}
+    assert without_stale(left) == {"HCCL_BUFFSIZE": "220"}
+
+
+def test_the_loopback_is_no_way_between_nodes():
+    assert interface_to("127.0.0.1") is None and interface_to("no such host.") is None
+
+
+# ---------------------------------------------------------------- the plan
+
+TINY = "--config ds_configs/zero3.json --device-type cpu"
+
+
+def plan(words: str, monkeypatch, **environment: str) -> launch_plan.Plan:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(ROOT)
+    options = launch.parser().parse_args(launch._with_dashes(words.split()))
+    made = launch_plan.make_plan(options, "en")
+    assert isinstance(made, launch_plan.Plan)
+    return made
+
+
+def test_flags_of_the_run_are_passed_word_by_word(monkeypatch):
+    made = plan(f"--nproc_per_node=2 --max_restarts 1 sft {TINY} --max_steps=3", monkeypatch)
+    assert made.flags == (*TINY.split(), "--max_steps=3") and made.processes == 2
+    assert made.config.gradient_accumulation_steps * 2 * made.config.micro_batch_size == made.config.global_batch_size
+
+
+def test_processes_of_all_nodes_count_for_the_batch(monkeypatch):
+    words = f"--nproc 2 --nnodes 2 --node-rank 0 --master-addr 127.0.0.1 sft {TINY} --global-batch-size 16"
+    made = plan(words, monkeypatch)
+    assert made.config.gradient_accumulation_steps == 16 // (4 * made.config.micro_batch_size)
+
+
+def test_a_stale_world_size_is_set_aside(monkeypatch):
+    made = plan(f"--nproc 1 sft {TINY}", monkeypatch, WORLD_SIZE="4")
+    assert made.stale == {"WORLD_SIZE": "4"} and "WORLD_SIZE" not in made.environment
+
+
+def test_launch_in_a_worker_is_refused(monkeypatch):
+    with pytest.raises(ConfigError, match="was itself started as a worker"):
+        plan(f"sft {TINY}", monkeypatch, RANK="0", LOCAL_RANK="0")
+
+
+@pytest.mark.parametrize(("value", "flags"), [("0", ("--compile", "false")), ("1", ("--compile", "true")), ("x", ())])
+def test_torch_compile_of_the_guides(monkeypatch, value: str, flags: tuple[str, ...]):
+    preset = "--config ds_configs/pretrain_gpu2_balanced.json --device-type cpu"
+    made = plan(f"--nproc 2 pretrain {preset}", monkeypatch, TORCH_COMPILE=value)
+    assert made.flags == (*preset.split(), *flags)
+    assert made.notes == ((f"TORCH_COMPILE={value} is taken as --compile {flags[1]}",) if flags else ())
+    own = plan(f"--nproc 2 pretrain {preset} --compile true", monkeypatch, TORCH_COMPILE="0")
+    assert own.flags[-2:] == ("--compile", "true"), "a flag stays"
+
+
+@pytest.mark.parametrize(("words", "said"), [("--nproc 0 sft", "'0' processes"), ("--nproc x sft", "'x' processes")])
+def test_wrong_numbers(words: str, said: str, monkeypatch):
+    with pytest.raises(ConfigError, match=said):
+        plan(words, monkeypatch)
+
+
+def test_nodes_of_one_launch_know_each_other_by_their_flags(monkeypatch):
+    node = "--nproc 1 --nnodes 2 --master-addr 127.0.0.1"
+    first, second, other = (
+        launch_plan.digest(plan(f"{node} --node-rank {rank} sft {TINY} --seed {seed}", monkeypatch))
+        for rank, seed in ((0, 1), (1, 1), (1, 2))
+    )
+    assert first == second != other
+
+
+def test_dry_run_and_help_start_nothing(tmp_path: Path):
+    words = [
+        "launch",
+        "--lang",
+        "zh",
+        "--nproc",
+        "2",
+        "--log-dir",
+        tmp_path / "logs",
+        "--dry-run",
+        "sft",
+        *TINY.split(),
+    ]
+    shown = run_cli(words, module="finetune", env={"WANDB_MODE": "online", "OMP_NUM_THREADS": None})
+    assert shown.returncode == 0, shown.stderr
+    assert "环境变量：OMP_NUM_THREADS=" in shown.stdout and "WANDB_MODE" not in shown.stdout
+    assert '"-m", "finetune.sft", "--config"' in shown.stdout and "2 x cpu" in shown.stdout
+    assert not (tmp_path / "logs").exists()
+
+
+def test_devices_are_counted_as_the_workers_will_see_them():
+    """On three simulated NPUs."""
+    words = ["launch", "--dry-run", "sft", "--config", "ds_configs/zero3.json", "--deepspeed", "none"]
+    words += ["--micro-batch-size", "1", "--global-batch-size", "12", "--timeout-seconds", "60"]
+    paths = os.pathsep.join([str(ROOT / "tests" / "fake_npu"), str(ROOT)])
+    shown = run_cli(words, module="finetune", env={"PYTHONPATH": paths, "FAKE_NPU_COUNT": "3"})
+    assert shown.returncode == 0, shown.stderr
+    assert "3 x npu" in shown.stdout and "HCCL_EXEC_TIMEOUT=60" in shown.stdout
+
+
+def test_the_device_type_of_a_file_counts(monkeypatch, tmp_path: Path):
+    (tmp_path / "run.yaml").write_text(
+        "device_type: cpu\nmodel: data_samples/tiny-qwen3\ndata: [data_samples/train.jsonl]\n"
+    )
+    made = plan(f"sft --config {tmp_path / 'run.yaml'} --output-dir x", monkeypatch)
+    assert (made.device_type, made.processes) == ("cpu", 1)
+
+
+def test_help_of_the_run_is_shown_without_a_look_at_devices(monkeypatch, capsys):
+    monkeypatch.setattr(launch_plan, "_devices", None)
+    with pytest.raises(SystemExit) as left:
+        plan("pretrain --help", monkeypatch)
+    assert left.value.code == 0 and "--total-batch-size" in capsys.readouterr().out
+
+
+def test_settings_that_are_wrong_are_refused_before_anything_is_written(tmp_path: Path):
+    words = ["launch", "--nproc", "2", "--log-dir", tmp_path / "logs", "sft", *TINY.split(), "--lern-rate", "1"]
+    refused = run_cli(words, module="finetune")
+    assert refused.returncode == 2
+    assert refused.stderr.count("[ERROR]") == 1 and "--learning-rate" in refused.stderr
+    assert "Traceback" not in refused.stderr and not (tmp_path / "logs").exists()
+
+
+def test_the_flags_are_frozen():
+    options = {text for action in launch.parser()._actions for text in action.option_strings}
+    assert options == {
+        "-h", "--help", "--nproc", "--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port",
+        "--max-restarts", "--log-dir", "--lang", "--dry-run",
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------- what a restart cures
+
+CURABLE = {"peer_died", "collective_timeout", "device_oom"}
+
+
+@pytest.mark.parametrize(
+    ("ended", "causes", "progressed", "restart"),
+    [
+        (Ended({0: 0, 1: 0}), [], True, False),
+        (Ended({0: 3, 1: 3}), [], True, False),
+        (Ended({0: 2, 1: -15}), [], False, False),
+        (Ended({1: 4, 0: -15}), ["device_oom"], False, True),
+        (Ended({0: 1}), ["device_oom"], True, False),  # it says itself that there are no smaller rows
+        (Ended({0: 1, 1: 1}), ["nan_loss"], True, False),
+        (Ended({0: 1}), ["peer_died", "unknown"], False, True),
+        (Ended({0: 1}), ["unknown"], False, False),
+        (Ended({0: 1}), ["unknown"], True, True),
+        (Ended({0: -9, 1: -15}), [], True, True),
+        (Ended({0: 1}, silent={1: 30}), ["collective_timeout"], True, True),
+        (Ended({0: -15}, others={1: {"exit_code": 1}}), [], False, True),
+        (Ended({0: 1}, others={1: {"exit_code": 1}}), ["nan_loss"], True, False),
+        (Ended({0: -15}, others={1: {"exit_code": 2}}), [], False, False),
+        (Ended({0: -15}, others={1: {"exit_code": 4}}), [], False, True),
+        (Ended({0: -15}, stop_signal=15), [], False, False),
+        (Ended(problem="nodes_missing"), [], False, False),
+        (Ended(problem="lost_while_meeting"), [], False, True),
+    ],
+)
+def test_the_policy(ended: Ended, causes: list[str], progressed: bool, restart: bool):
+    for left in (1, 0):
+        verdict = decide(ended, causes, CURABLE, progressed=progressed, attempts_left=left)
+        assert verdict.restart == (restart and left > 0)
+        assert verdict.why["en"] and verdict.why["zh"]
+
+
+@pytest.mark.parametrize(
+    ("ended", "code"),
+    [
+        (Ended({0: 0}), 0),
+        (Ended({0: 1, 1: -15}), 1),
+        (Ended({0: -11}), 1),
+        (Ended({0: 2, 1: -15}), 2),
+        (Ended({0: -15, 1: 3}, stop_signal=15), 3),
+        (Ended({0: 3, 1: 3}), 3),
+        (Ended({0: 1, 1: 3}), 1),
+        (Ended({1: 4, 0: 3}), 4),
+        (Ended({0: -15}, stop_signal=15), 143),
+        (Ended({0: 4}), 4),
+        (Ended({0: -15}, others={1: {"exit_code": 2}}), 2),
+        (Ended(problem="nothing_found"), 1),
+        (Ended(problem="stopped", stop_signal=2), 130),
+    ],
+)
+def test_the_exit_code_is_the_runs(ended: Ended, code: int):
+    assert ended.exit_code == code
+
+
+# ---------------------------------------------------------------- the log
+
+LINES = """\
+[INFO] before
+[rank1]: Traceback (most recent call last):
+[INFO] rank 0 goes on
+[rank1]:   File "x.py", line 1, in f
+[rank1]:     g()
+
+[rank1]: During handling of the above exception, another exception occurred:
+
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "x.py", line 2, in g
+[rank1]: RuntimeError: the error
+W1121 13:47:16.695000 15005 .venv/lib/torch/distributed/api.py:1028] Sending process 15100 closing signal SIGTERM
+[W1121 13:47:16.695 socket.cpp:755] [c10d] The client socket cannot be initialized
+Exception raised from recvBytes at Utils.hpp:1 (most recent call first):
+frame #0: c10::Error::Error + 0x80 (0x7f in libc10.so)
+
+[ERROR] after"""
+SHOWN = ["[INFO] before", "[INFO] rank 0 goes on", "", "", "[rank1]: RuntimeError: the error", "[ERROR] after"]
+
+
+def test_tracebacks_are_folded_rank_by_rank():
+    fold = TracebackFold()
+    assert [line for line in LINES.splitlines() if fold.shows(line.encode())] == SHOWN
+    assert fold.folded == len(LINES.splitlines()) - len(SHOWN)
+
+
+def test_the_console_follows_the_file_and_a_part_keeps_its_line_numbers(tmp_path: Path):
+    console = io.BytesIO()
+    with LaunchLog(tmp_path / "logs" / "a.log", console) as log:
+        log.info("first\nsecond")
+        log.warning("third")
+        middle = log.size_bytes
+        os.write(log.descriptor, "子进程\n".encode())
+        log.error("last")
+        with log.since(middle) as part:
+            assert part.read_text().splitlines() == ["", "", "", "子进程", "[ERROR] last"]
+    text = "[INFO] first\n  second\n[WARNING] third\n子进程\n[ERROR] last\n"
+    assert console.getvalue().decode() == text == (tmp_path / "logs" / "a.log").read_text()
+
+
+def test_a_console_that_is_gone_does_not_matter(tmp_path: Path):
+    console = io.BytesIO()
+    console.close()
+    with LaunchLog(tmp_path / "a.log", console) as log:
+        log.info("said")
+        time.sleep(0.5)
+        log.info("and more")
+    assert (tmp_path / "a.log").read_text() == "[INFO] said\n[INFO] and more\n"
+
+
+def test_a_recorded_process_is_told_from_others():
+    process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    described = describe(process.pid, "worker", rank=1, attempt=2)
+    assert described is not None and still_runs(described)
+    process.communicate(b"\n")
+    assert describe(process.pid, "worker") is None and not still_runs(described)
+
+
+def test_the_record_of_processes_is_frozen(tmp_path: Path):
+    """The form in docs/launching.md, which cleaning up relies on."""
+    recorded = LaunchRecord(tmp_path / "a.log", Path("runs/x"))
+    recorded.add(os.getpid(), "worker", rank=3, attempt=2)
+    recorded.end()
+    facts = json.loads((tmp_path / "a.processes.json").read_text())
+    assert set(facts) == {"version", "log", "output_dir", "started_at", "ended_at", "processes"}
+    assert (facts["version"], facts["log"], facts["output_dir"]) == (1, "a.log", str(Path("runs/x").absolute()))
+    first, second = facts["processes"]
+    assert set(first) == {"pid", "start_time", "command_digest", "role", "rank", "attempt", "host"}
+    assert (first["role"], first["rank"], first["attempt"]) == ("supervisor", None, None)
+    assert (second["role"], second["rank"], second["attempt"]) == ("worker", 3, 2)
+    words = "\0".join(psutil.Process().cmdline()).encode()
+    assert first["command_digest"] == hashlib.sha256(words).hexdigest() and len(first["command_digest"]) == 64
+
+
+def test_texts_are_in_both_languages():
+    for name, text in vars(launch_texts).items():
+        if not name.strip("_").isupper():
+            continue
+        for part in text.values() if name == "_PROBLEMS" else [text]:
+            if isinstance(part, dict):
+                assert set(part) == {"en", "zh"}, name
+                fields = [sorted(f for _, f, _, _ in string.Formatter().parse(part[key]) if f) for key in ("en", "zh")]
+                assert fields[0] == fields[1], name

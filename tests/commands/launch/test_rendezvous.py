@@ -1,0 +1,200 @@
+"""How nodes find each other at a port: other programs, other launches, old attempts, missing and doubled nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import run_helpers
+import torch.distributed as dist
+
+from finetune.commands.launch import rendezvous as node_meeting
+from finetune.commands.launch.heartbeat import Watch
+from finetune.commands.launch.rendezvous import PREFIX, Meeting, MeetingError, Met, Place, patiently, use_libuv
+from finetune.runtime.ports import HeldPort, hold_port
+
+FIRST = Place(
+    nodes=2,
+    rank=0,
+    address="127.0.0.1",
+    ports=(),
+    processes=2,
+    digest="ours",
+    command="finetune.sft",
+    timeout_seconds=20,
+    launch_id="launch",
+    attempt=1,
+)
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch):
+    monkeypatch.setattr(node_meeting, "CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(node_meeting, "POLL_SECONDS", 0.05)
+
+
+@contextmanager
+def held_ports(count: int) -> Iterator[list[HeldPort]]:
+    held = [hold_port(None, loopback=True) for _ in range(count)]
+    try:
+        yield held
+    finally:
+        for port in held:
+            port.close()
+
+
+def first(port: HeldPort, **changes: Any) -> Place:
+    # The store takes the descriptor and closes it in the end, as it does in the agent's own process.
+    return replace(FIRST, ports=(port.number,), listener=os.dup(port.listener.fileno()), **changes)
+
+
+def second(*ports: HeldPort, **changes: Any) -> Place:
+    numbers = tuple(port.number for port in ports)
+    return replace(FIRST, rank=1, ports=numbers, launch_id="", attempt=0, **changes)
+
+
+def meet(*places: Place) -> list[tuple[Meeting, Met | MeetingError]]:
+    """All at the same time."""
+    found: dict[int, tuple[Meeting, Met | MeetingError]] = {}
+
+    def run(number: int, place: Place) -> None:
+        meeting = Meeting(place)
+        try:
+            found[number] = (meeting, meeting.meet())
+        except MeetingError as error:
+            found[number] = (meeting, error)
+
+    threads = [threading.Thread(target=run, args=item) for item in enumerate(places)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return [found[number] for number in range(len(places))]
+
+
+def test_the_second_node_passes_over_what_is_not_ours():
+    """A silent program, one that talks something else, a store without a word of ours, another launch's store."""
+    with held_ports(5) as (silent, web, store, other, ours):
+
+        def talk() -> None:
+            connection, _ = web.listener.accept()
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            connection.close()
+
+        for _ in range(2):  # the look whether somebody listens, and the store's
+            threading.Thread(target=talk, daemon=True).start()
+        foreign = dist.TCPStore(
+            "127.0.0.1", store.number, is_master=True, wait_for_workers=False,
+            master_listen_fd=os.dup(store.listener.fileno()),
+        )  # fmt: skip
+        another = Meeting(first(other, digest="another"))
+        another._open()
+        (_, one), (meeting, two) = meet(first(ours), second(silent, web, store, other, ours))
+        assert isinstance(one, Met) and isinstance(two, Met)
+        assert (one.port, two.port) == (ours.number, ours.number)
+        assert (one.first_rank, two.first_rank, one.world_size, two.world_size) == (0, 2, 4, 4)
+        assert two.attempt == 1 and two.hosts == (socket.gethostname(),) * 2
+        assert meeting._seen[other.number] == "finetune.sft (2 nodes)"
+        assert meeting._seen[silent.number] == meeting._seen[web.number] == "something else"
+        del foreign
+
+
+def test_nodes_with_different_numbers_of_processes():
+    with held_ports(1) as (port,):
+        (_, one), (_, two) = meet(first(port, processes=3), second(port, processes=1))
+        assert (one.first_rank, two.first_rank, two.world_size) == (0, 3, 4)
+
+
+def test_an_attempt_that_is_about_to_end_is_not_joined_again_but_a_new_launch_is():
+    with held_ports(1) as (port,):
+        old = Meeting(first(port))
+        old._open()
+        was_in_it = Meeting(replace(second(port), launch_id="launch", attempt=1))
+        assert not was_in_it._is_ours(port.number)
+        assert Meeting(replace(second(port), launch_id="before", attempt=1))._is_ours(port.number)
+        assert Meeting(second(port))._is_ours(port.number)
+        del old
+
+
+def test_missing_nodes_are_named_on_every_node_that_is_there():
+    with held_ports(1) as (port,):
+        places = [replace(place, nodes=4, timeout_seconds=2) for place in (first(port), second(port))]
+        errors = [error for _, error in meet(*places)]
+        assert [(error.kind, error.facts) for error in errors] == [("nodes_missing", {"nodes": [2, 3]})] * 2
+
+
+def test_without_node_0_it_is_said_what_answered():
+    with held_ports(2) as (silent, free):
+        free.close()
+        ((_, error),) = meet(replace(second(silent, free), timeout_seconds=1))
+        assert (error.kind, error.facts) == ("nothing_found", {"seen": {str(silent.number): "something else"}})
+
+
+def test_two_machines_with_one_rank(monkeypatch):
+    with held_ports(1) as (port,):
+        node_0 = Meeting(first(port))
+        node_0._open()
+        claimed = {"host": "elsewhere", "processes": 2, "pid": 1}
+        node_0.store.set(f"{PREFIX}node/1", json.dumps(claimed))
+        ((_, error),) = meet(second(port))
+        assert error.kind == "same_rank"
+        assert error.facts == {"rank": 1, "hosts": ["elsewhere", socket.gethostname()]}
+        claimed["host"] = socket.gethostname()  # the same machine: started again by hand
+        node_0.store.set(f"{PREFIX}node/1", json.dumps(claimed))
+        node_0.store.set(f"{PREFIX}node/0", json.dumps(claimed))
+        node_0.store.set(f"{PREFIX}ranks", json.dumps([0, 2, 4]))
+        ((_, met),) = meet(second(port))
+        assert isinstance(met, Met)
+
+
+def test_nodes_hear_of_one_another_and_of_a_silence():
+    with held_ports(1) as (port,):
+        watches = [Watch(*met) for met in meet(first(port), second(port))]
+        watches[0].say("ended", {"exit_code": 4, "rank": 0})
+        watches[1].say("verdict", {"restart": True})
+        run_helpers.wait_for(lambda: watches[1].ended and watches[0].verdicts, 20)
+        assert watches[1].ended == {0: {"exit_code": 4, "rank": 0}}
+        assert watches[0].verdicts == {1: {"restart": True}}
+        assert set(watches[0].silent_seconds()) == {1} and watches[0].silent_seconds()[1] < 10
+
+
+def test_what_is_said_late_does_not_reach_the_next_attempt():
+    with held_ports(1) as (port,):
+        following = Meeting(first(port, attempt=2))
+        following._open()
+        late = Met(port.number, "launch", 1, 2, 4, ("here", "here"))
+        watch = Watch(Meeting(second(port)), late)
+        watch.say("ended", {"exit_code": 1, "rank": 2})
+        watch.thread.join(20)
+        assert not watch.thread.is_alive()
+        assert not following.store.check([f"{PREFIX}ended/1"])
+
+
+def test_a_call_that_never_returns_is_given_up():
+    never = threading.Event()
+    with pytest.raises(TimeoutError, match="within 0 s"):
+        patiently(never.wait, 0.1)
+    with pytest.raises(ZeroDivisionError):
+        patiently(lambda: 1 / 0, 5)
+    assert patiently(lambda: 3, 5) == 3
+    never.set()
+
+
+def test_libuv_is_switched_off_only_where_torch_lacks_it(monkeypatch):
+    monkeypatch.delenv("USE_LIBUV", raising=False)
+    assert use_libuv() and "USE_LIBUV" not in os.environ
+
+    def without(*arguments: Any, use_libuv: bool, **options: Any) -> None:
+        raise RuntimeError("use_libuv was requested but PyTorch was built without libuv support")
+
+    monkeypatch.setattr(dist, "TCPStore", without)
+    assert not use_libuv() and os.environ["USE_LIBUV"] == "0"
+    monkeypatch.setenv("USE_LIBUV", "1")
+    assert use_libuv(), "the user's own stays"

@@ -1,0 +1,51 @@
+"""A worker that trains nothing: writes down that it was there, then does what it was told to, in its first attempt."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from finetune.runtime.device import launch_world
+from finetune.runtime.parent_watchdog import die_with_launcher
+
+world = launch_world()
+die_with_launcher(world)
+folder, what = Path(sys.argv[1]), sys.argv[2]
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1
+signals: list[int] = []
+
+
+def note(text: str) -> None:
+    with (folder / f"rank{world.rank}.txt").open("a") as file:
+        file.write(f"{attempt} {text}\n")
+
+
+def on_signal(number: int, frame: object) -> None:
+    signals.append(number)
+    note(f"signal {number}")
+
+
+note(f"started {os.getpid()} {' '.join(sys.argv[3:])}".strip())
+if what == "wait":
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    print("[INFO] waiting", flush=True)
+    while not signals:
+        time.sleep(0.05)
+    time.sleep(float(os.environ.get("SAVE_SECONDS", "0.5")))  # the checkpoint
+    note("saved")
+    sys.exit(3)
+code = int(what.removeprefix("exit")) if what.startswith("exit") else 0
+if code and attempt == 1 and world.rank == world.world_size - 1:
+    print(f"[ERROR] exit code {code}, by order of the test", file=sys.stderr)
+    sys.exit(code)
+if what == "step-then-crash" and attempt == 1:
+    (folder / "trainer_log.jsonl").write_text('{"step": 1}\n')
+if "crash" in what and attempt == 1:
+    raise RuntimeError("by order of the test")
+if what == "killed" and attempt == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+print("[SUCCESS] done", flush=True)

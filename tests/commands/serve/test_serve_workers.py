@@ -1,0 +1,174 @@
+"""Workers that die, are full, or never start: each request ends, and only its own worker's death concerns it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+from serve_helpers import STUB_WORKER
+
+from finetune.commands.serve import workers as workers_module
+from finetune.commands.serve.workers import NoWorker, QueueFull, WorkerPool
+from finetune.errors import FinetuneError
+
+COMMAND = (sys.executable, str(STUB_WORKER))
+
+
+def with_pool(use: Callable[[WorkerPool], Awaitable[Any]], workers: int = 1, **settings: Any) -> Any:
+    async def run() -> Any:
+        chosen = {"per_worker": 2, "max_queue": 2, "command": COMMAND, **settings}
+        pool = WorkerPool({"model": "stub"}, [{}] * workers, **chosen)
+        await pool.start()
+        try:
+            return await asyncio.wait_for(use(pool), 200)
+        finally:
+            await pool.close()
+
+    return asyncio.run(run())
+
+
+async def events(pool: WorkerPool, words: str, seconds: float = 10) -> list[dict[str, Any]]:
+    return [event async for event in stream(pool, words, seconds)]
+
+
+async def stream(pool: WorkerPool, words: str, seconds: float = 10) -> AsyncIterator[dict[str, Any]]:
+    async with pool.answer([{"role": "user", "content": words}], {"max_new_tokens": 10_000}, seconds) as queue:
+        while True:
+            event = await queue.get()
+            yield event
+            if event["is"] in ("end", "error", "refused", "lost"):
+                return
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.02)
+
+
+def test_answers_and_their_ends():
+    async def use(pool):
+        said = await events(pool, "say hello, world")
+        assert [event["is"] for event in said] == ["accepted", "piece", "piece", "end"]
+        assert said[-1]["text"] == "hello, world" == "".join(event.get("text", "") for event in said[1:-1])
+        assert (await events(pool, "refuse"))[-1]["is"] == "refused"
+        assert (await events(pool, "fail"))[-1]["is"] == "error"
+        assert pool.active_count == 0
+
+    with_pool(use)
+
+
+def test_a_dying_worker_takes_only_its_own_requests_and_comes_back():
+    async def use(pool):
+        tasks = [asyncio.create_task(events(pool, "slow 30")) for _ in range(4)]
+        await until(lambda: pool.active_count == 4)
+        first, second = pool.workers
+        assert len(first.running) == len(second.running) == 2  # spread evenly
+        pid = first.process.pid
+        os.kill(pid, signal.SIGKILL)
+        ends = [said[-1]["is"] for said in await asyncio.gather(*tasks)]
+        assert sorted(ends) == ["end", "end", "lost", "lost"]
+        await until(lambda: pool.ready_count == 2)
+        assert first.process.pid != pid and first.restarts == 1 and second.restarts == 0
+        assert (await events(pool, "again"))[-1]["is"] == "end"
+
+    restarts = []
+    with_pool(use, workers=2, on_restart=lambda: restarts.append(1))
+    assert restarts == [1]
+
+
+def test_the_queue_is_bounded_and_first_come_is_first_served():
+    async def use(pool):
+        order: list[str] = []
+
+        async def ask(name: str, words: str) -> None:
+            await events(pool, words)
+            order.append(name)
+
+        running = [asyncio.create_task(ask(f"running {number}", "slow 20")) for number in range(2)]
+        await until(lambda: pool.active_count == 2)
+        waiting = []
+        for number in range(2):
+            waiting.append(asyncio.create_task(ask(f"waiting {number}", f"slow {1 + 10 * number}")))
+            await until(lambda number=number: pool.queued_count == number + 1)
+        with pytest.raises(QueueFull):
+            await events(pool, "too many")
+        await asyncio.gather(*running, *waiting)
+        assert order[2:] == ["waiting 0", "waiting 1"] and pool.queued_count == pool.active_count == 0
+
+    with_pool(use)
+
+
+def test_waiting_has_an_end_and_leaving_makes_room():
+    async def use(pool):
+        tasks = [asyncio.create_task(events(pool, "slow 200")) for _ in range(2)]
+        await until(lambda: pool.active_count == 2)
+        with pytest.raises(asyncio.TimeoutError):
+            await events(pool, "waits in vain", seconds=0.2)
+        leaver = asyncio.create_task(events(pool, "leaves the queue"))
+        stayer = asyncio.create_task(events(pool, "stays"))
+        await until(lambda: pool.queued_count == 2)
+        leaver.cancel()
+        tasks[0].cancel()  # a client that leaves in the middle
+        assert (await stayer)[-1]["is"] == "end"
+        tasks[1].cancel()
+        await asyncio.gather(leaver, *tasks, return_exceptions=True)
+        await until(lambda: pool.active_count == 0 and pool.queued_count == 0)
+        for _ in range(20):  # no room has leaked
+            await asyncio.gather(events(pool, "a"), events(pool, "b"))
+
+    with_pool(use)
+
+
+def test_a_model_that_cannot_be_loaded_is_said():
+    async def run() -> None:
+        pool = WorkerPool({"model": "broken"}, [{}, {}], per_worker=1, max_queue=1, command=COMMAND)
+        with pytest.raises(FinetuneError, match="no such model"):
+            await pool.start()
+        silent = WorkerPool({}, [{}], per_worker=1, max_queue=1, command=(sys.executable, "-c", "pass"))
+        with pytest.raises(FinetuneError, match="ended before it was ready"):
+            await silent.start()
+        babbling = WorkerPool({}, [{}], per_worker=1, max_queue=1, command=(sys.executable, "-c", "print('hello')"))
+        with pytest.raises(FinetuneError, match="ended before it was ready"):
+            await babbling.start()
+
+    asyncio.run(asyncio.wait_for(run(), 200))
+
+
+def test_workers_that_never_come_back_are_given_up(monkeypatch, tmp_path):
+    monkeypatch.setattr(workers_module, "LONGEST_PAUSE_SECONDS", 0.01)
+    once = tmp_path / "started"
+    script = (
+        f"import os, runpy, sys\nif os.path.exists({str(once)!r}): sys.exit(7)\n"
+        f"open({str(once)!r}, 'w').close()\nrunpy.run_path({str(STUB_WORKER)!r}, run_name='__main__')"
+    )
+
+    async def use(pool):
+        assert (await events(pool, "die"))[-1]["is"] == "lost"
+        waiting = asyncio.create_task(events(pool, "waits", seconds=120))
+        await pool.all_failed.wait()
+        with pytest.raises(NoWorker):
+            await waiting
+        with pytest.raises(NoWorker):
+            await events(pool, "later")
+        assert pool.workers[0].state == "failed"
+
+    with_pool(use, command=(sys.executable, "-c", script))
+
+
+def test_no_worker_outlives_its_pool():
+    pids = []
+
+    async def use(pool):
+        pids.extend(worker.process.pid for worker in pool.workers)
+        pool.close_now = asyncio.create_task(events(pool, "slow 1000"))
+        await until(lambda: pool.active_count == 1)
+
+    with_pool(use, workers=2)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

@@ -1,0 +1,705 @@
+"""`prepare`: the bytes it makes, against a reference written from the definition; kills, processes and bad input."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from file_system_calls import PowerLoss, breaking, killed_at, watched
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from launching import ROOT, run_cli, said
+
+from finetune.commands.prepare.command import SMALLEST_VOCAB_SIZE, PrepareConfig, main
+from finetune.data.corpus import documents as corpus
+from finetune.data.corpus import preparation as tokens_prepare
+from finetune.data.corpus import worker_pool as processes
+from finetune.data.corpus.passes import split_bound, tokenizer_texts
+from finetune.data.corpus.preparation import Prepared, PrepareSettings, prepare_tokens
+from finetune.data.corpus.shard_writer import ShardKind, ShardWriter, finished_shards
+from finetune.data.corpus.token_shards import TokenShards, bytes_per_token, tokenizer_folder, tokenizer_hash
+from finetune.data.corpus.tokenizer import SMALLEST_VOCABULARY, open_tokenizer
+from finetune.errors import DataError, FinetuneError, StateError
+
+WORDS = ["the", "model", "reads", "text,", "and", "42", "löwen", "jagen", "北京", "nachts", "\n\t", "def", "f(x):", ""]
+ODD = ("<|im_end|> is text here", "\x00\ufffd\U0001f600\u202e", "a\r\nb\n\n\n   c", "e\u0301 \u00e9", " ", "\ufeffx")
+
+
+def make_texts(number: int, seed: int = 0) -> list[str]:
+    rng = random.Random(seed)
+    texts = [" ".join(rng.choice(WORDS) for _ in range(rng.randrange(1, 60))) for _ in range(number)]
+    return [*texts, *(odd for odd in ODD if odd.strip())]
+
+
+def write_jsonl(path: Path, texts: list[str], field: str = "text") -> Path:
+    path.write_text("".join(json.dumps({field: text, "n": 1}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+def settings_of(**changes: Any) -> PrepareSettings:
+    return PrepareSettings(**({"vocab_size": 300, "valid_fraction": 0.2, "shard_tokens": 700} | changes))
+
+
+def prepare(data: Path | str | list[Any], folder: Path, *, workers: int = 1, **changes: Any) -> Prepared:
+    paths = data if isinstance(data, list) else [data]
+    return prepare_tokens(tuple(map(str, paths)), folder, settings_of(**changes), num_workers=workers)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Every file but the lock, hidden ones included."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def texts_of(folder: Path, split: str) -> list[str]:
+    shards = TokenShards(folder, split=split)
+    tokenizer = open_tokenizer(tokenizer_folder(folder))
+    starts = shards.documents
+    assert {int(shards.slice(start, start + 1)[0]) for start in starts[:-1]} == {tokenizer.bos_token_id}
+    return [tokenizer.decode(shards.slice(a + 1, b)) for a, b in zip(starts, starts[1:], strict=False)]
+
+
+def test_special_tokens_in_documents_are_text_unless_asked(tmp_path):
+    chat = [f"<|im_start|>user\nquestion {n}<|im_end|>\n<|im_start|>assistant\nanswer<|im_end|>\n" for n in range(60)]
+    data = write_jsonl(tmp_path / "chats.jsonl", chat)
+    prepare(data, tmp_path / "text")
+    prepare(data, tmp_path / "chat", special_tokens=True)
+    tokenizer = open_tokenizer(tokenizer_folder(tmp_path / "chat"))
+    start, end = (tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>"))
+    for folder, of_each in (("text", 0), ("chat", 2)):
+        shards = TokenShards(tmp_path / folder, split="train")
+        ids = shards.slice(0, shards.tokens)
+        assert [(ids == token).sum() for token in (start, end)] == [of_each * (len(shards.documents) - 1)] * 2
+    assert not [
+        token for token in tokenizer.get_vocab() if "im" in token and token not in ("<|im_start|>", "<|im_end|>")
+    ]
+    with pytest.raises(StateError, match="special_tokens was True, now None"):
+        prepare(data, tmp_path / "chat")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return write_jsonl(tmp_path_factory.mktemp("data") / "texts.jsonl", make_texts(60))
+
+
+@pytest.fixture(scope="module")
+def prepared(data: Path, tmp_path_factory) -> Path:
+    """`data` prepared in one go by one process. Read only."""
+    folder = tmp_path_factory.mktemp("prepared") / "out"
+    prepare(data, folder)
+    return folder
+
+
+# ---------------------------------------------------------------- what is made
+
+
+def test_the_result_is_that_of_the_definition(data: Path, prepared: Path):
+    """Split, order, ids and shard ends, computed here once more with hashlib and transformers' own call."""
+    tokenizer = open_tokenizer(prepared / "tokenizer")
+    expected: dict[str, list[list[int]]] = {"train": [[]], "val": [[]]}
+    for line in data.read_text(encoding="utf-8").splitlines():
+        text = json.loads(line)["text"]
+        inner = hashlib.sha256(text.encode()).digest()
+        digest = hashlib.sha256(inner + (42).to_bytes(8, "little")).digest()
+        split = "val" if int.from_bytes(digest[:8], "little") < 0.2 * 2**64 else "train"
+        ids = [tokenizer.bos_token_id, *tokenizer(text, split_special_tokens=True)["input_ids"]]
+        shards = expected[split]
+        if shards[-1] and len(shards[-1]) + len(ids) > 700:
+            shards.append([])
+        shards[-1] += ids
+    assert len(expected["train"]) > 2
+    for split, shards in expected.items():
+        found = sorted(prepared.glob(f"{split}-*.bin"))
+        assert [np.fromfile(path, "<u2").tolist() for path in found] == shards
+
+
+def test_every_document_comes_back(data: Path, prepared: Path):
+    texts = [json.loads(line)["text"] for line in data.read_text(encoding="utf-8").splitlines()]
+    train, val = texts_of(prepared, "train"), texts_of(prepared, "val")
+    assert sorted(train + val) == sorted(texts)
+    assert [text for text in texts if text in set(val)] == val and val
+    TokenShards(prepared).verify()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=40), min_size=2, max_size=8),
+    fraction=st.sampled_from([0.01, 0.5, 0.99]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_unicode_comes_back_and_no_split_is_empty(prepared: Path, tmp_path_factory, texts, fraction, seed):
+    folder = tmp_path_factory.mktemp("any")
+    write_jsonl(folder / "d.jsonl", texts)
+    texts = [text for text in texts if text.strip()]
+    changes = {"tokenizer": str(prepared / "tokenizer"), "valid_fraction": fraction, "seed": seed}
+    if not texts:
+        with pytest.raises(DataError, match="no document with text"):
+            prepare(folder / "d.jsonl", folder / "out", **changes)
+        assert not (folder / "out").exists()
+        return
+    prepare(folder / "d.jsonl", folder / "out", **changes)
+    train = texts_of(folder / "out", "train")
+    val = texts_of(folder / "out", "val") if len(set(texts)) > 1 else []
+    assert sorted(train + val) == sorted(texts)
+    assert train and not set(train) & set(val)
+
+
+def test_the_split_follows_content_and_seed_alone(data: Path, prepared: Path, tmp_path: Path):
+    lines = data.read_text(encoding="utf-8").splitlines(keepends=True)
+    random.Random(1).shuffle(lines)
+    parts = [tmp_path / "b.jsonl", tmp_path / "a.jsonl"]
+    for path, part in zip(parts, (lines[:20], lines[20:]), strict=True):
+        path.write_text("".join(part), encoding="utf-8")
+    borrowed = str(prepared / "tokenizer")
+    prepare(parts, tmp_path / "shuffled", tokenizer=borrowed)
+    assert set(texts_of(tmp_path / "shuffled", "val")) == set(texts_of(prepared, "val"))
+    prepare(parts, tmp_path / "seeded", tokenizer=borrowed, seed=7)
+    assert set(texts_of(tmp_path / "seeded", "val")) != set(texts_of(prepared, "val"))
+
+
+def test_text_parquet_arrays_and_folders_give_the_same_documents(prepared: Path, tmp_path: Path):
+    import pyarrow
+    import pyarrow.parquet
+
+    texts = make_texts(12, seed=3)
+    folder = tmp_path / "folder"
+    (folder / "deep").mkdir(parents=True)
+    (folder / ".git").mkdir()
+    (folder / ".git" / "x.txt").write_text("hidden")
+    (folder / "picture.png").write_bytes(b"\x89PNG")
+    for number, text in enumerate(texts):
+        (folder / "deep" / f"{number:02d}.md").write_bytes(text.encode())
+    (folder / "deep" / "05-empty.md").write_text(" \n")
+    (tmp_path / "array.json").write_text(json.dumps([{"text": text} for text in texts]), encoding="utf-8")
+    table = pyarrow.table({"n": range(len(texts)), "text": texts})
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet", row_group_size=5)
+    write_jsonl(tmp_path / "other.jsonl", texts, field="content")
+    results = []
+    for number, (source, changes) in enumerate(
+        [
+            (folder, {}),
+            (folder / "**" / "*.md", {}),
+            (tmp_path / "array.json", {}),
+            (tmp_path / "t.parquet", {}),
+            (tmp_path / "other.jsonl", {"text_field": "content"}),
+        ]
+    ):
+        out = tmp_path / f"out{number}"
+        found = prepare(source, out, tokenizer=str(prepared / "tokenizer"), **changes)
+        results.append({path.name: path.read_bytes() for path in out.glob("*.bin")})
+        assert found.scan.documents == len(texts) and found.scan.empty == (number < 2)
+    # A byte-order mark at the head of a file is none of its text; all else is equal.
+    bom = next(text for text in texts if text.startswith("\ufeff"))
+    assert bom == texts[-1]
+    assert results[0] == results[1] and results[2] == results[3] == results[4]
+    assert texts_of(tmp_path / "out0", "train")[:-1] == texts_of(tmp_path / "out2", "train")[:-1]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lines=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), min_size=1, max_size=20),
+    unit_bytes=st.integers(1, 60),
+    newline=st.sampled_from(["\n", "\r\n", ""]),
+)
+def test_units_of_any_size_hold_every_line_once(tmp_path_factory, monkeypatch, lines, unit_bytes, newline):
+    """Rows by the lines that start in a unit; text cut at ends of lines and never inside a character."""
+    folder = tmp_path_factory.mktemp("units")
+    text = newline.join(lines)
+    (folder / "t.txt").write_bytes(text.encode())
+    rows = write_jsonl(folder / "r.jsonl", lines)
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus, "UNIT_BYTES", unit_bytes)
+        units = list(corpus.units_of([folder / "t.txt"]))
+        parts = [found for unit in units for _, found in corpus.documents_of(unit, "text")]
+        assert "".join(parts) == text.removeprefix("\ufeff")
+        placed = [found for unit in corpus.units_of([rows]) for found in corpus.documents_of(unit, "text")]
+        assert [found for _, found in placed] == lines
+
+
+def test_a_long_text_file_becomes_documents_of_whole_lines(prepared: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(corpus, "UNIT_BYTES", 200)
+    text = "\n".join(make_texts(30, seed=5))
+    (tmp_path / "book.txt").write_bytes(text.encode())
+    prepare(tmp_path / "book.txt", tmp_path / "out", tokenizer=str(prepared / "tokenizer"), valid_fraction=0.0)
+    parts = texts_of(tmp_path / "out", "train")
+    assert "".join(parts) == text and len(parts) > 10
+    assert all(part.endswith("\n") for part in parts[:-1])
+    assert not list((tmp_path / "out").glob("val*"))
+
+
+def test_one_document_gives_no_validation_split_and_says_so(prepared: Path, tmp_path: Path, caplog):
+    (tmp_path / "one.txt").write_text("only this")
+    prepare(tmp_path / "one.txt", tmp_path / "out", tokenizer=str(prepared / "tokenizer"))
+    assert texts_of(tmp_path / "out", "train") == ["only this"] and not list((tmp_path / "out").glob("val*"))
+    assert "only one document" in caplog.text
+
+
+# ---------------------------------------------------------------- the tokenizer
+
+
+def test_the_tokenizer_has_what_chat_and_padding_need(prepared: Path):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(prepared / "tokenizer")
+    assert len(tokenizer) == 300 and tokenizer.get_vocab()["<|pad|>"] == tokenizer.pad_token_id == 0
+    assert tokenizer.bos_token == "<|endoftext|>" and tokenizer.eos_token == "<|im_end|>"
+    special = [tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id]
+    assert len({*special, tokenizer.convert_tokens_to_ids("<|im_start|>")}) == 4
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo<|im_end|>\n"
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == text
+    ids = tokenizer(text)["input_ids"]
+    assert ids.count(tokenizer.eos_token_id) == 2 and tokenizer.bos_token_id not in ids
+    assert TokenShards(prepared, tokenizer_hash=tokenizer_hash(tokenizer)).header.separator_id == 1
+
+
+def test_bytes_per_token_add_up_to_the_text(prepared: Path):
+    tokenizer = open_tokenizer(prepared / "tokenizer")
+    sizes = bytes_per_token(tokenizer)
+    assert sizes.shape == (300,) and sizes[:4].tolist() == [0, 0, 0, 0] and (sizes[4:] >= 1).all()
+    for text in make_texts(20, seed=9):
+        ids = tokenizer(text, split_special_tokens=True)["input_ids"]
+        assert sizes[[1, *ids]].sum() == len(text.encode())
+
+
+def test_bytes_per_token_of_sentencepiece_kind():
+    """A vocabulary with byte fallback and a mark for the space, as Llama 2's; a hole among the ids."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.Unigram([("<unk>", 0.0), ("\u2581the", -1.0), ("<0x0A>", -2.0), ("ö", -3.0)], 0, True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    assert bytes_per_token(tokenizer).tolist() == [0, 4, 1, 2]
+
+
+def test_the_hash_follows_the_ids_and_not_the_template(prepared: Path):
+    tokenizer = open_tokenizer(prepared / "tokenizer")
+    before = tokenizer_hash(tokenizer)
+    tokenizer.chat_template = "other"
+    assert tokenizer_hash(tokenizer) == before
+    tokenizer.add_tokens(["<|new|>"])
+    assert tokenizer_hash(tokenizer) != before
+
+
+def test_a_tokenizer_is_taken_over(tmp_path: Path):
+    """The bundled model's own: no beginning token, `<|endoftext|>` between documents."""
+    folder = ROOT / "data_samples" / "tiny-qwen3"
+    write_jsonl(tmp_path / "d.jsonl", ["one", "two", "three"])
+    found = prepare(tmp_path / "d.jsonl", tmp_path / "out", tokenizer=str(folder), vocab_size=1)
+    own, saved = open_tokenizer(folder), open_tokenizer(tmp_path / "out" / "tokenizer")
+    assert found.tokenizer_hash == tokenizer_hash(own) == tokenizer_hash(saved)
+    shards = TokenShards(tmp_path / "out", split="train", tokenizer_hash=tokenizer_hash(own))
+    assert own.convert_ids_to_tokens(int(shards.slice(0, 1)[0])) == "<|endoftext|>"
+    assert saved.chat_template == own.chat_template
+
+
+def test_the_tokenizer_sees_no_validation_document(data: Path, prepared: Path):
+    units = list(corpus.units_of([data]))
+    seen = list(tokenizer_texts(units, "text", 42, split_bound(0.2), 1.0))
+    assert seen == texts_of(prepared, "train")
+    fewer = list(tokenizer_texts(units, "text", 42, split_bound(0.2), 0.5))
+    assert set(fewer) < set(seen) and len(fewer) > 5
+
+
+def test_the_smallest_vocabulary_is_one_number():
+    assert SMALLEST_VOCAB_SIZE == SMALLEST_VOCABULARY
+
+
+def test_too_little_text_for_the_vocabulary_is_said(tmp_path: Path, caplog):
+    write_jsonl(tmp_path / "d.jsonl", ["aab", "aac"])
+    found = prepare(tmp_path / "d.jsonl", tmp_path / "out", vocab_size=5000)
+    assert found.vocabulary < 300 and "no more pairs to merge" in caplog.text
+    assert TokenShards(tmp_path / "out").header.vocabulary == found.vocabulary
+
+
+# ---------------------------------------------------------------- kills, processes, damage
+
+
+def test_several_processes_give_the_same_bytes(data: Path, prepared: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(corpus, "UNIT_BYTES", 900)
+    prepare(data, tmp_path / "one", workers=1)
+    found = prepare(data, tmp_path / "two", workers=2)
+    assert len(found.scan.digests) > 8
+    assert content(tmp_path / "one") == content(tmp_path / "two")
+    assert {n: b for n, b in content(prepared).items() if n.endswith(("bin", "index", "tokenizer.json"))} == {
+        n: b for n, b in content(tmp_path / "two").items() if n.endswith(("bin", "index", "tokenizer.json"))
+    }
+
+
+def calls_of(action) -> int:
+    """How many file-system calls a piece of work makes."""
+    with breaking(10**9, errno.EIO) as names:
+        action()
+    return len(names)
+
+
+@pytest.mark.parametrize("torn", [False, True], ids=["between calls", "within a write"])
+def test_a_killed_preparation_goes_on_to_the_same_bytes(data: Path, prepared: Path, tmp_path: Path, monkeypatch, torn):
+    """Killed again and again at random calls, in the same folder, until it is through."""
+    monkeypatch.setattr(corpus, "UNIT_BYTES", 900)
+    monkeypatch.setattr("finetune.data.corpus.shard_writer._BUFFER_BYTES", 300)
+    borrowed = str(prepared / "tokenizer")
+    most = calls_of(lambda: prepare(data, tmp_path / "whole", tokenizer=borrowed))
+    expected = content(tmp_path / "whole")
+    rng = random.Random(11 + torn)
+    kills = 0
+    for attempt in range(6):
+        folder = tmp_path / f"killed{attempt}"
+        for _ in range(4):
+            number = rng.randrange(20 if torn else most)
+            if not killed_at(number, lambda: prepare(data, folder, tokenizer=borrowed), torn=torn):  # noqa: B023
+                break
+            kills += 1
+            if not list(folder.glob("*.bin")):
+                continue
+            if json.loads((folder / "prepare.json").read_bytes())["finished"] is None:
+                with pytest.raises(DataError, match="not completely prepared"):
+                    TokenShards(folder)
+            else:  # killed after its last write
+                assert content(folder) == expected
+        prepare(data, folder, tokenizer=borrowed)
+        assert content(folder) == expected
+    assert kills >= 6
+
+
+def test_power_loss_leaves_no_shard_that_is_not_whole(tmp_path: Path):
+    """At every call, with what fsync promises and no more: a .bin under its name has its header, index and ids."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    kind = ShardKind("uint16", 300, "ab" * 32, 1, 40)
+    states = set()
+
+    def look(disk: PowerLoss) -> None:
+        for names_kept in ("all", "none", "below"):
+            shutil.rmtree(tmp_path / "after", ignore_errors=True)
+            disk.restore(tmp_path / "after", names_kept=names_kept)
+            shards = list((tmp_path / "after").glob("*.bin"))
+            assert len(finished_shards(tmp_path / "after", "train", kind)) == len(shards)
+            states.add(len(shards))
+
+    disk = PowerLoss(folder, look)
+    with watched(disk.hook):
+        writer = ShardWriter(folder, "train", kind, [])
+        for number in range(9):
+            writer.add(np.arange(1, 12, dtype="uint16"), 0, number)
+        writer.finish()
+    assert states == {0, 1, 2, 3}
+
+
+def test_the_output_folder_may_lie_among_the_data(prepared: Path, tmp_path: Path):
+    (tmp_path / "a.txt").write_text("first")
+    (tmp_path / "b.txt").write_text("second")
+    prepare(tmp_path, tmp_path / "out", tokenizer=str(prepared / "tokenizer"))
+    before = content(tmp_path / "out")
+    (tmp_path / "out" / "val-00000.bin").unlink()
+    assert prepare(tmp_path, tmp_path / "out", tokenizer=str(prepared / "tokenizer")).made == 1
+    assert content(tmp_path / "out") == before
+
+
+def test_killed_while_the_tokenizer_is_made(data: Path, prepared: Path, tmp_path: Path):
+    shutil.copytree(prepared, tmp_path / "out")
+    for path in (tmp_path / "out").glob("*.bin"):
+        path.unlink()
+    plan = json.loads((tmp_path / "out" / "prepare.json").read_text()) | {"finished": None}
+    (tmp_path / "out" / "prepare.json").write_text(json.dumps(plan))
+    (tmp_path / "out" / "tokenizer").rename(tmp_path / "out" / ".tokenizer.tmp")
+    (tmp_path / "out" / ".tokenizer.tmp" / "tokenizer.json").write_text("{")
+    prepare(data, tmp_path / "out")
+    assert content(tmp_path / "out") == content(prepared)
+
+
+def test_what_is_finished_is_kept(data: Path, prepared: Path, tmp_path: Path):
+    """The second shard is lost: the first keeps its inode, the others come back; then nothing is left to do."""
+    folder = tmp_path / "out"
+    shutil.copytree(prepared, folder)
+    (folder / "train-00001.bin").unlink()
+    inode = (folder / "train-00000.bin").stat().st_ino
+    shards = len(list(prepared.glob("train-*.bin")))
+    assert prepare(data, folder).made == shards - 1
+    assert content(folder) == content(prepared)
+    assert (folder / "train-00000.bin").stat().st_ino == inode
+    assert prepare(data, folder, workers=2).made == 0
+
+
+def test_damaged_shards_are_said_and_made_again(data: Path, prepared: Path, tmp_path: Path, caplog):
+    folder = tmp_path / "out"
+    shutil.copytree(prepared, folder)
+    path = folder / "train-00001.bin"
+    raw = bytearray(path.read_bytes())
+    raw[10] ^= 1
+    path.write_bytes(raw)
+    (folder / "val-00000.json").write_text("{")
+    prepare(data, folder)
+    assert content(folder) == content(prepared)
+    assert "train-00001.bin was changed" in caplog.text and "val-00000.bin is made again" in caplog.text
+
+
+def test_a_folder_being_mended_is_not_taken_for_whole(data: Path, prepared: Path, tmp_path: Path):
+    folder = tmp_path / "out"
+    shutil.copytree(prepared, folder)
+    (folder / "train-00001.bin").unlink()
+    seen = set()
+    for number in range(0, 400, 7):
+        if not killed_at(number, lambda: prepare(data, folder)):
+            break
+        whole = {path.name for path in folder.glob("*.bin")} == {path.name for path in prepared.glob("*.bin")}
+        try:
+            TokenShards(folder)
+            assert whole or not (folder / ".train-00001.bin.tmp").exists()
+            seen.add("readable")
+        except DataError as error:
+            assert "not completely" in str(error)
+            seen.add("refused")
+    prepare(data, folder)
+    assert content(folder) == content(prepared) and "refused" in seen
+
+
+def test_a_full_disk_is_an_error_with_a_remedy(data: Path, prepared: Path, tmp_path: Path):
+    def work() -> None:
+        prepare(data, tmp_path / "out", tokenizer=str(prepared / "tokenizer"))
+
+    monkey = os.write
+
+    def full(descriptor: int, block: Any) -> int:
+        if len(block) > 600:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return monkey(descriptor, block)
+
+    os.write = full
+    try:
+        with pytest.raises(FinetuneError, match="No space left") as caught:
+            work()
+    finally:
+        os.write = monkey
+    assert caught.value.exit_code == 1 and "goes on" in caught.value.fix
+    work()
+    TokenShards(tmp_path / "out").verify()
+
+
+class _Dies:
+    def __call__(self, item: int) -> int:
+        if item == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return item
+
+
+def test_a_killed_worker_is_an_error_and_no_hang():
+    with (
+        pytest.raises(FinetuneError, match="ended by itself"),
+        processes.ordered_map(_Dies(), 2) as apply,
+    ):
+        list(apply(range(50)))
+
+
+def test_results_come_in_order_and_few_are_under_way():
+    taken = []
+
+    def items():
+        for number in range(30):
+            taken.append(number)
+            yield number
+
+    with processes.ordered_map(abs, 2) as apply:
+        for number, result in enumerate(apply(items())):
+            assert result == number and len(taken) <= number + 2 * processes._AHEAD
+    assert len(taken) == 30
+
+
+def test_workers_do_not_outlive_a_killed_parent(prepared: Path, tmp_path: Path):
+    """And the same command goes on from there."""
+    text = "".join(f"{number} {' '.join(WORDS)}\n" for number in range(30_000))
+    (tmp_path / "big.txt").write_text(text, encoding="utf-8")
+    words = ["prepare", "--data", str(tmp_path / "big.txt"), "--output-dir", str(tmp_path / "out")]
+    words += ["--tokenizer", str(prepared / "tokenizer"), "--num-workers", "2", "--shard-tokens", "50000"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    parent = subprocess.Popen([sys.executable, "-m", "finetune", *words], cwd=ROOT, env=environment)
+    children: list[psutil.Process] = []
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "out").glob("train-*.bin")) and parent.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    children = psutil.Process(parent.pid).children(recursive=True)
+    parent.kill()
+    parent.wait()
+    assert children
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive
+    result = run_cli(words, module="finetune")
+    assert result.returncode == 0, said(result)
+    assert "".join(texts_of(tmp_path / "out", "train")).count("\n") > 25_000
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def error_of(data: Any, folder: Path, kind: type[FinetuneError] = DataError, **changes: Any) -> str:
+    with pytest.raises(FinetuneError) as caught:
+        prepare(data, folder, **changes)
+    assert isinstance(caught.value, kind) or kind is FinetuneError
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_bad_rows_are_named_with_their_lines_and_may_be_dropped(prepared: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(corpus, "UNIT_BYTES", 40)  # the lines are counted across units
+    good = [json.dumps({"text": f"row {number}"}) for number in range(8)]
+    bad = ["{broken", '"just text"', '{"texts": "misspelt"}', '{"text": 5}', r'{"text": "\ud800"}']
+    lines = [*good[:3], "", bad[0], good[3], *bad[1:4], *good[4:], bad[4]]
+    (tmp_path / "d.jsonl").write_text("\r\n".join(lines), encoding="utf-8")
+    (tmp_path / "latin.txt").write_bytes("schön".encode("latin-1"))
+    data = [tmp_path / "d.jsonl", tmp_path / "latin.txt"]
+    borrowed = str(prepared / "tokenizer")
+    message = error_of(data, tmp_path / "out", tokenizer=borrowed)
+    for line, words in (
+        (5, "broken JSON"),
+        (7, "not an object: a str"),
+        (8, "its fields are texts; did you mean --text-field texts?"),
+        (9, "text is no text: a int"),
+        (14, "surrogate"),
+    ):
+        assert f"d.jsonl:{line}: " in message and words in message
+    assert "latin.txt: not UTF-8: byte 4" in message and "6 of 14 rows" in message and "--on-bad-row drop" in message
+    assert not (tmp_path / "out").exists()
+    found = prepare(data, tmp_path / "out", tokenizer=borrowed, drop_bad_rows=True)
+    assert found.scan.documents == 8 and found.scan.problems.total == 6
+
+
+def test_data_that_is_not_there(tmp_path: Path):
+    out = tmp_path / "out"
+    (tmp_path / "corpus.txt").write_text("x")
+    assert "corpus.txt" in error_of(tmp_path / "corpus.tx", out)
+    assert "no file matches" in error_of(tmp_path / "*.py", out)
+    (tmp_path / "empty").mkdir()
+    assert "no file that is known to be text" in error_of(tmp_path / "empty", out)
+    (tmp_path / "a.txt").write_text(" \n")
+    (tmp_path / "b.jsonl").write_text("")
+    assert "no document with text in 2 files" in error_of([tmp_path / "a.txt", tmp_path / "b.jsonl"], out)
+    (tmp_path / "c.jsonl.gz").write_bytes(b"x")
+    assert "unpack" in error_of(tmp_path / "c.jsonl.gz", out)
+    (tmp_path / "d.parquet").write_bytes(b"x")
+    assert "no parquet file" in error_of(tmp_path / "d.parquet", out)
+    assert not out.exists()
+
+
+def test_a_parquet_file_without_the_column(tmp_path: Path):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"texts": ["x"]}), tmp_path / "d.parquet")
+    assert "did you mean --text-field texts?" in error_of(tmp_path / "d.parquet", tmp_path / "out")
+
+
+def test_a_folder_with_other_things_or_another_beginning(data: Path, prepared: Path, tmp_path: Path):
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "thesis.tex").write_text("x")
+    assert "already holds other things: thesis.tex" in error_of(data, full, StateError)
+    assert [path.name for path in full.iterdir()] == ["thesis.tex"]
+    out = tmp_path / "out"
+    shutil.copytree(prepared, out)
+    assert "seed was 42, now 43" in error_of(data, out, StateError, seed=43)
+    assert "vocab_size was 300, now 301" in error_of(data, out, StateError, vocab_size=301)
+    other = write_jsonl(tmp_path / "other.jsonl", make_texts(5))
+    assert "begun with other data" in error_of(other, out, StateError)
+    (out / "prepare.json").write_text("{")
+    assert "prepare.json is damaged" in error_of(data, out, StateError)
+    (out / "prepare.json").unlink()
+    assert "already holds other things" in error_of(data, out, StateError)
+
+
+def test_another_tokenizer_in_the_folder(data: Path, prepared: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    shutil.copytree(prepared, out)
+    shutil.rmtree(out / "tokenizer")
+    shutil.copytree(ROOT / "data_samples" / "tiny-qwen3", out / "tokenizer")
+    assert "not the one the shards were made with" in error_of(data, out, StateError)
+
+
+def test_a_file_that_changes_meanwhile(prepared: Path, tmp_path: Path, monkeypatch):
+    path = write_jsonl(tmp_path / "d.jsonl", make_texts(10))
+    real = tokens_prepare.finished_shards
+
+    def change(*args: Any) -> Any:
+        write_jsonl(path, make_texts(10, seed=1))
+        return real(*args)
+
+    monkeypatch.setattr(tokens_prepare, "finished_shards", change)
+    message = error_of(path, tmp_path / "out", tokenizer=str(prepared / "tokenizer"))
+    assert "changed while it was prepared" in message and "d.jsonl" in message
+
+
+def test_two_at_once_in_one_folder(data: Path, prepared: Path, tmp_path: Path, monkeypatch):
+    from finetune.storage.run_lock import RunLock
+
+    monkeypatch.setattr(tokens_prepare, "_LOCK_WAIT_SECONDS", 0.0)
+    with RunLock(tmp_path / "out"):
+        assert "another run works in this folder" in error_of(data, tmp_path / "out", StateError)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_command_on_the_standard_library(tmp_path: Path):
+    """Real files through the real command: what any machine with Python has."""
+    library = Path(json.__file__).parent.parent
+    files = sorted(str(path) for path in library.glob("[a-c]*.py"))[:20]
+    words = ["prepare", "--data", *files, "--output_dir", str(tmp_path / "out"), "--vocab-size=600", "--seed", "1"]
+    result = run_cli(words, module="finetune")
+    assert result.returncode == 0, said(result)
+    assert "20 documents" in result.stdout and "600 ids" in result.stdout
+    texts = [*texts_of(tmp_path / "out", "train"), *texts_of(tmp_path / "out", "val")]
+    assert sorted(texts) == sorted(Path(path).read_bytes().decode() for path in files)
+    assert list((tmp_path / "out").glob("*val*.bin")) and not list((tmp_path / "out").glob(".*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--vocab-sise", "9"], ["did you mean --vocab-size?", "data is not set", "output_dir is not set"]),
+        (["--data", "x", "--output-dir", "y", "--vocab-size", "259"], ["too small", "at least 260"]),
+        (["--data", "x", "--output-dir", "y", "--tokenizer", "t", "--vocab-size", "500"], ["has its own"]),
+        (["--data", "x", "--output-dir", "y", "--valid-fraction", "1"], ["at least 0 and below 1"]),
+        (["--data", "x", "--output-dir", "y", "--shard-tokens", "0"], ["shard_tokens is 0", "at least 1"]),
+        (["--data", "x", "--output-dir", "y", "--num_workers", "none-of-it"], ["num_workers is 'none-of-it'"]),
+        (["--data", "x", "--output-dir", "y", "--config", "z"], ["unknown flag --config"]),
+        (["x.txt", "--output", "y"], ["'x.txt' belongs to no flag", "--output is called --output-dir here"]),
+    ],
+)
+def test_flags_that_are_refused(words: list[str], expected: list[str], capsys):
+    from finetune.__main__ import main as command
+
+    assert command(["prepare", *words]) == 2
+    error = capsys.readouterr().err
+    assert all(part in error for part in expected), error
+
+
+def test_help_names_every_flag(capsys):
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    for name in PrepareConfig.model_fields:
+        assert f"--{name.replace('_', '-')} " in said
+
+
+def test_ctrl_c_says_how_to_go_on(monkeypatch, capsys):
+    def stopped(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tokens_prepare, "prepare_tokens", stopped)
+    assert main(["--data", "x", "--output-dir", "y"]) == 3
+    assert "the same command goes on" in capsys.readouterr().err

@@ -1,0 +1,148 @@
+"""Windows of a token stream: which tokens, which targets, in which order; and the loss of a row of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finetune.batching.curriculum import uniform_schedule
+from finetune.batching.sampler import GlobalBatches
+from finetune.data.collate import collate
+from finetune.data.corpus.windows import Windows
+from finetune.data.steps import Execution, InOrder, StepRows
+from finetune.errors import DataError
+from finetune.modeling.loss import make_chunked_head, row_losses
+from finetune.modeling.scratch import make_model, scratch_config
+
+
+@dataclass
+class Stream:
+    """Token i is i."""
+
+    tokens: int
+    starts: list[int] = field(default_factory=lambda: [0])
+
+    @property
+    def documents(self) -> np.ndarray:
+        return np.array([*self.starts, self.tokens], dtype=np.int64)
+
+    def slice(self, start: int, stop: int) -> np.ndarray:
+        assert 0 <= start <= stop <= self.tokens
+        return np.arange(start, stop, dtype=np.int32)
+
+
+@given(st.integers(2, 400), st.integers(2, 40))
+def test_every_token_but_the_first_is_a_target_once(tokens: int, length: int):
+    if tokens <= length:
+        with pytest.raises(DataError, match="not one window"):
+            Windows(Stream(tokens), length)
+        return
+    windows = Windows(Stream(tokens), length)
+    targets = np.concatenate([windows[i][0][1:] for i in range(len(windows))])
+    assert targets.tolist() == list(range(1, len(windows) * length + 1))
+    assert windows.cut_tokens == tokens - 1 - len(targets) < length
+    assert (windows.lengths == length).all() and (windows.supervised_counts == length).all()
+
+
+@given(st.data())
+def test_aligned_windows_begin_at_documents(data):
+    starts = sorted({0, *data.draw(st.lists(st.integers(1, 299), max_size=40))})
+    length = data.draw(st.integers(2, 60))
+    windows = Windows(Stream(300, starts), length, document_aligned=True)
+    assert set(windows.starts.tolist()) <= set(starts)
+    assert windows.starts[0] == 0
+    for number, start in enumerate(windows.starts.tolist()):
+        ids, _ = windows[number]
+        assert ids.tolist() == list(range(start, start + length + 1))
+    # By hand: the next is the first document at or behind the end.
+    for before, after in zip(windows.starts.tolist(), windows.starts.tolist()[1:], strict=False):
+        assert after == min(s for s in starts if s >= before + length)
+    assert windows.cut_tokens == 299 - len(windows) * length
+
+
+def test_a_limit_takes_the_first():
+    assert Windows(Stream(101), 10, limit=3).starts.tolist() == [0, 10, 20]
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(2, 9), st.integers(0, 5))
+def test_the_windows_of_a_step_do_not_depend_on_the_processes(world: int, per_row: int, batch: int, seed: int):
+    windows = Windows(Stream(200), 8)
+    batches = GlobalBatches(np.zeros(len(windows)), uniform_schedule(), batch, 7, seed)
+    for step in range(7):
+        seen = []
+        for rank in range(world):
+            execution = Execution(rank, world, token_budget=None, samples_per_row=per_row)
+            rows = StepRows(windows, batches, execution, level_ids=np.full(len(windows), -1), levels=0, pad_token_id=0)
+            made = rows[step]
+            assert made.supervised_tokens == batch * 8 == made.tokens
+            seen += [int(t) for row in made.rows for t in row.targets]
+        expected = [t for i in batches.indices(step) for t in windows[int(i)][0][1:]]
+        assert sorted(seen) == sorted(int(t) for t in expected)
+
+
+def test_one_pass_takes_every_window_once_and_the_next_in_another_order():
+    windows = Windows(Stream(81), 4)
+    batches = GlobalBatches(np.zeros(len(windows)), uniform_schedule(), 5, 8, seed=1)
+    order = np.concatenate([batches.indices(step) for step in range(8)]).tolist()
+    assert sorted(order[:20]) == sorted(order[20:]) == list(range(20))
+    assert order[:20] != order[20:]
+
+
+def test_a_row_of_windows():
+    row = collate(
+        [(np.arange(5, dtype=np.int32), None, -1), (np.arange(10, 15, dtype=np.int32), None, -1)],
+        packing=False,
+        pad_token_id=0,
+    )
+    assert row.input_ids.tolist() == [[0, 1, 2, 3], [10, 11, 12, 13]]
+    assert row.targets.tolist() == [1, 2, 3, 4, 11, 12, 13, 14]
+    assert row.position_ids.tolist() == [[0, 1, 2, 3]] * 2
+    assert row.keep is None and "logits_to_keep" not in row.model_inputs(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("arch", ["nanochat", "qwen3"])
+def test_loss_and_gradients_of_a_global_batch_are_those_of_the_definition(arch: str):
+    """Each window alone, the mean over all targets; rows of 2, 2 and 1 windows, the head in chunks, and compiled."""
+    model = make_model(scratch_config(arch, 1, vocab_size=256, max_seq_len=16), seed=0).double()
+    for parameter in model.parameters():  # the zero outputs hide what attention and MLP do
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
+    # Logits so large that the softcap of 15 bends them.
+    torch.nn.init.normal_(model.lm_head.weight, std=2.0, generator=torch.Generator().manual_seed(2))
+    windows = Windows(Stream(96), 16)
+    rows = StepRows(
+        windows,
+        InOrder(5, 5),
+        Execution(0, 1, token_budget=None, samples_per_row=2),
+        level_ids=np.full(len(windows), -1),
+        levels=0,
+        pad_token_id=0,
+    )
+    expected = torch.zeros((), dtype=torch.float64)
+    for index in range(5):
+        ids = torch.from_numpy(windows[index][0]).long()
+        log_probabilities = model(ids[None, :-1]).logits[0].log_softmax(-1)
+        expected = expected - log_probabilities[torch.arange(16), ids[1:]].sum() / (5 * 16)
+    expected.backward()
+    reference = {name: p.grad.clone() for name, p in model.named_parameters()}
+    plain_forward = model.lm_head.forward
+    for execution in ("plain", "chunked", "compiled"):
+        model.lm_head.forward = plain_forward
+        head = None if execution == "plain" else make_chunked_head(model, compiled=execution == "compiled")
+        if head is not None:
+            head.tokens_per_chunk = 7
+        if execution == "compiled":  # the whole graph, losses included: a break would raise
+            model.compile(backend="aot_eager", fullgraph=True)
+        model.zero_grad()
+        loss = sum(row_losses(model, row, torch.device("cpu"), head).sum() for row in rows[0].rows) / 80
+        loss.backward()
+        assert getattr(model.config, "final_logit_softcapping", None) == (15.0 if arch == "nanochat" else None)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+        for name, parameter in model.named_parameters():
+            assert torch.allclose(parameter.grad, reference[name], rtol=1e-9, atol=1e-14), name

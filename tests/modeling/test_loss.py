@@ -1,0 +1,304 @@
+"""The loss against its definition: each sample alone, losses summed, divided by the targets of the global batch."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import run_helpers
+import torch
+from accelerate import Accelerator
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from finetune.data.collate import collate
+from finetune.data.steps import Execution, InOrder, StepRows
+from finetune.modeling.attention import choose_attention
+from finetune.modeling.loss import ChunkedHead, make_chunked_head, row_losses, token_losses
+from finetune.training.control import Control
+from finetune.training.executor import StepExecutor, heaviest_row
+
+VOCABULARY = 50
+CPU = torch.device("cpu")
+
+
+class FakeSamples:
+    """Samples of random tokens: a question that is not trained, answers that are, sometimes in two turns."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        choose = np.random.default_rng(seed)
+        self.items = []
+        for number in range(count):
+            length = int(choose.integers(2, 24))
+            supervised = choose.random(length) < (0.5 if number % 5 else 0.0)  # every fifth has no target
+            supervised[0] = False
+            self.items.append((choose.integers(0, VOCABULARY, length).astype(np.int32), supervised))
+        self.lengths = np.array([len(ids) for ids, _ in self.items])
+        self.supervised_counts = np.array([int(mask.sum()) for _, mask in self.items])
+        self.levels = choose.integers(-1, 2, count)
+        self.row_ids = np.arange(count)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.items[index]
+
+
+def make_model(attention: str) -> Qwen3ForCausalLM:
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        initializer_range=0.3,
+        tie_word_embeddings=True,
+        attn_implementation=attention,
+    )
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(config).double()
+
+
+@pytest.fixture
+def model() -> Qwen3ForCausalLM:
+    return make_model(choose_attention(Qwen3Config(), "cpu", torch.float64))
+
+
+def plain_losses(model: torch.nn.Module, ids: np.ndarray, supervised: np.ndarray) -> torch.Tensor:
+    """Losses of a sample's targets, from nothing but its tokens."""
+    tokens = torch.from_numpy(ids.astype(np.int64))
+    logits = model(input_ids=tokens[None]).logits[0]
+    mask = torch.from_numpy(supervised[1:].copy())
+    return cross_entropy(logits[:-1][mask], tokens[1:][mask], reduction="none")
+
+
+def defined_gradient(samples: FakeSamples) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of all samples as one global batch, with transformers' own attention."""
+    model = make_model("sdpa")
+    total = int(samples.supervised_counts.sum())
+    loss = sum(plain_losses(model, *samples[i]).sum() for i in range(len(samples))) / total
+    loss.backward()
+    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_gradients_equal(model: torch.nn.Module, wanted: dict[str, torch.Tensor], tolerance: float = 1e-9) -> None:
+    for name, parameter in model.named_parameters():
+        norm = wanted[name].norm()
+        assert norm > 0, name
+        assert (parameter.grad - wanted[name]).norm() < tolerance * norm, name
+
+
+def execute(
+    model: torch.nn.Module,
+    samples: FakeSamples,
+    execution: Execution,
+    *,
+    head: ChunkedHead | None = None,
+    rehearsal: bool = False,
+) -> tuple[float, torch.Tensor, int]:
+    """Run all samples as step 0 on every rank of the execution, one after the other; returns loss, level sums, rows.
+
+    One process adds the gradients up as the ranks' all-reduce would.
+    """
+    loss, level_losses, row_count = 0.0, torch.zeros(2), 0
+    for rank in range(execution.world_size):
+        rows = StepRows(
+            samples,
+            InOrder(len(samples), len(samples)),
+            replace(execution, rank=rank),
+            level_ids=samples.levels,
+            levels=2,
+            pad_token_id=0,
+        )
+        executor = StepExecutor(
+            Accelerator(cpu=True),
+            rows,
+            Control(1),
+            seed=1,
+            head=head,
+            flat_reduce=False,
+            heaviest=heaviest_row(rows) if rehearsal else None,
+        )
+        result = executor.run(model, rows[0])
+        loss += float(result.loss)
+        level_losses += result.level_losses
+        row_count += len(rows[0].rows)
+    return loss, level_losses, row_count
+
+
+EXECUTIONS = {
+    "one packed row": Execution(0, 1, 10_000, None),
+    "packed rows": Execution(0, 1, 40, None),
+    "one sample a packed row": Execution(0, 1, 24, None),
+    "padded rows": Execution(0, 1, None, 4),
+    "one sample a padded row": Execution(0, 1, None, 1),
+    "packed, 3 ranks": Execution(0, 3, 60, None),
+    "padded, 2 ranks": Execution(0, 2, None, 4),
+    "packed, more ranks than samples": Execution(0, 30, 60, None),
+    "padded, more ranks than rows": Execution(0, 9, None, 6),
+}
+
+
+@pytest.mark.parametrize("rehearsal", [False, True], ids=["", "rehearsed"])
+@pytest.mark.parametrize("execution", EXECUTIONS.values(), ids=EXECUTIONS.keys())
+def test_gradient_is_that_of_the_definition(model, execution, rehearsal):
+    samples = FakeSamples(23, seed=3)
+    wanted_loss, wanted = defined_gradient(samples)
+    loss, level_losses, row_count = execute(model, samples, execution, rehearsal=rehearsal)
+    assert row_count % execution.world_size == 0
+    if "more ranks" in next(name for name, value in EXECUTIONS.items() if value is execution):
+        assert row_count > len(samples) // (execution.samples_per_row or 1)  # so some rows are empty
+    assert_gradients_equal(model, wanted)
+    assert loss == pytest.approx(wanted_loss, rel=1e-6)  # summed in float32, for the log only
+    plain = make_model("sdpa")
+    with torch.no_grad():
+        for level in (0, 1):
+            members = np.flatnonzero(samples.levels == level)
+            wanted_sum = float(sum(plain_losses(plain, *samples[int(i)]).sum() for i in members))
+            assert float(level_losses[level]) == pytest.approx(wanted_sum, rel=1e-5)
+
+
+def test_an_empty_row_gives_zero_gradients_for_every_parameter(model):
+    """DDP and ZeRO wait for each parameter's gradient, so it must be there; and it must not change the sum."""
+    for packing in (True, False):
+        losses = row_losses(model, collate([], packing=packing, pad_token_id=0), CPU)
+        assert losses.shape == (0,)
+        losses.sum().backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None and not parameter.grad.any(), name
+
+
+def test_a_row_of_samples_without_targets_trains_nothing(model):
+    ids = np.arange(7, dtype=np.int32)
+    row = collate([(ids, np.zeros(7, dtype=bool), 0)] * 2, packing=True, pad_token_id=0)
+    row_losses(model, row, CPU).sum().backward()
+    assert all(not parameter.grad.any() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("tokens_per_chunk", [1, 3, 1000])
+@pytest.mark.parametrize("execution", [EXECUTIONS["packed rows"], EXECUTIONS["padded rows"]], ids=["packed", "padded"])
+def test_chunked_head_gives_the_same_loss_and_gradients(model, execution, tokens_per_chunk):
+    samples = FakeSamples(23, seed=4)
+    _, wanted = defined_gradient(samples)
+    head = ChunkedHead(model.get_output_embeddings(), logits_per_chunk=tokens_per_chunk * VOCABULARY)
+    assert head.tokens_per_chunk == tokens_per_chunk
+    loss, _, _ = execute(model, samples, execution, head=head)
+    assert_gradients_equal(model, wanted)
+    assert loss == pytest.approx(defined_gradient(samples)[0], rel=1e-6)
+
+
+def test_chunked_losses_are_the_plain_ones_token_by_token(model):
+    samples = FakeSamples(9, seed=5)
+    members = [(*samples[i], 0) for i in range(9)]
+    row = collate(members, packing=True, pad_token_id=0)
+    plain = row_losses(model, row, CPU)
+    head = ChunkedHead(model.get_output_embeddings(), logits_per_chunk=4 * VOCABULARY)
+    torch.testing.assert_close(row_losses(model, row, CPU, head), plain, rtol=1e-12, atol=0)
+
+
+def test_only_one_chunk_of_logits_is_kept(model):
+    """What the chunks are for: of the logits nothing stays for the backward pass."""
+    samples = FakeSamples(30, seed=6)
+    row = collate([(*samples[i], 0) for i in range(30)], packing=True, pad_token_id=0)
+    kept: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[-1:] == (VOCABULARY,) and tensor.dim() == 2:
+            kept.append(tensor.shape[0])
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        row_losses(model, row, CPU)
+    assert max(kept) == len(row.targets)
+    kept.clear()
+    head = ChunkedHead(model.get_output_embeddings(), logits_per_chunk=8 * VOCABULARY)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        row_losses(model, row, CPU, head)
+    assert kept == []
+
+
+def test_the_head_is_an_ordinary_head_again_afterwards(model):
+    ids = torch.arange(6)[None]
+    before = model(input_ids=ids).logits
+    head = make_chunked_head(model)
+    assert head is not None
+    row = collate([(*FakeSamples(9, seed=7)[1], 0)], packing=True, pad_token_id=0)
+    head.tokens_per_chunk = 1
+    row_losses(model, row, CPU, head)
+    assert head.targets is None
+    assert torch.equal(model(input_ids=ids).logits, before)
+    with pytest.raises(ZeroDivisionError), head.scoring(row.targets):
+        raise ZeroDivisionError  # out of memory, say
+    assert torch.equal(model(input_ids=ids).logits, before)
+    copied = copy.deepcopy(model.state_dict())
+    assert set(copied) == set(make_model("sdpa").state_dict())
+
+
+def test_no_chunked_head_where_the_logits_are_changed_after_it():
+    from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM
+
+    tiny = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    tiny |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    assert make_chunked_head(Gemma2ForCausalLM(Gemma2Config(**tiny, final_logit_softcapping=30.0))) is None
+    tiny.pop("head_dim")
+    assert make_chunked_head(GraniteForCausalLM(GraniteConfig(**tiny, logits_scaling=8.0))) is None
+    assert make_chunked_head(GraniteForCausalLM(GraniteConfig(**tiny, logits_scaling=1.0))) is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_softmax_of_16_bit_logits_is_in_float32(dtype):
+    logits = (torch.arange(300.0).reshape(3, 100) / 17).to(dtype)
+    losses = token_losses(logits, torch.tensor([0, 5, 99]))
+    assert losses.dtype == torch.float32
+    wanted = cross_entropy(logits.double(), torch.tensor([0, 5, 99]), reduction="none")
+    torch.testing.assert_close(losses.double(), wanted, rtol=1e-6, atol=1e-6)
+
+
+# ---------------------------------------------------------------- evaluation, in a run
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_evaluation_is_the_mean_over_all_targets(tmp_path: Path, tiny_model: Path, packing: bool):
+    """13 validation rows in batches of 4: the last batch holds one; compared with each sample alone, per level too."""
+    from finetune.data.dataset import prepare_samples
+    from finetune.data.templates import load_tokenizer
+
+    levels = ("explain", "reasoning", "topology")
+    data = run_helpers.make_data(tmp_path / "train.jsonl", 30)
+    valid = run_helpers.make_data(tmp_path / "valid.jsonl", 13, seed=1)
+    materials = run_helpers.Materials(tmp_path, tiny_model, data, valid)
+    output_dir = tmp_path / "run"
+    settings = materials.settings(
+        output_dir, valid_data=str(valid), global_batch_size=4, max_steps=1, warmup_steps=0, packing=packing
+    )
+    run_helpers.train(settings, 2)
+    first, last = run_helpers.events(output_dir, "eval")
+    assert first["step"] == 0 and last["step"] == 1
+
+    samples = prepare_samples(
+        (str(valid),),
+        load_tokenizer(str(tiny_model)),
+        cutoff_len=96,
+        levels=levels,
+        difficulty_field="difficulty",
+        on_bad_row="refuse",
+        cache_dir=settings["cache_dir"],
+        num_proc=1,
+    )
+    assert len(samples) == 13
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="sdpa").eval()
+    with torch.no_grad():
+        per_sample = [plain_losses(model, *(np.array(part) for part in samples[i])) for i in range(13)]
+    assert first["eval_loss"] == pytest.approx(float(torch.cat(per_sample).mean()), rel=1e-5)
+    for number, level in enumerate(levels):
+        members = torch.cat([loss for loss, own in zip(per_sample, samples.levels, strict=True) if own == number])
+        assert first[f"eval_loss/{level}"] == pytest.approx(float(members.mean()), rel=1e-5)
+    assert last["eval_loss"] != first["eval_loss"]
+    assert json.dumps(first).count("NaN") == 0

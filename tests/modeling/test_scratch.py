@@ -1,0 +1,173 @@
+"""Models from scratch: shapes by depth, the start, and the traps of transformers' NanoChat."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, NanoChatConfig
+
+from finetune.errors import ConfigError
+from finetune.modeling.pretrained import target_modules
+from finetune.modeling.scratch import make_empty_model, make_model, scratch_config, shape_of
+from finetune.planning.flops import flops_per_token, flops_utilisation, matrix_parameters
+
+ARCHITECTURES = ("nanochat", "qwen3", "llama")
+
+# depth: width, heads, head_dim. From 2 heads of 128 on as nanochat's base_train; d12, d20, d24 and d26 are its own.
+SHAPES = {
+    1: (64, 2, 32),
+    2: (128, 2, 64),
+    3: (256, 2, 128),
+    4: (256, 2, 128),
+    6: (384, 3, 128),
+    8: (512, 4, 128),
+    12: (768, 6, 128),
+    16: (1024, 8, 128),
+    20: (1280, 10, 128),
+    24: (1536, 12, 128),
+    26: (1664, 13, 128),
+}
+
+
+@pytest.mark.parametrize("depth", SHAPES)
+def test_shape_by_depth(depth: int):
+    shape = shape_of(depth)
+    assert (shape.width, shape.heads, shape.head_dim) == SHAPES[depth]
+    assert shape.heads * shape.head_dim == shape.width
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def model(request):
+    config = scratch_config(request.param, 2, vocab_size=100, max_seq_len=32)
+    return make_model(config, seed=7)
+
+
+def test_vocabulary_is_rounded_up_and_no_token_is_padding(model):
+    assert model.config.vocab_size == 128
+    assert model.config.pad_token_id is None
+    assert model.get_input_embeddings().padding_idx is None
+
+
+def test_every_token_trains(model):
+    """Trap: NanoChatConfig's default pad token 1 is a padding_idx, whose embedding gets no gradient."""
+    model.zero_grad()
+    ids = torch.arange(32)[None]
+    logits = model(ids).logits
+    torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).backward()
+    gradient = model.get_input_embeddings().weight.grad
+    # The last token is never looked up as an input that matters; a head of 0.001 makes gradients small, never 0.
+    assert (gradient[:31].abs().sum(1) > 0).all()
+    model.zero_grad()
+
+
+def test_the_trap_is_there():
+    """If this fails, transformers has changed its default and the word about it may go."""
+    assert NanoChatConfig().pad_token_id == 1
+
+
+def test_the_start_is_nanochats(model):
+    """normal 0.8, normal 0.001, uniform of deviation 1/sqrt(width) (0.4 of it into the MLP), and zero outputs."""
+    width = model.config.hidden_size
+    seen = set()
+    for name, parameter in model.named_parameters():
+        deviation = parameter.detach().float().std().item()
+        if parameter.ndim < 2:
+            assert (parameter == 1).all(), name
+        elif "embed_tokens" in name:
+            assert deviation == pytest.approx(0.8, rel=0.03)
+            seen.add("embedding")
+        elif "lm_head" in name:
+            assert deviation == pytest.approx(0.001, rel=0.03)
+            seen.add("head")
+        elif name.endswith(("o_proj.weight", "fc2.weight", "down_proj.weight")):
+            assert not parameter.any(), name
+            seen.add("output")
+        else:
+            factor = 0.4 if name.endswith(("fc1.weight", "gate_proj.weight", "up_proj.weight")) else 1.0
+            assert deviation == pytest.approx(factor / math.sqrt(width), rel=0.03), name
+            bound = factor * math.sqrt(3 / width)
+            assert bound * 0.99 < parameter.detach().abs().max().item() <= bound * (1 + 1e-6), name
+            seen.add("input")
+    assert seen == {"embedding", "head", "output", "input"}
+
+
+def test_the_start_depends_on_seed_and_name_only():
+    shallow, deep = (make_model(scratch_config("nanochat", d, vocab_size=64, max_seq_len=8), seed=3) for d in (1, 1))
+    other = make_model(scratch_config("nanochat", 1, vocab_size=64, max_seq_len=8), seed=4)
+    state = torch.get_rng_state()
+    for (name, a), (_, b), (_, c) in zip(
+        shallow.named_parameters(), deep.named_parameters(), other.named_parameters(), strict=True
+    ):
+        assert torch.equal(a, b)
+        assert not a.any() or not torch.equal(a, c), name
+    make_model(scratch_config("nanochat", 1, vocab_size=64, max_seq_len=8), seed=3)
+    assert torch.equal(state, torch.get_rng_state()), "the process's own generator was used"
+
+
+def test_numbers_of_the_start_are_frozen():
+    """The same numbers on every machine; to change them is to change every run."""
+    model = make_model(scratch_config("nanochat", 1, vocab_size=64, max_seq_len=8), seed=42)
+    parameters = dict(model.named_parameters())
+    found = [
+        parameters[name].detach().flatten()[:2].tolist()
+        for name in ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "lm_head.weight")
+    ]
+    assert torch.allclose(torch.tensor(found), torch.tensor(FROZEN), rtol=1e-6, atol=0)
+
+
+FROZEN = [
+    [0.33896517753601074, 2.107712507247925],
+    [0.07233887910842896, 0.05012556165456772],
+    [-5.876656359760091e-05, 9.861028956947848e-05],
+]
+
+
+def test_lora_names(model):
+    """Trap: q, k, v, o, gate, up, down would silently skip NanoChat's MLP. Ours refuses, and all-linear finds all."""
+    gated = model.config.model_type != "nanochat"
+    names = ("gate_proj", "up_proj", "down_proj") if gated else ("fc1", "fc2")
+    absent = ("fc1", "fc2") if gated else ("gate_proj", "up_proj", "down_proj")
+    assert target_modules(model, names) == list(names)
+    with pytest.raises(ConfigError, match=absent[0]):
+        target_modules(model, absent)
+    config = scratch_config(model.config.model_type, 1, vocab_size=64, max_seq_len=8)
+    adapted = get_peft_model(make_model(config, seed=0), LoraConfig(r=2, target_modules="all-linear"))
+    adapters = {
+        name.split(".lora_A")[0].rsplit(".", 1)[1] for name, _ in adapted.named_parameters() if "lora_A" in name
+    }
+    assert adapters == {"q_proj", "k_proj", "v_proj", "o_proj", *names}
+
+
+def test_saved_and_loaded_again_it_is_the_same(model, tmp_path: Path):
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.arange(20)[None]
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    assert again.get_input_embeddings().padding_idx is None
+
+
+def test_an_unknown_architecture():
+    with pytest.raises(ValueError, match="nanochat, qwen3 and llama"):
+        scratch_config("gpt5", 2, vocab_size=64, max_seq_len=8)
+
+
+def test_flops_of_a_token_by_hand():
+    """Depth 4, vocabulary 8192, sequence 512: 12 width^2 a layer and the head; 37.7 MFLOP, as nanochat prints."""
+    empty = make_empty_model(scratch_config("nanochat", 4, vocab_size=8192, max_seq_len=512))
+    assert matrix_parameters(empty) == 4 * 12 * 256**2 + 8192 * 256
+    assert flops_per_token(empty, 512) == 6 * (4 * 12 * 256**2 + 8192 * 256) + 12 * 4 * 256 * 512 == 37_748_736
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "llama"])
+def test_gated_models_are_about_as_large(arch: str):
+    empty = make_empty_model(scratch_config(arch, 12, vocab_size=32768, max_seq_len=512))
+    assert matrix_parameters(empty) == pytest.approx(12 * 12 * 768**2 + 32768 * 768, rel=0.01)
+
+
+def test_utilisation():
+    assert flops_utilisation(1000.0, 10**9, 1e13, 2) == pytest.approx(0.05)
+    assert flops_utilisation(1000.0, 10**9, None, 2) is None

@@ -1,0 +1,87 @@
+"""Tokens that a base model never saw are told from those that it knows, by their rows in its head."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import run_helpers
+import torch
+from launching import ROOT
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from finetune.data.render import trained_end_ids
+from finetune.modeling.untrained_tokens import untrained_tokens
+
+
+@pytest.fixture
+def materials(tmp_path: Path):
+    return run_helpers.make_materials(tmp_path / "materials")
+
+
+def stops_of(model: Path) -> list[str]:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return untrained_tokens(str(model), tokenizer, trained_end_ids(tokenizer))
+
+
+def spoil(model: Path, change: float) -> str:
+    """Make the head's row of the end of a turn that of another special token, but for a small part; its name."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    (stop,) = trained_end_ids(tokenizer)
+    (other, *_) = [number for number in tokenizer.added_tokens_decoder if number != stop]
+    path = model / "model.safetensors"
+    weights = load_file(path)
+    name = "lm_head.weight" if "lm_head.weight" in weights else "model.embed_tokens.weight"
+    row = weights[name][other]
+    weights[name][stop] = row + change * row.norm() * torch.nn.functional.normalize(torch.ones_like(row), dim=0)
+    save_file(weights, path, metadata={"format": "pt"})
+    return tokenizer.convert_ids_to_tokens(stop)
+
+
+def test_the_bundled_model_knows_its_tokens():
+    assert stops_of(ROOT / "data_samples" / "tiny-qwen3") == []
+
+
+@pytest.mark.parametrize(("change", "found"), [(0.0, True), (0.01, True), (0.5, False)])
+def test_rows_that_are_alike_are_found(change: float, found: bool, materials):
+    model = Path(materials.model)
+    assert stops_of(model) == []
+    name = spoil(model, change)
+    assert stops_of(model) == ([name] if found else [])
+
+
+def test_sharded_weights_and_names_of_a_hub(materials, tmp_path: Path):
+    model = Path(materials.model)
+    name = spoil(model, 0.0)
+    (model / "model.safetensors").rename(model / "model-00001-of-00001.safetensors")
+    weights = load_file(model / "model-00001-of-00001.safetensors")
+    places = dict.fromkeys(weights, "model-00001-of-00001.safetensors")
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    assert stops_of(model) == [name]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert untrained_tokens("somebody/model", tokenizer, [0]) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "warned"),
+    [({}, True), ({"finetuning": "full"}, False), ({"lora_target_modules": ["q_proj", "lm_head"]}, False)],
+)
+def test_a_run_warns_once_where_lora_cannot_teach_the_end(changes: dict, warned: bool, materials, tmp_path):
+    from finetune.config.resolution import resolve_object
+    from finetune.training.prepare_sft import prepare_data
+
+    spoil(Path(materials.model), 0.0)
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("finetune").addHandler(handler)
+    try:
+        prepare_data(resolve_object({**materials.settings(tmp_path / "out"), **changes}, 1).config)
+    finally:
+        logging.getLogger("finetune").removeHandler(handler)
+    said = [message for message in messages if "never trained in this base model" in message]
+    assert len(said) == warned
+    assert not warned or "--lora-target-modules with lm_head" in said[0]

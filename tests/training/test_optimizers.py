@@ -1,0 +1,269 @@
+"""Muon and AdamW as one optimizer: who is trained by which, equality with both run apart, rates, courses, state."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from finetune.config.pretrain_config import PretrainConfig
+from finetune.modeling.scratch import make_model, scratch_config
+from finetune.training.optimizers import (
+    REFERENCE_TOKENS,
+    JointOptimizer,
+    Rates,
+    decay_factor,
+    make_optimizer,
+    momentum_at,
+    parameter_kinds,
+    scaled_rates,
+    set_matrix_course,
+)
+from finetune.training.schedules import warmdown_factor
+from finetune.training.state import TrainingState
+
+RATES = Rates(matrix=0.02, embedding=0.3, head=0.008, vector=0.01, decay=0.28)
+
+
+def config(**settings) -> PretrainConfig:
+    return PretrainConfig(train_data_path=("x.bin",), output_dir="out", **settings)
+
+
+def tiny(arch: str = "nanochat", depth: int = 2):
+    return make_model(scratch_config(arch, depth, vocab_size=64, max_seq_len=16), seed=0)
+
+
+def train_step(model, optimizer, number: int) -> None:
+    ids = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(number))
+    logits = model(ids[:, :-1]).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# kind: what the names of its parameters end with, without numbers of layers.
+ASSIGNMENT = {
+    "nanochat": {
+        "matrix": {
+            *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
+            "mlp.fc1.weight",
+            "mlp.fc2.weight",
+        },
+        "head": {"lm_head.weight"},
+        "embedding": {"model.embed_tokens.weight"},
+        "vector": set(),
+    },
+    "qwen3": {
+        "matrix": {
+            *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
+            *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+        },
+        "head": {"lm_head.weight"},
+        "embedding": {"model.embed_tokens.weight"},
+        "vector": {
+            "self_attn.q_norm.weight",
+            "self_attn.k_norm.weight",
+            "input_layernorm.weight",
+            "post_attention_layernorm.weight",
+            "model.norm.weight",
+        },
+    },
+}
+ASSIGNMENT["llama"] = ASSIGNMENT["qwen3"] | {
+    "vector": {name for name in ASSIGNMENT["qwen3"]["vector"] if "self_attn" not in name}
+}
+
+
+@pytest.mark.parametrize("arch", ASSIGNMENT)
+def test_who_is_trained_by_what(arch: str):
+    model = tiny(arch)
+    kinds = parameter_kinds(model)
+    names = {
+        kind: {name.split(".", 3)[3] if ".layers." in name else name for name, _ in members}
+        for kind, members in kinds.items()
+    }
+    assert names == ASSIGNMENT[arch]
+    assert sum(len(members) for members in kinds.values()) == len(list(model.parameters()))
+    optimizer = make_optimizer(model, config(), RATES, fused=False)
+    muon, adamw = optimizer.parts
+    assert (type(muon), type(adamw)) == (torch.optim.Muon, torch.optim.AdamW)
+    assert [id(p) for p in muon.param_groups[0]["params"]] == [id(p) for _, p in kinds["matrix"]]
+    assert [group["kind"] for group in adamw.param_groups] == [k for k in ("head", "embedding", "vector") if kinds[k]]
+    alone = make_optimizer(model, config(optimizer="adamw"), RATES, fused=False)
+    assert [group["kind"] for group in alone.param_groups][0] == "matrix" and len(alone.parts) == 1
+
+
+def test_a_tied_head_is_an_embedding():
+    shape = scratch_config("qwen3", 1, vocab_size=64, max_seq_len=16)
+    shape.tie_word_embeddings = True
+    kinds = parameter_kinds(make_model(shape, seed=0))
+    assert not kinds["head"] and [name for name, _ in kinds["embedding"]] == ["model.embed_tokens.weight"]
+
+
+def test_the_joint_optimizer_is_both_run_apart():
+    joint_model, apart_model = tiny("qwen3"), tiny("qwen3")
+    joint = make_optimizer(joint_model, config(), RATES, fused=False)
+    kinds = {kind: [p for _, p in members] for kind, members in parameter_kinds(apart_model).items()}
+    muon = torch.optim.Muon(kinds["matrix"], lr=0.02, weight_decay=0.28, momentum=0.85)
+    adamw = torch.optim.AdamW(
+        [
+            {"params": kinds["head"], "lr": 0.008, "weight_decay": 0.01},
+            {"params": kinds["embedding"], "lr": 0.3, "betas": (0.8, 0.995), "weight_decay": 0.001},
+            {"params": kinds["vector"], "lr": 0.01, "weight_decay": 0.0},
+        ],
+        betas=(0.8, 0.96),
+        eps=1e-10,
+    )
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)) for optimizer in (joint, muon, adamw)
+    ]
+    for number in range(5):
+        ids = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(number))
+        for model, optimizers in ((joint_model, (joint,)), (apart_model, (muon, adamw))):
+            logits = model(ids[:, :-1]).logits
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for schedule in schedules:
+            schedule.step()
+    start = dict(tiny("qwen3").named_parameters())
+    for (name, a), (_, b) in zip(joint_model.named_parameters(), apart_model.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+        assert not torch.equal(a, start[name]), f"{name} was not trained"
+
+
+def test_state_dict_and_groups_stay_shared():
+    """accelerate loads the optimizer's own state into it when it wraps it."""
+    model = tiny()
+    optimizer = make_optimizer(model, config(), RATES, fused=False)
+    train_step(model, optimizer, 0)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        group["weight_decay"] = 0.0
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    train_step(model, optimizer, 1)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert all(part.state is optimizer.state for part in optimizer.parts)
+
+
+def test_a_parameter_without_gradient_is_passed_over():
+    model = tiny()
+    optimizer = make_optimizer(model, config(), RATES, fused=False)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer.step()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("choice", ["muon", "adamw"])
+def test_saved_state_goes_on_bit_identically(choice: str, tmp_path: Path):
+    settings = config(optimizer=choice)
+    whole, saved = tiny("qwen3"), tiny("qwen3")
+    for model in (whole, saved):
+        optimizer = make_optimizer(model, settings, RATES, fused=True)
+        for number in range(3):
+            train_step(model, optimizer, number)
+        if model is saved:
+            TrainingState(model, optimizer=optimizer).save(tmp_path, rank=0, world_size=1)
+        else:
+            for number in range(3, 6):
+                train_step(model, optimizer, number)
+    again = tiny("qwen3")
+    TrainingState(again).load_weights(tmp_path)
+    optimizer = make_optimizer(again, settings, RATES, fused=True)
+    TrainingState(again, optimizer=optimizer).load_moments(tmp_path)
+    for number in range(3, 6):
+        train_step(again, optimizer, number)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), whole.parameters(), strict=True))
+
+
+def rates_of(width: int, worth: float = REFERENCE_TOKENS, run: float | None = None, **changes) -> Rates:
+    return scaled_rates(config(**changes), width=width, worth_tokens=worth, run_tokens=worth if run is None else run)
+
+
+def test_rates_at_the_reference_are_as_written():
+    assert rates_of(768) == Rates(matrix=0.02, embedding=0.3, head=0.008, vector=0.008, decay=0.28)
+
+
+def test_rates_scale_by_width_and_batch():
+    rates = rates_of(192, REFERENCE_TOKENS // 2, total_batch_size=2**17)
+    assert rates.matrix == pytest.approx(0.02 / 2)  # sqrt of a quarter; no width
+    assert rates.embedding == pytest.approx(0.3 / 2 * 2)  # width a quarter: twice
+    assert rates.head == pytest.approx(0.008)
+    assert rates.decay == pytest.approx(0.28 / 2 * 2)  # half the tokens: twice
+    assert rates_of(192, 1, total_batch_size=2**17).decay == pytest.approx(2.8)
+    plain = rates_of(192, 100, 1, total_batch_size=2**17, lr_scaling=False)
+    assert plain == Rates(matrix=0.02, embedding=0.3, head=0.008, vector=0.008, decay=0.28)
+
+
+# tokens that the model is worth / tokens of the run: factor on the rates. By hand.
+HORIZONS = {0.5: 1.0, 1.0: 1.0, 2.0: 1.2483, 10.0: 2.0893, 30.0: 2.9696, 1000.0: 4.0}
+
+
+@pytest.mark.parametrize(("shorter", "factor"), HORIZONS.items())
+def test_shorter_runs_have_higher_rates_and_no_other_decay(shorter: float, factor: float):
+    rates = rates_of(768, REFERENCE_TOKENS, REFERENCE_TOKENS / shorter)
+    assert rates.matrix == pytest.approx(0.02 * factor, rel=1e-4)
+    assert rates.embedding == pytest.approx(0.3 * factor, rel=1e-4)
+    assert rates.head == rates.vector == pytest.approx(0.008 * factor, rel=1e-4)
+    assert rates.decay == pytest.approx(0.28 * min(1.0, shorter))
+
+
+def test_one_rate_for_all_and_a_factor():
+    rates = rates_of(64, 1, learning_rate=1e-3, lr_scale=0.7, lr_scaling=False)
+    assert rates.matrix == rates.embedding == rates.head == pytest.approx(7e-4)
+    assert rates_of(192, optimizer="adamw").matrix == pytest.approx(0.003 * 2)
+
+
+# step: factor, of 100 steps with 10 of warm-up, 65% of warm-down to 5%. By hand.
+COURSE = {0: 0.1, 1: 0.2, 8: 0.9, 9: 1.0, 10: 1.0, 34: 1.0, 35: 1.0, 48: 0.81, 61: 0.62, 99: 1 / 65 + 64 / 65 * 0.05}
+
+
+def test_warm_up_stable_warm_down():
+    found = {
+        step: warmdown_factor(step, total_steps=100, warmup_steps=10, warmdown_ratio=0.65, final_fraction=0.05)
+        for step in COURSE
+    }
+    assert found == pytest.approx(COURSE)
+
+
+@pytest.mark.parametrize("total", [1, 2, 7, 50])
+def test_short_runs_have_a_course_too(total: int):
+    factors = [
+        warmdown_factor(step, total_steps=total, warmup_steps=40, warmdown_ratio=1.0, final_fraction=0.0)
+        for step in range(total + 1)
+    ]
+    assert all(0 <= factor <= 1 for factor in factors) and factors[-1] == 0
+    flat = [
+        warmdown_factor(step, total_steps=total, warmup_steps=0, warmdown_ratio=0.0, final_fraction=0.0)
+        for step in range(total + 1)
+    ]
+    assert flat == [1.0] * (total + 1)
+
+
+# step of 1000: momentum (0.85 -> 0.97 in 400, -> 0.90 over the last 650), decay factor (half a cosine). By hand.
+MATRIX_COURSE = {
+    0: (0.85, 1.0),
+    200: (0.91, 0.5 * (1 + math.cos(math.pi / 5))),
+    350: (0.955, 0.5 * (1 + math.cos(0.35 * math.pi))),
+    500: (0.97 - 0.07 * 150 / 650, 0.5),
+    1000: (0.90, 0.0),
+}
+
+
+def test_course_of_the_matrices():
+    found = {step: (momentum_at(step, 1000, 0.65), decay_factor(step, 1000)) for step in MATRIX_COURSE}
+    for step, expected in MATRIX_COURSE.items():
+        assert found[step] == pytest.approx(expected, abs=1e-12), step
+    model = tiny()
+    optimizer = make_optimizer(model, config(), RATES, fused=False)
+    set_matrix_course(optimizer, 500, total_steps=1000, warmdown_ratio=0.65, decay=0.28)
+    groups = {group["kind"]: group for group in optimizer.param_groups}
+    assert groups["matrix"]["momentum"] == pytest.approx(MATRIX_COURSE[500][0])
+    assert groups["matrix"]["weight_decay"] == pytest.approx(0.14)
+    assert groups["head"]["weight_decay"] == 0.01
+    assert isinstance(optimizer, JointOptimizer)

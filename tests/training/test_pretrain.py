@@ -1,0 +1,302 @@
+"""Whole pretraining runs: against a plain loop, on 1 and 2 processes, resumed, under each launcher; and the result."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import run_helpers
+import torch
+from conftest import make_rows
+from launching import BIN, run_cli, run_command, said
+from run_patches import kill_self
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from finetune.commands.prepare import command as prepare
+from finetune.config.pretrain_config import PretrainConfig
+from finetune.config.resolution import resolve_object
+from finetune.data.corpus.token_shards import TokenShards
+from finetune.data.corpus.windows import Windows
+from finetune.modeling.scratch import make_model, scratch_config
+from finetune.runtime.device import free_port
+from finetune.training.optimizers import make_optimizer, scaled_rates, set_matrix_course
+from finetune.training.schedules import warmdown_factor
+
+STEPS, LENGTH, WINDOWS = 30, 32, 8
+SAVED, KILLED = 20, 24  # the last checkpoint of the killed run, and the step before which it is killed
+HERE = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> Path:
+    """A folder that `prepare` made of 1,000 short documents."""
+    folder = tmp_path_factory.mktemp("tokens")
+    texts = [{"text": f"{row['instruction']}: {row['output']}."} for row in make_rows(1000)]
+    (folder / "src.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts), encoding="utf-8")
+    flags = ["--data", folder / "src.jsonl", "--output-dir", folder / "shards", "--vocab-size", 300, "--num-workers", 1]
+    assert prepare.main([str(word) for word in [*flags, "--valid-fraction", 0.2]]) == 0
+    return folder / "shards"
+
+
+@pytest.fixture(scope="module")
+def settings(tokens: Path) -> dict:
+    return {
+        "train_data_path": str(tokens),
+        "valid_data_path": str(tokens),
+        "depth": 1,
+        "max_seq_len": LENGTH,
+        "device_batch_size": 2,
+        "total_batch_size": WINDOWS * LENGTH,
+        "num_iterations": STEPS,
+        "warmup_steps": 2,
+        "lr_scaling": False,
+        "embedding_lr": 0.05,
+        "weight_decay": 0.1,
+        "dtype": "float32",
+        "device_type": "cpu",
+        "save_steps": 10,
+        "eval_steps": 10,
+        "eval_tokens": 40 * LENGTH,
+        "sample_every": STEPS,
+        "log_samples": True,
+        "report_to": "none",
+    }
+
+
+def train(settings: dict, output: Path, processes: int = 1, **changes) -> Path:
+    run_helpers.train({**settings, **changes, "output_dir": str(output)}, processes, module="finetune.pretrain")
+    return output
+
+
+@pytest.fixture(scope="module")
+def one(settings: dict, tmp_path_factory) -> Path:
+    """One process, from begin to end."""
+    return train(settings, tmp_path_factory.mktemp("runs") / "one")
+
+
+@pytest.fixture(scope="module")
+def two(settings: dict, tmp_path_factory) -> Path:
+    return train(settings, tmp_path_factory.mktemp("runs") / "two", processes=2)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_plain_loop_does_the_same(optimizer: str, one: Path, settings: dict, tokens: Path, tmp_path: Path):
+    """Windows of the sample log, whole batches, no accumulation: from the definition."""
+    ours = one if optimizer == "muon" else train(settings, tmp_path / "run", optimizer=optimizer, sample_every=0)
+    settings = {**settings, "optimizer": optimizer, "output_dir": "x"}
+    model = make_model(scratch_config("nanochat", 1, vocab_size=300, max_seq_len=LENGTH), seed=42)
+    losses = plain_loop(model, settings, run_helpers.sample_ids(ours), tokens)
+    assert run_helpers.losses(ours) == pytest.approx(losses, rel=1e-4 if optimizer == "muon" else 1e-5)
+    assert losses[-1] < losses[0] - 0.1, "nothing was learned"
+    result = run_helpers.result_weights(ours)
+    for name, parameter in model.named_parameters():
+        difference = (result[name] - parameter.detach()).norm() / parameter.detach().norm()
+        # Muon works in bfloat16 and makes small singular values of a gradient large, their rounding too.
+        assert difference < (0.1 if optimizer == "muon" else 1e-4), name
+
+
+def plain_loop(model, settings: dict, batches: list[list[int]], tokens: Path) -> list[float]:
+    config = resolve_object(settings, 1, PretrainConfig).config
+    windows = Windows(TokenShards(tokens, split="train"), LENGTH)
+    rates = scaled_rates(config, width=64, worth_tokens=1, run_tokens=1)
+    optimizer = make_optimizer(model, config, rates, fused=True)
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    losses = []
+    for step, ids in enumerate(batches):
+        batch = torch.from_numpy(np.stack([windows[i][0] for i in ids])).long()
+        factor = warmdown_factor(step, total_steps=STEPS, warmup_steps=2, warmdown_ratio=0.65, final_fraction=0.05)
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * factor
+        set_matrix_course(optimizer, step, total_steps=STEPS, warmdown_ratio=0.65, decay=0.1)
+        logits = model(batch[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_each_window_once_a_pass(one: Path, tokens: Path):
+    taken = [i for ids in run_helpers.sample_ids(one) for i in ids]
+    available = len(Windows(TokenShards(tokens, split="train"), LENGTH))
+    assert len(taken) == STEPS * WINDOWS <= available
+    assert len(set(taken)) == len(taken) and max(taken) < available
+
+
+def test_two_processes_are_the_same_training(one: Path, two: Path):
+    assert run_helpers.sample_ids(two) == run_helpers.sample_ids(one)
+    assert run_helpers.largest_relative_difference(run_helpers.losses(one), run_helpers.losses(two)) < 1e-4
+    for a, b in zip(run_helpers.events(one, "eval"), run_helpers.events(two, "eval"), strict=True):
+        assert a["step"] == b["step"] and a["eval_bpb"] == pytest.approx(b["eval_bpb"], rel=1e-4)
+    assert run_helpers.events(two, "start")[0]["world_size"] == 2
+
+
+def test_bits_per_byte_by_definition(one: Path, tokens: Path):
+    """From the result folder: nats of tokens that stand for text, over the bytes of that text."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(one), AutoTokenizer.from_pretrained(one)
+    windows = Windows(TokenShards(tokens, split="val"), LENGTH, limit=40)
+    special = set(tokenizer.all_special_ids)
+    nats = total_bytes = 0.0
+    for index in range(len(windows)):
+        ids = torch.from_numpy(windows[index][0]).long()
+        with torch.no_grad():
+            log_probabilities = model(ids[None, :-1]).logits[0].double().log_softmax(-1)
+        for position, token in enumerate(ids[1:].tolist()):
+            if token not in special:
+                nats -= log_probabilities[position, token].item()
+                # A byte-level token is written with one character for each of its bytes.
+                total_bytes += len(tokenizer.convert_ids_to_tokens(token))
+    last = run_helpers.events(one, "eval")[-1]
+    assert last["step"] == STEPS
+    assert last["eval_bpb"] == pytest.approx(nats / math.log(2) / total_bytes, rel=1e-5)
+    # The first evaluation is the start's: every token equally likely.
+    assert run_helpers.events(one, "eval")[0]["eval_loss"] == pytest.approx(math.log(320), abs=1e-2)
+
+
+def test_lines_of_the_log(one: Path):
+    record = run_helpers.lines(one / "trainer_log.jsonl")[-1]
+    assert {"step", "loss", "learning_rate", "step_seconds", "tokens_per_second", "mfu"} <= record.keys()
+    assert record["mfu"] is None  # a CPU's peak is unknown: not 0.00%
+    start = run_helpers.events(one, "start")[0]
+    assert start["gradient_accumulation_steps"] == 4 and start["total_batch_size"] == WINDOWS * LENGTH
+    assert start["flops_per_token"] > 0
+    samples = run_helpers.events(one, "sample")
+    assert [event["step"] for event in samples] == [STEPS] and len(samples[0]["samples"]) == 3
+
+
+@pytest.fixture(scope="module")
+def killed(settings: dict, tmp_path_factory) -> Path:
+    """What is left of a run that one process made until it was killed."""
+    folder = tmp_path_factory.mktemp("runs") / "killed"
+    ranks = run_helpers.start(
+        {**settings, "output_dir": str(folder)},
+        patch=kill_self,
+        patch_arguments=(0, KILLED),
+        module="finetune.pretrain",
+    )
+    assert ranks.wait() == [-signal.SIGKILL], ranks.output()
+    assert not (folder / "model.safetensors").exists()
+    return folder
+
+
+@pytest.fixture
+def interrupted(killed: Path, tmp_path: Path) -> Path:
+    """A copy of the killed run, to go on with."""
+    return shutil.copytree(killed, tmp_path / "interrupted")
+
+
+def test_resumed_on_the_same_number_it_is_bit_identical(interrupted: Path, one: Path, settings: dict):
+    train(settings, interrupted)
+    assert [event["step"] for event in run_helpers.events(interrupted, "resume")] == [SAVED]
+    assert run_helpers.sample_ids(interrupted) == run_helpers.sample_ids(one)
+    assert run_helpers.losses(interrupted) == run_helpers.losses(one)
+    ours, theirs = run_helpers.result_weights(interrupted), run_helpers.result_weights(one)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_resumed_on_another_number_it_is_the_same_training(interrupted: Path, one: Path, settings: dict):
+    train(settings, interrupted, processes=2, device_batch_size=4)
+    assert run_helpers.sample_ids(interrupted) == run_helpers.sample_ids(one)
+    assert run_helpers.losses(interrupted)[-1] == pytest.approx(run_helpers.losses(one)[-1], rel=1e-4)
+
+
+def test_resumed_on_simulated_npus_it_is_the_same_training(interrupted: Path, one: Path, settings: dict, tmp_path):
+    """Two ranks over the fake hccl. It computes on the CPU: this shows the plumbing, nothing about Ascend."""
+    config = tmp_path / "run.json"
+    config.write_text(json.dumps({**settings, "device_type": "npu"}))
+    paths = os.pathsep.join([str(HERE / "fake_npu"), str(HERE.parent)])
+    flags = ["--config", config, "--output-dir", interrupted]
+    run_cli(flags, nproc=2, env={"PYTHONPATH": paths}, module="finetune.pretrain", check=True)
+    again = run_helpers.events(interrupted, "start")[-1]
+    assert (again["device_type"], again["world_size"], again["step"]) == ("npu", 2, SAVED)
+    assert again["compiled"] is False
+    assert run_helpers.sample_ids(interrupted) == run_helpers.sample_ids(one)
+    assert run_helpers.losses(interrupted)[-1] == pytest.approx(run_helpers.losses(one)[-1], rel=1e-4)
+
+
+LAUNCHERS = ("plain", "torchrun", "self-started", "torch.distributed.launch", "accelerate")
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_every_way_of_starting_is_the_same_run(launcher: str, one: Path, settings: dict, tmp_path: Path):
+    config, output = tmp_path / "run.json", tmp_path / "out"
+    config.write_text(json.dumps({**settings, "sample_every": 0, "eval_steps": 0, "save_steps": 0}))
+    flags = ["--config", config, "--output-dir", output]
+    module = "finetune.pretrain"
+    processes = 1 if launcher == "plain" else 2
+    if launcher in ("plain", "torchrun"):
+        result = run_cli(flags, nproc=processes, module=module)
+    elif launcher == "self-started":
+        result = run_cli([*flags, "--distributed", "--world_size", 2], module=module)
+    elif launcher == "torch.distributed.launch":
+        words = [BIN / "python", "-m", "torch.distributed.launch", "--nproc_per_node=2", f"--master_port={free_port()}"]
+        # Under a launcher, --distributed has no effect.
+        asked = ["--distributed", "--world_size", 4]
+        result = run_command([str(word) for word in [*words, "-m", module, *flags, *asked]])
+    else:
+        topology = HERE.parent / "accelerate_configs" / "cpu_2.yaml"
+        own = {"HF_HOME": str(tmp_path / "hf")}
+        extra = ["--config_file", topology]
+        result = run_cli(flags, launcher="accelerate", launcher_args=extra, env=own, module=module)
+    assert result.returncode == 0, said(result)
+    assert run_helpers.events(output, "start")[0]["world_size"] == processes
+    assert run_helpers.sample_ids(output) == run_helpers.sample_ids(one)
+    assert run_helpers.largest_relative_difference(run_helpers.losses(one), run_helpers.losses(output)) < 1e-4
+
+
+def test_the_result_is_an_ordinary_model(one: Path):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(one), AutoTokenizer.from_pretrained(one)
+    assert type(model).__name__ == "NanoChatForCausalLM"
+    assert model.get_input_embeddings().padding_idx is None
+    ids = tokenizer("def test", return_tensors="pt").input_ids
+    made = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    assert made.shape[1] > ids.shape[1]
+    assert "finetune" not in (one / "config.json").read_text()
+    config = json.loads((one / f"checkpoint-{STEPS}" / "config.json").read_text())
+    assert config["model_type"] == "nanochat" and config.get("pad_token_id") is None
+
+
+def test_the_result_is_fine_tuned(one: Path, tiny_data: Path, tmp_path: Path):
+    settings = {
+        "model": str(one),
+        "data": str(tiny_data),
+        "output_dir": str(tmp_path / "sft"),
+        "cutoff_len": 256,
+        "global_batch_size": 4,
+        "max_steps": 3,
+        "device_type": "cpu",
+        "dtype": "float32",
+        "report_to": "none",
+        "cache_dir": str(tmp_path / "cache"),
+    }
+    run_helpers.train(settings)
+    adapter = run_helpers.result_weights(tmp_path / "sft")
+    assert any("mlp.fc1.lora_B" in name and tensor.any() for name, tensor in adapter.items())
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "llama"])
+def test_other_architectures_and_optimizers(arch: str, settings: dict, tmp_path: Path):
+    changes = {"arch": arch, "optimizer": "adamw", "learning_rate": 3e-3, "lr_scheduler": "cosine", "save_steps": 0}
+    output = train(settings, tmp_path / arch, **changes, num_iterations=4, document_aligned=True, max_grad_norm=1.0)
+    assert type(AutoModelForCausalLM.from_pretrained(output)).__name__.lower().startswith(arch)
+    losses = run_helpers.losses(output)
+    assert losses[-1] < losses[0]
+
+
+def test_token_files_without_header_or_tokenizer(settings: dict, tmp_path: Path):
+    """The guides' raw .bin files: a vocabulary size is enough; the result has no tokenizer."""
+    choose = np.random.default_rng(0)
+    for name in ("train", "val"):
+        choose.integers(0, 300, 4000).astype("<u2").tofile(tmp_path / f"{name}.bin")
+    paths = {"train_data_path": str(tmp_path / "train.bin"), "valid_data_path": str(tmp_path / "val.bin")}
+    output = train(settings, tmp_path / "out", **paths, vocab_size=300, num_iterations=2, save_steps=0)
+    assert AutoModelForCausalLM.from_pretrained(output).config.vocab_size == 320
+    assert not (output / "tokenizer.json").exists()
+    assert "eval_bpb" not in run_helpers.events(output, "eval")[-1]
