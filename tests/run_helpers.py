@@ -77,8 +77,8 @@ def make_data(path: Path, rows: int, *, seed: int = 0) -> Path:
         for number in range(rows):
             question = " ".join(choose.choices(words, k=choose.randint(1, 6)))
             answer = " ".join(choose.choices(words, k=int(choose.paretovariate(1.2)) % 24 + 1))
-            level = ("explain", "reasoning", "topology")[number % 3]
-            row = {"instruction": question, "input": "", "output": answer, "difficulty": level}
+            difficulty = ("explain", "reasoning", "topology")[number % 3]
+            row = {"instruction": question, "input": "", "output": answer, "difficulty": difficulty}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
     return path
 

@@ -28,8 +28,8 @@ def wrap_row_losses(wrap: Callable[..., torch.Tensor]) -> None:
     """Let `wrap(original, model, row, device, head)` stand for the losses of a row in training."""
     from finetune.training import executor as execution
 
-    original = execution.row_losses
-    execution.row_losses = lambda *arguments: wrap(original, *arguments)
+    original = execution.microbatch_losses
+    execution.microbatch_losses = lambda *arguments: wrap(original, *arguments)
 
 
 def limit_row_tokens(rank: int, on_rank: int, limit_tokens: int, from_step: int = 1, where: str = "forward") -> None:

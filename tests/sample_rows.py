@@ -9,7 +9,7 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parent.parent / "data_samples"
 
 
-def read_rows(name: str) -> list[dict[str, Any]]:
+def read_records(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (FOLDER / name).read_text(encoding="utf-8").splitlines()]
 
 

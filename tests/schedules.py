@@ -17,15 +17,15 @@ GUIDE = Schedule(
 @st.composite
 def schedules(draw: st.DrawFn, most_levels: int = 6) -> Schedule:
     """2 to `most_levels` levels, 1 to 5 stages, zero weights, ramps, weights from round percentages to odd floats."""
-    levels = draw(st.integers(2, most_levels))
+    difficulties = draw(st.integers(2, most_levels))
     weight = st.one_of(st.just(0.0), st.integers(1, 100).map(float), st.floats(1e-3, 1.0), st.just(1 / 3))
     ends = sorted(draw(st.sets(st.integers(1, 99), max_size=4)))
     stages = []
     for number, end in enumerate([*(end / 100 for end in ends), 1.0]):
-        mix = tuple(draw(st.lists(weight, min_size=levels, max_size=levels).filter(any)))
+        mix = tuple(draw(st.lists(weight, min_size=difficulties, max_size=difficulties).filter(any)))
         ramp = draw(st.sampled_from(["step", "step", "linear"])) if number else "step"
         stages.append(Stage(end, mix, ramp))
-    return Schedule(tuple("abcdefghijkl"[:levels]), tuple(stages))
+    return Schedule(tuple("abcdefghijkl"[:difficulties]), tuple(stages))
 
 
 def exact_targets(schedule: Schedule, total_steps: int, global_batch_size: int) -> list[list[Fraction]]:
@@ -33,7 +33,7 @@ def exact_targets(schedule: Schedule, total_steps: int, global_batch_size: int) 
     ends = [Fraction(str(stage.until)) * total_steps for stage in schedule.stages]
     mixes = [[Fraction(str(weight)) for weight in stage.mix] for stage in schedule.stages]
     shares = [[weight / sum(mix) for weight in mix] for mix in mixes]
-    sums, rows = [Fraction(0)] * len(schedule.levels), []
+    sums, rows = [Fraction(0)] * len(schedule.difficulties), []
     for step in range(total_steps):
         for number, stage in enumerate(schedule.stages):
             start = ends[number - 1] if number else Fraction(0)

@@ -1,10 +1,11 @@
-"""The curriculum: how many samples of each level every global batch has.
+"""The curriculum: how many samples of each difficulty every global batch has.
 
 A schedule is a sequence of stages over the progress of the run, from 0 to 1. Global batch k of T (from 0) covers the
-progress from k / T to (k + 1) / T. Its target for a level is the integral of the level's weight over that interval, so
+progress from k / T to (k + 1) / T. Its target for a difficulty is the integral of the difficulty's weight over that
+interval, so
 that a stage boundary inside a global batch counts for the part that it covers. Targets are exact rational numbers of
 the decimals the user wrote: 0.3 is three tenths. `plan_counts` turns them into whole samples, with an error below one
-sample for every level after every global batch.
+sample for every difficulty after every global batch.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import numpy as np
 from finetune.batching.rounding import round_cumulative
 from finetune.errors import ConfigError, DataError, FinetuneError, raise_problems
 
-FEW_SAMPLES = 1000  # a level with fewer is warned about
-UNIFORM_LEVEL = "all"
+FEW_SAMPLES = 1000  # a difficulty with fewer is warned about
+UNIFORM_DIFFICULTY = "all"
 RAMPS = ("step", "linear")
 _INT64_ROOM = 1 << 61
 
@@ -34,7 +35,7 @@ class Stage:
 
     Attributes:
         until: the progress at which it ends, above 0 and at most 1.
-        mix: one weight per level, in any unit: 80/20/0 is 0.8/0.2/0.
+        mix: one weight per difficulty, in any unit: 80/20/0 is 0.8/0.2/0.
         ramp: "step": the mix holds throughout. "linear": the mix moves in a straight line from the mix of the stage
             before, which it has at its beginning, to its own, which it has at its end.
     """
@@ -52,16 +53,16 @@ class Schedule:
         ConfigError: names the stage, the value and the rule; several problems are reported together.
     """
 
-    levels: tuple[str, ...]
+    difficulties: tuple[str, ...]
     stages: tuple[Stage, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "levels", tuple(self.levels))
+        object.__setattr__(self, "difficulties", tuple(self.difficulties))
         object.__setattr__(self, "stages", tuple(self.stages))
-        raise_problems(_schedule_problems(self.levels, self.stages))
+        raise_problems(_schedule_problems(self.difficulties, self.stages))
 
     def weights(self, progress: float) -> np.ndarray:
-        """The share of each level at a progress from 0 to 1: float64[levels]. A boundary belongs to the later stage."""
+        """The share of each difficulty at a progress from 0 to 1: float64[difficulties]. A boundary belongs to the later stage."""
         ends = [stage.until for stage in self.stages]
         index = min(int(np.searchsorted(ends, progress, side="right")), len(ends) - 1)
         mix = np.array(self.shares(index), dtype=np.float64)
@@ -83,18 +84,18 @@ class Schedule:
         return np.searchsorted(np.array(ends, dtype=np.int64), np.arange(total_steps), side="right")
 
     def ever_used(self) -> np.ndarray:
-        """Which levels have a weight above zero somewhere: bool[levels]."""
+        """Which difficulties have a weight above zero somewhere: bool[difficulties]."""
         return np.array([[weight > 0 for weight in stage.mix] for stage in self.stages]).any(axis=0)
 
-    def empty_levels(self, samples_per_level: np.ndarray) -> list[FinetuneError]:
-        """A problem for each level that has weight somewhere but no samples; samples_per_level is int[levels]."""
+    def empty_difficulties(self, samples_per_difficulty: np.ndarray) -> list[FinetuneError]:
+        """A problem for each difficulty that has weight somewhere but no samples; samples_per_difficulty is int[difficulties]."""
         return [
             DataError(
                 f"level '{name}' has weight in the curriculum but the data has no sample of it",
                 where="curriculum.stages",
                 fix=f"add rows of level '{name}', or give it weight 0 in every stage",
             )
-            for name, used, samples in zip(self.levels, self.ever_used(), samples_per_level, strict=True)
+            for name, used, samples in zip(self.difficulties, self.ever_used(), samples_per_difficulty, strict=True)
             if used and not samples
         ]
 
@@ -104,18 +105,18 @@ class Schedule:
             {"until": str(_exact(s.until)), "mix": [str(w) for w in self.shares(i)], "ramp": s.ramp}
             for i, s in enumerate(self.stages)
         ]
-        return {"levels": list(self.levels), "stages": stages}
+        return {"levels": list(self.difficulties), "stages": stages}
 
 
 def uniform_schedule() -> Schedule:
-    """Training without curriculum: one level, one stage."""
-    return Schedule((UNIFORM_LEVEL,), (Stage(1.0, (1.0,)),))
+    """Training without curriculum: one difficulty, one stage."""
+    return Schedule((UNIFORM_DIFFICULTY,), (Stage(1.0, (1.0,)),))
 
 
 def plan_counts(schedule: Schedule, total_steps: int, global_batch_size: int) -> np.ndarray:
-    """Samples of each level in each global batch: int64[total_steps, levels].
+    """Samples of each difficulty in each global batch: int64[total_steps, difficulties].
 
-    Each row sums to global_batch_size. After every global batch each level has had the floor or the ceiling of its
+    Each row sums to global_batch_size. After every global batch each difficulty has had the floor or the ceiling of its
     target; in a global batch throughout which its weight is zero it has none. A pure function: no seed, no state.
 
     Raises:
@@ -125,7 +126,7 @@ def plan_counts(schedule: Schedule, total_steps: int, global_batch_size: int) ->
         raise ValueError(
             f"total_steps is {total_steps}, global_batch_size {global_batch_size}; both must be at least 1"
         )
-    if len(schedule.levels) == 1:
+    if len(schedule.difficulties) == 1:
         return np.full((total_steps, 1), global_batch_size, dtype=np.int64)
     pieces = _target_pieces(schedule, total_steps, global_batch_size)
     denominator = math.lcm(*(c.denominator for _, _, polynomials in pieces for p in polynomials for c in p))
@@ -135,78 +136,87 @@ def plan_counts(schedule: Schedule, total_steps: int, global_batch_size: int) ->
         for p in polynomials
     )
     dtype = np.int64 if bound * denominator < _INT64_ROOM else object
-    targets = np.zeros((total_steps + 1, len(schedule.levels)), dtype=dtype)
+    targets = np.zeros((total_steps + 1, len(schedule.difficulties)), dtype=dtype)
     for first, last, polynomials in pieces:
         rows = np.arange(first, last + 1).astype(dtype)
-        for level, polynomial in enumerate(polynomials):
+        for difficulty, polynomial in enumerate(polynomials):
             constant, slope, bend = (int(c * denominator) for c in polynomial)
-            targets[first : last + 1, level] = constant + rows * slope + (rows * rows * bend if bend else 0)
+            targets[first : last + 1, difficulty] = constant + rows * slope + (rows * rows * bend if bend else 0)
     return round_cumulative(targets, denominator, global_batch_size)
 
 
-def build_schedule(config: Any, levels: np.ndarray, row_ids: np.ndarray | None = None) -> tuple[Schedule, np.ndarray]:
+def build_schedule(
+    config: Any, difficulties: np.ndarray, record_ids: np.ndarray | None = None
+) -> tuple[Schedule, np.ndarray]:
     """`choose_schedule`, with its warnings logged: for whoever trains, once."""
-    schedule, level_ids, warnings = choose_schedule(config, levels, row_ids)
+    schedule, difficulty_ids, warnings = choose_schedule(config, difficulties, record_ids)
     for warning in warnings:
         logger.warning("%s", warning)
-    return schedule, level_ids
+    return schedule, difficulty_ids
 
 
 def choose_schedule(
-    config: Any, levels: np.ndarray, row_ids: np.ndarray | None = None
+    config: Any, difficulties: np.ndarray, record_ids: np.ndarray | None = None
 ) -> tuple[Schedule, np.ndarray, list[str]]:
-    """The schedule of a run, the level of each sample in it, and what is probably not as it should be.
+    """The schedule of a run, the difficulty of each sample in it, and what is probably not as it should be.
 
     Args:
-        config: has `use_curriculum`, `difficulty_field`, and `curriculum` with `levels` and `stages` (each `until`,
-            `mix`, `ramp`).
-        levels: int[N], the index of each sample's level in `config.curriculum.levels`, -1 for none.
-        row_ids: int[N], the input row of each sample, for messages; by default its position.
+        config: has `use_curriculum`, `difficulty_field`, and `curriculum` with `difficulties` and `stages` (each
+            `until`, `mix`, `ramp`).
+        difficulties: int[N], the index of each sample's difficulty in `config.curriculum.levels`, -1 for none.
+        record_ids: int[N], the input row of each sample, for messages; by default its position.
 
     Returns:
-        The schedule; int64[N], the index of each sample's level in `schedule.levels`; warnings.
+        The schedule; int64[N], the index of each sample's difficulty in `schedule.difficulties`; warnings.
 
     Raises:
-        DataError: no samples; a sample without level among samples with one; a level with weight but without samples.
+        DataError: no samples; a sample without difficulty among samples with one; a difficulty with weight but
+            without samples.
         ConfigError: the schedule breaks a rule.
     """
-    levels = np.asarray(levels, dtype=np.int64)
-    if not len(levels):
+    difficulties = np.asarray(difficulties, dtype=np.int64)
+    if not len(difficulties):
         raise DataError("there are no samples to train on", fix="give --data files with rows that are kept")
-    field, missing = config.difficulty_field, levels < 0
-    uniform = uniform_schedule(), np.zeros(len(levels), dtype=np.int64)
+    field, missing = config.difficulty_field, difficulties < 0
+    uniform = uniform_schedule(), np.zeros(len(difficulties), dtype=np.int64)
     if not config.use_curriculum:
         return *uniform, []
     stages = tuple(Stage(stage.until, tuple(stage.mix), stage.ramp) for stage in config.curriculum.stages)
     schedule = Schedule(tuple(config.curriculum.levels), stages)
     if missing.all():
-        names = " | ".join(schedule.levels)
+        names = " | ".join(schedule.difficulties)
         warning = (
-            f"'{field}' field not found: none of the {len(levels):,} samples has a level, so training is standard, "
+            f"'{field}' field not found: none of the {len(difficulties):,} samples has a level, so training is standard, "
             f"with uniform sampling (fix: give every row a '{field}' of {names}, or name the field that has it as "
             "difficulty_field, or set use_curriculum to false)"
         )
         return *uniform, [warning]
     if missing.any():
-        rows = np.unique(np.flatnonzero(missing) if row_ids is None else np.asarray(row_ids)[missing])
+        rows = np.unique(np.flatnonzero(missing) if record_ids is None else np.asarray(record_ids)[missing])
         raise DataError(
-            f"{missing.sum():,} of {len(levels):,} samples have no '{field}': either every row has a level or none has",
+            f"{missing.sum():,} of {len(difficulties):,} samples have no '{field}': either every row has a level or none has",
             where="rows " + ", ".join(map(str, rows[:10])) + (", ..." if len(rows) > 10 else "") + " (counted from 0)",
             fix=f"add '{field}' to these rows, remove them, or set use_curriculum to false",
         )
-    return schedule, levels, check_levels(schedule, np.bincount(levels, minlength=len(schedule.levels)))
+    return (
+        schedule,
+        difficulties,
+        check_difficulties(schedule, np.bincount(difficulties, minlength=len(schedule.difficulties))),
+    )
 
 
-def check_levels(schedule: Schedule, samples_per_level: np.ndarray) -> list[str]:
-    """The warnings about levels with few samples, where the schedule can be used at all.
+def check_difficulties(schedule: Schedule, samples_per_difficulty: np.ndarray) -> list[str]:
+    """The warnings about difficulties with few samples, where the schedule can be used at all.
 
     Raises:
-        DataError: a level has weight but no samples; every such level is named.
+        DataError: a difficulty has weight but no samples; every such difficulty is named.
     """
-    raise_problems(schedule.empty_levels(samples_per_level))
+    raise_problems(schedule.empty_difficulties(samples_per_difficulty))
     few = [
         f"level '{name}' has {count:,}"
-        for name, used, count in zip(schedule.levels, schedule.ever_used(), samples_per_level.tolist(), strict=True)
+        for name, used, count in zip(
+            schedule.difficulties, schedule.ever_used(), samples_per_difficulty.tolist(), strict=True
+        )
         if used and count < FEW_SAMPLES
     ]
     if not few:
@@ -220,20 +230,20 @@ _Polynomial = tuple[Fraction, Fraction, Fraction]
 def _target_pieces(
     schedule: Schedule, total_steps: int, global_batch_size: int
 ) -> list[tuple[int, int, list[_Polynomial]]]:
-    """The cumulative targets of each stage: (first row, last row, for each level a polynomial of the row)."""
+    """The cumulative targets of each stage: (first row, last row, for each difficulty a polynomial of the row)."""
     pieces = []
-    start, sums = Fraction(0), [Fraction(0)] * len(schedule.levels)
+    start, sums = Fraction(0), [Fraction(0)] * len(schedule.difficulties)
     for index, stage in enumerate(schedule.stages):
         end = _exact(stage.until) * total_steps
         after = schedule.shares(index)
         before = after if stage.ramp == "step" else schedule.shares(index - 1)
         polynomials: list[_Polynomial] = []
-        for level, (low, high) in enumerate(zip(before, after, strict=True)):
+        for difficulty, (low, high) in enumerate(zip(before, after, strict=True)):
             # sums + G (low x + (high - low) x^2 / (2 length)) with x = row - start
             slope, bend = global_batch_size * low, global_batch_size * (high - low) / (2 * (end - start))
-            constant = sums[level] - slope * start + bend * start * start
+            constant = sums[difficulty] - slope * start + bend * start * start
             polynomials.append((constant, slope - 2 * bend * start, bend))
-            sums[level] += slope * (end - start) + bend * (end - start) ** 2
+            sums[difficulty] += slope * (end - start) + bend * (end - start) ** 2
         pieces.append((math.floor(start) + 1, math.floor(end), polynomials))
         start = end
     return pieces
@@ -244,14 +254,14 @@ def _exact(number: float | Fraction) -> Fraction:
     return number if isinstance(number, Fraction) else Fraction(repr(float(number)))
 
 
-def _schedule_problems(levels: tuple[str, ...], stages: tuple[Stage, ...]) -> list[FinetuneError]:
+def _schedule_problems(difficulties: tuple[str, ...], stages: tuple[Stage, ...]) -> list[FinetuneError]:
     problems: list[FinetuneError] = []
 
     def problem(what: str, where: str, fix: str) -> None:
         problems.append(ConfigError(what, f"curriculum.{where}", fix))
 
-    if not levels or len(set(levels)) < len(levels):
-        problem(f"levels are {list(levels)}", "levels", "name at least one level, each once")
+    if not difficulties or len(set(difficulties)) < len(difficulties):
+        problem(f"levels are {list(difficulties)}", "levels", "name at least one level, each once")
     if not stages or stages[-1].until != 1:
         problem("the last stage must end at progress 1", "stages", "give the last stage until = 1.0")
     previous = 0.0
@@ -260,9 +270,9 @@ def _schedule_problems(levels: tuple[str, ...], stages: tuple[Stage, ...]) -> li
         if not previous < stage.until <= 1:
             problem(f"until is {stage.until}", f"{where}.until", f"choose a progress above {previous} and at most 1")
         previous = stage.until
-        if len(stage.mix) != len(levels):
+        if len(stage.mix) != len(difficulties):
             problem(
-                f"the mix has {len(stage.mix)} weights for {len(levels)} levels",
+                f"the mix has {len(stage.mix)} weights for {len(difficulties)} levels",
                 f"{where}.mix",
                 "give one weight per level",
             )

@@ -1,12 +1,13 @@
 """Round a table of cumulative targets to whole samples, so that no prefix is ever a whole sample off.
 
-The rule. After step t level l should have had C(t, l) samples; it has had the floor or the ceiling of that: one bit
-`up` per step and level. The bits of a step sum to a known number, because its samples do. A level that passed no whole
-number in a step stays up if it
-was up, and stays as it was if its target did not grow: so a level whose weight is zero never appears.
+The rule. After step t difficulty l should have had C(t, l) samples; it has had the floor or the ceiling of that: one
+bit `up` per step and difficulty. The bits of a step sum to a known number, because its samples do. A difficulty that
+passed no whole number in a step stays up if it
+was up, and stays as it was if its target did not grow: so a difficulty whose weight is zero never appears.
 
-The choice. Where the rules leave one, the levels with the largest fractions go up: the smallest error at this step.
-Four levels or more, or levels that pause, can run this into a corner some steps later. A solution in whole samples
+The choice. Where the rules leave one, the difficulties with the largest fractions go up: the smallest error at this
+step. Four difficulties or more, or difficulties that pause, can run this into a corner some steps later. A solution in
+whole samples
 always exists (samples and steps are the two sides of a bipartite graph, and the targets are a perfect fractional
 matching of it), so an alternating path through the earlier steps mends the corner, as in every bipartite matching
 (Berge, 1957).
@@ -25,14 +26,14 @@ def round_cumulative(targets: np.ndarray, denominator: int, samples_per_step: in
     """Round cumulative targets to counts per step.
 
     Args:
-        targets: int64 or object (Python integers) [steps + 1, levels], in units of 1/denominator samples: row 0 is
-            zero, no level ever falls, row t sums to t x samples_per_step x denominator.
+        targets: int64 or object (Python integers) [steps + 1, difficulties], in units of 1/denominator samples: row 0
+            is zero, no difficulty ever falls, row t sums to t x samples_per_step x denominator.
         denominator: how many units are one sample.
         samples_per_step: the global batch size, in samples.
 
     Returns:
-        int64[steps, levels], none negative; each row sums to samples_per_step, each prefix sum is the floor or the
-        ceiling of its target, and a level has zero in every step in which its target does not grow.
+        int64[steps, difficulties], none negative; each row sums to samples_per_step, each prefix sum is the floor or
+        the ceiling of its target, and a difficulty has zero in every step in which its target does not grow.
     """
     floors = targets // denominator
     units = targets - floors * denominator
@@ -51,12 +52,12 @@ def round_cumulative(targets: np.ndarray, denominator: int, samples_per_step: in
 
 @dataclass(frozen=True)
 class _Sample:
-    """A sample of a level that is begun but not whole in rows `first` to `last` of the table.
+    """A sample of a difficulty that is begun but not whole in rows `first` to `last` of the table.
 
     `steps` are those that may hand it out, `step` the one that does: None while it waits.
     """
 
-    level: int
+    difficulty: int
     first: int
     last: int
     steps: tuple[int, ...]
@@ -64,7 +65,7 @@ class _Sample:
 
 
 class _Rounding:
-    """The bits `up[row, level]`; row t is the state after step t, and step t leads from row t - 1 to row t."""
+    """The bits `up[row, difficulty]`; row t is the state after step t, and step t leads from row t - 1 to row t."""
 
     def __init__(
         self, floors: np.ndarray, fractions: np.ndarray, partial: np.ndarray, grows: np.ndarray, ups: np.ndarray
@@ -113,7 +114,7 @@ class _Rounding:
                 waiting = sample.step is None
                 if waiting and step == row:
                     continue  # the row uses it already
-                if waiting or (too_many and sample.last == row - 1 and self.held[row - 1, sample.level]):
+                if waiting or (too_many and sample.last == row - 1 and self.held[row - 1, sample.difficulty]):
                     self._assign(sample, None if too_many else step)
                     self._follow(links, step, too_many)
                     return
@@ -136,30 +137,30 @@ class _Rounding:
     def _assign(self, sample: _Sample, step: int | None) -> None:
         """Hand a sample out in `step` (None: let it wait)."""
         rows = np.arange(sample.first, sample.last + 1)
-        self.up[sample.first : sample.last + 1, sample.level] = False if step is None else rows >= step
+        self.up[sample.first : sample.last + 1, sample.difficulty] = False if step is None else rows >= step
 
     def _samples(self, step: int, row: int) -> Iterator[_Sample]:
         """The samples that `step` and other steps may hand out, as far as rows before `row` know."""
-        for level in np.flatnonzero(self.grows[step - 1]).tolist():
-            if self.partial[step - 1, level]:
-                yield self._sample(level, step - 1, row)
-            if step < row and self.partial[step, level] and not self.held[step - 1, level]:
-                yield self._sample(level, step, row)
+        for difficulty in np.flatnonzero(self.grows[step - 1]).tolist():
+            if self.partial[step - 1, difficulty]:
+                yield self._sample(difficulty, step - 1, row)
+            if step < row and self.partial[step, difficulty] and not self.held[step - 1, difficulty]:
+                yield self._sample(difficulty, step, row)
 
-    def _sample(self, level: int, open_row: int, row: int) -> _Sample:
-        """The sample of a level that is begun but not whole in `open_row`."""
+    def _sample(self, difficulty: int, open_row: int, row: int) -> _Sample:
+        """The sample of a difficulty that is begun but not whole in `open_row`."""
         if self._ends is None:
             self._ends = [np.flatnonzero(~column) for column in self.held.T]
-        ends = self._ends[level]
+        ends = self._ends[difficulty]
         index = int(np.searchsorted(ends, open_row))
         first = int(ends[index - 1]) + 1 if index else 0
         last = int(ends[index]) if index < len(ends) else len(self.held)
         whole_at = last + 1 if last < row else None
         last = min(last, row - 1)
-        steps = (np.flatnonzero(self.grows[first - 1 : last, level]) + first).tolist()
-        bits = self.up[first : last + 1, level]
+        steps = (np.flatnonzero(self.grows[first - 1 : last, difficulty]) + first).tolist()
+        bits = self.up[first : last + 1, difficulty]
         step = first + int(bits.argmax()) if bits.any() else whole_at
-        return _Sample(level, first, last, (*steps, whole_at) if whole_at is not None else tuple(steps), step)
+        return _Sample(difficulty, first, last, (*steps, whole_at) if whole_at is not None else tuple(steps), step)
 
 
 def _choose(
@@ -168,10 +169,10 @@ def _choose(
     """The bits after a step from those before it, largest fractions first; None where no choice has `ups` bits."""
     after = [was_up and is_held for was_up, is_held in zip(before, held, strict=True)]
     missing = ups - sum(after)
-    for level in ranks:
+    for difficulty in ranks:
         if missing <= 0:
             break
-        if partial[level] and not after[level] and grows[level]:
-            after[level] = True
+        if partial[difficulty] and not after[difficulty] and grows[difficulty]:
+            after[difficulty] = True
             missing -= 1
     return after if missing == 0 else None

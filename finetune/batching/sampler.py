@@ -18,32 +18,33 @@ from finetune.batching.permutation import EXACT_LIMIT, Permutation, exact_order,
 from finetune.errors import DataError, raise_problems
 
 ORDER_VERSION = 1  # part of the fingerprint: raise it when the same arguments give another order
-_STEP_KEY, _LEVEL_KEY = 0, 1  # keep the random streams of steps and of levels apart
-_PASSES_HELD = 16  # permutations kept in memory, or two for each level where that is more
+_STEP_KEY, _DIFFICULTY_KEY = 0, 1  # keep the random streams of steps and of difficulties apart
+_PASSES_HELD = 16  # permutations kept in memory, or two for each difficulty where that is more
 
 
 class GlobalBatches:
     """The global batches of a run.
 
-    The k-th sample of a level over the whole run is the one at place k mod n of the level's pass k div n, where n is
-    the number of its samples and each pass is a permutation of its own: no sample of a level comes again before every
-    other has come as often. Inside a step the levels are shuffled.
+    The k-th sample of a difficulty over the whole run is the one at place k mod n of the difficulty's pass k div n,
+    where n is
+    the number of its samples and each pass is a permutation of its own: no sample of a difficulty comes again before
+    every other has come as often. Inside a step the difficulties are shuffled.
 
     Args:
-        level_of_sample: int[N], the index of each sample's level in `schedule.levels`.
-        schedule: levels and stages; `uniform_schedule()` for training without curriculum.
+        difficulty_of_sample: int[N], the index of each sample's difficulty in `schedule.difficulties`.
+        schedule: difficulties and stages; `uniform_schedule()` for training without curriculum.
         global_batch_size: samples of one optimizer step.
         total_steps: optimizer steps of the whole run, not of what is left of it.
         seed: any integer.
         exact_limit: see `permutation`; for tests.
 
     Raises:
-        DataError: a level with weight has no samples, or a sample has an index that is no level.
+        DataError: a difficulty with weight has no samples, or a sample has an index that is no difficulty.
     """
 
     def __init__(
         self,
-        level_of_sample: np.ndarray,
+        difficulty_of_sample: np.ndarray,
         schedule: Schedule,
         global_batch_size: int,
         total_steps: int,
@@ -51,14 +52,14 @@ class GlobalBatches:
         *,
         exact_limit: int = EXACT_LIMIT,
     ) -> None:
-        level_of_sample = np.ascontiguousarray(level_of_sample, dtype=np.int64)
+        difficulty_of_sample = np.ascontiguousarray(difficulty_of_sample, dtype=np.int64)
         self.schedule, self.seed = schedule, seed
         self.global_batch_size, self.total_steps = global_batch_size, total_steps
-        self.samples_per_level = _samples_per_level(level_of_sample, schedule)
-        # The samples of level l are _members[_starts[l] : _starts[l + 1]], in the order of the data.
-        self._members = np.argsort(level_of_sample, kind="stable")
-        self._starts = np.concatenate([[0], np.cumsum(self.samples_per_level)])
-        self._levels_digest = hashlib.sha256(level_of_sample.astype("<i8").tobytes()).hexdigest()
+        self.samples_per_difficulty = _samples_per_difficulty(difficulty_of_sample, schedule)
+        # The samples of difficulty l are _members[_starts[l] : _starts[l + 1]], in the order of the data.
+        self._members = np.argsort(difficulty_of_sample, kind="stable")
+        self._starts = np.concatenate([[0], np.cumsum(self.samples_per_difficulty)])
+        self._difficulties_digest = hashlib.sha256(difficulty_of_sample.astype("<i8").tobytes()).hexdigest()
         self.counts = plan_counts(schedule, total_steps, global_batch_size)
         self._drawn_before = np.cumsum(self.counts, axis=0) - self.counts
         self._stages = schedule.stage_of_steps(total_steps)
@@ -77,14 +78,14 @@ class GlobalBatches:
         """
         self._check(step)
         counts = self.counts[step]
-        batch = np.concatenate([self._draw(level, step) for level in np.flatnonzero(counts).tolist()])
+        batch = np.concatenate([self._draw(difficulty, step) for difficulty in np.flatnonzero(counts).tolist()])
         if np.count_nonzero(counts) == 1:
             return batch
-        # Slot i takes a level from the shuffled multiset; the slots of a level take its draws in order.
+        # Slot i takes a difficulty from the shuffled multiset; the slots of a difficulty take its draws in order.
         order = exact_order(self.global_batch_size, self.seed, _STEP_KEY, step)
-        level_of_slot = np.repeat(np.arange(len(counts)), counts)[order]
+        difficulty_of_slot = np.repeat(np.arange(len(counts)), counts)[order]
         shuffled = np.empty_like(batch)
-        shuffled[np.argsort(level_of_slot, kind="stable")] = batch
+        shuffled[np.argsort(difficulty_of_slot, kind="stable")] = batch
         return shuffled
 
     def stage(self, step: int) -> int:
@@ -93,17 +94,19 @@ class GlobalBatches:
         return int(self._stages[step])
 
     def passes(self) -> dict[str, float]:
-        """How many times the whole run goes through each level: draws / samples, 0 for a level without draws."""
+        """How many times the whole run goes through each difficulty: draws / samples, 0 for a difficulty without draws."""
         drawn = self.counts.sum(axis=0)
         return {
             name: int(draws) / int(samples) if draws else 0.0
-            for name, draws, samples in zip(self.schedule.levels, drawn, self.samples_per_level, strict=True)
+            for name, draws, samples in zip(self.schedule.difficulties, drawn, self.samples_per_difficulty, strict=True)
         }
 
     @property
     def unused(self) -> dict[str, int]:
-        """Samples that no step can have, as the weight of their level is zero in every stage: their number by level."""
-        rows = zip(self.schedule.levels, self.samples_per_level.tolist(), self.schedule.ever_used(), strict=True)
+        """Samples that no step can have, as the weight of their difficulty is zero in every stage: their number by difficulty."""
+        rows = zip(
+            self.schedule.difficulties, self.samples_per_difficulty.tolist(), self.schedule.ever_used(), strict=True
+        )
         return {name: samples for name, samples, used in rows if samples and not used}
 
     def fingerprint(self) -> str:
@@ -114,7 +117,7 @@ class GlobalBatches:
             "global_batch_size": self.global_batch_size,
             "total_steps": self.total_steps,
             "schedule": self.schedule.canonical(),
-            "levels": self._levels_digest,
+            "levels": self._difficulties_digest,
             "exact_limit": self._exact_limit,
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode("utf-8")).hexdigest()
@@ -123,26 +126,26 @@ class GlobalBatches:
         if not 0 <= step < self.total_steps:
             raise IndexError(f"step {step} is not one of the {self.total_steps} steps, counted from 0")
 
-    def _draw(self, level: int, step: int) -> np.ndarray:
-        """The draws of a level in a step, in order: int64[counts[step, level]]."""
-        size, start = int(self.samples_per_level[level]), int(self._starts[level])
-        first = int(self._drawn_before[step, level])
-        draws = np.arange(first, first + int(self.counts[step, level]))
+    def _draw(self, difficulty: int, step: int) -> np.ndarray:
+        """The draws of a difficulty in a step, in order: int64[counts[step, difficulty]]."""
+        size, start = int(self.samples_per_difficulty[difficulty]), int(self._starts[difficulty])
+        first = int(self._drawn_before[step, difficulty])
+        draws = np.arange(first, first + int(self.counts[step, difficulty]))
         passes = draws // size
         parts = [
-            self._pass(level, number)(draws[passes == number] - number * size)
+            self._pass(difficulty, number)(draws[passes == number] - number * size)
             for number in range(int(passes[0]), int(passes[-1]) + 1)
         ]
         return self._members[start + np.concatenate(parts)]
 
-    def _pass(self, level: int, number: int) -> Permutation:
-        """The order of a level in one pass. The ones made last are kept: steps usually come in order."""
-        key = (level, number)
+    def _pass(self, difficulty: int, number: int) -> Permutation:
+        """The order of a difficulty in one pass. The ones made last are kept: steps usually come in order."""
+        key = (difficulty, number)
         if key not in self._passes:
-            while len(self._passes) >= max(_PASSES_HELD, 2 * len(self.schedule.levels)):
+            while len(self._passes) >= max(_PASSES_HELD, 2 * len(self.schedule.difficulties)):
                 del self._passes[next(iter(self._passes))]
-            size = int(self.samples_per_level[level])
-            self._passes[key] = permutation(size, self.seed, _LEVEL_KEY, *key, exact_limit=self._exact_limit)
+            size = int(self.samples_per_difficulty[difficulty])
+            self._passes[key] = permutation(size, self.seed, _DIFFICULTY_KEY, *key, exact_limit=self._exact_limit)
         return self._passes[key]
 
 
@@ -153,17 +156,17 @@ def count_steps(samples: int, global_batch_size: int, num_epochs: float, max_ste
     return math.ceil(Fraction(repr(float(num_epochs))) * samples / global_batch_size)
 
 
-def _samples_per_level(level_of_sample: np.ndarray, schedule: Schedule) -> np.ndarray:
-    """Samples of each level, int64[levels], checked against the schedule."""
-    count = len(schedule.levels)
-    outside = np.flatnonzero((level_of_sample < 0) | (level_of_sample >= count))
+def _samples_per_difficulty(difficulty_of_sample: np.ndarray, schedule: Schedule) -> np.ndarray:
+    """Samples of each difficulty, int64[difficulties], checked against the schedule."""
+    count = len(schedule.difficulties)
+    outside = np.flatnonzero((difficulty_of_sample < 0) | (difficulty_of_sample >= count))
     if len(outside):
         first = int(outside[0])
         raise DataError(
             f"{len(outside):,} samples have a level that is not one of 0..{count - 1}",
-            where=f"sample {first}, level {level_of_sample[first]}",
-            fix=f"use the indices of the schedule's levels: {', '.join(schedule.levels)}",
+            where=f"sample {first}, level {difficulty_of_sample[first]}",
+            fix=f"use the indices of the schedule's levels: {', '.join(schedule.difficulties)}",
         )
-    samples = np.bincount(level_of_sample, minlength=count).astype(np.int64)
-    raise_problems(schedule.empty_levels(samples))
+    samples = np.bincount(difficulty_of_sample, minlength=count).astype(np.int64)
+    raise_problems(schedule.empty_difficulties(samples))
     return samples

@@ -1,6 +1,7 @@
 """The options of a command: its words, made from a schema as a run's settings are (`config.flags`).
 
-A command declares a subclass of `Options` and calls `read_options`. Of a repeated flag the last counts, lists are joined.
+A command declares a subclass of `Options` and calls `read_options`. Of a repeated flag the last counts; lists are
+joined.
 """
 
 from __future__ import annotations

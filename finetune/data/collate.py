@@ -1,4 +1,4 @@
-"""Rows -> tensors: what one device takes in one forward, with its document boundaries."""
+"""Microbatches -> tensors: what one device takes in one forward, with its document boundaries."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 
 
 @dataclass(frozen=True)
-class Row:
-    """One row as CPU tensors. T tokens of a packed row; S samples of a padded row, each a line of T; n targets.
+class Microbatch:
+    """One microbatch as CPU tensors. T tokens of a packed microbatch; S samples of a padded microbatch, each a line
+    of T; n targets.
 
     Attributes:
         input_ids: int64 `(1, T)` packed or `(S, T)` padded.
@@ -20,15 +21,15 @@ class Row:
         keep: bool, the same shape; True where the *next* token is a target (so its logits are needed). None: all are,
             and the last tokens of the samples, which are only targets, are not among the inputs.
         targets: int64 `(n,)`: the next tokens there, in row-major order.
-        levels: int64 `(n,)`: level of each target's sample; -1 where samples have none.
-        document_lengths: tokens of each document of a packed row; None for a padded row.
+        difficulties: int64 `(n,)`: difficulty of each target's sample; -1 where samples have none.
+        document_lengths: tokens of each document of a packed microbatch; None for a padded microbatch.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     keep: torch.Tensor | None
     targets: torch.Tensor
-    levels: torch.Tensor
+    difficulties: torch.Tensor
     document_lengths: tuple[int, ...] | None
 
     @property
@@ -59,14 +60,16 @@ class Row:
         return inputs
 
 
-# input_ids int32 (t,); supervised bool (t,), or None: every token but the first is a target; level
+# input_ids int32 (t,); supervised bool (t,), or None: every token but the first is a target; difficulty
 Sample = tuple[np.ndarray, np.ndarray | None, int]
 
 
-def collate(samples: Sequence[Sample], *, packing: bool, pad_token_id: int) -> Row:
-    """Make the row of these samples, in their order; no samples make the empty row: two tokens without targets.
+def collate(samples: Sequence[Sample], *, packing: bool, pad_token_id: int) -> Microbatch:
+    """Make the microbatch of these samples, in their order; no samples make the empty microbatch: two tokens without
+    targets.
 
-    The empty row keeps every rank at the same number of forwards and backwards (collectives match), and its loss is 0.
+    The empty microbatch keeps every rank at the same number of forwards and backwards (collectives match), and its
+    loss is 0.
     """
     if not samples:
         ids = np.full(2, pad_token_id, dtype=np.int32)
@@ -75,29 +78,31 @@ def collate(samples: Sequence[Sample], *, packing: bool, pad_token_id: int) -> R
         return _whole(samples)
     kept = [np.append(supervised[1:], False) for _, supervised, _ in samples]
     targets = np.concatenate([ids[1:][supervised[1:]] for ids, supervised, _ in samples])
-    levels = np.concatenate([np.full(keep.sum(), level) for keep, (_, _, level) in zip(kept, samples, strict=True)])
-    shape_row = _packed if packing else _padded
+    difficulties = np.concatenate(
+        [np.full(keep.sum(), difficulty) for keep, (_, _, difficulty) in zip(kept, samples, strict=True)]
+    )
+    join = _packed if packing else _padded
     ids = [ids for ids, _, _ in samples]
-    return Row(
-        input_ids=_tensor(shape_row(ids, pad_token_id)),
-        position_ids=_tensor(shape_row([np.arange(len(line)) for line in ids], 0)),
-        keep=torch.from_numpy(shape_row(kept, False)),
+    return Microbatch(
+        input_ids=_tensor(join(ids, pad_token_id)),
+        position_ids=_tensor(join([np.arange(len(line)) for line in ids], 0)),
+        keep=torch.from_numpy(join(kept, False)),
         targets=_tensor(targets),
-        levels=_tensor(levels),
+        difficulties=_tensor(difficulties),
         document_lengths=tuple(len(line) for line in ids) if packing else None,
     )
 
 
-def _whole(samples: Sequence[Sample]) -> Row:
-    """The padded row of windows of one length, in which every token but the first is a target."""
+def _whole(samples: Sequence[Sample]) -> Microbatch:
+    """The padded microbatch of windows of one length, in which every token but the first is a target."""
     block = _tensor(np.stack([ids for ids, _, _ in samples]))
     inputs, targets = block[:, :-1], block[:, 1:]
-    return Row(
+    return Microbatch(
         input_ids=inputs.contiguous(),
         position_ids=torch.arange(inputs.shape[1]).expand_as(inputs).contiguous(),
         keep=None,
         targets=targets.flatten(),
-        levels=_tensor(np.repeat([level for _, _, level in samples], inputs.shape[1])),
+        difficulties=_tensor(np.repeat([difficulty for _, _, difficulty in samples], inputs.shape[1])),
         document_lengths=None,
     )
 

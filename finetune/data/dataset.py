@@ -30,7 +30,7 @@ def prepare_samples(
     *,
     cutoff_len: int,
     template: str | None = None,
-    levels: Sequence[str] | None = None,
+    difficulties: Sequence[str] | None = None,
     difficulty_field: str = "difficulty",
     on_bad_row: str = "refuse",
     cache_dir: str | Path | None = None,
@@ -45,14 +45,14 @@ def prepare_samples(
         tokenizer: a fast tokenizer with a chat template (see `load_tokenizer`).
         cutoff_len: most tokens of a sample.
         template: a template's name or file, set on the tokenizer first; None: as it is.
-        levels: the levels' names, in order; None: levels are not looked at.
-        difficulty_field: the key that holds a row's level.
-        on_bad_row: "refuse" raises for bad rows, "drop" leaves them out and counts them.
+        difficulties: the difficulties' names, in order; None: difficulties are not looked at.
+        difficulty_field: the key that holds a record's difficulty.
+        on_bad_row: "refuse" raises for bad records, "drop" leaves them out and counts them.
         cache_dir: where tokenized data is kept; None: `default_cache_dir()`.
         num_proc: processes that tokenize; None: as many as pay, up to the CPUs of this process.
 
     Raises:
-        DataError: files, rows, template or cutoff are wrong (the message names them), or no row is left.
+        DataError: files, records, template or cutoff are wrong (the message names them), or no record is left.
     """
     if on_bad_row not in ("refuse", "drop"):
         raise ValueError(f"on_bad_row is {on_bad_row!r}; it is 'refuse' or 'drop'")
@@ -63,9 +63,9 @@ def prepare_samples(
     task = Preparation(
         sources=sources,
         renderer=renderer,
-        levels=None if levels is None else tuple(levels),
+        difficulties=None if difficulties is None else tuple(difficulties),
         difficulty_field=difficulty_field,
-        drop_bad_rows=on_bad_row == "drop",
+        drop_bad_records=on_bad_row == "drop",
         num_proc=num_proc,
     )
     parts = {
@@ -114,7 +114,7 @@ def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _code_hash() -> str:
-    """The source of the modules that turn rows into samples, and the versions of the libraries that they lean on."""
+    """The source of the modules that turn records into samples, and the versions of the libraries that they lean on."""
     modules = (files, formats, spans, encode, truncate, render, preparation)
     sources = (Path(str(module.__file__)).read_text(encoding="utf-8") for module in modules)
     return _hash(*sources, *(version(library) for library in ("tokenizers", "transformers", "jinja2")))

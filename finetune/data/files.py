@@ -1,4 +1,4 @@
-"""Data files: which they are, their hashes, and their rows one by one with line numbers."""
+"""Data files: which they are, their hashes, and their records one by one with line numbers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune.data.problems import RowProblem, nearest
+from finetune.data.problems import RecordProblem, nearest
 from finetune.errors import DataError, FinetuneError, raise_problems
 
 logger = logging.getLogger("finetune")
 
 SUFFIXES = (".json", ".jsonl", ".parquet")
 _SPACE = re.compile(r"[ \t\r\n]*")
-_PARQUET_BATCH_ROWS = 1024
+_PARQUET_BATCH_RECORDS = 1024
 
 
 def expand_paths(paths: Sequence[str | Path]) -> tuple[Path, ...]:
@@ -85,28 +85,29 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield `(line, row)` for each row; lines count from 1 (rows, for parquet). A row may be a `RowProblem`.
+def read_records(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield `(line, record)` for each record; lines count from 1 (records, for parquet). A record may be a
+    `RecordProblem`.
 
     A file whose first character is `[` is one JSON array, any other text file is JSON Lines, whatever its suffix.
-    JSON Lines are streamed; blank lines are no rows. An array is decoded row by row from its text.
+    JSON Lines are streamed; blank lines are no records. An array is decoded record by record from its text.
 
     Raises:
         DataError: an array that is broken (nothing after the break can be told apart), or an unreadable file.
     """
     try:
         if path.suffix.lower() == ".parquet":
-            yield from _parquet_rows(path)
+            yield from _parquet_records(path)
         elif first_character(path) == b"[":
-            yield from _array_rows(path)
+            yield from _array_records(path)
         else:
-            yield from _line_rows(path)
+            yield from _line_records(path)
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror or error}", where=str(path), fix="check the file") from error
 
 
 def first_character(path: Path) -> bytes:
-    """The first byte that is no white space; empty where there is none. `[` tells an array of rows from lines."""
+    """The first byte that is no white space; empty where there is none. `[` tells an array of records from lines."""
     with path.open("rb") as file:
         block = file.read(4096).removeprefix(codecs.BOM_UTF8)
         while block:
@@ -116,7 +117,7 @@ def first_character(path: Path) -> bytes:
     return b""
 
 
-def _line_rows(path: Path) -> Iterator[tuple[int, Any]]:
+def _line_records(path: Path) -> Iterator[tuple[int, Any]]:
     with path.open("rb") as file:
         for line, raw in enumerate(file, 1):
             if line == 1:
@@ -128,22 +129,22 @@ def _line_rows(path: Path) -> Iterator[tuple[int, Any]]:
                         fix="write one row per line (.jsonl), or a JSON array of rows",
                     )
             if raw.strip():
-                yield line, decode_row(raw.rstrip(b"\r\n"))
+                yield line, decode_record(raw.rstrip(b"\r\n"))
 
 
-def decode_row(raw: bytes) -> Any:
-    """The row on a line of JSON Lines, or the RowProblem that says why there is none."""
+def decode_record(raw: bytes) -> Any:
+    """The record on a line of JSON Lines, or the RecordProblem that says why there is none."""
     try:
         return json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
-        return RowProblem("not UTF-8", f"byte {error.start + 1} of the line")
+        return RecordProblem("not UTF-8", f"byte {error.start + 1} of the line")
     except json.JSONDecodeError as error:
-        return RowProblem("broken JSON", f"{error.msg} at column {error.colno}")
+        return RecordProblem("broken JSON", f"{error.msg} at column {error.colno}")
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of nested brackets
-        return RowProblem("broken JSON", str(error).split(";")[0])
+        return RecordProblem("broken JSON", str(error).split(";")[0])
 
 
-def _array_rows(path: Path) -> Iterator[tuple[int, Any]]:
+def _array_records(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         text = path.read_bytes().removeprefix(codecs.BOM_UTF8).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -165,11 +166,11 @@ def _array_rows(path: Path) -> Iterator[tuple[int, Any]]:
             position, expected = position + 1, "value"
             continue
         try:
-            row, position = decoder.raw_decode(text, position)
+            record, position = decoder.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
             at = line + text.count("\n", counted, getattr(error, "pos", counted))
             raise _broken_array(path, at, getattr(error, "msg", str(error))) from error
-        yield line, row
+        yield line, record
         expected = ", or ]"
     if text[position + 1 :].strip(" \t\r\n"):
         raise _broken_array(path, line, "there is text after the closing ]")
@@ -183,15 +184,15 @@ def _broken_array(path: Path, line: int, reason: str) -> DataError:
     )
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
+def _parquet_records(path: Path) -> Iterator[tuple[int, Any]]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         number = 0
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=_PARQUET_BATCH_ROWS):
-            for row in batch.to_pylist():
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=_PARQUET_BATCH_RECORDS):
+            for record in batch.to_pylist():
                 number += 1
-                yield number, row
+                yield number, record
     except pyarrow.ArrowInvalid as error:
         raise DataError(f"is no parquet file: {error}", where=str(path), fix="write the file again") from error

@@ -1,4 +1,4 @@
-"""Rows -> conversations: Alpaca, ShareGPT and messages, checked so that nothing wrong is trained on in silence.
+"""Records -> conversations: Alpaca, ShareGPT and messages, checked so that nothing wrong is trained on in silence.
 
 The three forms are the field's own: Alpaca (instruction, input, output) from the Stanford Alpaca data, ShareGPT
 (conversations of from/value) from FastChat, messages (role/content) from the OpenAI chat format.
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.data.problems import RowProblem, nearest
+from finetune.data.problems import RecordProblem, nearest
 
 ALPACA, SHAREGPT, MESSAGES = "alpaca", "sharegpt", "messages"
 _KEY_OF_FORM = {MESSAGES: "messages", SHAREGPT: "conversations", ALPACA: "instruction"}
@@ -56,116 +56,116 @@ class Message:
 
 @dataclass(frozen=True)
 class Conversation:
-    """What one row says: turns in a legal order, ending with an answer; the level where the row has one."""
+    """What one record says: turns in a legal order, ending with an answer; the difficulty where the record has one."""
 
     messages: tuple[Message, ...]
-    level: str | None = None
+    difficulty: str | None = None
 
 
-def detect_format(row: Any) -> str:
-    """Which of the forms a row has, by its key.
+def detect_format(record: Any) -> str:
+    """Which of the forms a record has, by its key.
 
     Raises:
-        RowProblem: the row is not an object, or has none of the keys.
+        RecordProblem: the record is not an object, or has none of the keys.
     """
-    if not isinstance(row, Mapping):
-        raise RowProblem("wrong type", f"the row is {_kind(row)}, not an object")
+    if not isinstance(record, Mapping):
+        raise RecordProblem("wrong type", f"the row is {_kind(record)}, not an object")
     for form, key in _KEY_OF_FORM.items():
-        if row.get(key) is not None:
+        if record.get(key) is not None:
             return form
-    keys = ", ".join(sorted(map(str, row))[:8]) or "none"
-    raise RowProblem(
+    keys = ", ".join(sorted(map(str, record))[:8]) or "none"
+    raise RecordProblem(
         "unknown format", f"keys are {keys}; a row needs 'instruction' and 'output', 'conversations', or 'messages'"
     )
 
 
 def to_conversation(
-    row: Any, form: str, levels: Sequence[str] | None = None, difficulty_field: str = "difficulty"
+    record: Any, form: str, difficulties: Sequence[str] | None = None, difficulty_field: str = "difficulty"
 ) -> Conversation:
-    """Read one row of the given form.
+    """Read one record of the given form.
 
     Args:
-        row: the decoded row.
+        record: the decoded record.
         form: "alpaca", "sharegpt" or "messages" (see `detect_format`).
-        levels: the levels that are known; None: levels are not looked at.
-        difficulty_field: the key that holds the level.
+        difficulties: the difficulties that are known; None: difficulties are not looked at.
+        difficulty_field: the key that holds the difficulty.
 
     Raises:
-        RowProblem: anything that makes the row unfit for training, by kind.
+        RecordProblem: anything that makes the record unfit for training, by kind.
     """
-    if not isinstance(row, Mapping):
-        raise RowProblem("wrong type", f"the row is {_kind(row)}, not an object")
-    if row.get(_KEY_OF_FORM[form]) is None:
-        raise RowProblem("unknown format", f"no '{_KEY_OF_FORM[form]}', which the rows before it in this file have")
+    if not isinstance(record, Mapping):
+        raise RecordProblem("wrong type", f"the row is {_kind(record)}, not an object")
+    if record.get(_KEY_OF_FORM[form]) is None:
+        raise RecordProblem("unknown format", f"no '{_KEY_OF_FORM[form]}', which the rows before it in this file have")
     reader = {ALPACA: _alpaca, SHAREGPT: _turns, MESSAGES: _turns}[form]
-    messages = reader(row, _KEY_OF_FORM[form])
+    messages = reader(record, _KEY_OF_FORM[form])
     _check_order(messages)
     _check_contents(messages)
-    return Conversation(tuple(messages), _level(row, levels, difficulty_field))
+    return Conversation(tuple(messages), _difficulty(record, difficulties, difficulty_field))
 
 
-def _alpaca(row: Mapping[str, Any], key: str) -> list[Message]:
-    if row.get("output") is None:
-        raise RowProblem("no answer", "no 'output'")
-    parts = [_text(row, "instruction"), _text(row, "input")]
-    messages = _leading_system(row)
-    history = row.get("history")
+def _alpaca(record: Mapping[str, Any], key: str) -> list[Message]:
+    if record.get("output") is None:
+        raise RecordProblem("no answer", "no 'output'")
+    parts = [_text(record, "instruction"), _text(record, "input")]
+    messages = _leading_system(record)
+    history = record.get("history")
     if history is not None and not isinstance(history, (list, tuple)):
-        raise RowProblem("wrong type", f"'history' is {_kind(history)}, not a list of pairs")
+        raise RecordProblem("wrong type", f"'history' is {_kind(history)}, not a list of pairs")
     for pair in history or ():
         if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise RowProblem("wrong type", "'history' must be a list of [question, answer] pairs of texts")
+            raise RecordProblem("wrong type", "'history' must be a list of [question, answer] pairs of texts")
         messages += [Message("user", pair[0]), Message("assistant", pair[1])]
     messages.append(Message("user", "\n".join(part for part in parts if part)))
-    messages.append(Message("assistant", _text(row, "output")))
+    messages.append(Message("assistant", _text(record, "output")))
     return messages
 
 
-def _leading_system(row: Mapping[str, Any]) -> list[Message]:
+def _leading_system(record: Mapping[str, Any]) -> list[Message]:
     """The system message of a column: an empty one there means none. A system *turn* may be empty and stays."""
-    system = _text(row, "system")
+    system = _text(record, "system")
     return [Message("system", system)] if system else []
 
 
-def _turns(row: Mapping[str, Any], key: str) -> list[Message]:
-    turns = row[key]
+def _turns(record: Mapping[str, Any], key: str) -> list[Message]:
+    turns = record[key]
     if not isinstance(turns, (list, tuple)):
-        raise RowProblem("wrong type", f"'{key}' is {_kind(turns)}, not a list of turns")
+        raise RecordProblem("wrong type", f"'{key}' is {_kind(turns)}, not a list of turns")
     if not turns:
-        raise RowProblem("no answer", f"'{key}' is empty")
+        raise RecordProblem("no answer", f"'{key}' is empty")
     messages = [_turn(turn, f"{key}[{number}]") for number, turn in enumerate(turns)]
-    leading = _leading_system(row)
+    leading = _leading_system(record)
     if leading and messages[0].role == "system":
-        raise RowProblem("two system texts", f"a 'system' column and a system turn in '{key}'")
+        raise RecordProblem("two system texts", f"a 'system' column and a system turn in '{key}'")
     return leading + messages
 
 
 def _turn(turn: Any, where: str) -> Message:
     if not isinstance(turn, Mapping):
-        raise RowProblem("wrong type", f"{where} is {_kind(turn)}, not an object")
+        raise RecordProblem("wrong type", f"{where} is {_kind(turn)}, not an object")
     role_key, content_key = ("role", "content") if turn.get("role") is not None else ("from", "value")
     given = turn.get(role_key)
     if not isinstance(given, str):
-        raise RowProblem("wrong type", f"{where} has no role (a text under 'role' or 'from')")
+        raise RecordProblem("wrong type", f"{where} has no role (a text under 'role' or 'from')")
     role = _ROLES.get(given.lower())
     if role is None:
-        raise RowProblem("unknown role", f"{where} is by {given!r}{nearest(given, _ROLES)}")
+        raise RecordProblem("unknown role", f"{where} is by {given!r}{nearest(given, _ROLES)}")
     for unread, remedy in (
         ("tool_calls", "write the call into the content as the model's template expects it"),
         ("function_call", "write the call into the content as the model's template expects it"),
     ):
         if turn.get(unread):
-            raise RowProblem("unsupported key", f"{where} has '{unread}'; {remedy}")
+            raise RecordProblem("unsupported key", f"{where} has '{unread}'; {remedy}")
     content = turn.get(content_key)
     if isinstance(content, (list, tuple)):
         content = "".join(_part(part, where) for part in content)
     if content is None and role == "assistant":
-        raise RowProblem("no answer", f"{where} has no '{content_key}'")
+        raise RecordProblem("no answer", f"{where} has no '{content_key}'")
     if not isinstance(content, str):
-        raise RowProblem("wrong type", f"{where}: '{content_key}' is {_kind(content)}, not a text")
+        raise RecordProblem("wrong type", f"{where}: '{content_key}' is {_kind(content)}, not a text")
     weight = turn.get("weight")
     if weight not in (None, 0, 1):
-        raise RowProblem("wrong type", f"{where}: 'weight' must be 0 or 1")
+        raise RecordProblem("wrong type", f"{where}: 'weight' must be 0 or 1")
     reasoning = _text(turn, "reasoning_content") if role == "assistant" else ""
     return Message(role, content, trained=weight != 0, reasoning=reasoning)
 
@@ -174,57 +174,61 @@ def _part(part: Any, where: str) -> str:
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return part["text"]
     kind = part.get("type") if isinstance(part, Mapping) else _kind(part)
-    raise RowProblem("wrong type", f"{where}: a content part is {kind!r}, only parts of type 'text' are trained")
+    raise RecordProblem("wrong type", f"{where}: a content part is {kind!r}, only parts of type 'text' are trained")
 
 
-def _text(row: Mapping[str, Any], key: str) -> str:
-    value = row.get(key)
+def _text(record: Mapping[str, Any], key: str) -> str:
+    value = record.get(key)
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise RowProblem("wrong type", f"'{key}' is {_kind(value)}, not a text")
+        raise RecordProblem("wrong type", f"'{key}' is {_kind(value)}, not a text")
     return value
 
 
 def _check_order(messages: Sequence[Message]) -> None:
     """System first if at all, then question and answer in turn; tool results between answers; an answer last."""
     if not any(message.role == "assistant" for message in messages):
-        raise RowProblem("no answer", "no turn is by the assistant")
+        raise RecordProblem("no answer", "no turn is by the assistant")
     before = None
     for number, message in enumerate(messages):
         if message.role not in _MAY_FOLLOW[before]:
             place = f"after {before}" if before else "at the start"
-            raise RowProblem("roles out of order", f"turn {number + 1} is {message.role}, {place}")
+            raise RecordProblem("roles out of order", f"turn {number + 1} is {message.role}, {place}")
         before = message.role
     if before != "assistant":
-        raise RowProblem("no answer", f"the last turn is by the {before}, and nothing answers it")
+        raise RecordProblem("no answer", f"the last turn is by the {before}, and nothing answers it")
     if not any(message.role == "assistant" and message.trained for message in messages):
-        raise RowProblem("no answer", "every answer has weight 0")
+        raise RecordProblem("no answer", "every answer has weight 0")
 
 
 def _check_contents(messages: Sequence[Message]) -> None:
     for number, message in enumerate(messages):
         if message.role in ("user", "assistant") and not message.content.strip():
-            raise RowProblem("empty answer" if message.role == "assistant" else "empty question", f"turn {number + 1}")
+            raise RecordProblem(
+                "empty answer" if message.role == "assistant" else "empty question", f"turn {number + 1}"
+            )
         text = message.reasoning + message.content
         if not text.isascii():
             try:
                 text.encode("utf-8")
             except UnicodeEncodeError:
-                raise RowProblem("not UTF-8", f"turn {number + 1} holds half of a surrogate pair") from None
+                raise RecordProblem("not UTF-8", f"turn {number + 1} holds half of a surrogate pair") from None
 
 
-def _level(row: Mapping[str, Any], levels: Sequence[str] | None, difficulty_field: str) -> str | None:
-    value = row.get(difficulty_field)
-    if levels is None or value is None or value == "":
+def _difficulty(record: Mapping[str, Any], difficulties: Sequence[str] | None, difficulty_field: str) -> str | None:
+    value = record.get(difficulty_field)
+    if difficulties is None or value is None or value == "":
         return None
     if not isinstance(value, (str, int)) or isinstance(value, bool):
-        raise RowProblem("wrong type", f"'{difficulty_field}' is {_kind(value)}, not a level's name")
-    level = str(value).strip()
-    if level not in levels:
-        known = ", ".join(levels)
-        raise RowProblem("unknown level", f"{level[:60]!r}, the levels are {known}{nearest(level, levels)}")
-    return level
+        raise RecordProblem("wrong type", f"'{difficulty_field}' is {_kind(value)}, not a level's name")
+    difficulty = str(value).strip()
+    if difficulty not in difficulties:
+        known = ", ".join(difficulties)
+        raise RecordProblem(
+            "unknown level", f"{difficulty[:60]!r}, the levels are {known}{nearest(difficulty, difficulties)}"
+        )
+    return difficulty
 
 
 def _kind(value: Any) -> str:

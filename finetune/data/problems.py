@@ -1,4 +1,4 @@
-"""What is wrong with a row, and the list of such rows that a person can mend from."""
+"""What is wrong with a record, and the list of such records that a person can mend from."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterable
 
 from finetune.errors import DataError
 
-LISTED_ROWS = 10  # bad rows that an error names; the rest are counted
+LISTED_RECORDS = 10  # bad records that an error names; the rest are counted
 
 
-class RowProblem(Exception):
-    """One row cannot be used.
+class RecordProblem(Exception):
+    """One record cannot be used.
 
     Args:
-        kind: a few words that are the same for all rows with this problem; reports count by it.
-        detail: what is special about this row; names keys, types and roles, never the row's text.
+        kind: a few words that are the same for all records with this problem; reports count by it.
+        detail: what is special about this record; names keys, types and roles, never the record's text.
     """
 
     def __init__(self, kind: str, detail: str = "") -> None:
@@ -28,22 +28,22 @@ class RowProblem(Exception):
 
 
 class ProblemLog:
-    """The bad rows of one reading: the first ten as file:line with the reason, all of them counted by reason."""
+    """The bad records of one reading: the first ten as file:line with the reason, all of them counted by reason."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.first: list[tuple[tuple[int, int], str]] = []
 
-    def add(self, place: tuple[int, int], location: str, problem: RowProblem) -> None:
+    def add(self, place: tuple[int, int], location: str, problem: RecordProblem) -> None:
         """Note a problem; `place` is (file number, line) and orders the list, `location` is file:line for people."""
         self.counts[problem.kind] += 1
         self.first.append((place, f"{location}: {problem}"))
-        if len(self.first) > 4 * LISTED_ROWS:
+        if len(self.first) > 4 * LISTED_RECORDS:
             self._shorten()
 
     @property
     def total(self) -> int:
-        """How many bad rows there are."""
+        """How many bad records there are."""
         return sum(self.counts.values())
 
     @property
@@ -57,8 +57,8 @@ class ProblemLog:
         self.counts.update(other.counts)
         self.first += other.first
 
-    def refuse(self, rows_read: int) -> None:
-        """Raise if there is any bad row.
+    def refuse(self, records_read: int) -> None:
+        """Raise if there is any bad record.
 
         Raises:
             DataError: with the first ten as file:line and the total.
@@ -69,12 +69,12 @@ class ProblemLog:
         listed = "\n".join(f"    {line}" for line in self.lines)
         rest = f"\n    ... and {more} more" if more else ""
         raise DataError(
-            f"{self.total} of {rows_read} rows cannot be trained on ({_by_kind(self.counts)}):\n{listed}{rest}",
+            f"{self.total} of {records_read} rows cannot be trained on ({_by_kind(self.counts)}):\n{listed}{rest}",
             fix="correct these rows, or pass --on-bad-row drop to train without them (they are counted)",
         )
 
     def _shorten(self) -> None:
-        self.first = sorted(self.first)[:LISTED_ROWS]
+        self.first = sorted(self.first)[:LISTED_RECORDS]
 
 
 def _by_kind(counts: Counter[str]) -> str:

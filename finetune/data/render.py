@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.data.encode import Encoded, Encoder, trained_tokens
 from finetune.data.formats import Conversation, Message
-from finetune.data.problems import RowProblem
+from finetune.data.problems import RecordProblem
 from finetune.data.spans import ChatTemplate, Rendering, content_span, find_turns
 from finetune.data.truncate import fit
 from finetune.errors import DataError
@@ -63,12 +63,13 @@ class Renderer:
         """The samples of one conversation: one, or one per answer where the template asks for it (see spans.py).
 
         Raises:
-            RowProblem: the template refuses the row or rewrites its answer; nothing or everything would be trained.
+            RecordProblem: the template refuses the record or rewrites its answer; nothing or everything would be
+                trained.
         """
         return [self._sample(rendering) for rendering in find_turns(self.template, conversation.messages)]
 
     def has_control_tokens(self, conversation: Conversation) -> bool:
-        """Whether a text of the row spells a special token, which the tokenizer will read as one."""
+        """Whether a text of the record spells a special token, which the tokenizer will read as one."""
         return any(self.template.has_special(message.content) for message in conversation.messages)
 
     def _sample(self, rendering: Rendering) -> Rendered:
@@ -79,9 +80,9 @@ class Renderer:
             supervised[answer] = True
         supervised[:1] = False  # nothing comes before position 0 to predict it from
         if not all(map(len, answers)) or not supervised.any():
-            raise RowProblem("nothing to train", "an answer has no token of its own under this tokenizer")
+            raise RecordProblem("nothing to train", "an answer has no token of its own under this tokenizer")
         if supervised[1:].all():
-            raise RowProblem("everything would be trained", "the chat template writes no prompt before the answer")
+            raise RecordProblem("everything would be trained", "the chat template writes no prompt before the answer")
         kept = fit(encoded, self._prompt_contents(rendering, encoded, supervised), answers, self.cutoff_len)
         whole = rendering.turns[: len(rendering.turns) - kept.dropped_turns - kept.cut_answer]
         return Rendered(
@@ -111,7 +112,7 @@ class Renderer:
     def _check_cutoff(self, where: str) -> None:
         try:
             rendering = find_turns(self.template, _PROBE)[0]
-        except RowProblem as problem:
+        except RecordProblem as problem:
             raise DataError(
                 f"the chat template cannot write a question and its answer: {problem}",
                 where=where,

@@ -1,4 +1,4 @@
-"""What became of the rows: the numbers of the start-up table, and the warnings that they call for."""
+"""What became of the records: the numbers of the start-up table, and the warnings that they call for."""
 
 from __future__ import annotations
 
@@ -12,43 +12,45 @@ if TYPE_CHECKING:
 
 @dataclass
 class DataReport:
-    """Counts over one set of data files. Rows are input rows; samples are what is trained on (mostly one per row).
+    """Counts over one set of data files. Records are input records; samples are what is trained on (mostly one per
+    record).
 
     Attributes:
-        rows_read: rows in the files.
-        rows_kept: rows with at least one sample.
-        samples: samples; more than `rows_kept` where a template asks for one per answer.
+        records_read: records in the files.
+        records_kept: records with at least one sample.
+        samples: samples; more than `records_kept` where a template asks for one per answer.
         tokens: tokens of all samples.
         supervised_tokens: targets among them.
         longest_tokens: tokens of the longest sample.
-        trimmed_rows: samples whose prompt lost its middle to the cutoff.
+        trimmed_records: samples whose prompt lost its middle to the cutoff.
         trimmed_tokens: tokens lost so.
         cut_answers: samples whose answer was too long and lost its end.
         dropped_turns: answers left out from the ends of long conversations.
-        dropped: rows not kept, by reason.
-        rows_per_level: kept rows per level, in the order of the levels; empty where levels are not looked at.
-        level_field_found: whether any row has a level.
+        dropped: records not kept, by reason.
+        records_per_difficulty: kept records per difficulty, in the order of the difficulties; empty where
+            difficulties are not looked at.
+        difficulty_field_found: whether any record has a difficulty.
         unended_samples: samples in which no whole answer ends with a special token.
         off_prompt_samples: samples with an answer that does not follow the template's own generation prompt.
-        control_token_rows: rows whose text spells a special token of the tokenizer.
+        control_token_records: records whose text spells a special token of the tokenizer.
     """
 
-    rows_read: int = 0
-    rows_kept: int = 0
+    records_read: int = 0
+    records_kept: int = 0
     samples: int = 0
     tokens: int = 0
     supervised_tokens: int = 0
     longest_tokens: int = 0
-    trimmed_rows: int = 0
+    trimmed_records: int = 0
     trimmed_tokens: int = 0
     cut_answers: int = 0
     dropped_turns: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
-    rows_per_level: dict[str, int] = field(default_factory=dict)
-    level_field_found: bool = False
+    records_per_difficulty: dict[str, int] = field(default_factory=dict)
+    difficulty_field_found: bool = False
     unended_samples: int = 0
     off_prompt_samples: int = 0
-    control_token_rows: int = 0
+    control_token_records: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -74,9 +76,9 @@ class DataReport:
                 "template's generation prompt (it opens a think block that the rows do not have, for instance), so "
                 "inference will start differently; give the rows reasoning, or pass a --template whose prompt fits"
             )
-        if self.control_token_rows:
+        if self.control_token_records:
             said.append(
-                f"{self.control_token_rows} of {self.rows_read} rows spell special tokens of the tokenizer in their "
+                f"{self.control_token_records} of {self.records_read} rows spell special tokens of the tokenizer in their "
                 "text, which are read as such; remove them unless they are meant"
             )
         if self.cut_answers:
@@ -87,13 +89,13 @@ class DataReport:
         return said
 
     def lines(self) -> list[tuple[str, str]]:
-        """The table's rows as (name, value) texts; what is zero is left out where it is only bad news."""
+        """The table's records as (name, value) texts; what is zero is left out where it is only bad news."""
         share = self.supervised_tokens / self.tokens if self.tokens else 0.0
-        lines = [("rows read", f"{self.rows_read:,}"), ("rows kept", f"{self.rows_kept:,}")]
-        if self.samples != self.rows_kept:
+        lines = [("rows read", f"{self.records_read:,}"), ("rows kept", f"{self.records_kept:,}")]
+        if self.samples != self.records_kept:
             lines.append(("samples", f"{self.samples:,} (one per answer where the template asks for it)"))
-        if self.trimmed_rows:
-            lines.append(("prompts trimmed", f"{self.trimmed_rows:,} ({self.trimmed_tokens:,} tokens)"))
+        if self.trimmed_records:
+            lines.append(("prompts trimmed", f"{self.trimmed_records:,} ({self.trimmed_tokens:,} tokens)"))
         if self.dropped_turns:
             lines.append(("turns dropped", f"{self.dropped_turns:,} (ends of long conversations)"))
         if self.cut_answers:
@@ -101,8 +103,11 @@ class DataReport:
         lines += [(f"dropped: {reason}", f"{count:,}") for reason, count in self.dropped.items()]
         lines.append(("tokens", f"{self.tokens:,} (longest sample {self.longest_tokens:,})"))
         lines.append(("supervised tokens", f"{self.supervised_tokens:,} ({share:.1%})"))
-        kept = max(self.rows_kept, 1)
-        lines += [(f"level {name}", f"{rows:,} ({rows / kept:.1%})") for name, rows in self.rows_per_level.items()]
+        kept = max(self.records_kept, 1)
+        lines += [
+            (f"level {name}", f"{records:,} ({records / kept:.1%})")
+            for name, records in self.records_per_difficulty.items()
+        ]
         return lines
 
     def table(self, title: str = "data") -> Table:

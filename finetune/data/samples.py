@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 # Tokens of all samples lie one after the other in `tokens` and `supervised`; sample i is offsets[i] to offsets[i + 1].
-# `places` is (N, 2): file number and line of each sample's row. For the others see `Samples`.
+# `places` is (N, 2): file number and line of each sample's record. For the others see `Samples`.
 ARRAYS = {
     "tokens": np.int32,
     "supervised": np.bool_,
@@ -35,11 +35,11 @@ class Samples:
     Attributes:
         lengths: int32 (N,), tokens of each sample.
         supervised_counts: int32 (N,), targets of each sample (position 0 is never one).
-        levels: int16 (N,), index into `level_names`; -1 where the row has none.
-        row_ids: int64 (N,), the input row it came from, counted from 0 through the files in order.
-        level_names: the levels given to `prepare_samples`; empty if none were.
+        difficulties: int16 (N,), index into `difficulty_names`; -1 where the record has none.
+        record_ids: int64 (N,), the input record it came from, counted from 0 through the files in order.
+        difficulty_names: the difficulties given to `prepare_samples`; empty if none were.
         fingerprint: hash of the samples themselves: equal for equal data, wherever it lies.
-        report: what became of the rows.
+        report: what became of the records.
     """
 
     def __init__(self, folder: Path, sources: tuple[Path, ...]) -> None:
@@ -50,14 +50,14 @@ class Samples:
         self._places = arrays["places"]
         self.lengths: np.ndarray = np.diff(self._offsets).astype(np.int32)
         self.supervised_counts: np.ndarray = np.array(arrays["supervised_counts"])
-        self.levels: np.ndarray = np.array(arrays["levels"])
-        self.row_ids: np.ndarray = np.array(arrays["row_ids"])
-        self.level_names: tuple[str, ...] = tuple(meta["level_names"])
+        self.difficulties: np.ndarray = np.array(arrays["levels"])
+        self.record_ids: np.ndarray = np.array(arrays["row_ids"])
+        self.difficulty_names: tuple[str, ...] = tuple(meta["level_names"])
         self.fingerprint: str = meta["fingerprint"]
         self.report = DataReport.from_dict(meta["report"])
 
     def __len__(self) -> int:
-        return len(self.levels)
+        return len(self.difficulties)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """`(input_ids int32 (T,), supervised bool (T,))` of one sample; both are read-only views."""
@@ -68,7 +68,7 @@ class Samples:
         return self._tokens[tokens], self._supervised[tokens]
 
     def location(self, index: int) -> str:
-        """`file:line` of the row that sample `index` came from."""
+        """`file:line` of the record that sample `index` came from."""
         file, line = self._places[index]
         return f"{self._sources[file]}:{line}"
 
@@ -81,11 +81,11 @@ def write_arrays(rendered: Dataset, columns: Mapping[str, np.ndarray], kept: np.
 
     Args:
         rendered: has the columns input_ids and supervised, a list per sample.
-        columns: row, file, line, level, length and targets of each sample, (N,).
+        columns: record, file, line, difficulty, length and targets of each sample, (N,).
         kept: bool (N,).
 
     Returns:
-        a hash of tokens, masks, levels and row ids; not of where rows lie in which file.
+        a hash of tokens, masks, difficulties and record ids; not of where records lie in which file.
     """
     lengths = columns["length"][kept].astype(np.int64)
     arrays: dict[str, np.ndarray] = {

@@ -10,7 +10,7 @@ think block in the last turn), that is trained too: the same template's prompt, 
    rendering, they show where the answer is (Qwen3: earlier answers of a conversation, whose think block is left out).
 3. Else each answer becomes a sample of its own that ends with it (Qwen3: an answer with reasoning, which the template
    keeps in the last turn only), found there by 1 or 2.
-4. Else the row is a problem, and is reported.
+4. Else the record is a problem, and is reported.
 
 The newline that many templates write after the end-of-turn token is not trained: generation has stopped before it.
 """
@@ -27,7 +27,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.formats import Message
-from finetune.data.problems import RowProblem
+from finetune.data.problems import RecordProblem
 
 # Templates that print today's date would give other tokens tomorrow, and two nodes could disagree at midnight. Theirs
 # is this date instead (the one that Llama 3.1's own template falls back to).
@@ -83,7 +83,7 @@ class ChatTemplate:
         """The text of these messages.
 
         Raises:
-            RowProblem: the template refuses them or fails on them.
+            RecordProblem: the template refuses them or fails on them.
         """
         turns = [_as_dict(message) for message in messages]
         try:
@@ -92,7 +92,7 @@ class ChatTemplate:
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise RowProblem("refused by the chat template", reason[:200]) from error
+            raise RecordProblem("refused by the chat template", reason[:200]) from error
 
     def has_special(self, text: str) -> bool:
         """Whether the text spells one of the tokenizer's special tokens."""
@@ -122,7 +122,7 @@ def find_turns(template: ChatTemplate, messages: Sequence[Message]) -> list[Rend
     """Render a conversation and find its trained turns; one rendering, or one per answer (see the module's text).
 
     Raises:
-        RowProblem: the template refuses the row, or writes its answers so that they cannot be found for certain.
+        RecordProblem: the template refuses the record, or writes its answers so that they cannot be found for certain.
     """
     messages = tuple(messages)
     answers = [number for number, message in enumerate(messages) if message.role == "assistant" and message.trained]
@@ -138,7 +138,7 @@ def _alone(template: ChatTemplate, messages: tuple[Message, ...]) -> Rendering:
     text = template.render(messages)
     turn = _find(template, text, messages, len(messages) - 1)
     if turn is None:
-        raise RowProblem(
+        raise RecordProblem(
             "answer not found in the chat template's text",
             f"the template rewrites or leaves out part of the answer in turn {len(messages)} "
             "(reasoning between <think> and </think>, for instance); use --template with one that keeps it",
@@ -158,7 +158,7 @@ def _find(template: ChatTemplate, text: str, messages: tuple[Message, ...], answ
 def _by_prefix(
     template: ChatTemplate, text: str, prompt: str, alone: str, messages: tuple[Message, ...], answer: int
 ) -> Turn | None:
-    """Step 1. The comparison is of text, for this row, and the answer must come out whole (white space may differ)."""
+    """Step 1. The comparison is of text, for this record, and the answer must come out whole (white space may differ)."""
     if not (alone.startswith(prompt) and text.startswith(prompt)):
         return None
     written = alone[len(prompt) :]
@@ -182,7 +182,7 @@ def _holds(text: str, message: Message) -> bool:
 
 
 def _continues(prompt: str, written: str, content: str) -> bool:
-    """Whether the content begins at the prompt's end: Qwen3.5's prompt ends with the <think> that a row begins with."""
+    """Whether the content begins at the prompt's end: Qwen3.5's prompt ends with the <think> that a record begins with."""
     prompt, written, content = _squeezed(prompt), _squeezed(written), _squeezed(content)
     return any(
         prompt.endswith(content[:length]) and written.startswith(content[length:])
@@ -196,7 +196,7 @@ def _check_reasoning(template: ChatTemplate, alone: str, messages: tuple[Message
     if messages[answer].reasoning:
         without = (*messages[:answer], dataclasses.replace(messages[answer], reasoning=""))
         if template.render(without) == alone:
-            raise RowProblem(
+            raise RecordProblem(
                 "reasoning left out by the chat template",
                 f"it does not read the 'reasoning_content' of turn {answer + 1}; "
                 "write it into the content, or use --template with one that reads it",
@@ -205,7 +205,7 @@ def _check_reasoning(template: ChatTemplate, alone: str, messages: tuple[Message
         return
     shown = alone.count("<think>") - template.render(messages[:answer]).count("<think>")
     if shown > content.count("<think>"):
-        raise RowProblem(
+        raise RecordProblem(
             "two think blocks",
             f"the chat template writes its own before the one in turn {answer + 1}; "
             "give the reasoning as 'reasoning_content' beside 'content' (messages form)",
@@ -250,7 +250,7 @@ def content_span(template: ChatTemplate, text: str, messages: Sequence[Message],
         turns[number] = dataclasses.replace(messages[number], content=marked)
         try:
             shown = template.render(turns)
-        except RowProblem:  # a template that looks into the content, and not at this one with marks
+        except RecordProblem:  # a template that looks into the content, and not at this one with marks
             continue
         if shown.count(opening) == 1 and shown.count(closing) == 1:
             start, end = shown.index(opening), shown.index(closing) - 1

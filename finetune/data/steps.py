@@ -1,4 +1,4 @@
-"""One item = one optimizer step: the rows of this rank, and what every rank knows about the whole global batch."""
+"""One item = one optimizer step: the microbatches of this rank, and what every rank knows about the whole global batch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from finetune.batching.execution_plan import ExecutionPlan, plan_rows
-from finetune.data.collate import Row, collate
+from finetune.batching.microbatch_schedule import MicrobatchSchedule, schedule_microbatches
+from finetune.data.collate import Microbatch, collate
 
 
 class SampleSource(Protocol):
@@ -18,7 +18,7 @@ class SampleSource(Protocol):
 
     lengths: np.ndarray  # int (N,): tokens of each sample that the model computes
     supervised_counts: np.ndarray  # int (N,): targets of each sample
-    row_ids: np.ndarray  # int (N,): the input row each sample came from
+    record_ids: np.ndarray  # int (N,): the input microbatch each sample came from
 
     def __len__(self) -> int: ...
 
@@ -54,29 +54,35 @@ class Execution:
     """How global batches are executed here: none of it changes what is trained.
 
     Attributes:
-        token_budget: most tokens of a packed row; None where rows are padded.
-        samples_per_row: samples of a padded row; None where rows are packed.
+        token_budget: most tokens of a packed microbatch; None where microbatches are padded.
+        samples_per_microbatch: samples of a padded microbatch; None where microbatches are packed.
     """
 
     rank: int
     world_size: int
     token_budget: int | None
-    samples_per_row: int | None
+    samples_per_microbatch: int | None
 
-    def plan(self, lengths: np.ndarray) -> ExecutionPlan:
-        return plan_rows(lengths, self.world_size, token_budget=self.token_budget, samples_per_row=self.samples_per_row)
+    def plan(self, lengths: np.ndarray) -> MicrobatchSchedule:
+        return schedule_microbatches(
+            lengths, self.world_size, token_budget=self.token_budget, samples_per_microbatch=self.samples_per_microbatch
+        )
 
     def smaller(self, longest_sample_tokens: int) -> Execution | None:
-        """Half the budget (more rows, the same global batch); None at the floor, where a row holds one sample."""
-        if self.samples_per_row is not None:
-            return replace(self, samples_per_row=self.samples_per_row // 2) if self.samples_per_row > 1 else None
+        """Half the budget (more microbatches, the same global batch); None at the floor, where a microbatch holds one sample."""
+        if self.samples_per_microbatch is not None:
+            return (
+                replace(self, samples_per_microbatch=self.samples_per_microbatch // 2)
+                if self.samples_per_microbatch > 1
+                else None
+            )
         budget = max(self.token_budget // 2, longest_sample_tokens)
         return replace(self, token_budget=budget) if budget < self.token_budget else None
 
     def describe(self) -> str:
         if self.token_budget is not None:
             return f"rows of at most {self.token_budget} tokens"
-        return f"padded rows of {self.samples_per_row} samples"
+        return f"padded rows of {self.samples_per_microbatch} samples"
 
 
 @dataclass(frozen=True)
@@ -86,28 +92,28 @@ class StepBatch:
     Attributes:
         step: 0-based.
         indices: int64 `(global batch,)`: the samples of the whole global batch, the same on every rank.
-        execution: how the rows were cut.
-        rows: this rank's rows; every rank has as many.
+        execution: how the microbatches were cut.
+        microbatches: this rank's microbatches; every rank has as many.
         tokens: tokens of the global batch, padding not counted.
         supervised_tokens: targets of the global batch: the denominator of the loss.
-        level_tokens: int64 `(levels,)`: targets of the global batch per level.
+        difficulty_tokens: int64 `(difficulties,)`: targets of the global batch per difficulty.
     """
 
     step: int
     indices: np.ndarray
     execution: Execution
-    rows: list[Row]
+    microbatches: list[Microbatch]
     tokens: int
     supervised_tokens: int
-    level_tokens: np.ndarray
+    difficulty_tokens: np.ndarray
 
 
-class StepRows(torch.utils.data.Dataset):
+class StepBatches(torch.utils.data.Dataset):
     """Map-style: step (0-based) -> `StepBatch` for this rank. Every rank computes the same plan without talking.
 
     Args:
-        level_ids: int `(N,)`: level of each sample in the schedule, -1 for none.
-        levels: how many levels the schedule has.
+        difficulty_ids: int `(N,)`: difficulty of each sample in the schedule, -1 for none.
+        difficulties: how many difficulties the schedule has.
     """
 
     def __init__(
@@ -116,12 +122,12 @@ class StepRows(torch.utils.data.Dataset):
         batches: BatchSource,
         execution: Execution,
         *,
-        level_ids: np.ndarray,
-        levels: int,
+        difficulty_ids: np.ndarray,
+        difficulties: int,
         pad_token_id: int,
     ) -> None:
         self.samples, self.batches, self.execution = samples, batches, execution
-        self.level_ids, self.levels, self.pad_token_id = level_ids, levels, pad_token_id
+        self.difficulty_ids, self.difficulties, self.pad_token_id = difficulty_ids, difficulties, pad_token_id
 
     def __len__(self) -> int:
         return self.batches.total_steps
@@ -129,24 +135,26 @@ class StepRows(torch.utils.data.Dataset):
     def __getitem__(self, step: int) -> StepBatch:
         indices = self.batches.indices(step)
         supervised = self.samples.supervised_counts[indices]
-        level_ids = self.level_ids[indices]
-        level_tokens = np.bincount(level_ids[level_ids >= 0], supervised[level_ids >= 0], minlength=self.levels)
+        difficulty_ids = self.difficulty_ids[indices]
+        difficulty_tokens = np.bincount(
+            difficulty_ids[difficulty_ids >= 0], supervised[difficulty_ids >= 0], minlength=self.difficulties
+        )
         return StepBatch(
             step=step,
             indices=indices,
             execution=self.execution,
-            rows=list(self.rows(indices, self.execution)),
+            microbatches=list(self.microbatches(indices, self.execution)),
             tokens=int(self.samples.lengths[indices].sum()),
             supervised_tokens=int(supervised.sum()),
-            level_tokens=level_tokens.astype(np.int64),
+            difficulty_tokens=difficulty_tokens.astype(np.int64),
         )
 
-    def rows(self, indices: np.ndarray, execution: Execution) -> Iterator[Row]:
-        """This rank's rows of the global batch `indices` under an execution (another budget after out-of-memory)."""
+    def microbatches(self, indices: np.ndarray, execution: Execution) -> Iterator[Microbatch]:
+        """This rank's microbatches of the global batch `indices` under an execution (another budget after out-of-memory)."""
         plan = execution.plan(self.samples.lengths[indices])
-        for positions in plan.rows[execution.rank]:
-            yield self.row(indices[positions], packing=execution.token_budget is not None)
+        for positions in plan.microbatches[execution.rank]:
+            yield self.microbatch(indices[positions], packing=execution.token_budget is not None)
 
-    def row(self, indices: np.ndarray, *, packing: bool) -> Row:
-        members = [(*self.samples[int(index)], int(self.level_ids[index])) for index in indices]
+    def microbatch(self, indices: np.ndarray, *, packing: bool) -> Microbatch:
+        members = [(*self.samples[int(index)], int(self.difficulty_ids[index])) for index in indices]
         return collate(members, packing=packing, pad_token_id=self.pad_token_id)

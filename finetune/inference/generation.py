@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.data.formats import Message
-from finetune.data.problems import RowProblem
+from finetune.data.problems import RecordProblem
 from finetune.data.spans import ChatTemplate
 from finetune.errors import DataError, FinetuneError
 from finetune.inference.answer_text import AnswerText
@@ -198,7 +198,7 @@ class Generator:
             raise DataError("there is no message", "messages", "send at least one message with role and content")
         try:
             return self._template.render(turns, generation_prompt=True)
-        except RowProblem as problem:
+        except RecordProblem as problem:
             raise DataError(
                 f"the model's chat template does not take these messages: {problem}",
                 "messages",

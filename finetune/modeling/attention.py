@@ -1,7 +1,7 @@
 """Attention that never looks across documents, per device.
 
-A packed row holds several documents one after another, `(1, row_tokens)`; a padded row holds one document per line,
-`(samples, longest)`, padded on the right. In both, a token may see only earlier tokens of its own document.
+A packed row holds several documents one after another, `(1, microbatch_tokens)`; a padded row holds one document per
+line, `(samples, longest)`, padded on the right. In both, a token may see only earlier tokens of its own document.
 
 | device             | packed rows                                              | padded rows                        |
 |--------------------|----------------------------------------------------------|------------------------------------|

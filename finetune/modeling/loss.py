@@ -17,9 +17,9 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
-from finetune.data.collate import Row
+from finetune.data.collate import Microbatch
 
-# One chunk of logits holds about this many numbers (float32: 128 MiB). Rows with fewer are not chunked.
+# One chunk of logits holds about this many numbers (float32: 128 MiB). Microbatches with fewer are not chunked.
 LOGITS_PER_CHUNK = 32 * 2**20
 
 
@@ -37,7 +37,8 @@ class ChunkedHead:
         head: the output embedding (`model.get_output_embeddings()`), a linear layer without bias; its forward is
             replaced on the instance, its parameters and hooks are untouched.
         logits_per_chunk: numbers in one chunk of logits.
-        compiled: the model is compiled: it returns losses of rows of every size, in one piece that the compiler fuses.
+        compiled: the model is compiled: it returns losses of microbatches of every size, in one piece that the
+            compiler fuses.
         softcapped: configuration of a model whose forward squashes logits by its `final_logit_softcapping`. It is
             None while the head returns losses, and the head squashes in its place, in float32.
     """
@@ -61,7 +62,7 @@ class ChunkedHead:
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.targets is None:
             return self._plain_forward(hidden)
-        hidden = hidden.flatten(0, -2)  # rows of windows come whole, (S, T, width)
+        hidden = hidden.flatten(0, -2)  # microbatches of windows come whole, (S, T, width)
         if self.compiled:
             return self._chunk(hidden, self.targets)
         chunks = zip(hidden.split(self.tokens_per_chunk), self.targets.split(self.tokens_per_chunk), strict=True)
@@ -105,10 +106,12 @@ def make_chunked_head(model: torch.nn.Module, *, compiled: bool = False) -> Chun
     return ChunkedHead(head, compiled=compiled)
 
 
-def row_losses(model: torch.nn.Module, row: Row, device: torch.device, head: ChunkedHead | None = None) -> torch.Tensor:
-    """Loss of each target of one row: float32 `(n,)`; empty, but part of the graph, for a row without targets."""
-    inputs = row.model_inputs(device)
-    targets = row.targets.to(device, non_blocking=True)
+def microbatch_losses(
+    model: torch.nn.Module, microbatch: Microbatch, device: torch.device, head: ChunkedHead | None = None
+) -> torch.Tensor:
+    """Loss of each target of one microbatch: float32 `(n,)`; empty, but part of the graph, for a microbatch without targets."""
+    inputs = microbatch.model_inputs(device)
+    targets = microbatch.targets.to(device, non_blocking=True)
     if head is not None and head.scores(len(targets)):
         with head.scoring(targets):
             return model(**inputs).logits

@@ -48,14 +48,14 @@ def advise(
             f"只有 {work.trained / 1e6:,.1f} M 个参数有梯度和优化器状态",
         }
     if not fits and not choices:
-        yield from _smaller_rows(work, largest)
+        yield from _smaller_microbatches(work, largest)
     if largest is not None:  # no more than all samples of a step
-        largest = min(largest, work.rows * work.row_tokens // work.longest)
-    if fits and largest is not None and work.rows > 1 and largest * work.longest > work.row_tokens:
+        largest = min(largest, work.rows * work.microbatch_tokens // work.longest)
+    if fits and largest is not None and work.rows > 1 and largest * work.longest > work.microbatch_tokens:
         yield {
-            "en": f"rows may be larger: {largest * work.longest:,} tokens fit instead of {work.row_tokens:,}, so that "
+            "en": f"rows may be larger: {largest * work.longest:,} tokens fit instead of {work.microbatch_tokens:,}, so that "
             f"a step has fewer of its {work.rows} rows; the training stays the same",
-            "zh": f"每行可以更大：放得下 {largest * work.longest:,} 个 token（现为 {work.row_tokens:,}），"
+            "zh": f"每行可以更大：放得下 {largest * work.longest:,} 个 token（现为 {work.microbatch_tokens:,}），"
             f"每步的 {work.rows} 行可以减少；训练结果不变",
         }
 
@@ -111,9 +111,9 @@ def _shares(choice: Choice, cluster: Cluster) -> tuple[float, float]:
     return (choice.device_bytes / device if device else 0.0, choice.node_bytes / host if host else 0.0)
 
 
-def _smaller_rows(work: Workload, largest: int | None) -> Iterator[Text]:
+def _smaller_microbatches(work: Workload, largest: int | None) -> Iterator[Text]:
     if largest:
-        windows = work.rows * work.row_tokens // work.longest
+        windows = work.rows * work.microbatch_tokens // work.longest
         largest = next(size for size in range(min(largest, windows), 0, -1) if windows % size == 0)
         yield {
             "en": f"--device-batch-size {largest} fits; accumulation makes up for it and the training stays the same",

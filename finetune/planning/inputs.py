@@ -154,7 +154,7 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
         adapter=adapter,
         processes=cluster.devices,
         local_processes=cluster.devices_per_node,
-        row_tokens=tokens,
+        microbatch_tokens=tokens,
         targets=tokens,
         longest=config.cutoff_len,
         rows=max(1, ceil(config.global_batch_size / (config.micro_batch_size * cluster.devices))),
@@ -184,7 +184,7 @@ def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Clu
         trained=shape.total,
         processes=cluster.devices,
         local_processes=cluster.devices_per_node,
-        row_tokens=tokens,
+        microbatch_tokens=tokens,
         targets=tokens,
         longest=config.max_seq_len,
         rows=config.gradient_accumulation_steps or 1,
@@ -245,7 +245,7 @@ def with_micro_batch(work: Workload, config: BaseConfig, micro_batch: int) -> Wo
     tokens = micro_batch * work.longest
     samples = config.tokens_per_step // work.longest
     rows = max(1, ceil(samples / (micro_batch * work.processes)))
-    return replace(work, row_tokens=tokens, targets=tokens, rows=rows)
+    return replace(work, microbatch_tokens=tokens, targets=tokens, rows=rows)
 
 
 def _size(path: str) -> int:

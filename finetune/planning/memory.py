@@ -76,15 +76,15 @@ def _row(work: Workload) -> list[Term]:
     return [
         Term(
             "activations",
-            activation_bytes(shape, how, work.row_tokens),
+            activation_bytes(shape, how, work.microbatch_tokens),
             "device",
-            f"{checkpointed} kept tensors x {work.row_tokens:,} tokens",
+            f"{checkpointed} kept tensors x {work.microbatch_tokens:,} tokens",
             "ours: planning/activations.py (transformers' code, tensor by tensor)",
             ("rows",),
         ),
         Term(
             "activations",
-            working_bytes(shape, how, work.row_tokens, work.longest),
+            working_bytes(shape, how, work.microbatch_tokens, work.longest),
             "device",
             "gradients within a block",
             "ours: planning/activations.py",

@@ -57,7 +57,7 @@ class Workload:
     Attributes:
         trained: trained parameters; `adapter` of them are LoRA's, which come on top of the model's own.
         processes: of the whole run. local_processes: on one node.
-        row_tokens: most tokens of a row; targets: of them, supervised; longest: of the longest document.
+        microbatch_tokens: most tokens of a row; targets: of them, supervised; longest: of the longest document.
         rows: rows of a device in one optimizer step.
         muon: the blocks' matrices are trained by Muon, which has one moment.
         fused: the optimizer's kernel needs no temporaries.
@@ -73,7 +73,7 @@ class Workload:
     adapter: int = 0
     processes: int = 1
     local_processes: int = 1
-    row_tokens: int = 2048
+    microbatch_tokens: int = 2048
     targets: int = 2048
     longest: int = 2048
     rows: int = 1

@@ -102,7 +102,7 @@ class Plan:
                 for term in self.memory.terms
             ],
             "guide_memory": self.guide_memory or None,
-            "row_tokens": work.row_tokens,
+            "row_tokens": work.microbatch_tokens,
             "rows_per_step": work.rows,
             "largest_micro_batch": self.largest_micro_batch,
             "largest_row_tokens": None if self.largest_micro_batch is None else self.largest_micro_batch * work.longest,

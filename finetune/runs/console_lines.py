@@ -46,7 +46,7 @@ class ConsoleLine:
         evaluation: fields as in an `eval` event.
         checkpoint: fields as in a `checkpoint` event.
         end: the state in which the run ended.
-        warning: (level, rank, text) of a line that warns.
+        warning: (difficulty, rank, text) of a line that warns.
     """
 
     step: dict[str, Any] = field(default_factory=dict)

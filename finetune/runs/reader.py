@@ -103,9 +103,9 @@ class ConsoleReader:
         if line.end:
             view.state = line.end  # type: ignore[assignment]
         if line.warning:
-            level, rank, text = line.warning
-            view.messages.append(Message(None, level, rank, text))  # type: ignore[arg-type]
-            if level == "ERROR":
+            difficulty, rank, text = line.warning
+            view.messages.append(Message(None, difficulty, rank, text))  # type: ignore[arg-type]
+            if difficulty == "ERROR":
                 view.state = "failed"
 
 

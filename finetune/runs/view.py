@@ -21,14 +21,14 @@ class Message(NamedTuple):
     """Something that should be seen: an event, or a line of a rank's log. `time` in seconds since 1970, if known."""
 
     time: float | None
-    level: Literal["WARNING", "ERROR"]
+    difficulty: Literal["WARNING", "ERROR"]
     rank: int
     text: str
     event: dict[str, Any] | None = None
 
 
 class Stage(NamedTuple):
-    """An interval of the curriculum: its number from 1, the progress at which it ends, its shares by level."""
+    """An interval of the curriculum: its number from 1, the progress at which it ends, its shares by difficulty."""
 
     number: int
     until: float
@@ -105,7 +105,7 @@ class RunView:
         return [kept[step] for step in sorted(kept)]
 
     @property
-    def levels(self) -> list[str]:
+    def difficulties(self) -> list[str]:
         """Levels that were trained or evaluated, in the order of the configuration."""
         names = {name.partition("/")[2] for record in self.steps[-RECENT_STEPS:] for name in record if "/" in name}
         names |= {name.partition("/")[2] for event in self.of("eval")[-1:] for name in event if "/" in name}
@@ -115,13 +115,13 @@ class RunView:
     @property
     def stages(self) -> list[Stage]:
         """The curriculum of a run that has one; none where the configuration is not as this package writes it."""
-        stages, levels = _dig(self.config, "curriculum", "stages"), _dig(self.config, "curriculum", "levels")
-        if not (stages and levels and self.config.get("use_curriculum") and self.levels):
+        stages, difficulties = _dig(self.config, "curriculum", "stages"), _dig(self.config, "curriculum", "levels")
+        if not (stages and difficulties and self.config.get("use_curriculum") and self.difficulties):
             return []
         try:
             mixes = [[float(weight) for weight in stage["mix"]] for stage in stages]
             return [
-                Stage(number, float(stage["until"]), {n: w / sum(mix) for n, w in zip(levels, mix, strict=True)})
+                Stage(number, float(stage["until"]), {n: w / sum(mix) for n, w in zip(difficulties, mix, strict=True)})
                 for number, (stage, mix) in enumerate(zip(stages, mixes, strict=True), 1)
             ]
         except (KeyError, TypeError, ValueError, ZeroDivisionError):

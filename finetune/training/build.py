@@ -13,16 +13,16 @@ from typing import Any, Protocol, TypeVar
 import torch
 from transformers import TrainingArguments
 
-from finetune.batching.execution_plan import PlanSummary, summarise
+from finetune.batching.microbatch_schedule import PlanSummary, summarise
 from finetune.config.run_config import BaseConfig
-from finetune.data.steps import BatchSource, Execution, SampleSource, StepRows
+from finetune.data.steps import BatchSource, Execution, SampleSource, StepBatches
 from finetune.errors import FinetuneError
 from finetune.modeling.loss import ChunkedHead
 from finetune.modeling.pretrained import count_parameters
 from finetune.runtime.device import LaunchWorld
 from finetune.training.checkpointer import Checkpointer
 from finetune.training.control import StopSignals
-from finetune.training.executor import StepExecutor, heaviest_row
+from finetune.training.executor import StepExecutor, largest_microbatch
 from finetune.training.session import Resume, Session, read_out_of_memory
 from finetune.training.trainer import RunContext, RunTrainer
 
@@ -59,14 +59,14 @@ def make_context(
     *,
     learning_rate_factor: Callable[[int], float],
     epochs_per_step: float,
-    level_names: tuple[str, ...] = (),
+    difficulty_names: tuple[str, ...] = (),
     stage_name: Callable[[int], str] = lambda step: "",
 ) -> RunContext:
     return RunContext(
         total_steps=data.batches.total_steps,
         resume_from=start.folder,
         start_step=start.step,
-        level_names=level_names,
+        difficulty_names=difficulty_names,
         stage_name=stage_name,
         learning_rate_factor=learning_rate_factor,
         epochs_per_step=epochs_per_step,
@@ -78,19 +78,19 @@ def make_context(
 
 
 def make_execution(
-    world: LaunchWorld, session: Session, *, packing: bool, token_budget: int, samples_per_row: int
+    world: LaunchWorld, session: Session, *, packing: bool, token_budget: int, samples_per_microbatch: int
 ) -> Execution:
     """How global batches are executed here; smaller than asked for where the last start ran out of memory."""
     note = read_out_of_memory(session.output_dir)
     if note is not None:
         token_budget = min(token_budget, note.get("token_budget") or token_budget)
-        samples_per_row = min(samples_per_row, note.get("samples_per_row") or samples_per_row)
+        samples_per_microbatch = min(samples_per_microbatch, note.get("samples_per_row") or samples_per_microbatch)
         logger.warning("the last start ran out of memory at step %s: going on with smaller rows", note["step"])
     return Execution(
         world.rank,
         world.world_size,
         token_budget=token_budget if packing else None,
-        samples_per_row=None if packing else samples_per_row,
+        samples_per_microbatch=None if packing else samples_per_microbatch,
     )
 
 
@@ -104,7 +104,7 @@ def make_trainer(
     model: torch.nn.Module,
     arguments: TrainingArguments,
     context: RunContext,
-    rows: StepRows,
+    step_batches: StepBatches,
     head: ChunkedHead | None,
     flat_reduce: bool,
     device_type: str,
@@ -120,20 +120,20 @@ def make_trainer(
     def make_executor(accelerator: Any) -> StepExecutor:
         return StepExecutor(
             accelerator,
-            rows,
+            step_batches,
             context.control,
             seed=config.seed,
             head=head,
             flat_reduce=flat_reduce,
-            heaviest=heaviest_row(rows),
+            heaviest=largest_microbatch(step_batches),
         )
 
-    context.control.check_equal({**package_versions(), "rows": rows.execution.describe()})
+    context.control.check_equal({**package_versions(), "rows": step_batches.execution.describe()})
     trained = count_parameters(model)["trainable"]
     trainer = trainer_class(
         model=model,
         args=arguments,
-        rows=rows,
+        step_batches=step_batches,
         context=context,
         executor=make_executor,
         head=head,
@@ -161,10 +161,18 @@ def make_trainer(
     return trainer
 
 
-def make_rows(
-    samples: SampleSource, batches: BatchSource, execution: Execution, *, levels: Any, level_count: int, pad: int | None
-) -> StepRows:
-    return StepRows(samples, batches, execution, level_ids=levels, levels=level_count, pad_token_id=pad or 0)
+def make_step_batches(
+    samples: SampleSource,
+    batches: BatchSource,
+    execution: Execution,
+    *,
+    difficulties: Any,
+    difficulty_count: int,
+    pad: int | None,
+) -> StepBatches:
+    return StepBatches(
+        samples, batches, execution, difficulty_ids=difficulties, difficulties=difficulty_count, pad_token_id=pad or 0
+    )
 
 
 def _check_world(trainer: RunTrainer, config: BaseConfig, world: LaunchWorld, device_type: str) -> None:
@@ -213,7 +221,7 @@ def say_start(
         total_steps=context.total_steps,
         device_type=trainer.accelerator.device.type,
         world_size=world.world_size,
-        rows=trainer.rows.execution.describe(),
+        rows=trainer.step_batches.execution.describe(),
         plan=asdict(summary),
         parameters=count_parameters(trainer.model),
         versions=package_versions(),
@@ -229,30 +237,32 @@ def say_start(
     print_table("execution", startup_lines(summary, facts))
 
 
-def plan_summary(rows: StepRows, *, token_budget: int, samples_per_row: int) -> PlanSummary:
-    """Rows, fill, imbalance and padding of an even choice of the run's steps.
+def plan_summary(step_batches: StepBatches, *, token_budget: int, samples_per_microbatch: int) -> PlanSummary:
+    """Microbatches, fill, imbalance and padding of an even choice of the run's steps.
 
     Args:
-        token_budget, samples_per_row: of the way of making rows that the run does not take, to compare.
+        token_budget, samples_per_microbatch: of the way of making microbatches that the run does not take, to compare.
     """
-    stride = max(1, len(rows) // SUMMARISED_STEPS)
-    lengths = [rows.samples.lengths[rows.batches.indices(step)] for step in range(0, len(rows), stride)]
+    stride = max(1, len(step_batches) // SUMMARISED_STEPS)
+    lengths = [
+        step_batches.samples.lengths[step_batches.batches.indices(step)] for step in range(0, len(step_batches), stride)
+    ]
     return summarise(
         lengths,
-        rows.execution.world_size,
-        token_budget=rows.execution.token_budget or token_budget,
-        samples_per_row=rows.execution.samples_per_row or samples_per_row,
-        packing=rows.execution.token_budget is not None,
+        step_batches.execution.world_size,
+        token_budget=step_batches.execution.token_budget or token_budget,
+        samples_per_microbatch=step_batches.execution.samples_per_microbatch or samples_per_microbatch,
+        packing=step_batches.execution.token_budget is not None,
     )
 
 
 def startup_lines(summary: PlanSummary, facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """The table's rows about execution, as (name, value) texts."""
+    """The table's lines about execution, as (name, value) texts."""
     fewest, mean, most = summary.rows_per_rank
-    rows = f"{fewest}" if fewest == most else f"{fewest} to {most}, {mean:.1f} on average"
+    counts = f"{fewest}" if fewest == most else f"{fewest} to {most}, {mean:.1f} on average"
     return [
         *((name, str(value)) for name, value in facts.items()),
-        ("rows per process and step", rows),
+        ("rows per process and step", counts),
         ("tokens per step", f"{summary.tokens:,.0f}"),
         ("fill of rows", f"{summary.fill:.0%}"),
         ("heaviest row", f"{summary.heaviest_row_tokens:,} tokens"),

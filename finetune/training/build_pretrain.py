@@ -1,4 +1,4 @@
-"""From a checked pretraining run to a trainer: model from scratch, rates, schedule, rows."""
+"""From a checked pretraining run to a trainer: model from scratch, rates, schedule, microbatches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.data.corpus.windows import Windows
-from finetune.data.steps import InOrder, StepRows
+from finetune.data.steps import InOrder, StepBatches
 from finetune.errors import ConfigError
 from finetune.modeling.attention import choose_attention
 from finetune.modeling.loss import make_chunked_head
@@ -23,7 +23,7 @@ from finetune.training.arguments import training_arguments
 from finetune.training.build import (
     make_context,
     make_execution,
-    make_rows,
+    make_step_batches,
     make_trainer,
     plan_summary,
     quiet_known_warnings,
@@ -90,7 +90,7 @@ def build_trainer(
     if compiled:
         # In place: names stay, and generation can do without.
         model.compile()
-    rows, eval_rows = _rows(config, world, data, session)
+    step_batches, eval_step_batches = _step_batches(config, world, data, session)
     trainer = make_trainer(
         PretrainTrainer,
         config,
@@ -100,8 +100,8 @@ def build_trainer(
         model=model,
         arguments=arguments,
         context=_context(config, world, data, start, session),
-        rows=rows,
-        eval_rows=eval_rows,
+        step_batches=step_batches,
+        eval_step_batches=eval_step_batches,
         head=make_chunked_head(model, compiled=compiled),
         flat_reduce=False,
         device_type=device_type,
@@ -139,7 +139,7 @@ def _use_fp8(model: torch.nn.Module, config: PretrainConfig, able: Capabilities)
 
 
 def _padded(sizes: np.ndarray | None, vocabulary: int) -> np.ndarray | None:
-    """Bytes per token for every row of the head; those beyond the tokenizer's have none."""
+    """Bytes per token for every microbatch of the head; those beyond the tokenizer's have none."""
     if sizes is None:
         return None
     return np.pad(np.asarray(sizes), (0, max(0, vocabulary - len(sizes))))
@@ -163,14 +163,16 @@ def _context(config: PretrainConfig, world: LaunchWorld, data: Prepared, start: 
     return make_context(data, world, start, session, learning_rate_factor=factor, epochs_per_step=data.passes / total)
 
 
-def _rows(
+def _step_batches(
     config: PretrainConfig, world: LaunchWorld, data: Prepared, session: Session
-) -> tuple[StepRows, StepRows | None]:
-    execution = make_execution(world, session, packing=False, token_budget=0, samples_per_row=config.device_batch_size)
+) -> tuple[StepBatches, StepBatches | None]:
+    execution = make_execution(
+        world, session, packing=False, token_budget=0, samples_per_microbatch=config.device_batch_size
+    )
 
-    def make(windows: Windows, batches: Any) -> StepRows:
-        levels = np.broadcast_to(np.int64(-1), (len(windows),))
-        return make_rows(windows, batches, execution, levels=levels, level_count=0, pad=0)
+    def make(windows: Windows, batches: Any) -> StepBatches:
+        difficulties = np.broadcast_to(np.int64(-1), (len(windows),))
+        return make_step_batches(windows, batches, execution, difficulties=difficulties, difficulty_count=0, pad=0)
 
     at_a_time = config.device_batch_size * world.world_size
     valid = None if data.valid is None else make(data.valid, InOrder(len(data.valid), at_a_time))
@@ -205,7 +207,7 @@ def _say_start(
     say_start(
         trainer,
         world,
-        plan_summary(trainer.rows, token_budget=0, samples_per_row=config.device_batch_size),
+        plan_summary(trainer.step_batches, token_budget=0, samples_per_microbatch=config.device_batch_size),
         tables={},
         facts=facts,
         dtype=dtype,

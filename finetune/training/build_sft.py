@@ -1,4 +1,4 @@
-"""From a checked fine-tuning run to a trainer: arguments, DeepSpeed, model, adapter, rows, in the order they need."""
+"""From a checked fine-tuning run to a trainer: arguments, DeepSpeed, model, adapter, microbatches, in the order they need."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 from finetune.config.deepspeed_config import deepspeed_dict, zero_stage
 from finetune.config.run_config import RunConfig
 from finetune.data.dataset import Samples
-from finetune.data.steps import InOrder, StepRows
+from finetune.data.steps import InOrder, StepBatches
 from finetune.modeling.loss import make_chunked_head
 from finetune.modeling.pretrained import DTYPES, add_adapter, count_parameters, load_model
 from finetune.runtime import device as devices
@@ -19,7 +19,7 @@ from finetune.training.arguments import training_arguments
 from finetune.training.build import (
     make_context,
     make_execution,
-    make_rows,
+    make_step_batches,
     make_trainer,
     plan_summary,
     quiet_known_warnings,
@@ -63,7 +63,7 @@ def build_trainer(
     model = _model(config, arguments, device_type, dtype)
     if start.folder is not None:
         TrainingState(model).load_weights(start.folder)
-    rows, eval_rows = _rows(config, world, data, session)
+    step_batches, eval_step_batches = _step_batches(config, world, data, session)
     trainer = make_trainer(
         SFTTrainer,
         config,
@@ -73,8 +73,8 @@ def build_trainer(
         model=model,
         arguments=arguments,
         context=_context(config, world, data, start, session),
-        rows=rows,
-        eval_rows=eval_rows,
+        step_batches=step_batches,
+        eval_step_batches=eval_step_batches,
         head=make_chunked_head(model),
         flat_reduce=lora,
         device_type=device_type,
@@ -135,27 +135,29 @@ def _context(config: RunConfig, world: LaunchWorld, data: Prepared, start: Resum
         session,
         learning_rate_factor=factor,
         epochs_per_step=config.global_batch_size / len(data.train),
-        level_names=data.level_names,
+        difficulty_names=data.difficulty_names,
         stage_name=stage_name,
     )
 
 
-def _rows(config: RunConfig, world: LaunchWorld, data: Prepared, session: Session) -> tuple[StepRows, StepRows | None]:
+def _step_batches(
+    config: RunConfig, world: LaunchWorld, data: Prepared, session: Session
+) -> tuple[StepBatches, StepBatches | None]:
     execution = make_execution(
         world,
         session,
         packing=data.packing,
         token_budget=config.micro_batch_size * config.cutoff_len,
-        samples_per_row=config.micro_batch_size,
+        samples_per_microbatch=config.micro_batch_size,
     )
 
-    def make(samples: Samples, batches: Any) -> StepRows:
-        return make_rows(
+    def make(samples: Samples, batches: Any) -> StepBatches:
+        return make_step_batches(
             samples,
             batches,
             execution,
-            levels=samples.levels,
-            level_count=len(data.level_names),
+            difficulties=samples.difficulties,
+            difficulty_count=len(data.difficulty_names),
             pad=data.tokenizer.pad_token_id,
         )
 
@@ -169,9 +171,9 @@ def _say_start(
     parameters, start = count_parameters(trainer.model), trainer.context.start_step
     sharding = f"ZeRO-{zero_stage(config)}" if config.deepspeed else "DDP" if world.world_size > 1 else "none"
     summary = plan_summary(
-        trainer.rows,
+        trainer.step_batches,
         token_budget=config.micro_batch_size * config.cutoff_len,
-        samples_per_row=config.micro_batch_size,
+        samples_per_microbatch=config.micro_batch_size,
     )
     reports = (("training data", data.train), ("validation data", data.valid))
     say_start(
@@ -183,7 +185,7 @@ def _say_start(
             "steps": f"{start + 1} to {trainer.context.total_steps}, {config.global_batch_size} samples each",
             "processes": f"{world.world_size} on {device_type}, {dtype}, sharding {sharding}",
             "trained parameters": f"{parameters['trainable']:,} of {parameters['total']:,}",
-            "rows": trainer.rows.execution.describe(),
+            "rows": trainer.step_batches.execution.describe(),
         },
         dtype=dtype,
         zero_stage=zero_stage(config),

@@ -16,7 +16,7 @@ logger = logging.getLogger("finetune")
 
 
 class OutOfMemoryError(FinetuneError):
-    """A sharded run ran out of device memory; it goes on with smaller rows when it is started again."""
+    """A sharded run ran out of device memory; it goes on with smaller microbatches when it is started again."""
 
     exit_code = ExitCode.OUT_OF_MEMORY
 
@@ -71,16 +71,16 @@ def _disk_full(error: OSError, trainer: RunTrainer, session: Session) -> Finetun
 
 def _note_out_of_memory(trainer: RunTrainer, session: Session, error: str) -> None:
     """Write down a smaller execution for the next start. Any rank may be the one that knows."""
-    old = trainer.rows.execution
-    new = old.smaller(int(trainer.rows.samples.lengths.max()))
+    old = trainer.step_batches.execution
+    new = old.smaller(int(trainer.step_batches.samples.lengths.max()))
     step = trainer.state.global_step + 1
     if new is None:
-        raise floor_error(trainer.rows, step - 1, error, rehearsed=trainer.executor.heaviest is not None)
+        raise floor_error(trainer.step_batches, step - 1, error, rehearsed=trainer.executor.heaviest is not None)
     write_out_of_memory(
         session.output_dir,
         step=step,
         token_budget=new.token_budget,
-        samples_per_row=new.samples_per_row,
+        samples_per_row=new.samples_per_microbatch,
         old=old.describe(),
         error=error,
     )

@@ -1,7 +1,7 @@
-"""One optimizer step executed here: rows forward and backward, gradients summed over ranks.
+"""One optimizer step executed here: microbatches forward and backward, gradients summed over ranks.
 
-However the rows are cut and wherever they run, the gradient is that of (sum of target losses) / (targets of the global
-batch). DDP and DeepSpeed average over ranks, so their loss is scaled by the world size first.
+However the microbatches are cut and wherever they run, the gradient is that of (sum of target losses) / (targets of
+the global batch). DDP and DeepSpeed average over ranks, so their loss is scaled by the world size first.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from finetune.data.collate import Row
-from finetune.data.steps import Execution, StepBatch, StepRows
+from finetune.data.collate import Microbatch
+from finetune.data.steps import Execution, StepBatch, StepBatches
 from finetune.errors import FinetuneError
-from finetune.modeling.loss import ChunkedHead, row_losses
+from finetune.modeling.loss import ChunkedHead, microbatch_losses
 from finetune.runtime import device as devices
 from finetune.training.control import Control
 
@@ -38,11 +38,11 @@ class StepResult:
 
     Attributes:
         loss: scalar; its mean over ranks is the loss of the global batch.
-        level_losses: `(levels,)`: sums of target losses of this rank's rows per level.
+        difficulty_losses: `(difficulties,)`: sums of target losses of this rank's microbatches per difficulty.
     """
 
     loss: torch.Tensor
-    level_losses: torch.Tensor
+    difficulty_losses: torch.Tensor
 
 
 class OutOfMemory(Exception):
@@ -54,23 +54,24 @@ class StepExecutor:
 
     Args:
         flat_reduce: sum gradients with one all-reduce at the end of the step instead of DDP's buckets. For LoRA, whose
-            gradients are small: no collective runs while rows do, so a rank that runs out of memory can say so and all
-            try again. (With DDP's buckets or ZeRO the peers would wait in a collective for it.)
-        heaviest: a row that is run with weight 0 in the first step: if it does not fit, it shows now and not days on.
+            gradients are small: no collective runs while microbatches do, so a rank that runs out of memory can say
+            so and all try again. (With DDP's buckets or ZeRO the peers would wait in a collective for it.)
+        heaviest: a microbatch that is run with weight 0 in the first step: if it does not fit, it shows now and not
+            days on.
     """
 
     def __init__(
         self,
         accelerator: Accelerator,
-        rows: StepRows,
+        step_batches: StepBatches,
         control: Control,
         *,
         seed: int,
         head: ChunkedHead | None,
         flat_reduce: bool,
-        heaviest: Row | None,
+        heaviest: Microbatch | None,
     ) -> None:
-        self.accelerator, self.rows, self.control = accelerator, rows, control
+        self.accelerator, self.step_batches, self.control = accelerator, step_batches, control
         self.seed, self.head, self.heaviest = seed, head, heaviest
         self.is_deepspeed = accelerator.distributed_type.value == "DEEPSPEED"
         self.flat_reduce = flat_reduce and not self.is_deepspeed and accelerator.num_processes > 1
@@ -79,18 +80,18 @@ class StepExecutor:
         self.scale = 1 if self.can_retry else accelerator.num_processes
 
     def run(self, model: torch.nn.Module, batch: StepBatch) -> StepResult:
-        """Forward and backward of all rows; afterwards gradients are those of the global batch on every rank.
+        """Forward and backward of all microbatches; afterwards gradients are those of the global batch on every rank.
 
         Raises:
             OutOfMemory: a device ran out of memory under DDP buckets or ZeRO.
-            FinetuneError: not even one sample a row fits.
+            FinetuneError: not even one sample a microbatch fits.
         """
-        rows = batch.rows
-        if batch.execution != self.rows.execution:  # a prefetched batch, planned before an out-of-memory
-            rows = list(self.rows.rows(batch.indices, self.rows.execution))
+        microbatches = batch.microbatches
+        if batch.execution != self.step_batches.execution:  # a prefetched batch, planned before an out-of-memory
+            microbatches = list(self.step_batches.microbatches(batch.indices, self.step_batches.execution))
         while True:
             try:
-                result, error = self._run_rows(model, batch, rows), None
+                result, error = self._run_microbatches(model, batch, microbatches), None
             except Exception as caught:
                 if not devices.is_out_of_memory(caught):
                     raise
@@ -100,36 +101,38 @@ class StepExecutor:
             if not self.can_retry or not self.control.any(error is not None):
                 break
             self._shrink(model, batch, error)
-            rows = list(self.rows.rows(batch.indices, self.rows.execution))
+            microbatches = list(self.step_batches.microbatches(batch.indices, self.step_batches.execution))
         self.heaviest = None
         if self.flat_reduce:
             self._sum_gradients(model)
         return result
 
-    def _run_rows(self, model: torch.nn.Module, batch: StepBatch, rows: list[Row]) -> StepResult:
+    def _run_microbatches(self, model: torch.nn.Module, batch: StepBatch, microbatches: list[Microbatch]) -> StepResult:
         device = self.accelerator.device
         loss = torch.zeros((), device=device)
-        level_losses = torch.zeros(self.rows.levels + 1, device=device)
+        difficulty_losses = torch.zeros(self.step_batches.difficulties + 1, device=device)
         weight = self.scale / batch.supervised_tokens
-        work = [(row, weight) for row in rows]
+        work = [(microbatch, weight) for microbatch in microbatches]
         if self.heaviest is not None:
             work.insert(0, (self.heaviest, 0.0))
-        for number, (row, row_weight) in enumerate(work):
-            with self._row(model, batch.step, number, last=number == len(work) - 1):
-                losses = row_losses(model, row, device, self.head)
-                row_loss = losses.sum() * row_weight
-                self._backward(model, row_loss)
-            if row_weight:
+        for number, (microbatch, weight_here) in enumerate(work):
+            with self._microbatch(model, batch.step, number, last=number == len(work) - 1):
+                losses = microbatch_losses(model, microbatch, device, self.head)
+                microbatch_loss = losses.sum() * weight_here
+                self._backward(model, microbatch_loss)
+            if weight_here:
                 detached = losses.detach().to(loss.dtype)
                 loss += detached.sum() * (self.accelerator.num_processes / batch.supervised_tokens)
                 # Level -1 (none) lands in the last slot and is dropped.
-                level_losses.index_add_(0, row.levels.to(device) % (self.rows.levels + 1), detached)
-        return StepResult(loss, level_losses[: self.rows.levels])
+                difficulty_losses.index_add_(
+                    0, microbatch.difficulties.to(device) % (self.step_batches.difficulties + 1), detached
+                )
+        return StepResult(loss, difficulty_losses[: self.step_batches.difficulties])
 
     @contextlib.contextmanager
-    def _row(self, model: torch.nn.Module, step: int, number: int, *, last: bool) -> Iterator[None]:
-        """Seed the row and set whether its backward is the one that ends the accumulation."""
-        torch.manual_seed(row_seed(self.seed, step, number, self.accelerator.process_index))
+    def _microbatch(self, model: torch.nn.Module, step: int, number: int, *, last: bool) -> Iterator[None]:
+        """Seed the microbatch and set whether its backward is the one that ends the accumulation."""
+        torch.manual_seed(microbatch_seed(self.seed, step, number, self.accelerator.process_index))
         self.accelerator.gradient_state._set_sync_gradients(last)
         if self.is_deepspeed:
             model.set_gradient_accumulation_boundary(is_boundary=last)
@@ -156,17 +159,17 @@ class StepExecutor:
             gradient.copy_(summed)
 
     def _shrink(self, model: torch.nn.Module, batch: StepBatch, error: str | None) -> None:
-        """Half the tokens of a row from here on; the same global batch in more rows."""
-        old = self.rows.execution
-        new = old.smaller(int(self.rows.samples.lengths.max()))
+        """Half the tokens of a microbatch from here on; the same global batch in more microbatches."""
+        old = self.step_batches.execution
+        new = old.smaller(int(self.step_batches.samples.lengths.max()))
         if new is None:
-            raise floor_error(self.rows, batch.step, error, rehearsed=self.heaviest is not None)
+            raise floor_error(self.step_batches, batch.step, error, rehearsed=self.heaviest is not None)
         model.zero_grad(set_to_none=True)
         gc.collect()
         devices.empty_cache(self.accelerator.device)
-        self.rows.execution = new
+        self.step_batches.execution = new
         if self.heaviest is not None:
-            self.heaviest = heaviest_row(self.rows)
+            self.heaviest = largest_microbatch(self.step_batches)
         self.on_out_of_memory(batch.step, old, new, error or "on another rank")
 
     def on_out_of_memory(self, step: int, old: Execution, new: Execution, error: str) -> None:
@@ -174,20 +177,20 @@ class StepExecutor:
         logger.warning("step %d ran out of memory (%s): %s -> %s", step + 1, error, old.describe(), new.describe())
 
 
-def floor_error(rows: StepRows, step: int, error: str | None, *, rehearsed: bool) -> FinetuneError:
-    """The error for rows that cannot be made smaller; names the sample that they must hold.
+def floor_error(step_batches: StepBatches, step: int, error: str | None, *, rehearsed: bool) -> FinetuneError:
+    """The error for microbatches that cannot be made smaller; names the sample that they must hold.
 
     Args:
         step: 0-based.
-        rehearsed: the row may be another step's: the heaviest was being tried.
+        rehearsed: the microbatch may be another step's: the heaviest was being tried.
     """
-    # Packed rows must have room for the longest sample of the data, padded ones hold one of this step each.
-    anywhere = rehearsed or rows.execution.token_budget is not None
-    candidates = np.arange(len(rows.samples)) if anywhere else rows.batches.indices(step)
-    worst = int(candidates[rows.samples.lengths[candidates].argmax()])
+    # Packed microbatches must have room for the longest sample of the data, padded ones hold one of this step each.
+    anywhere = rehearsed or step_batches.execution.token_budget is not None
+    candidates = np.arange(len(step_batches.samples)) if anywhere else step_batches.batches.indices(step)
+    worst = int(candidates[step_batches.samples.lengths[candidates].argmax()])
     return FinetuneError(
-        f"out of memory with rows that cannot be made smaller ({rows.execution.describe()}): row "
-        f"{int(rows.samples.row_ids[worst])} of the data alone has {int(rows.samples.lengths[worst])} tokens; "
+        f"out of memory with rows that cannot be made smaller ({step_batches.execution.describe()}): row "
+        f"{int(step_batches.samples.record_ids[worst])} of the data alone has {int(step_batches.samples.lengths[worst])} tokens; "
         f"{error or 'another rank'}",
         where=f"step {step + 1}",
         fix="lower --cutoff-len, turn --gradient-checkpointing on, or shard the model and offload "
@@ -195,26 +198,26 @@ def floor_error(rows: StepRows, step: int, error: str | None, *, rehearsed: bool
     )
 
 
-def row_seed(seed: int, step: int, row: int, rank: int) -> int:
-    """Seed of one row's dropout: never restored, always derived."""
-    digest = hashlib.sha256(f"{seed}:{step}:{row}:{rank}".encode()).digest()
+def microbatch_seed(seed: int, step: int, microbatch: int, rank: int) -> int:
+    """Seed of one microbatch's dropout: never restored, always derived."""
+    digest = hashlib.sha256(f"{seed}:{step}:{microbatch}:{rank}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def heaviest_row(rows: StepRows, *, looked_at_steps: int = 400) -> Row:
-    """The planned row with the most tokens, from all steps or an even choice of them; the same on every rank."""
-    total = len(rows)
+def largest_microbatch(step_batches: StepBatches, *, looked_at_steps: int = 400) -> Microbatch:
+    """The planned microbatch with the most tokens, from all steps or an even choice of them; the same on every rank."""
+    total = len(step_batches)
     stride = max(1, total // looked_at_steps)
     best, best_tokens = None, -1
     for step in range(0, total, stride):
-        indices = rows.batches.indices(step)
-        lengths = rows.samples.lengths[indices]
-        for rank_rows in rows.execution.plan(lengths).rows:
-            for positions in rank_rows:
-                tokens = _computed_tokens(lengths[positions], packing=rows.execution.token_budget is not None)
+        indices = step_batches.batches.indices(step)
+        lengths = step_batches.samples.lengths[indices]
+        for rank_microbatches in step_batches.execution.plan(lengths).microbatches:
+            for positions in rank_microbatches:
+                tokens = _computed_tokens(lengths[positions], packing=step_batches.execution.token_budget is not None)
                 if tokens > best_tokens:
                     best, best_tokens = indices[positions], tokens
-    return rows.row(best, packing=rows.execution.token_budget is not None)
+    return step_batches.microbatch(best, packing=step_batches.execution.token_budget is not None)
 
 
 def _computed_tokens(lengths, *, packing: bool) -> int:

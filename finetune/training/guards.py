@@ -7,7 +7,7 @@ from collections import deque
 
 from finetune.errors import FinetuneError
 
-# Skipped steps in a row after which a run is beyond repair: one bad batch is not, a broken state is.
+# Skipped steps in a microbatch after which a run is beyond repair: one bad batch is not, a broken state is.
 NONFINITE_LIMIT = 10
 SPIKE_WINDOW_STEPS = 128
 SPIKE_SIGMAS = 6.0
@@ -17,7 +17,7 @@ class NonFiniteGuard:
     """Counts steps that were skipped because loss or gradients were not finite.
 
     Args:
-        limit: skipped steps in a row after which `skipped` raises.
+        limit: skipped steps in a microbatch after which `skipped` raises.
     """
 
     def __init__(self, limit: int = NONFINITE_LIMIT) -> None:

@@ -45,7 +45,7 @@ class Prepared:
     train: Samples
     valid: Samples | None
     batches: GlobalBatches
-    level_names: tuple[str, ...]
+    difficulty_names: tuple[str, ...]
     stages: tuple[float, ...]
     packing: bool
     identity: dict[str, Any]
@@ -67,13 +67,13 @@ def prepare_data(config: RunConfig) -> Prepared:
     if config.finetuning == "lora":
         check_lora_targets(model_config, config.lora_target_modules, trust_remote_code=config.trust_remote_code)
         _warn_of_untrained_stops(config, tokenizer)
-    levels = config.curriculum.levels if config.use_curriculum else None
+    difficulties = config.curriculum.levels if config.use_curriculum else None
     train, valid = (
         prepare_samples(
             paths,
             tokenizer,
             cutoff_len=config.cutoff_len,
-            levels=levels,
+            difficulties=difficulties,
             difficulty_field=config.difficulty_field,
             on_bad_row=config.on_bad_row,
             cache_dir=config.cache_dir,
@@ -83,9 +83,9 @@ def prepare_data(config: RunConfig) -> Prepared:
         else None
         for paths in (config.data, config.valid_data)
     )
-    schedule, level_ids = build_schedule(config, train.levels, train.row_ids)
+    schedule, difficulty_ids = build_schedule(config, train.difficulties, train.record_ids)
     total_steps = count_steps(len(train), config.global_batch_size, config.num_epochs, config.max_steps)
-    batches = GlobalBatches(level_ids, schedule, config.global_batch_size, total_steps, config.curriculum_seed)
+    batches = GlobalBatches(difficulty_ids, schedule, config.global_batch_size, total_steps, config.curriculum_seed)
     for name, samples in batches.unused.items():
         logger.warning("level %s has weight 0 in every stage: its %d samples are not trained on", name, samples)
     packing = config.packing
@@ -100,7 +100,7 @@ def prepare_data(config: RunConfig) -> Prepared:
         train=train,
         valid=valid,
         batches=batches,
-        level_names=levels if levels and (train.levels >= 0).any() else (),
+        difficulty_names=difficulties if difficulties and (train.difficulties >= 0).any() else (),
         stages=tuple(stage.until for stage in schedule.stages),
         packing=packing,
         identity=_identity(config, train, batches),

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from finetune.config.pretrain_config import PretrainConfig
-from finetune.data.steps import StepBatch, StepRows
+from finetune.data.steps import StepBatch, StepBatches
 from finetune.planning.flops import flops_utilisation
 from finetune.training.optimizers import Rates, make_optimizer, set_matrix_course
 from finetune.training.progress import Measured
@@ -71,7 +71,7 @@ class PretrainTrainer(RunTrainer):
 
     # ------------------------------------------------------------------ evaluation
 
-    def evaluation(self, rows: StepRows) -> dict[str, float]:
+    def evaluation(self, step_batches: StepBatches) -> dict[str, float]:
         """Loss per token; and bits per byte, which tokenizers of any vocabulary share.
 
         Bits per byte: nats of the tokens that stand for text / (ln 2 x bytes of that text). Special tokens have no
@@ -79,12 +79,12 @@ class PretrainTrainer(RunTrainer):
         """
         nats = text_nats = 0.0
         tokens = text_bytes = 0
-        for _, scored in self.scored(rows):
-            for row, losses in scored:
+        for _, scored in self.scored(step_batches):
+            for microbatch, losses in scored:
                 precise = losses.cpu().double()
-                nats, tokens = nats + float(precise.sum()), tokens + len(row.targets)
+                nats, tokens = nats + float(precise.sum()), tokens + len(microbatch.targets)
                 if self.bytes_per_token is not None:
-                    sizes = self.bytes_per_token[row.targets]
+                    sizes = self.bytes_per_token[microbatch.targets]
                     text_nats += float(precise[sizes > 0].sum())
                     text_bytes += int(sizes.sum())
         parts = self.context.control.gather((nats, tokens, text_nats, text_bytes))
@@ -118,7 +118,7 @@ class PretrainTrainer(RunTrainer):
 
     def print_samples(self, step: int) -> None:
         """Go on with the beginnings of a few windows of the validation data (or else the training data)."""
-        windows = (self.eval_rows or self.rows).samples
+        windows = (self.eval_step_batches or self.step_batches).samples
         length = self.settings.max_seq_len
         begin = min(PROMPT_TOKENS, length // 2)
         prompts = [windows[i][0][:begin] for i in range(min(PROMPTS, len(windows)))]
@@ -136,7 +136,10 @@ class PretrainTrainer(RunTrainer):
                 pad_token_id=padding or 0,
                 **choice,
             )
-        texts = [(tokenizer.decode(row[: prompt.shape[1]]), tokenizer.decode(row[prompt.shape[1] :])) for row in made]
+        texts = [
+            (tokenizer.decode(microbatch[: prompt.shape[1]]), tokenizer.decode(microbatch[prompt.shape[1] :]))
+            for microbatch in made
+        ]
         for before, after in texts:
             logger.info("sample at step %d: %r -> %r", step, before, after)
         self.context.runlog.event("sample", step=step, samples=[list(pair) for pair in texts])

@@ -290,7 +290,7 @@ def _forget_accelerate() -> None:
 
 
 def read_out_of_memory(output_dir: Path) -> dict[str, Any] | None:
-    """The last out-of-memory note of a sharded run: `{"step", "token_budget" or "samples_per_row", "error"}`."""
+    """The last out-of-memory note of a sharded run: `{"step", "token_budget" or "samples_per_microbatch", "error"}`."""
     path = output_dir / OUT_OF_MEMORY_NAME
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 

@@ -21,17 +21,17 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
-from finetune.data.collate import Row
-from finetune.data.steps import StepBatch, StepRows
-from finetune.modeling.loss import ChunkedHead, row_losses
+from finetune.data.collate import Microbatch
+from finetune.data.steps import StepBatch, StepBatches
+from finetune.modeling.loss import ChunkedHead, microbatch_losses
 from finetune.storage.durable_files import put_output
 from finetune.storage.run_folder import SampleLog
 from finetune.storage.run_log import RunLog
 from finetune.training.checkpointer import Checkpointer
 from finetune.training.control import Control, StopSignals
+from finetune.training.difficulty_losses import DifficultyLosses
 from finetune.training.executor import StepExecutor
 from finetune.training.guards import NonFiniteGuard, SpikeDetector
-from finetune.training.level_losses import LevelLosses
 from finetune.training.progress import Measured, ProgressLine, StepMeter
 from finetune.training.state import TrainingState, whole_weights
 
@@ -46,7 +46,7 @@ class RunContext:
         total_steps: optimizer steps of the whole run.
         resume_from: checkpoint folder that the run goes on from; None at its start.
         start_step: steps done there.
-        level_names: of the schedule; empty where samples have no levels.
+        difficulty_names: of the schedule; empty where samples have no difficulties.
         stage_name: step (0-based) -> name of the curriculum stage, for people; "" for none.
         learning_rate_factor: step (0-based) -> factor on the learning rate.
         epochs_per_step: passes over the data in one step.
@@ -55,7 +55,7 @@ class RunContext:
     total_steps: int
     resume_from: Path | None
     start_step: int
-    level_names: tuple[str, ...]
+    difficulty_names: tuple[str, ...]
     stage_name: Callable[[int], str]
     learning_rate_factor: Callable[[int], float]
     epochs_per_step: float
@@ -69,8 +69,8 @@ class RunTrainer(Trainer):
     """Executes a run.
 
     Args:
-        rows: the training steps on this rank.
-        eval_rows: the validation batches on this rank; None without validation data.
+        microbatches: the training steps on this rank.
+        eval_step_batches: the validation batches on this rank; None without validation data.
         context: see `RunContext`.
         executor: makes the step executor once accelerate is there.
         sliced_state: full-parameter ZeRO-3, whose checkpoints are slices.
@@ -80,8 +80,8 @@ class RunTrainer(Trainer):
     def __init__(
         self,
         *,
-        rows: StepRows,
-        eval_rows: StepRows | None,
+        step_batches: StepBatches,
+        eval_step_batches: StepBatches | None,
         context: RunContext,
         executor: Callable[..., StepExecutor],
         head: ChunkedHead | None,
@@ -89,11 +89,11 @@ class RunTrainer(Trainer):
         num_workers: int,
         **trainer_arguments: Any,
     ) -> None:
-        super().__init__(train_dataset=rows, eval_dataset=eval_rows, **trainer_arguments)
+        super().__init__(train_dataset=step_batches, eval_dataset=eval_step_batches, **trainer_arguments)
         self.remove_callback(PrinterCallback)
         self.remove_callback(ProgressCallback)
         self.add_callback(_StepEnd(self))
-        self.rows, self.eval_rows, self.context = rows, eval_rows, context
+        self.step_batches, self.eval_step_batches, self.context = step_batches, eval_step_batches, context
         self.head, self.sliced_state, self.num_workers = head, sliced_state, num_workers
         self.executor = executor(self.accelerator)
         self.executor.on_out_of_memory = self._log_out_of_memory
@@ -106,14 +106,14 @@ class RunTrainer(Trainer):
         self._progress: ProgressLine | None = None
         self._batch: StepBatch | None = None
         self._nonfinite = False
-        self._level_losses = LevelLosses(context.level_names, self.args.device)
+        self._difficulty_losses = DifficultyLosses(context.difficulty_names, self.args.device)
 
     # ------------------------------------------------------------------ the list of global batches
 
     def get_train_dataloader(self) -> DataLoader:
         """Steps from the first that is not done. Not prepared by accelerate: it would shard or skip what is exact."""
         return DataLoader(
-            self.rows,
+            self.step_batches,
             batch_size=None,
             sampler=range(self.context.start_step, self.context.total_steps),
             num_workers=self.num_workers,
@@ -124,7 +124,7 @@ class RunTrainer(Trainer):
     def set_initial_training_values(self, args, dataloader) -> tuple[int, int, int, int, int, int, int]:
         """One "epoch" as long as the run: epochs proper are a matter of the sampler."""
         total, remaining = self.context.total_steps, self.context.total_steps - self.context.start_step
-        return 1, max(1, remaining), len(self.rows.samples), total, 1, max(1, remaining), total
+        return 1, max(1, remaining), len(self.step_batches.samples), total, 1, max(1, remaining), total
 
     def _init_training_state(self, *arguments: Any) -> tuple[int, int]:
         epochs = super()._init_training_state(*arguments)
@@ -165,11 +165,11 @@ class RunTrainer(Trainer):
     # ------------------------------------------------------------------ a step
 
     def training_step(self, model: torch.nn.Module, inputs: StepBatch, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Forward and backward of all rows of a global batch; returns its loss (this rank's share times the ranks)."""
+        """Forward and backward of all microbatches of a global batch; returns its loss (this rank's share times the ranks)."""
         model.train()
         result = self.executor.run(model, inputs)
         self._batch = inputs
-        self._level_losses.add(result.level_losses, inputs.level_tokens)
+        self._difficulty_losses.add(result.difficulty_losses, inputs.difficulty_tokens)
         if self.is_deepspeed_enabled:
             self._step_engine(model)
         return result.loss
@@ -203,10 +203,10 @@ class RunTrainer(Trainer):
         self.state.epoch = step * self.context.epochs_per_step
         self.meter.add_step(tokens=batch.tokens, samples=len(batch.indices))
         if self.context.sample_log is not None:
-            self.context.sample_log.append(step, self._row_ids(batch))
+            self.context.sample_log.append(step, self._record_ids(batch))
         if self._nonfinite:
             logger.warning("step %d was skipped: loss or gradients are not finite", step)
-            self.context.runlog.event("nonfinite", step=step, ids=self._row_ids(batch))
+            self.context.runlog.event("nonfinite", step=step, ids=self._record_ids(batch))
             self.guard.skipped(step, self.last_checkpoint)
         else:
             self.guard.fine()
@@ -217,8 +217,8 @@ class RunTrainer(Trainer):
             self.control.should_save = self.control.should_training_stop = True
             self.control.should_evaluate = False
 
-    def _row_ids(self, batch: StepBatch) -> list[int]:
-        return [int(row) for row in self.rows.samples.row_ids[batch.indices]]
+    def _record_ids(self, batch: StepBatch) -> list[int]:
+        return [int(microbatch) for microbatch in self.step_batches.samples.record_ids[batch.indices]]
 
     def floating_point_ops(self, inputs: StepBatch) -> int:
         return 0  # Trainer's own count is 6N whatever is trained; ours is in planning/flops.py
@@ -228,41 +228,45 @@ class RunTrainer(Trainer):
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """Over all validation targets: sums over a plan, not means of means."""
         with self.meter.paused():
-            measured = self.evaluation(self.eval_rows if eval_dataset is None else eval_dataset)
+            measured = self.evaluation(self.eval_step_batches if eval_dataset is None else eval_dataset)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def evaluation(self, rows: StepRows) -> dict[str, float]:
-        """The loss of validation batches, overall and per level. Every rank calls."""
-        levels = rows.levels
-        sums = torch.zeros(levels + 1, device=self.args.device)
-        tokens, level_tokens = 0, torch.zeros(levels, dtype=torch.int64)
-        for batch, scored in self.scored(rows):
+    def evaluation(self, step_batches: StepBatches) -> dict[str, float]:
+        """The loss of validation batches, overall and per difficulty. Every rank calls."""
+        difficulties = step_batches.difficulties
+        sums = torch.zeros(difficulties + 1, device=self.args.device)
+        tokens, difficulty_tokens = 0, torch.zeros(difficulties, dtype=torch.int64)
+        for batch, scored in self.scored(step_batches):
             tokens += batch.supervised_tokens
-            level_tokens += torch.from_numpy(batch.level_tokens)
-            for row, losses in scored:
-                sums.index_add_(0, row.levels.to(self.args.device) % (levels + 1), losses)
+            difficulty_tokens += torch.from_numpy(batch.difficulty_tokens)
+            for microbatch, losses in scored:
+                sums.index_add_(0, microbatch.difficulties.to(self.args.device) % (difficulties + 1), losses)
         self._sum_over_ranks(sums)
         metrics = {"loss": float(sums.sum()) / tokens}
-        for name, loss, count in zip(self.context.level_names, sums.tolist(), level_tokens.tolist(), strict=False):
+        for name, loss, count in zip(
+            self.context.difficulty_names, sums.tolist(), difficulty_tokens.tolist(), strict=False
+        ):
             if count:
                 metrics[f"loss/{name}"] = loss / count
         return metrics
 
-    def scored(self, rows: StepRows) -> Iterator[tuple[StepBatch, Iterator[tuple[Row, torch.Tensor]]]]:
-        """Each batch with this rank's rows of it and the losses of their targets, without gradients."""
+    def scored(
+        self, step_batches: StepBatches
+    ) -> Iterator[tuple[StepBatch, Iterator[tuple[Microbatch, torch.Tensor]]]]:
+        """Each batch with this rank's microbatches of it and the losses of their targets, without gradients."""
         model = self.model_wrapped
         model.eval()
 
-        def score(row: Row) -> tuple[Row, torch.Tensor]:
+        def score(microbatch: Microbatch) -> tuple[Microbatch, torch.Tensor]:
             with torch.no_grad():
-                return row, row_losses(model, row, self.args.device, self.head)
+                return microbatch, microbatch_losses(model, microbatch, self.args.device, self.head)
 
-        for step in range(len(rows)):
-            batch = rows[step]
-            yield batch, map(score, batch.rows)
+        for step in range(len(step_batches)):
+            batch = step_batches[step]
+            yield batch, map(score, batch.microbatches)
 
     def _sum_over_ranks(self, tensor: torch.Tensor) -> None:
         if self.accelerator.num_processes > 1:
@@ -288,9 +292,9 @@ class RunTrainer(Trainer):
         measured = self.meter.take()
         logs.update(measured.facts())
         logs.update(self.speed_facts(measured))
-        logs.update(self._level_losses.take(self._sum_over_ranks))
+        logs.update(self._difficulty_losses.take(self._sum_over_ranks))
         if self.spikes.is_spike(logs["loss"]):
-            ids = self._row_ids(self._batch)
+            ids = self._record_ids(self._batch)
             logger.warning("step %d: loss %.4f is a spike", self.state.global_step, logs["loss"])
             self.context.runlog.event("spike", step=self.state.global_step, loss=logs["loss"], ids=ids)
 
@@ -322,8 +326,8 @@ class RunTrainer(Trainer):
             self._progress.close()
 
     def _log_out_of_memory(self, step: int, old, new, error: str) -> None:
-        if self.eval_rows is not None:
-            self.eval_rows.execution = new
+        if self.eval_step_batches is not None:
+            self.eval_step_batches.execution = new
         logger.warning("step %d ran out of memory (%s): %s -> %s", step + 1, error, old.describe(), new.describe())
         self.context.runlog.event("oom", step=step + 1, error=error, old=old.describe(), new=new.describe())
 

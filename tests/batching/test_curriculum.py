@@ -41,15 +41,15 @@ TOO_FEW_UP = Schedule(tuple("abcdefg"), (Stage(0.5, (1, 1, 1, 0, 0, 1, 1)), Stag
 def check_plan(schedule: Schedule, total_steps: int, global_batch_size: int) -> Fraction:
     """Assert all that a plan promises against exact targets; returns the largest error, in samples."""
     counts = plan_counts(schedule, total_steps, global_batch_size)
-    assert counts.dtype == np.int64 and counts.shape == (total_steps, len(schedule.levels))
+    assert counts.dtype == np.int64 and counts.shape == (total_steps, len(schedule.difficulties))
     assert (counts >= 0).all()
     assert (counts.sum(axis=1) == global_batch_size).all()
-    worst, before = Fraction(0), [Fraction(0)] * len(schedule.levels)
+    worst, before = Fraction(0), [Fraction(0)] * len(schedule.difficulties)
     targets = exact_targets(schedule, total_steps, global_batch_size)
     for step, (drawn, target) in enumerate(zip(np.cumsum(counts, axis=0).tolist(), targets, strict=True)):
         worst = max(worst, *(abs(a - b) for a, b in zip(drawn, target, strict=True)))
-        for level, (old, new) in enumerate(zip(before, target, strict=True)):
-            assert new > old or counts[step, level] == 0, f"level {level} has weight 0 in step {step}"
+        for difficulty, (old, new) in enumerate(zip(before, target, strict=True)):
+            assert new > old or counts[step, difficulty] == 0, f"level {difficulty} has weight 0 in step {step}"
         before = target
     assert worst < 1
     return worst
@@ -147,7 +147,7 @@ def test_stage_of_a_step_is_that_of_its_middle() -> None:
 
 
 def test_the_unit_of_weights_does_not_matter() -> None:
-    fractions = Schedule(GUIDE.levels, tuple(Stage(s.until, tuple(w / 100 for w in s.mix)) for s in GUIDE.stages))
+    fractions = Schedule(GUIDE.difficulties, tuple(Stage(s.until, tuple(w / 100 for w in s.mix)) for s in GUIDE.stages))
     assert fractions.canonical() == GUIDE.canonical()
     assert np.array_equal(plan_counts(fractions, 77, 13), plan_counts(GUIDE, 77, 13))
 
@@ -164,7 +164,7 @@ def test_a_million_steps_take_seconds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("levels", "stages", "said"),
+    ("difficulties", "stages", "said"),
     [
         ((), (Stage(1.0, ()),), "levels are []"),
         (("a", "a"), (Stage(1.0, (1, 1)),), "each once"),
@@ -181,9 +181,9 @@ def test_a_million_steps_take_seconds() -> None:
         (("a",), (Stage(1.0, (1,), "linear"),), "no mix before it"),
     ],
 )
-def test_broken_schedules_are_refused(levels: tuple, stages: tuple, said: str) -> None:
+def test_broken_schedules_are_refused(difficulties: tuple, stages: tuple, said: str) -> None:
     with pytest.raises(FinetuneError) as caught:
-        Schedule(levels, stages)
+        Schedule(difficulties, stages)
     assert caught.value.exit_code == 2
     assert said in str(caught.value)
 
@@ -197,17 +197,17 @@ def test_several_problems_are_reported_together() -> None:
 
 
 def config_like(**changes: object) -> SimpleNamespace:
-    curriculum = SimpleNamespace(levels=GUIDE.levels, stages=GUIDE.stages)
+    curriculum = SimpleNamespace(levels=GUIDE.difficulties, stages=GUIDE.stages)
     return SimpleNamespace(
         **{"use_curriculum": True, "difficulty_field": "difficulty", "curriculum": curriculum, **changes}
     )
 
 
 def test_enough_rows_of_each_level_are_silent(caplog: pytest.LogCaptureFixture) -> None:
-    levels = np.repeat([2, 0, 1], 1000).astype(np.int16)
-    schedule, ids = build_schedule(config_like(), levels)
+    difficulties = np.repeat([2, 0, 1], 1000).astype(np.int16)
+    schedule, ids = build_schedule(config_like(), difficulties)
     assert schedule == GUIDE
-    assert ids.tolist() == levels.tolist()
+    assert ids.tolist() == difficulties.tolist()
     assert caplog.records == []
 
 
@@ -221,22 +221,22 @@ def test_no_level_anywhere_is_one_warning_and_uniform(caplog: pytest.LogCaptureF
     assert f"'{field}' field not found" in caplog.text
 
 
-@pytest.mark.parametrize("levels", [[-1, -1], [0, 1], [0, -1]])
-def test_without_curriculum_it_is_uniform_and_silent(caplog: pytest.LogCaptureFixture, levels: list[int]) -> None:
-    schedule, ids = build_schedule(config_like(use_curriculum=False), np.array(levels))
+@pytest.mark.parametrize("difficulties", [[-1, -1], [0, 1], [0, -1]])
+def test_without_curriculum_it_is_uniform_and_silent(caplog: pytest.LogCaptureFixture, difficulties: list[int]) -> None:
+    schedule, ids = build_schedule(config_like(use_curriculum=False), np.array(difficulties))
     assert schedule == uniform_schedule()
     assert ids.tolist() == [0, 0]
     assert caplog.records == []
 
 
 def test_rows_without_level_among_rows_with_one_are_named() -> None:
-    levels = np.zeros(2000, dtype=np.int16)
-    levels[[5, 7]] = -1
+    difficulties = np.zeros(2000, dtype=np.int16)
+    difficulties[[5, 7]] = -1
     with pytest.raises(DataError) as caught:
-        choose_schedule(config_like(), levels)
+        choose_schedule(config_like(), difficulties)
     assert "2 of 2,000" in caught.value.what and "rows 5, 7 " in caught.value.where
     with pytest.raises(DataError, match="rows 50, 70 "):
-        choose_schedule(config_like(), levels, row_ids=10 * np.arange(2000))
+        choose_schedule(config_like(), difficulties, record_ids=10 * np.arange(2000))
 
 
 def test_levels_with_weight_but_without_rows_are_all_named() -> None:
@@ -249,8 +249,8 @@ def test_levels_with_weight_but_without_rows_are_all_named() -> None:
 
 def test_a_level_without_weight_may_be_empty_or_short() -> None:
     schedule = SimpleNamespace(levels=("a", "b", "c"), stages=(Stage(1.0, (1, 0, 0)),))
-    levels = np.array([0] * 1000 + [1] * 3)
-    assert choose_schedule(config_like(curriculum=schedule), levels)[2] == []
+    difficulties = np.array([0] * 1000 + [1] * 3)
+    assert choose_schedule(config_like(curriculum=schedule), difficulties)[2] == []
 
 
 def test_short_levels_are_warned_about_with_their_numbers() -> None:
@@ -294,7 +294,7 @@ def test_chart_has_its_size_and_the_right_levels(steps: int) -> None:
         first, last = [line[0] for line in cells], [line[-1] for line in cells]
         assert first == [1] * 2 + [0] * 8  # 80/20/0 from the bottom
         assert 2 not in [line[10] for line in cells]
-        assert [last.count(level) for level in (0, 1, 2)] in ([2, 4, 4], [3, 3, 4])
+        assert [last.count(difficulty) for difficulty in (0, 1, 2)] in ([2, 4, 4], [3, 3, 4])
 
 
 def test_drawing_is_plain_where_the_terminal_is() -> None:
@@ -306,9 +306,10 @@ def test_drawing_is_plain_where_the_terminal_is() -> None:
     assert "watch out" in text and "explain" in text and "#" in text
 
 
-def write_rows(path: Path, levels: list[str | None]) -> Path:
+def write_rows(path: Path, difficulties: list[str | None]) -> Path:
     rows = [
-        {"instruction": f"q{i}", "output": f"a{i}", **({"difficulty": x} if x else {})} for i, x in enumerate(levels)
+        {"instruction": f"q{i}", "output": f"a{i}", **({"difficulty": x} if x else {})}
+        for i, x in enumerate(difficulties)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path

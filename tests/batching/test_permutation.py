@@ -118,6 +118,6 @@ def test_no_positions_give_none() -> None:
 
 
 def test_batching_imports_no_torch() -> None:
-    modules = "permutation, rounding, curriculum, sampler, execution_plan"
+    modules = "permutation, rounding, curriculum, sampler, microbatch_schedule"
     code = f"import sys; from finetune.batching import {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from schedules import GUIDE, schedules
 
 from finetune.batching.curriculum import Schedule, Stage, uniform_schedule
-from finetune.batching.execution_plan import plan_rows
+from finetune.batching.microbatch_schedule import schedule_microbatches
 from finetune.batching.sampler import GlobalBatches, count_steps
 from finetune.errors import DataError, FinetuneError
 
@@ -21,11 +21,11 @@ from finetune.errors import DataError, FinetuneError
 def runs(draw: st.DrawFn) -> GlobalBatches:
     """A schedule, levels of 1 to 40 samples in any order, up to 40 steps; small levels use the Feistel network too."""
     schedule = draw(schedules())
-    sizes = [draw(st.integers(1, 40)) for _ in schedule.levels]
-    levels = np.repeat(np.arange(len(sizes)), sizes)
-    np.random.default_rng(draw(st.integers(0, 99))).shuffle(levels)
+    sizes = [draw(st.integers(1, 40)) for _ in schedule.difficulties]
+    difficulties = np.repeat(np.arange(len(sizes)), sizes)
+    np.random.default_rng(draw(st.integers(0, 99))).shuffle(difficulties)
     return GlobalBatches(
-        levels,
+        difficulties,
         schedule,
         draw(st.sampled_from([1, 2, 5, 16, 33])),
         draw(st.integers(1, 40)),
@@ -39,9 +39,11 @@ def stream(batches: GlobalBatches) -> list[np.ndarray]:
 
 
 def levels_of(batches: GlobalBatches) -> np.ndarray:
-    levels = np.empty(len(batches._members), dtype=np.int64)
-    levels[batches._members] = np.repeat(np.arange(len(batches.samples_per_level)), batches.samples_per_level)
-    return levels
+    difficulties = np.empty(len(batches._members), dtype=np.int64)
+    difficulties[batches._members] = np.repeat(
+        np.arange(len(batches.samples_per_difficulty)), batches.samples_per_difficulty
+    )
+    return difficulties
 
 
 @settings(deadline=None, max_examples=150)
@@ -50,22 +52,22 @@ def test_each_batch_has_the_planned_counts_and_no_sample_repeats_before_exhausti
     level_of = levels_of(batches)
     drawn: Counter[int] = Counter()
     sizes, used = (
-        np.bincount(level_of, minlength=len(batches.schedule.levels)),
-        np.zeros_like(batches.samples_per_level),
+        np.bincount(level_of, minlength=len(batches.schedule.difficulties)),
+        np.zeros_like(batches.samples_per_difficulty),
     )
     for step, indices in enumerate(stream(batches)):
         assert indices.shape == (batches.global_batch_size,) and indices.dtype == np.int64
         assert np.bincount(level_of[indices], minlength=len(sizes)).tolist() == batches.counts[step].tolist()
         for index in indices.tolist():
-            level = level_of[index]
+            difficulty = level_of[index]
             # As often as every other of its level has come at least: the passes that are complete.
-            assert drawn[index] == used[level] // sizes[level], f"sample {index} came again too early"
+            assert drawn[index] == used[difficulty] // sizes[difficulty], f"sample {index} came again too early"
             drawn[index] += 1
-            used[level] += 1
-    for level in range(len(sizes)):
-        times = [drawn[index] for index in np.flatnonzero(level_of == level).tolist()]
+            used[difficulty] += 1
+    for difficulty in range(len(sizes)):
+        times = [drawn[index] for index in np.flatnonzero(level_of == difficulty).tolist()]
         assert max(times) - min(times) <= 1
-    passes = {name: float(used[i] / sizes[i]) for i, name in enumerate(batches.schedule.levels)}
+    passes = {name: float(used[i] / sizes[i]) for i, name in enumerate(batches.schedule.difficulties)}
     assert batches.passes() == pytest.approx(passes)
 
 
@@ -89,9 +91,9 @@ def test_every_world_size_trains_on_the_same_set(batches: GlobalBatches, budget:
         indices = batches.indices(step)
         wanted = sorted(indices.tolist())
         for world_size in range(1, 9):
-            for way in ({"token_budget": budget}, {"samples_per_row": 3}):
-                plan = plan_rows(lengths[indices], world_size, **way)
-                taken = [int(indices[position]) for rank in plan.rows for row in rank for position in row]
+            for way in ({"token_budget": budget}, {"samples_per_microbatch": 3}):
+                plan = schedule_microbatches(lengths[indices], world_size, **way)
+                taken = [int(indices[position]) for rank in plan.microbatches for row in rank for position in row]
                 assert sorted(taken) == wanted
 
 
@@ -114,9 +116,9 @@ def test_uniform_training_is_epochs_of_shuffled_data() -> None:
 
 
 def test_levels_are_shuffled_inside_a_step() -> None:
-    levels = np.repeat([0, 1, 2], 500)
-    batches = GlobalBatches(levels, GUIDE, 100, 100, 42)
-    kinds = np.stack([levels[batches.indices(step)] for step in range(70, 100)])
+    difficulties = np.repeat([0, 1, 2], 500)
+    batches = GlobalBatches(difficulties, GUIDE, 100, 100, 42)
+    kinds = np.stack([difficulties[batches.indices(step)] for step in range(70, 100)])
     assert len({tuple(kind) for kind in kinds.tolist()}) == 30
     # Wherever in the batch one looks, the share of topology is near its 40%: here 300 draws, standard error 3%.
     for first in range(0, 100, 10):
@@ -124,19 +126,19 @@ def test_levels_are_shuffled_inside_a_step() -> None:
 
 
 def test_the_seed_the_data_and_the_schedule_decide_and_the_fingerprint_says_so() -> None:
-    levels = np.repeat([0, 1, 2], 50)
-    other = Schedule(GUIDE.levels, (Stage(1.0, (1, 1, 1)),))
+    difficulties = np.repeat([0, 1, 2], 50)
+    other = Schedule(GUIDE.difficulties, (Stage(1.0, (1, 1, 1)),))
     runs = [
-        GlobalBatches(levels, GUIDE, 8, 20, 42),
-        GlobalBatches(levels, GUIDE, 8, 20, 43),
-        GlobalBatches(levels[::-1], GUIDE, 8, 20, 42),
-        GlobalBatches(levels, other, 8, 20, 42),
-        GlobalBatches(levels, GUIDE, 4, 20, 42),
-        GlobalBatches(levels, GUIDE, 8, 21, 42),
+        GlobalBatches(difficulties, GUIDE, 8, 20, 42),
+        GlobalBatches(difficulties, GUIDE, 8, 20, 43),
+        GlobalBatches(difficulties[::-1], GUIDE, 8, 20, 42),
+        GlobalBatches(difficulties, other, 8, 20, 42),
+        GlobalBatches(difficulties, GUIDE, 4, 20, 42),
+        GlobalBatches(difficulties, GUIDE, 8, 21, 42),
     ]
     assert len({run.fingerprint() for run in runs}) == len(runs)
     assert len({tuple(np.concatenate(stream(run)).tolist()) for run in runs}) == len(runs)
-    again = GlobalBatches(levels.astype(np.int16), GUIDE, 8, 20, 42)
+    again = GlobalBatches(difficulties.astype(np.int16), GUIDE, 8, 20, 42)
     assert again.fingerprint() == runs[0].fingerprint()
     assert np.array_equal(np.concatenate(stream(again)), np.concatenate(stream(runs[0])))
 
@@ -159,8 +161,8 @@ def test_stage_of_a_step() -> None:
 
 def test_samples_of_a_level_without_weight_never_appear_and_are_reported() -> None:
     schedule = Schedule(("a", "b", "c"), (Stage(1.0, (1, 0, 0)),))
-    levels = np.array([1, 0, 1, 0, 0])
-    batches = GlobalBatches(levels, schedule, 4, 10, 1)
+    difficulties = np.array([1, 0, 1, 0, 0])
+    batches = GlobalBatches(difficulties, schedule, 4, 10, 1)
     assert set(np.concatenate(stream(batches)).tolist()) == {1, 3, 4}
     assert batches.unused == {"b": 2}
     assert batches.passes() == {"a": pytest.approx(40 / 3), "b": 0.0, "c": 0.0}
@@ -173,10 +175,10 @@ def test_levels_with_weight_need_samples() -> None:
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize("level", [-1, 3])
-def test_a_level_that_is_none_is_refused(level: int) -> None:
+@pytest.mark.parametrize("difficulty", [-1, 3])
+def test_a_level_that_is_none_is_refused(difficulty: int) -> None:
     with pytest.raises(DataError, match="sample 3"):
-        GlobalBatches(np.array([0, 1, 2, level]), GUIDE, 4, 10, 1)
+        GlobalBatches(np.array([0, 1, 2, difficulty]), GUIDE, 4, 10, 1)
 
 
 @pytest.mark.parametrize("step", [-1, 10])

@@ -20,7 +20,7 @@ from rich.console import Console
 from finetune.data import cache
 from finetune.data.dataset import Samples, prepare_samples
 from finetune.data.formats import Conversation, Message, detect_format, to_conversation
-from finetune.data.problems import RowProblem
+from finetune.data.problems import RecordProblem
 from finetune.data.render import Renderer, render
 from finetune.errors import DataError
 
@@ -28,10 +28,10 @@ LEVELS = ("explain", "reasoning", "topology")
 QUESTIONS = ("What is a router?", "什么是交换机？", "Which port does BGP use? " * 5)
 
 
-def rows_of(count: int, level: bool = True) -> list[dict[str, Any]]:
+def rows_of(count: int, difficulty: bool = True) -> list[dict[str, Any]]:
     return [
         {"instruction": f"{number} {QUESTIONS[number % 3]}", "output": f"answer {number} " + "because " * (number % 7)}
-        | ({"difficulty": LEVELS[number % 3]} if level else {})
+        | ({"difficulty": LEVELS[number % 3]} if difficulty else {})
         for number in range(count)
     ]
 
@@ -45,7 +45,7 @@ def write(path: Path, rows: list[Any]) -> Path:
 @pytest.fixture
 def prepare(tmp_path: Path, request: pytest.FixtureRequest) -> Any:
     def call(*paths: Path, **options: Any) -> Samples:
-        options = {"cutoff_len": 64, "levels": LEVELS, "cache_dir": tmp_path / "cache", "num_proc": 1} | options
+        options = {"cutoff_len": 64, "difficulties": LEVELS, "cache_dir": tmp_path / "cache", "num_proc": 1} | options
         return prepare_samples(paths, options.pop("tokenizer", family("chatml")), **options)
 
     return call
@@ -66,20 +66,22 @@ def test_samples_equal_rendering_each_row(tmp_path: Path, prepare: Any) -> None:
     assert samples.lengths.tolist() == [len(sample.input_ids) for sample in expected]
     assert samples.lengths.dtype == samples.supervised_counts.dtype == np.int32
     assert samples.supervised_counts.tolist() == [int(sample.supervised.sum()) for sample in expected]
-    assert samples.levels.tolist() == [number % 3 for number in range(40)] and samples.levels.dtype == np.int16
-    assert samples.row_ids.tolist() == list(range(40)) and samples.row_ids.dtype == np.int64
+    assert (
+        samples.difficulties.tolist() == [number % 3 for number in range(40)] and samples.difficulties.dtype == np.int16
+    )
+    assert samples.record_ids.tolist() == list(range(40)) and samples.record_ids.dtype == np.int64
     assert samples.location(0) == f"{files[0]}:1" and samples.location(15) == f"{files[1]}:1"
     assert samples[-1][0].tolist() == samples[39][0].tolist()
     for index in (40, -41):
         with pytest.raises(IndexError):
             samples[index]
     report = samples.report
-    assert report.rows_read == report.rows_kept == report.samples == 40
+    assert report.records_read == report.records_kept == report.samples == 40
     assert report.tokens == samples.lengths.sum() and report.supervised_tokens == samples.supervised_counts.sum()
     assert report.longest_tokens == samples.lengths.max()
-    assert report.trimmed_rows == sum(sample.trimmed_tokens > 0 for sample in expected) > 0
+    assert report.trimmed_records == sum(sample.trimmed_tokens > 0 for sample in expected) > 0
     assert report.trimmed_tokens == sum(sample.trimmed_tokens for sample in expected)
-    assert report.rows_per_level == {"explain": 14, "reasoning": 13, "topology": 13} and report.dropped == {}
+    assert report.records_per_difficulty == {"explain": 14, "reasoning": 13, "topology": 13} and report.dropped == {}
 
 
 BAD_ROWS = [
@@ -115,7 +117,7 @@ def test_bad_rows_are_refused_by_line(tmp_path: Path, prepare: Any) -> None:
 
 def test_bad_rows_are_dropped_and_counted_and_ids_count_them(tmp_path: Path, prepare: Any) -> None:
     samples = prepare(write(tmp_path / "a.jsonl", BAD_ROWS), on_bad_row="drop")
-    assert samples.row_ids.tolist() == [0, 7], "blank lines are no rows, bad rows are"
+    assert samples.record_ids.tolist() == [0, 7], "blank lines are no rows, bad rows are"
     assert samples.location(1).endswith(":9")
     assert samples.report.dropped == {
         "broken JSON": 1,
@@ -125,7 +127,7 @@ def test_bad_rows_are_dropped_and_counted_and_ids_count_them(tmp_path: Path, pre
         "wrong type": 1,
         "no level": 1,
     }
-    assert (samples.report.rows_read, samples.report.rows_kept) == (8, 2)
+    assert (samples.report.records_read, samples.report.records_kept) == (8, 2)
     console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(samples.report.table())
     text = console.export_text()
@@ -138,23 +140,25 @@ def test_rows_that_the_template_refuses(tmp_path: Path, prepare: Any) -> None:
     with pytest.raises(DataError, match=r"a.jsonl:2: refused by the chat template: System role not supported"):
         prepare(path, tokenizer=family("gemma"))
     samples = prepare(path, tokenizer=family("gemma"), on_bad_row="drop")
-    assert samples.row_ids.tolist() == [0, 2] and samples.report.dropped == {"refused by the chat template": 1}
+    assert samples.record_ids.tolist() == [0, 2] and samples.report.dropped == {"refused by the chat template": 1}
     with pytest.raises(DataError, match=r"no row is left to train on \(1 refused by the chat template\)"):
         prepare(write(tmp_path / "b.jsonl", [{**good, "system": "s"}]), tokenizer=family("gemma"), on_bad_row="drop")
 
 
 def test_levels_may_be_absent_or_not_asked_for(tmp_path: Path, prepare: Any) -> None:
-    samples = prepare(write(tmp_path / "a.jsonl", rows_of(4, level=False)))
-    assert samples.levels.tolist() == [-1] * 4
-    assert not samples.report.level_field_found and samples.report.rows_per_level == {}
-    mixed = write(tmp_path / "b.jsonl", [*rows_of(2), *rows_of(2, level=False), {**rows_of(1)[0], "difficulty": "x"}])
-    samples = prepare(mixed, levels=None)
-    assert samples.levels.tolist() == [-1] * 5 and samples.level_names == ()
+    samples = prepare(write(tmp_path / "a.jsonl", rows_of(4, difficulty=False)))
+    assert samples.difficulties.tolist() == [-1] * 4
+    assert not samples.report.difficulty_field_found and samples.report.records_per_difficulty == {}
+    mixed = write(
+        tmp_path / "b.jsonl", [*rows_of(2), *rows_of(2, difficulty=False), {**rows_of(1)[0], "difficulty": "x"}]
+    )
+    samples = prepare(mixed, difficulties=None)
+    assert samples.difficulties.tolist() == [-1] * 5 and samples.difficulty_names == ()
     with pytest.raises(DataError, match="2 no level, 1 unknown level"):
         prepare(mixed)
     renamed = [{**row, "stage": row.pop("difficulty")} for row in rows_of(3)]
     samples = prepare(write(tmp_path / "c.jsonl", renamed), difficulty_field="stage")
-    assert samples.levels.tolist() == [0, 1, 2]
+    assert samples.difficulties.tolist() == [0, 1, 2]
 
 
 def test_empty_data_is_an_error(tmp_path: Path, prepare: Any) -> None:
@@ -173,7 +177,7 @@ def test_a_row_without_room_for_its_answer_is_dropped_and_counted(tmp_path: Path
     long = {"messages": [*turns, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
     short = {"messages": long["messages"][-2:]}
     samples = prepare(write(tmp_path / "a.jsonl", [long, short]), cutoff_len=40)
-    assert samples.row_ids.tolist() == [1]
+    assert samples.record_ids.tolist() == [1]
     assert samples.report.dropped == {"no room for an answer within cutoff_len": 1}
 
 
@@ -182,9 +186,9 @@ def test_a_conversation_may_make_several_samples_of_one_row(tmp_path: Path, prep
     row = {"messages": [{"role": role, "content": content} for role, content in turns], "difficulty": "reasoning"}
     files = write(tmp_path / "a.jsonl", rows_of(1)), write(tmp_path / "b.jsonl", [row])
     samples = prepare(*files, tokenizer=family("qwen3"), cutoff_len=200)
-    assert samples.row_ids.tolist() == [0, 1, 1, 1] and samples.levels.tolist() == [0, 1, 1, 1]
-    assert (samples.report.rows_kept, samples.report.samples) == (2, 4)
-    assert samples.report.rows_per_level == {"explain": 1, "reasoning": 1, "topology": 0}
+    assert samples.record_ids.tolist() == [0, 1, 1, 1] and samples.difficulties.tolist() == [0, 1, 1, 1]
+    assert (samples.report.records_kept, samples.report.samples) == (2, 4)
+    assert samples.report.records_per_difficulty == {"explain": 1, "reasoning": 1, "topology": 0}
 
 
 def test_what_is_probably_wrong_is_said_with_its_remedy(
@@ -234,8 +238,8 @@ def test_fingerprints_follow_the_samples_not_the_paths(tmp_path: Path, prepare: 
         prepare(write(tmp_path / "b.jsonl", rows[::-1])),
         prepare(write(tmp_path / "c.jsonl", rows[:-1])),
         prepare(tmp_path / "a.jsonl", cutoff_len=40),
-        prepare(tmp_path / "a.jsonl", levels=None),
-        prepare(tmp_path / "a.jsonl", levels=LEVELS[::-1]),
+        prepare(tmp_path / "a.jsonl", difficulties=None),
+        prepare(tmp_path / "a.jsonl", difficulties=LEVELS[::-1]),
         prepare(tmp_path / "a.jsonl", tokenizer=family("mistral")),
     ]
     assert len({base, *(samples.fingerprint for samples in changed)}) == 7
@@ -322,7 +326,9 @@ def _prepare_elsewhere(arguments: tuple[Path, Path, float]) -> tuple[str, int]:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     time.sleep(max(0.0, start - time.time()))
-    samples = prepare_samples([path], family("chatml"), cutoff_len=64, levels=LEVELS, cache_dir=cache_dir, num_proc=1)
+    samples = prepare_samples(
+        [path], family("chatml"), cutoff_len=64, difficulties=LEVELS, cache_dir=cache_dir, num_proc=1
+    )
     return samples.fingerprint, sum("data: making" in record for record in records)
 
 
@@ -398,12 +404,12 @@ def test_samples_are_sent_as_a_path_and_hold_no_pickles(tmp_path: Path, prepare:
 
 def test_row_problems_do_not_quote_the_row() -> None:
     """Messages go to logs; what people wrote does not."""
-    with pytest.raises(RowProblem) as caught:
+    with pytest.raises(RecordProblem) as caught:
         to_conversation(
             {"messages": [{"role": "user", "content": "secret"}, {"role": "user", "content": "x"}]}, "messages"
         )
     assert "secret" not in str(caught.value)
     thought = Conversation((Message("user", "q"), Message("assistant", "<think>secret</think>a")))
-    with pytest.raises(RowProblem) as caught:
+    with pytest.raises(RecordProblem) as caught:
         render(thought, family("deepseek"), 64)
     assert "secret" not in str(caught.value)

@@ -12,17 +12,17 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from finetune.data.files import expand_paths, file_sha256, read_rows
+from finetune.data.files import expand_paths, file_sha256, read_records
 from finetune.data.formats import Conversation, Message, detect_format, to_conversation
-from finetune.data.problems import ProblemLog, RowProblem, nearest
+from finetune.data.problems import ProblemLog, RecordProblem, nearest
 from finetune.errors import DataError, Problems
 
 LEVELS = ("explain", "reasoning", "topology")
 ALPACA = {"instruction": "q", "output": "a"}
 
 
-def read(row: Any, levels: tuple[str, ...] | None = LEVELS) -> Conversation:
-    return to_conversation(row, detect_format(row), levels)
+def read(row: Any, difficulties: tuple[str, ...] | None = LEVELS) -> Conversation:
+    return to_conversation(row, detect_format(row), difficulties)
 
 
 def turns(conversation: Conversation) -> list[tuple[str, str]]:
@@ -135,22 +135,22 @@ BAD = [
 
 @pytest.mark.parametrize(("row", "said"), BAD)
 def test_bad_rows(row: Any, said: str) -> None:
-    with pytest.raises(RowProblem, match=said):
+    with pytest.raises(RecordProblem, match=said):
         read(row)
 
 
 def test_a_file_has_one_form() -> None:
-    with pytest.raises(RowProblem, match="unknown format: no 'instruction', which the rows before it"):
+    with pytest.raises(RecordProblem, match="unknown format: no 'instruction', which the rows before it"):
         to_conversation(sharegpt(("human", "q"), ("gpt", "a")), "alpaca")
 
 
 def test_levels() -> None:
-    assert read({**ALPACA, "difficulty": " topology "}).level == "topology"
-    assert read({**ALPACA, "difficulty": 2}, ("1", "2")).level == "2"
-    assert read({**ALPACA, "difficulty": ""}).level is None
-    assert read({**ALPACA, "difficulty": "anything"}, None).level is None
+    assert read({**ALPACA, "difficulty": " topology "}).difficulty == "topology"
+    assert read({**ALPACA, "difficulty": 2}, ("1", "2")).difficulty == "2"
+    assert read({**ALPACA, "difficulty": ""}).difficulty is None
+    assert read({**ALPACA, "difficulty": "anything"}, None).difficulty is None
     row = {**ALPACA, "stage": "explain"}
-    assert to_conversation(row, "alpaca", LEVELS, "stage").level == "explain"
+    assert to_conversation(row, "alpaca", LEVELS, "stage").difficulty == "explain"
 
 
 # Files --------------------------------------------------------------------------------------------------------------
@@ -164,12 +164,12 @@ def write(path: Path, text: str | bytes) -> Path:
 
 def test_lines_are_counted_and_blank_ones_are_no_rows(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"a": 1}\r\n\n  \n{"a": "\xe2\x80\xa8"}\n{"a": 3}')
-    assert list(read_rows(path)) == [(1, {"a": 1}), (4, {"a": "\u2028"}), (5, {"a": 3})]
+    assert list(read_records(path)) == [(1, {"a": 1}), (4, {"a": "\u2028"}), (5, {"a": 3})]
 
 
 def test_broken_lines_are_rows_with_a_problem(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", b'{"a": 1}\n{"a": \n\xff\n[1, 2\n' + b"[" * 100_000 + b'\n{"a": 2}\n')
-    rows = list(read_rows(path))
+    rows = list(read_records(path))
     assert [line for line, _ in rows] == [1, 2, 3, 4, 5, 6]
     assert [str(row) for _, row in rows[1:4]] == [
         "broken JSON: Expecting value at column 7",
@@ -182,10 +182,10 @@ def test_broken_lines_are_rows_with_a_problem(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
 def test_the_first_character_tells_an_array_from_lines(tmp_path: Path, name: str) -> None:
     array = '\n[{"a": 1},\n\n  {"a":\n 2}\n,{"a": "]"} ]\n'
-    assert list(read_rows(write(tmp_path / name, array))) == [(2, {"a": 1}), (4, {"a": 2}), (6, {"a": "]"})]
-    assert list(read_rows(write(tmp_path / name, '{"a": 1}\n{"a": 2}\n'))) == [(1, {"a": 1}), (2, {"a": 2})]
-    assert list(read_rows(write(tmp_path / name, "[]"))) == []
-    assert list(read_rows(write(tmp_path / name, ""))) == []
+    assert list(read_records(write(tmp_path / name, array))) == [(2, {"a": 1}), (4, {"a": 2}), (6, {"a": "]"})]
+    assert list(read_records(write(tmp_path / name, '{"a": 1}\n{"a": 2}\n'))) == [(1, {"a": 1}), (2, {"a": 2})]
+    assert list(read_records(write(tmp_path / name, "[]"))) == []
+    assert list(read_records(write(tmp_path / name, ""))) == []
 
 
 @pytest.mark.parametrize(
@@ -202,32 +202,32 @@ def test_the_first_character_tells_an_array_from_lines(tmp_path: Path, name: str
 def test_a_broken_array_cannot_go_on(tmp_path: Path, text: str, line: int, said: str) -> None:
     path = write(tmp_path / "a.json", text)
     with pytest.raises(DataError, match=said) as caught:
-        list(read_rows(path))
+        list(read_records(path))
     assert caught.value.where == f"{path}:{line}"
 
 
 def test_one_pretty_object_is_explained(tmp_path: Path) -> None:
     path = write(tmp_path / "a.json", json.dumps({"data": [ALPACA]}, indent=2))
     with pytest.raises(DataError, match="one JSON object over several lines"):
-        list(read_rows(path))
+        list(read_records(path))
 
 
 def test_parquet(tmp_path: Path) -> None:
     rows = [messages(("user", "q"), ("assistant", "a")), messages(("user", "r"), ("assistant", "b"))]
     pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    assert [(line, turns(read(row))) for line, row in read_rows(tmp_path / "a.parquet")] == [
+    assert [(line, turns(read(row))) for line, row in read_records(tmp_path / "a.parquet")] == [
         (1, [("user", "q"), ("assistant", "a")]),
         (2, [("user", "r"), ("assistant", "b")]),
     ]
     with pytest.raises(DataError, match="is no parquet file"):
-        list(read_rows(write(tmp_path / "b.parquet", "{}")))
+        list(read_records(write(tmp_path / "b.parquet", "{}")))
 
 
 def test_lines_are_streamed(tmp_path: Path) -> None:
     row = json.dumps({"instruction": "q" * 1000, "output": "a"}) + "\n"
     path = write(tmp_path / "a.jsonl", row * 8_000)
     tracemalloc.start()
-    rows = sum(1 for _ in read_rows(path))
+    rows = sum(1 for _ in read_records(path))
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert rows == 8_000 and peak_bytes < path.stat().st_size / 20
@@ -272,7 +272,7 @@ def test_file_hash_is_of_the_content(tmp_path: Path) -> None:
 def test_the_log_lists_the_first_ten_in_order_whatever_the_order_of_finding() -> None:
     log = ProblemLog()
     for line in reversed(range(1, 301)):
-        log.add((0, line), f"a.jsonl:{line}", RowProblem("empty answer" if line % 2 else "no answer", "d"))
+        log.add((0, line), f"a.jsonl:{line}", RecordProblem("empty answer" if line % 2 else "no answer", "d"))
     with pytest.raises(DataError) as caught:
         log.refuse(1000)
     text = str(caught.value)

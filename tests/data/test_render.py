@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from finetune.data.encode import Encoder, trained_tokens
 from finetune.data.formats import Conversation, Message
-from finetune.data.problems import RowProblem
+from finetune.data.problems import RecordProblem
 from finetune.data.render import Renderer, render, stop_token_ids
 from finetune.data.spans import ChatTemplate, Turn, content_span, find_turns
 from finetune.data.truncate import _share
@@ -191,12 +191,12 @@ def test_padding_with_the_end_token_leaves_it_trained() -> None:
 
 
 def test_gemma_refuses_a_system_text_and_we_do_not_invent_a_place_for_it() -> None:
-    with pytest.raises(RowProblem, match="refused by the chat template: System role not supported"):
+    with pytest.raises(RecordProblem, match="refused by the chat template: System role not supported"):
         render(SYSTEM, family("gemma"), 4096)
 
 
 def test_reasoning_that_the_template_leaves_out_is_a_problem() -> None:
-    with pytest.raises(RowProblem, match="leaves out part of the answer in turn 2"):
+    with pytest.raises(RecordProblem, match="leaves out part of the answer in turn 2"):
         render(THOUGHT, family("deepseek"), 4096)
 
 
@@ -204,7 +204,7 @@ def test_reasoning_beside_the_content() -> None:
     thought = Conversation((Message("user", "q"), Message("assistant", "a", reasoning="t")))
     (sample,) = render(thought, family("qwen3"), 4096)
     assert "«<think>\nt\n</think>\n\na<|im_end|>»" in marked(family("qwen3"), sample.input_ids, sample.supervised)
-    with pytest.raises(RowProblem, match="reasoning left out by the chat template"):
+    with pytest.raises(RecordProblem, match="reasoning left out by the chat template"):
         render(thought, family("chatml"), 4096)  # it would be lost in silence
 
 
@@ -230,7 +230,7 @@ def test_a_template_with_a_think_block_of_its_own_must_not_double_it() -> None:
     )
     tokenizer = make_tokenizer(template, SPECIALS["qwen3"])
     assert render(ONE, tokenizer, 4096)
-    with pytest.raises(RowProblem, match="two think blocks"):
+    with pytest.raises(RecordProblem, match="two think blocks"):
         render(THOUGHT, tokenizer, 4096)
 
 
@@ -264,7 +264,7 @@ def test_tool_results_are_not_trained() -> None:
 
 def test_a_template_without_prompt_is_refused() -> None:
     bare = "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
-    with pytest.raises(RowProblem, match="everything would be trained"):
+    with pytest.raises(RecordProblem, match="everything would be trained"):
         render(ONE, make_tokenizer(bare), 4096)
 
 

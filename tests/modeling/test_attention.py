@@ -13,7 +13,7 @@ import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from finetune.data.collate import Row, collate
+from finetune.data.collate import Microbatch, collate
 from finetune.modeling.attention import ISOLATED, ISOLATED_MODEL_TYPES, can_pack, choose_attention
 
 VOCABULARY = 64
@@ -101,7 +101,7 @@ def documents(seed: int = 0) -> list[np.ndarray]:
     return [choose.integers(3, VOCABULARY, length).astype(np.int32) for length in LENGTHS]
 
 
-def make_row(docs: list[np.ndarray], *, packing: bool, pad_token_id: int = 0) -> Row:
+def make_row(docs: list[np.ndarray], *, packing: bool, pad_token_id: int = 0) -> Microbatch:
     members = [(ids, np.arange(len(ids)) % 3 == 1, 0) for ids in docs]
     return collate(members, packing=packing, pad_token_id=pad_token_id)
 

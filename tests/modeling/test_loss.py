@@ -16,11 +16,11 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from finetune.data.collate import collate
-from finetune.data.steps import Execution, InOrder, StepRows
+from finetune.data.steps import Execution, InOrder, StepBatches
 from finetune.modeling.attention import choose_attention
-from finetune.modeling.loss import ChunkedHead, make_chunked_head, row_losses, token_losses
+from finetune.modeling.loss import ChunkedHead, make_chunked_head, microbatch_losses, token_losses
 from finetune.training.control import Control
-from finetune.training.executor import StepExecutor, heaviest_row
+from finetune.training.executor import StepExecutor, largest_microbatch
 
 VOCABULARY = 50
 CPU = torch.device("cpu")
@@ -39,8 +39,8 @@ class FakeSamples:
             self.items.append((choose.integers(0, VOCABULARY, length).astype(np.int32), supervised))
         self.lengths = np.array([len(ids) for ids, _ in self.items])
         self.supervised_counts = np.array([int(mask.sum()) for _, mask in self.items])
-        self.levels = choose.integers(-1, 2, count)
-        self.row_ids = np.arange(count)
+        self.difficulties = choose.integers(-1, 2, count)
+        self.record_ids = np.arange(count)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -107,14 +107,14 @@ def execute(
 
     One process adds the gradients up as the ranks' all-reduce would.
     """
-    loss, level_losses, row_count = 0.0, torch.zeros(2), 0
+    loss, difficulty_losses, row_count = 0.0, torch.zeros(2), 0
     for rank in range(execution.world_size):
-        rows = StepRows(
+        rows = StepBatches(
             samples,
             InOrder(len(samples), len(samples)),
             replace(execution, rank=rank),
-            level_ids=samples.levels,
-            levels=2,
+            difficulty_ids=samples.difficulties,
+            difficulties=2,
             pad_token_id=0,
         )
         executor = StepExecutor(
@@ -124,13 +124,13 @@ def execute(
             seed=1,
             head=head,
             flat_reduce=False,
-            heaviest=heaviest_row(rows) if rehearsal else None,
+            heaviest=largest_microbatch(rows) if rehearsal else None,
         )
         result = executor.run(model, rows[0])
         loss += float(result.loss)
-        level_losses += result.level_losses
-        row_count += len(rows[0].rows)
-    return loss, level_losses, row_count
+        difficulty_losses += result.difficulty_losses
+        row_count += len(rows[0].microbatches)
+    return loss, difficulty_losses, row_count
 
 
 EXECUTIONS = {
@@ -151,24 +151,24 @@ EXECUTIONS = {
 def test_gradient_is_that_of_the_definition(model, execution, rehearsal):
     samples = FakeSamples(23, seed=3)
     wanted_loss, wanted = defined_gradient(samples)
-    loss, level_losses, row_count = execute(model, samples, execution, rehearsal=rehearsal)
+    loss, difficulty_losses, row_count = execute(model, samples, execution, rehearsal=rehearsal)
     assert row_count % execution.world_size == 0
     if "more ranks" in next(name for name, value in EXECUTIONS.items() if value is execution):
-        assert row_count > len(samples) // (execution.samples_per_row or 1)  # so some rows are empty
+        assert row_count > len(samples) // (execution.samples_per_microbatch or 1)  # so some rows are empty
     assert_gradients_equal(model, wanted)
     assert loss == pytest.approx(wanted_loss, rel=1e-6)  # summed in float32, for the log only
     plain = make_model("sdpa")
     with torch.no_grad():
-        for level in (0, 1):
-            members = np.flatnonzero(samples.levels == level)
+        for difficulty in (0, 1):
+            members = np.flatnonzero(samples.difficulties == difficulty)
             wanted_sum = float(sum(plain_losses(plain, *samples[int(i)]).sum() for i in members))
-            assert float(level_losses[level]) == pytest.approx(wanted_sum, rel=1e-5)
+            assert float(difficulty_losses[difficulty]) == pytest.approx(wanted_sum, rel=1e-5)
 
 
 def test_an_empty_row_gives_zero_gradients_for_every_parameter(model):
     """DDP and ZeRO wait for each parameter's gradient, so it must be there; and it must not change the sum."""
     for packing in (True, False):
-        losses = row_losses(model, collate([], packing=packing, pad_token_id=0), CPU)
+        losses = microbatch_losses(model, collate([], packing=packing, pad_token_id=0), CPU)
         assert losses.shape == (0,)
         losses.sum().backward()
         for name, parameter in model.named_parameters():
@@ -178,7 +178,7 @@ def test_an_empty_row_gives_zero_gradients_for_every_parameter(model):
 def test_a_row_of_samples_without_targets_trains_nothing(model):
     ids = np.arange(7, dtype=np.int32)
     row = collate([(ids, np.zeros(7, dtype=bool), 0)] * 2, packing=True, pad_token_id=0)
-    row_losses(model, row, CPU).sum().backward()
+    microbatch_losses(model, row, CPU).sum().backward()
     assert all(not parameter.grad.any() for parameter in model.parameters())
 
 
@@ -198,9 +198,9 @@ def test_chunked_losses_are_the_plain_ones_token_by_token(model):
     samples = FakeSamples(9, seed=5)
     members = [(*samples[i], 0) for i in range(9)]
     row = collate(members, packing=True, pad_token_id=0)
-    plain = row_losses(model, row, CPU)
+    plain = microbatch_losses(model, row, CPU)
     head = ChunkedHead(model.get_output_embeddings(), logits_per_chunk=4 * VOCABULARY)
-    torch.testing.assert_close(row_losses(model, row, CPU, head), plain, rtol=1e-12, atol=0)
+    torch.testing.assert_close(microbatch_losses(model, row, CPU, head), plain, rtol=1e-12, atol=0)
 
 
 def test_only_one_chunk_of_logits_is_kept(model):
@@ -215,12 +215,12 @@ def test_only_one_chunk_of_logits_is_kept(model):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        row_losses(model, row, CPU)
+        microbatch_losses(model, row, CPU)
     assert max(kept) == len(row.targets)
     kept.clear()
     head = ChunkedHead(model.get_output_embeddings(), logits_per_chunk=8 * VOCABULARY)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        row_losses(model, row, CPU, head)
+        microbatch_losses(model, row, CPU, head)
     assert kept == []
 
 
@@ -231,7 +231,7 @@ def test_the_head_is_an_ordinary_head_again_afterwards(model):
     assert head is not None
     row = collate([(*FakeSamples(9, seed=7)[1], 0)], packing=True, pad_token_id=0)
     head.tokens_per_chunk = 1
-    row_losses(model, row, CPU, head)
+    microbatch_losses(model, row, CPU, head)
     assert head.targets is None
     assert torch.equal(model(input_ids=ids).logits, before)
     with pytest.raises(ZeroDivisionError), head.scoring(row.targets):
@@ -270,7 +270,7 @@ def test_evaluation_is_the_mean_over_all_targets(tmp_path: Path, tiny_model: Pat
     from finetune.data.dataset import prepare_samples
     from finetune.data.templates import load_tokenizer
 
-    levels = ("explain", "reasoning", "topology")
+    difficulties = ("explain", "reasoning", "topology")
     data = run_helpers.make_data(tmp_path / "train.jsonl", 30)
     valid = run_helpers.make_data(tmp_path / "valid.jsonl", 13, seed=1)
     materials = run_helpers.Materials(tmp_path, tiny_model, data, valid)
@@ -286,7 +286,7 @@ def test_evaluation_is_the_mean_over_all_targets(tmp_path: Path, tiny_model: Pat
         (str(valid),),
         load_tokenizer(str(tiny_model)),
         cutoff_len=96,
-        levels=levels,
+        difficulties=difficulties,
         difficulty_field="difficulty",
         on_bad_row="refuse",
         cache_dir=settings["cache_dir"],
@@ -297,8 +297,8 @@ def test_evaluation_is_the_mean_over_all_targets(tmp_path: Path, tiny_model: Pat
     with torch.no_grad():
         per_sample = [plain_losses(model, *(np.array(part) for part in samples[i])) for i in range(13)]
     assert first["eval_loss"] == pytest.approx(float(torch.cat(per_sample).mean()), rel=1e-5)
-    for number, level in enumerate(levels):
-        members = torch.cat([loss for loss, own in zip(per_sample, samples.levels, strict=True) if own == number])
-        assert first[f"eval_loss/{level}"] == pytest.approx(float(members.mean()), rel=1e-5)
+    for number, difficulty in enumerate(difficulties):
+        members = torch.cat([loss for loss, own in zip(per_sample, samples.difficulties, strict=True) if own == number])
+        assert first[f"eval_loss/{difficulty}"] == pytest.approx(float(members.mean()), rel=1e-5)
     assert last["eval_loss"] != first["eval_loss"]
     assert json.dumps(first).count("NaN") == 0

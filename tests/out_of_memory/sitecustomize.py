@@ -7,12 +7,12 @@ if os.environ.get("RANK") == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT"
 
     from finetune.modeling import loss
 
-    original, calls = loss.row_losses, []
+    original, calls = loss.microbatch_losses, []
 
-    def row_losses(*arguments, **options):
+    def microbatch_losses(*arguments, **options):
         calls.append(1)
         if len(calls) == 3:  # the first is the heaviest row's rehearsal
             raise torch.OutOfMemoryError("out of memory, by order of the test")
         return original(*arguments, **options)
 
-    loss.row_losses = row_losses
+    loss.microbatch_losses = microbatch_losses

@@ -285,7 +285,7 @@ def test_more_devices_never_need_more_each(name, lora, sharding, tokens, device_
             lora=lora,
             sharding=sharding,
             devices=devices,
-            row_tokens=tokens,
+            microbatch_tokens=tokens,
             targets=tokens,
             local_processes=1,
             rows=-(-64 // devices),
@@ -327,8 +327,10 @@ def test_offload_moves_bytes_and_loses_none(name, lora, devices, stage):
     more=st.integers(0, 10**5),
 )
 def test_longer_rows_and_checkpointing_off_never_need_less(name, lora, sharding, tokens, more):
-    short = workload(known_shape(name), lora=lora, sharding=sharding, devices=8, row_tokens=tokens, targets=tokens)
-    long = replace(short, row_tokens=tokens + more, targets=tokens + more)
+    short = workload(
+        known_shape(name), lora=lora, sharding=sharding, devices=8, microbatch_tokens=tokens, targets=tokens
+    )
+    long = replace(short, microbatch_tokens=tokens + more, targets=tokens + more)
     kept = replace(short, computing=replace(short.computing, checkpointing=False))
     assert memory_of(short).device() <= memory_of(long).device()
     assert memory_of(short).device() <= memory_of(kept).device()

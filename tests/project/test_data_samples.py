@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from sample_rows import FOLDER, chinese, prompt, read_rows
+from sample_rows import FOLDER, chinese, prompt, read_records
 
 FILES = ("train.jsonl", "valid.jsonl", "sharegpt.json", "messages.jsonl", "broken.jsonl")
 LEVELS = ("explain", "reasoning", "topology")
@@ -23,7 +23,7 @@ def talks() -> list[tuple[str, list[tuple[str, str]]]]:
     found = [
         (row["difficulty"], [(roles[turn["from"]], turn["value"]) for turn in row["conversations"]]) for row in sharegpt
     ]
-    for row in read_rows("messages.jsonl"):
+    for row in read_records("messages.jsonl"):
         found.append((row["difficulty"], [(turn["role"], turn["content"]) for turn in row["messages"]]))
     return found
 
@@ -39,17 +39,17 @@ def test_the_script_makes_the_committed_files(tmp_path: Path, hash_seed: str) ->
 
 
 def test_rows_per_level() -> None:
-    assert Counter(row["difficulty"] for row in read_rows("train.jsonl")) == {
+    assert Counter(row["difficulty"] for row in read_records("train.jsonl")) == {
         "explain": 600,
         "reasoning": 500,
         "topology": 400,
     }
-    assert Counter(row["difficulty"] for row in read_rows("valid.jsonl")) == dict.fromkeys(LEVELS, 50)
+    assert Counter(row["difficulty"] for row in read_records("valid.jsonl")) == dict.fromkeys(LEVELS, 50)
 
 
 @pytest.mark.parametrize("name", ["train.jsonl", "valid.jsonl"])
 def test_half_is_english_and_half_is_chinese(name: str) -> None:
-    rows = read_rows(name)
+    rows = read_records(name)
     for level in LEVELS:
         of_level = [row for row in rows if row["difficulty"] == level]
         share = sum(chinese(row["instruction"]) for row in of_level) / len(of_level)
@@ -62,7 +62,7 @@ def test_half_is_english_and_half_is_chinese(name: str) -> None:
 
 
 def test_rows_are_complete_and_asked_once() -> None:
-    train, valid = read_rows("train.jsonl"), read_rows("valid.jsonl")
+    train, valid = read_records("train.jsonl"), read_records("valid.jsonl")
     prompts = Counter(prompt(row) for row in train + valid)
     assert max(prompts.values()) == 1
     for row in train + valid:
@@ -72,20 +72,20 @@ def test_rows_are_complete_and_asked_once() -> None:
 
 def test_valid_explain_rows_can_be_learned_from_train() -> None:
     """Every held-out answer is also one of train, asked in another form; lists are put together of such."""
-    known = [row["output"] for row in read_rows("train.jsonl") if row["difficulty"] == "explain"]
-    for row in read_rows("valid.jsonl"):
+    known = [row["output"] for row in read_records("train.jsonl") if row["difficulty"] == "explain"]
+    for row in read_records("valid.jsonl"):
         if row["difficulty"] == "explain":
             for line in row["output"].splitlines():
                 assert line.removeprefix(line.split(" ")[0] + " ") in known or row["output"] in known
 
 
 def test_lengths_vary() -> None:
-    lengths = sorted(len(prompt(row) + row["output"]) for row in read_rows("train.jsonl"))
+    lengths = sorted(len(prompt(row) + row["output"]) for row in read_records("train.jsonl"))
     assert lengths[-1] > 4 * lengths[len(lengths) // 2]
 
 
 def test_conversations_are_well_formed_and_appear_nowhere_else() -> None:
-    elsewhere = {prompt(row) for name in ("train.jsonl", "valid.jsonl") for row in read_rows(name)}
+    elsewhere = {prompt(row) for name in ("train.jsonl", "valid.jsonl") for row in read_records(name)}
     found = talks()
     assert len(found) == 40
     assert {level for level, _ in found} == set(LEVELS)

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from sample_rows import FOLDER, chinese, prompt, read_rows
+from sample_rows import FOLDER, chinese, prompt, read_records
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def tokenizer(scripts: dict[str, ModuleType], corpus: tuple[Path, Path]) -> Any:
 
 
 def test_corpus_holds_no_shipped_question_and_no_fact(corpus: tuple[Path, Path]) -> None:
-    shipped = [row for name in ("train.jsonl", "valid.jsonl") for row in read_rows(name)]
+    shipped = [row for name in ("train.jsonl", "valid.jsonl") for row in read_records(name)]
     questions, facts = {prompt(row) for row in shipped}, {row["output"] for row in shipped if "answer" not in row}
     for path in corpus:
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -76,7 +76,7 @@ def test_tokenizer_is_reproducible_and_lossless(scripts: dict[str, ModuleType], 
 
 
 def rows_as_text() -> list[str]:
-    return [f"{prompt(row)}\n{row['output']}" for row in read_rows("train.jsonl")]
+    return [f"{prompt(row)}\n{row['output']}" for row in read_records("train.jsonl")]
 
 
 def test_tokenizer_splits_digits_and_keeps_special_tokens_apart(tokenizer: Any) -> None:

@@ -12,9 +12,11 @@ from math import prod
 from typing import Any
 
 import pytest
-from sample_rows import read_rows
+from sample_rows import read_records
 
-ROWS = [row for name in ("train.jsonl", "valid.jsonl") for row in read_rows(name) if row["difficulty"] == "reasoning"]
+ROWS = [
+    row for name in ("train.jsonl", "valid.jsonl") for row in read_records(name) if row["difficulty"] == "reasoning"
+]
 NUMBER = r"\d+(?:\.\d+)?"
 CIDR = r"\d+\.\d+\.\d+\.\d+/\d+"
 

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
-from sample_rows import chinese, read_rows
+from sample_rows import chinese, read_records
 
 Link = frozenset[str]
-ROWS = [row for name in ("train.jsonl", "valid.jsonl") for row in read_rows(name) if row["difficulty"] == "topology"]
+ROWS = [row for name in ("train.jsonl", "valid.jsonl") for row in read_records(name) if row["difficulty"] == "topology"]
 NAME = r"[A-Za-z][A-Za-z0-9]*|[\u4e00-\u9fff]+"
 
 

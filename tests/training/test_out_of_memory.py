@@ -12,7 +12,7 @@ import run_helpers
 import run_patches
 from run_helpers import LAYOUTS, Materials
 
-from finetune.batching.execution_plan import plan_rows
+from finetune.batching.microbatch_schedule import schedule_microbatches
 
 STEPS = 5
 CUTOFF = 96
@@ -89,7 +89,7 @@ def test_a_retry_in_process_changes_nothing(
 def test_the_heaviest_row_shows_in_the_first_step(materials, reference, tmp_path):
     """Only a later step has a row that does not fit; it is rehearsed in the first, and what replaces it as well."""
     lengths, steps = row_lengths(materials), run_helpers.sample_ids(reference("lora"))
-    heaviest = [plan_rows(lengths[ids], 2, token_budget=4 * CUTOFF).heaviest_row_tokens for ids in steps]
+    heaviest = [schedule_microbatches(lengths[ids], 2, token_budget=4 * CUTOFF).heaviest_row_tokens for ids in steps]
     limit = max(heaviest) - 1
     assert heaviest[0] < limit
     output_dir = tmp_path / "run"

@@ -77,7 +77,7 @@ class CurriculumReport:
     def to_json(self) -> dict[str, Any]:
         """Plain values, per-level ones as objects by level."""
 
-        def by_level(values: Sequence[float]) -> dict[str, float]:
+        def by_difficulty(values: Sequence[float]) -> dict[str, float]:
             return dict(zip(self.levels, values, strict=True))
 
         stages = [
@@ -86,8 +86,8 @@ class CurriculumReport:
                 "ramp": stage.ramp,
                 "first_step": stage.first_step,
                 "last_step": stage.last_step,
-                "samples": by_level(stage.samples),
-                "mix": by_level(_shares(stage.samples)),
+                "samples": by_difficulty(stage.samples),
+                "mix": by_difficulty(_shares(stage.samples)),
             }
             for stage in self.stages
         ]
@@ -95,10 +95,10 @@ class CurriculumReport:
             "levels": list(self.levels),
             "total_steps": self.total_steps,
             "global_batch_size": self.global_batch_size,
-            "rows": by_level(self.rows),
-            "samples": by_level(self.samples),
-            "passes": by_level(self.passes),
-            "mix": by_level(self.mix),
+            "rows": by_difficulty(self.rows),
+            "samples": by_difficulty(self.samples),
+            "passes": by_difficulty(self.passes),
+            "mix": by_difficulty(self.mix),
             "stages": stages,
             "warnings": list(self.warnings),
         }
@@ -106,7 +106,7 @@ class CurriculumReport:
 
 def report_curriculum(
     schedule: Schedule,
-    rows_per_level: np.ndarray,
+    records_per_difficulty: np.ndarray,
     global_batch_size: int,
     total_steps: int,
     warnings: Sequence[str] = (),
@@ -119,10 +119,10 @@ def report_curriculum(
         StageReport(stage.until, stage.ramp, int(start) + 1, int(end), tuple(counts[start:end].sum(axis=0).tolist()))
         for stage, start, end in zip(schedule.stages, bounds[:-1], bounds[1:], strict=True)
     )
-    rows, samples = np.asarray(rows_per_level).tolist(), counts.sum(axis=0).tolist()
+    rows, samples = np.asarray(records_per_difficulty).tolist(), counts.sum(axis=0).tolist()
     passes = tuple(drawn / there if drawn else 0.0 for drawn, there in zip(samples, rows, strict=True))
     return CurriculumReport(
-        levels=schedule.levels,
+        levels=schedule.difficulties,
         total_steps=total_steps,
         global_batch_size=global_batch_size,
         rows=tuple(rows),
@@ -138,12 +138,12 @@ def _repetition_warnings(schedule: Schedule, rows: Sequence[int], passes: Sequen
     used = schedule.ever_used().tolist()
     often = [
         f"level '{name}' is repeated {times:.1f} times (fix: add rows, train fewer steps, or lower its weight)"
-        for name, times in zip(schedule.levels, passes, strict=True)
+        for name, times in zip(schedule.difficulties, passes, strict=True)
         if times > MANY_PASSES
     ]
     never = [
         f"level '{name}' has weight 0 in every stage: its {there:,} rows are not trained on"
-        for name, there, is_used in zip(schedule.levels, rows, used, strict=True)
+        for name, there, is_used in zip(schedule.difficulties, rows, used, strict=True)
         if there and not is_used
     ]
     return often + never
@@ -213,38 +213,38 @@ def _table(report: CurriculumReport) -> Table:
     return table
 
 
-def read_levels(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[str]]:
+def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """The rows that can be trained on: int64[N] levels, -1 for none; int64[N] row numbers; warnings about the others.
 
     Raises:
         DataError: a file cannot be read; rows are bad and `on_bad_row` is refuse.
     """
-    from finetune.data.files import expand_paths, read_rows
+    from finetune.data.files import expand_paths, read_records
     from finetune.data.formats import detect_format, to_conversation
-    from finetune.data.problems import ProblemLog, RowProblem
+    from finetune.data.problems import ProblemLog, RecordProblem
 
     index: dict[str | None, int] = {None: -1, **{name: number for number, name in enumerate(config.curriculum.levels)}}
     levels: list[int] = []
-    row_ids: list[int] = []
+    record_ids: list[int] = []
     problems, read = ProblemLog(), 0
     for number, path in enumerate(expand_paths(config.data)):
         form = None
-        for line, row in read_rows(path):
+        for line, row in read_records(path):
             read += 1
             try:
-                if isinstance(row, RowProblem):
+                if isinstance(row, RecordProblem):
                     raise row
                 form = form or detect_format(row)
                 conversation = to_conversation(row, form, config.curriculum.levels, config.difficulty_field)
-                levels.append(index[conversation.level])
-                row_ids.append(read - 1)
-            except RowProblem as problem:
+                levels.append(index[conversation.difficulty])
+                record_ids.append(read - 1)
+            except RecordProblem as problem:
                 problems.add((number, line), f"{path}:{line}", problem)
     if config.on_bad_row == "refuse":
         problems.refuse(read)
     kinds = ", ".join(f"{count} {kind}" for kind, count in problems.counts.most_common())
     dropped = [f"{problems.total:,} of {read:,} rows are dropped: {kinds}"] if kinds else []
-    return np.array(levels, dtype=np.int64), np.array(row_ids, dtype=np.int64), dropped
+    return np.array(levels, dtype=np.int64), np.array(record_ids, dtype=np.int64), dropped
 
 
 def show(arguments: Sequence[str], as_json: bool) -> CurriculumReport:
@@ -253,10 +253,10 @@ def show(arguments: Sequence[str], as_json: bool) -> CurriculumReport:
     from finetune.runtime.device import launch_world
 
     config = resolve(arguments, world_size=launch_world().world_size).config
-    levels, row_ids, dropped = read_levels(config)
-    schedule, level_ids, warnings = choose_schedule(config, levels, row_ids)
-    steps = count_steps(len(level_ids), config.global_batch_size, config.num_epochs, config.max_steps)
-    rows = np.bincount(level_ids, minlength=len(schedule.levels))
+    levels, record_ids, dropped = read_difficulties(config)
+    schedule, difficulty_ids, warnings = choose_schedule(config, levels, record_ids)
+    steps = count_steps(len(difficulty_ids), config.global_batch_size, config.num_epochs, config.max_steps)
+    rows = np.bincount(difficulty_ids, minlength=len(schedule.difficulties))
     report = report_curriculum(schedule, rows, config.global_batch_size, steps, [*dropped, *warnings])
     if as_json:
         sys.stdout.write(json.dumps(report.to_json(), ensure_ascii=False, indent=2) + "\n")

@@ -5,7 +5,7 @@
 with REQUEST such as {"kind": "sft", "module": "finetune.sft", "words": [...], "world_size": 2}.
 
 Data up to LARGE_BYTES is tokenized whole, into a temporary cache; of larger data only the form of the first
-SAMPLED_ROWS rows of each file is checked.
+SAMPLED_RECORDS records of each file is checked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from finetune.config.run_config import RunConfig
 from finetune.errors import FinetuneError
 
 LARGE_BYTES = 32 << 20
-SAMPLED_ROWS = 20_000
+SAMPLED_RECORDS = 20_000
 
 
 def probe_sft(config: RunConfig) -> Iterator[Check]:
@@ -65,15 +65,15 @@ def _data(config: RunConfig, paths: tuple[str, ...], tokenizer: Any) -> Check:
             paths,
             tokenizer,
             cutoff_len=config.cutoff_len,
-            levels=config.curriculum.levels if config.use_curriculum else None,
+            difficulties=config.curriculum.levels if config.use_curriculum else None,
             difficulty_field=config.difficulty_field,
             on_bad_row=config.on_bad_row,
             cache_dir=folder,
             num_proc=1,
         ).report
-    values = {"rows": report.rows_read, "samples": report.samples, "tokens": report.tokens}
-    said = f"{names}: {report.rows_read:,} rows, {report.samples:,} samples, {report.tokens:,} tokens"
-    chinese = f"{names}：{report.rows_read:,} 行，{report.samples:,} 个样本，{report.tokens:,} 个 token"
+    values = {"rows": report.records_read, "samples": report.samples, "tokens": report.tokens}
+    said = f"{names}: {report.records_read:,} rows, {report.samples:,} samples, {report.tokens:,} tokens"
+    chinese = f"{names}：{report.records_read:,} 行，{report.samples:,} 个样本，{report.tokens:,} 个 token"
     doubts = "; ".join(report.warnings())
     if doubts:
         return warn("data", (f"{said}; {doubts}", f"{chinese}；{doubts}"), (doubts, doubts), **values)
@@ -81,27 +81,27 @@ def _data(config: RunConfig, paths: tuple[str, ...], tokenizer: Any) -> Check:
 
 
 def _form(config: RunConfig, sources: tuple[Path, ...], names: str) -> Check:
-    """The form of the first rows of large files."""
-    from finetune.data.files import read_rows
+    """The form of the first records of large files."""
+    from finetune.data.files import read_records
     from finetune.data.formats import detect_format, to_conversation
-    from finetune.data.problems import ProblemLog, RowProblem
+    from finetune.data.problems import ProblemLog, RecordProblem
 
     problems, read = ProblemLog(), 0
     for number, path in enumerate(sources):
         form = None
-        for line, row in islice(read_rows(path), SAMPLED_ROWS):
+        for line, record in islice(read_records(path), SAMPLED_RECORDS):
             read += 1
             try:
-                if isinstance(row, RowProblem):
-                    raise row
-                form = form or detect_format(row)
-                to_conversation(row, form, config.curriculum.levels, config.difficulty_field)
-            except RowProblem as problem:
+                if isinstance(record, RecordProblem):
+                    raise record
+                form = form or detect_format(record)
+                to_conversation(record, form, config.curriculum.levels, config.difficulty_field)
+            except RecordProblem as problem:
                 problems.add((number, line), f"{path}:{line}", problem)
     if config.on_bad_row == "refuse":
         problems.refuse(read)
     said = f"{names}: large; the form of {read:,} rows is right, they were not tokenized"
-    return ok("data", said, f"{names}：数据较大；已检查 {read:,} 行的格式，未做分词", rows=read, bad=problems.total)
+    return ok("data", said, f"{names}：数据较大；已检查 {read:,} 行的格式，未做分词", records=read, bad=problems.total)
 
 
 def probe_pretrain(config: PretrainConfig) -> Iterator[Check]:

@@ -197,7 +197,7 @@ class EvaluationSettings:
     data: tuple[str, ...]
     cutoff_len: int
     difficulty_field: str
-    known_levels: tuple[str, ...]
+    known_difficulties: tuple[str, ...]
     answer_field: str
     on_bad_row: str
     cache_dir: str | None
@@ -220,7 +220,7 @@ def _settings(options: argparse.Namespace, run: dict[str, Any]) -> EvaluationSet
         data=tuple(options.data),
         cutoff_len=options.cutoff_len or (cutoff if isinstance(cutoff, int) else DEFAULT_CUTOFF_TOKENS),
         difficulty_field=options.difficulty_field or (field if isinstance(field, str) else "difficulty"),
-        known_levels=tuple(map(str, levels)) if isinstance(levels, list) else (),
+        known_difficulties=tuple(map(str, levels)) if isinstance(levels, list) else (),
         answer_field=options.answer_field,
         on_bad_row=options.on_bad_row,
         cache_dir=options.cache_dir,

@@ -16,7 +16,7 @@ import torch
 from finetune.commands.evaluate.answers import find_answer, same_answer
 from finetune.commands.evaluate.command import GENERATIONS_NAME
 from finetune.commands.evaluate.measure_loss import add_losses
-from finetune.commands.evaluate.questions import Question, find_levels, read_questions, spread
+from finetune.commands.evaluate.questions import Question, find_difficulties, read_questions, spread
 from finetune.commands.evaluate.scores import ModelScores
 from finetune.data.dataset import prepare_samples
 from finetune.data.files import expand_paths
@@ -55,20 +55,20 @@ class Evaluation:
         self.dtype = devices.choose_dtype(settings.dtype, self.device.type)
         self.tokenizer = load_tokenizer_of(reference, settings.template, trust_remote_code=settings.trust_remote_code)
         paths = expand_paths(settings.data)
-        levels = find_levels(paths, settings.difficulty_field, settings.known_levels)
+        difficulties = find_difficulties(paths, settings.difficulty_field, settings.known_difficulties)
         self.samples = prepare_samples(
             settings.data,
             self.tokenizer,
             cutoff_len=settings.cutoff_len,
-            levels=levels or None,
+            difficulties=difficulties or None,
             difficulty_field=settings.difficulty_field,
             on_bad_row=settings.on_bad_row,
             cache_dir=settings.cache_dir,
         )
-        self.chosen = spread(self.samples.levels, settings.max_samples)
-        rows = np.unique(self.samples.row_ids[self.chosen])
+        self.chosen = spread(self.samples.difficulties, settings.max_samples)
+        records = np.unique(self.samples.record_ids[self.chosen])
         self.questions = self._chosen(
-            read_questions(paths, levels, settings.difficulty_field, settings.answer_field, rows.tolist())
+            read_questions(paths, difficulties, settings.difficulty_field, settings.answer_field, records.tolist())
         )
 
     def _chosen(self, questions: list[Question]) -> list[Question]:
@@ -79,11 +79,11 @@ class Evaluation:
         elif isinstance(wanted, int):
             # A question whose answer can be checked says more than one whose answer cannot.
             questions = sorted(questions, key=lambda question: question.answer is None)
-            names = [question.level for question in questions]
+            names = [question.difficulty for question in questions]
             numbers = np.array([names.index(name) for name in names], dtype=np.int64)
             questions = [questions[place] for place in spread(numbers, wanted)]
-            questions.sort(key=lambda question: question.row)
-        wrong = [question.row for question in questions if not question.consistent]
+            questions.sort(key=lambda question: question.record)
+        wrong = [question.record for question in questions if not question.consistent]
         if wrong:
             logger.warning(
                 "%d rows have another '%s' than their own output gives, first row %d: repeating the output counts as "
@@ -135,7 +135,7 @@ class Evaluation:
     def _measure(self, scores: ModelScores, source: Source, writer: JsonLines | None) -> ModelScores:
         model = load_weights(source, self.device, self.dtype, trust_remote_code=self.settings.trust_remote_code)
         check_fit(model, self.tokenizer, source)
-        for name in self.samples.level_names:
+        for name in self.samples.difficulty_names:
             scores.of(name)
         with progress(f"{scores.name}: loss", len(self.chosen)) as advance:
             pad = self.tokenizer.pad_token_id
@@ -164,7 +164,7 @@ class Evaluation:
                 cut += record["finish_reason"] == "length"
                 too_long += record["finish_reason"] == "prompt_too_long"
                 if question.answer is not None:
-                    score = scores.of(question.level)
+                    score = scores.of(question.difficulty)
                     score.answered += 1
                     score.correct += record["correct"]
                 if writer is not None:
@@ -220,8 +220,8 @@ def generation(generator: Generator, question: Question, answer: Answer | None) 
     text = "" if answer is None else answer.text
     given = find_answer(text)
     return {
-        "row": question.row,
-        "level": question.level,
+        "row": question.record,
+        "level": question.difficulty,
         "prompt": generator.render(question.messages),
         "text": text,
         "expected": question.answer,

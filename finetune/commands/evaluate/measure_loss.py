@@ -1,4 +1,4 @@
-"""The loss of a loaded model per level: over supervised tokens, by the plan and the definition that training uses."""
+"""The loss of a loaded model per difficulty: over supervised tokens, by the plan and the definition that training uses."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from transformers import PreTrainedModel
 
 from finetune.commands.evaluate.scores import ModelScores
 from finetune.data.samples import Samples
-from finetune.data.steps import Execution, StepRows
+from finetune.data.steps import Execution, StepBatches
 from finetune.errors import FinetuneError
 from finetune.modeling.attention import can_pack, choose_attention
-from finetune.modeling.loss import ChunkedHead, make_chunked_head, row_losses
+from finetune.modeling.loss import ChunkedHead, make_chunked_head, microbatch_losses
 from finetune.runtime import device as devices
 
 SAMPLES_PER_BATCH = 64  # planned together, and one move of the progress bar
-ROW_TOKENS = 2048
-SAMPLES_PER_ROW = 4  # of padded rows
+MICROBATCH_TOKENS = 2048
+SAMPLES_PER_MICROBATCH = 4  # of padded microbatches
 
 
 @dataclass(frozen=True)
@@ -55,51 +55,51 @@ def add_losses(
     Raises:
         FinetuneError: one sample alone does not fit into the device's memory.
     """
-    names = (*samples.level_names, None)  # a sample without level has -1, which is the last
+    names = (*samples.difficulty_names, None)  # a sample without difficulty has -1, which is the last
     with _training_attention(model) as packing:
         longest = int(samples.lengths[chosen].max())
         execution = Execution(
             rank=0,
             world_size=1,
-            token_budget=max(ROW_TOKENS, longest) if packing else None,
-            samples_per_row=None if packing else SAMPLES_PER_ROW,
+            token_budget=max(MICROBATCH_TOKENS, longest) if packing else None,
+            samples_per_microbatch=None if packing else SAMPLES_PER_MICROBATCH,
         )
-        rows = StepRows(
+        microbatches = StepBatches(
             samples,
             _Chosen(chosen),
             execution,
-            level_ids=samples.levels,
-            levels=len(samples.level_names),
+            difficulty_ids=samples.difficulties,
+            difficulties=len(samples.difficulty_names),
             pad_token_id=pad_token_id,
         )
         head = make_chunked_head(model)
-        for step in range(len(rows)):
-            indices = rows.batches.indices(step)
-            sums = _sums(model, rows, indices, head, longest)
-            for level in np.unique(samples.levels[indices]).tolist():
-                score, members = scores.of(names[level]), indices[samples.levels[indices] == level]
+        for step in range(len(microbatches)):
+            indices = microbatches.batches.indices(step)
+            sums = _sums(model, microbatches, indices, head, longest)
+            for difficulty in np.unique(samples.difficulties[indices]).tolist():
+                score, members = scores.of(names[difficulty]), indices[samples.difficulties[indices] == difficulty]
                 score.samples += len(members)
                 score.targets += int(samples.supervised_counts[members].sum())
-                score.loss_sum += float(sums[level])
+                score.loss_sum += float(sums[difficulty])
             on_progress(len(indices))
 
 
 def _sums(
-    model: PreTrainedModel, rows: StepRows, indices: np.ndarray, head: ChunkedHead | None, longest: int
+    model: PreTrainedModel, step_batches: StepBatches, indices: np.ndarray, head: ChunkedHead | None, longest: int
 ) -> torch.Tensor:
-    """Sums of the losses of one batch per level, the last for none; smaller rows where the device's memory is short."""
+    """Sums of the losses of one batch per difficulty, the last for none; smaller step_batches where the device's memory is short."""
     while True:
-        sums = torch.zeros(rows.levels + 1, dtype=torch.float64)
+        sums = torch.zeros(step_batches.difficulties + 1, dtype=torch.float64)
         try:
             with torch.no_grad():
-                for row in rows.rows(indices, rows.execution):
-                    losses = row_losses(model, row, model.device, head).double().cpu()
-                    sums.index_add_(0, row.levels % (rows.levels + 1), losses)
+                for microbatch in step_batches.microbatches(indices, step_batches.execution):
+                    losses = microbatch_losses(model, microbatch, model.device, head).double().cpu()
+                    sums.index_add_(0, microbatch.difficulties % (step_batches.difficulties + 1), losses)
             return sums
         except RuntimeError as error:
             if not devices.is_out_of_memory(error):
                 raise
-            smaller = rows.execution.smaller(longest)
+            smaller = step_batches.execution.smaller(longest)
             if smaller is None:
                 raise FinetuneError(
                     f"a sample of {longest} tokens does not fit into the device's memory",
@@ -107,12 +107,12 @@ def _sums(
                     "use a smaller --cutoff-len, --dtype bfloat16, or another device",
                 ) from error
         devices.empty_cache(model.device)
-        rows.execution = smaller
+        step_batches.execution = smaller
 
 
 @contextmanager
 def _training_attention(model: PreTrainedModel) -> Iterator[bool]:
-    """The attention that training uses on this device, for a while; whether rows may be packed under it."""
+    """The attention that training uses on this device, for a while; whether microbatches may be packed under it."""
     before = model.config._attn_implementation
     attention = choose_attention(model.config, model.device.type, model.dtype)
     if attention is not None:

@@ -1,4 +1,4 @@
-"""Data rows as questions: the prompt, the level, and the answer that can be checked."""
+"""Data records as questions: the prompt, the difficulty, and the answer that can be checked."""
 
 from __future__ import annotations
 
@@ -11,48 +11,48 @@ from typing import Any
 import numpy as np
 
 from finetune.commands.evaluate.answers import find_answer, same_answer
-from finetune.data.files import read_rows
+from finetune.data.files import read_records
 from finetune.data.formats import Conversation, detect_format, to_conversation
-from finetune.data.problems import RowProblem
+from finetune.data.problems import RecordProblem
 from finetune.errors import ConfigError, DataError
 
-MOST_LEVELS = 50
+MOST_DIFFICULTIES = 50
 
 
 @dataclass(frozen=True)
 class Question:
-    """One row to answer.
+    """One record to answer.
 
     Attributes:
-        row: its number, from 0 through the files in order.
-        level: its level, or None.
+        record: its number, from 0 through the files in order.
+        difficulty: its difficulty, or None.
         messages: the turns before the last answer, as role and content.
         answer: what a right answer says; None where that cannot be checked.
-        consistent: whether the row's own output gives that answer.
+        consistent: whether the record's own output gives that answer.
     """
 
-    row: int
-    level: str | None
+    record: int
+    difficulty: str | None
     messages: tuple[Mapping[str, str], ...]
     answer: str | None
     consistent: bool
 
 
-def find_levels(paths: Sequence[Path], field: str, known: Sequence[str] = ()) -> tuple[str, ...]:
-    """The levels that rows name: those of `known` that occur, then others as they come.
+def find_difficulties(paths: Sequence[Path], field: str, known: Sequence[str] = ()) -> tuple[str, ...]:
+    """The difficulties that records name: those of `known` that occur, then others as they come.
 
     Raises:
-        ConfigError: so many that it is no level.
+        ConfigError: so many that it is no difficulty.
     """
     found: Counter[str] = Counter()
     for path in paths:
-        for _, row in read_rows(path):
-            value = row.get(field) if isinstance(row, Mapping) else None
+        for _, record in read_records(path):
+            value = record.get(field) if isinstance(record, Mapping) else None
             if isinstance(value, (str, int)) and not isinstance(value, bool) and str(value).strip():
                 found[str(value).strip()] += 1
-    if len(found) > MOST_LEVELS:
+    if len(found) > MOST_DIFFICULTIES:
         raise ConfigError(
-            f"'{field}' has {len(found):,} different values, at most {MOST_LEVELS} can be levels",
+            f"'{field}' has {len(found):,} different values, at most {MOST_DIFFICULTIES} can be levels",
             "--difficulty-field",
             "name a field with a few values, or one that no row has",
         )
@@ -60,48 +60,48 @@ def find_levels(paths: Sequence[Path], field: str, known: Sequence[str] = ()) ->
 
 
 def read_questions(
-    paths: Sequence[Path], levels: Sequence[str], field: str, answer_field: str, rows: Sequence[int]
+    paths: Sequence[Path], difficulties: Sequence[str], field: str, answer_field: str, records: Sequence[int]
 ) -> list[Question]:
-    """The questions of the given rows, in order.
+    """The questions of the given records, in order.
 
     Args:
-        rows: numbers of rows that are known to be good.
+        records: numbers of records that are known to be good.
 
     Raises:
         DataError: an answer that is neither text nor number.
     """
-    wanted = set(rows)
+    wanted = set(records)
     questions = []
-    for number, place, row, conversation in _conversations(paths, levels, field):
+    for number, place, record, conversation in _conversations(paths, difficulties, field):
         if number in wanted:
-            questions.append(_question(number, place, row, conversation, answer_field))
+            questions.append(_question(number, place, record, conversation, answer_field))
     return questions
 
 
 def _conversations(
-    paths: Sequence[Path], levels: Sequence[str], field: str
+    paths: Sequence[Path], difficulties: Sequence[str], field: str
 ) -> Iterator[tuple[int, str, Mapping[str, Any], Conversation]]:
-    """(number, place, row, conversation) of every good row; they are counted as for training."""
+    """(number, place, record, conversation) of every good record; they are counted as for training."""
     number = -1
     for path in paths:
         form = None
-        for line, row in read_rows(path):
+        for line, record in read_records(path):
             number += 1
             try:
-                if isinstance(row, RowProblem):
-                    raise row
-                form = form or detect_format(row)
-                conversation = to_conversation(row, form, levels or None, field)
-            except RowProblem:  # `prepare_samples` has reported it
+                if isinstance(record, RecordProblem):
+                    raise record
+                form = form or detect_format(record)
+                conversation = to_conversation(record, form, difficulties or None, field)
+            except RecordProblem:  # `prepare_samples` has reported it
                 continue
-            yield number, f"{path}:{line}", row, conversation
+            yield number, f"{path}:{line}", record, conversation
 
 
 def _question(
-    number: int, place: str, row: Mapping[str, Any], conversation: Conversation, answer_field: str
+    number: int, place: str, record: Mapping[str, Any], conversation: Conversation, answer_field: str
 ) -> Question:
     *before, last = conversation.messages
-    answer = row.get(answer_field)
+    answer = record.get(answer_field)
     if answer is not None and (isinstance(answer, bool) or not isinstance(answer, (str, int, float))):
         raise DataError(
             f"'{answer_field}' is {type(answer).__name__}; it must be a text or a number",
@@ -110,24 +110,25 @@ def _question(
         )
     answer = None if answer is None else str(answer).strip() or None
     return Question(
-        row=number,
-        level=conversation.level,
+        record=number,
+        difficulty=conversation.difficulty,
         messages=tuple({"role": message.role, "content": message.content} for message in before),
         answer=answer,
         consistent=answer is None or same_answer(find_answer(last.content), answer),
     )
 
 
-def spread(levels: np.ndarray, count: int | None) -> np.ndarray:
-    """Positions of `count` items taken from the levels in turn, in order within each; all where there are no more.
+def spread(difficulties: np.ndarray, count: int | None) -> np.ndarray:
+    """Positions of `count` items taken from the difficulties in turn, in order within each; all where there are no
+    more.
 
     Args:
-        levels: int (N,), the level of each item.
+        difficulties: int (N,), the difficulty of each item.
     """
-    if count is None or count >= len(levels):
-        return np.arange(len(levels))
-    turn = np.empty(len(levels), dtype=np.int64)  # how many of its level come before it
-    for level in np.unique(levels):
-        members = np.flatnonzero(levels == level)
+    if count is None or count >= len(difficulties):
+        return np.arange(len(difficulties))
+    turn = np.empty(len(difficulties), dtype=np.int64)  # how many of its difficulty come before it
+    for difficulty in np.unique(difficulties):
+        members = np.flatnonzero(difficulties == difficulty)
         turn[members] = np.arange(len(members))
-    return np.sort(np.lexsort((levels, turn))[:count])
+    return np.sort(np.lexsort((difficulties, turn))[:count])

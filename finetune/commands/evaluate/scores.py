@@ -52,21 +52,21 @@ class Score:
 
 @dataclass
 class ModelScores:
-    """One model's scores by level; rows without level are under None."""
+    """One model's scores by difficulty; rows without difficulty are under None."""
 
     name: str
     role: str  # base, adapter or model
-    levels: dict[str | None, Score] = field(default_factory=dict)
+    difficulties: dict[str | None, Score] = field(default_factory=dict)
 
     @property
     def overall(self) -> Score:
-        return sum(self.levels.values(), Score())
+        return sum(self.difficulties.values(), Score())
 
-    def of(self, level: str | None) -> Score:
-        return self.levels.setdefault(level, Score())
+    def of(self, difficulty: str | None) -> Score:
+        return self.difficulties.setdefault(difficulty, Score())
 
     def to_dict(self) -> dict[str, Any]:
-        named = {name: score.to_dict() for name, score in self.levels.items() if name is not None}
+        named = {name: score.to_dict() for name, score in self.difficulties.items() if name is not None}
         return {"name": self.name, "role": self.role, "overall": self.overall.to_dict(), "levels": named}
 
 
@@ -79,13 +79,13 @@ HEADINGS = ("level", "model", "samples", "targets", "loss", "perplexity", "exact
 
 
 def cells(models: Sequence[ModelScores]) -> Iterable[tuple[bool, tuple[str, ...]]]:
-    """The rows of the table: whether it is the last of its level, and its texts as `HEADINGS` says."""
-    names = list(dict.fromkeys(name for model in models for name in model.levels if name is not None))
-    # Rows without level are in "all"; a line of their own would say the same where no row has one.
-    for level in [*names, "all"]:
+    """The rows of the table: whether it is the last of its difficulty, and its texts as `HEADINGS` says."""
+    names = list(dict.fromkeys(name for model in models for name in model.difficulties if name is not None))
+    # Rows without difficulty are in "all"; a line of their own would say the same where no row has one.
+    for difficulty in [*names, "all"]:
         for number, model in enumerate(models):
-            score = model.overall if level == "all" else model.of(level)
-            yield number == len(models) - 1, (level if number == 0 else "", model.name, *_figures(score))
+            score = model.overall if difficulty == "all" else model.of(difficulty)
+            yield number == len(models) - 1, (difficulty if number == 0 else "", model.name, *_figures(score))
 
 
 def _figures(score: Score) -> tuple[str, ...]:

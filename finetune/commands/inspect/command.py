@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config.data,
         tokenizer,
         cutoff_len=config.cutoff_len,
-        levels=config.curriculum.levels,
+        difficulties=config.curriculum.levels,
         difficulty_field=config.difficulty_field,
         on_bad_row=config.on_bad_row,
         cache_dir=config.cache_dir,
@@ -98,21 +98,23 @@ def choose(samples: Samples, *, rows: int, row: int | None, level: str | None) -
     """
     chosen = np.arange(len(samples))
     if level is not None:
-        if level not in samples.level_names:
+        if level not in samples.difficulty_names:
             from finetune.data.problems import nearest
 
-            known = ", ".join(samples.level_names) or "none"
+            known = ", ".join(samples.difficulty_names) or "none"
             raise DataError(
-                f"unknown level {level!r}{nearest(level, samples.level_names)}", "--level", f"the levels are {known}"
+                f"unknown level {level!r}{nearest(level, samples.difficulty_names)}",
+                "--level",
+                f"the levels are {known}",
             )
-        chosen = chosen[samples.levels == samples.level_names.index(level)]
+        chosen = chosen[samples.difficulties == samples.difficulty_names.index(level)]
     if row is not None:
-        chosen = chosen[samples.row_ids[chosen] == row]
+        chosen = chosen[samples.record_ids[chosen] == row]
         if not len(chosen):
             raise DataError(
                 f"row {row} is not among the samples",
                 where="--row",
-                fix=f"rows are 0 to {samples.report.rows_read - 1}; dropped rows and other levels have no sample",
+                fix=f"rows are 0 to {samples.report.records_read - 1}; dropped rows and other levels have no sample",
             )
         return chosen.tolist()
     return chosen[: max(rows, 0)].tolist()
@@ -121,10 +123,11 @@ def choose(samples: Samples, *, rows: int, row: int | None, level: str | None) -
 def show(samples: Samples, index: int, tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
     """Print one sample: its place, numbers, and text with the trained tokens marked."""
     input_ids, supervised = samples[index]
-    level = samples.levels[index]
-    named = f"  level {samples.level_names[level]}" if level >= 0 else ""
+    level = samples.difficulties[index]
+    named = f"  level {samples.difficulty_names[level]}" if level >= 0 else ""
     console.rule(
-        f"row {samples.row_ids[index]}{named}  {len(input_ids)} tokens, {int(supervised.sum())} trained", align="left"
+        f"row {samples.record_ids[index]}{named}  {len(input_ids)} tokens, {int(supervised.sum())} trained",
+        align="left",
     )
     console.print(samples.location(index), style="dim", markup=False)
     console.print(marked_text(tokenizer, input_ids, supervised, brackets=not console.is_terminal), soft_wrap=True)

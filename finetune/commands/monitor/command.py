@@ -89,7 +89,7 @@ def to_json(view: RunView, machine: Machine) -> dict[str, Any]:
             {"type": report.device_type, **_device(device)} for report in machine.devices for device in report.devices
         ],
         "warnings": [
-            {"time": m.time, "level": m.level, "rank": m.rank, "text": _message_text(m, "en")}
+            {"time": m.time, "level": m.difficulty, "rank": m.rank, "text": _message_text(m, "en")}
             for m in view.messages[-JSON_MESSAGES:]
         ],
     }
@@ -118,7 +118,7 @@ def plain_line(view: RunView, machine: Machine, language: Language) -> str:
         parts.append(f"{words['stage']} {view.stage_text.removeprefix('stage ')}")
     if isinstance(last.get("loss"), (int, float)):
         parts.append(f"{words['loss']} {last['loss']:.4f}")
-    for name in view.levels:
+    for name in view.difficulties:
         if isinstance(loss := last.get(f"loss/{name}"), (int, float)):
             parts.append(f"{plain_text(name)} {loss:.4f}")
     if evaluated := view.evaluated():
@@ -141,7 +141,9 @@ def plain_line(view: RunView, machine: Machine, language: Language) -> str:
 
 
 def message_line(message: Message, language: Language) -> str:
-    return f"[{message.level}] {f'rank {message.rank}: ' if message.rank else ''}{_message_text(message, language)}"
+    return (
+        f"[{message.difficulty}] {f'rank {message.rank}: ' if message.rank else ''}{_message_text(message, language)}"
+    )
 
 
 # ---------------------------------------------------------------- ways to watch

@@ -22,7 +22,7 @@ from finetune.runtime.host import HostUse
 from finetune.runtime.language import Language
 from finetune.runtime.smi import SmiDevice, SmiReport
 
-LEVEL_COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
+DIFFICULTY_COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
 STATE_COLOURS = {
     "waiting": "dim", "running": "green", "done": "green", "failed": "red", "stopped": "yellow", "vanished": "red"
 }  # fmt: skip
@@ -69,8 +69,8 @@ class Picture:
             (words["now"], self._now(), 3 if width >= 96 else 4),
             (words["machine"], self._machine(unicode, max(3, height // 4)), 4),
         ]
-        if view.levels:
-            columns.insert(0, (words["levels"], self._levels(unicode), 4))
+        if view.difficulties:
+            columns.insert(0, (words["levels"], self._difficulties(unicode), 4))
         # Charts get what the rest leaves; the rest gets less on a low terminal.
         middle_rows = min(max(3, height // 4), max(_line_count(rows) for _, rows, _ in columns))
         messages = max(1, min(height // 7, len(self._said()) + bool(way_on(view, self.language))))
@@ -151,7 +151,7 @@ class Picture:
             return Text(f" {words['stage']} {view.stage_text.removeprefix('stage ')}") if view.stage_text else None
         text = Text(f" {words['stage']} {stage.number}/{len(view.stages)}  ", style="")
         for number, (name, share) in enumerate(stage.shares.items()):
-            text.append(f"{plain_text(str(name))} ", LEVEL_COLOURS[number % len(LEVEL_COLOURS)])
+            text.append(f"{plain_text(str(name))} ", DIFFICULTY_COLOURS[number % len(DIFFICULTY_COLOURS)])
             text.append(f"{share:.0%}  ")
         return text
 
@@ -189,7 +189,7 @@ class Picture:
     def _now(self) -> list[RenderableType]:
         return [_spread(Text(name, "dim"), Text(value), None) for name, value in self._facts()[2:]]
 
-    def _levels(self, unicode: bool) -> list[RenderableType]:
+    def _difficulties(self, unicode: bool) -> list[RenderableType]:
         words, view = WORDS[self.language], self.view
         grid = Table.grid(padding=(0, 1), expand=True)
         for justify in ("left", "right", "right"):
@@ -197,16 +197,16 @@ class Picture:
         grid.add_column(ratio=1, no_wrap=True)
         grid.add_row(*(Text(words[name], "dim") for name in ("level", "share", "loss")), "")
         recent = view.steps[-1] if view.steps else {}
-        for number, name in enumerate(view.levels):
+        for number, name in enumerate(view.difficulties):
             losses = [loss for _, loss in view.values(f"loss/{name}")]
             share = recent.get(f"share/{name}")
             grid.add_row(
-                Text(plain_text(name), LEVEL_COLOURS[number % len(LEVEL_COLOURS)]),
+                Text(plain_text(name), DIFFICULTY_COLOURS[number % len(DIFFICULTY_COLOURS)]),
                 f"{share:.0%}" if isinstance(share, (int, float)) else "–",
                 f"{losses[-1]:.4f}" if losses else "–",
-                Spark(losses, LEVEL_COLOURS[number % len(LEVEL_COLOURS)], unicode),
+                Spark(losses, DIFFICULTY_COLOURS[number % len(DIFFICULTY_COLOURS)], unicode),
             )
-        return [Fixed(grid, len(view.levels) + 1)]
+        return [Fixed(grid, len(view.difficulties) + 1)]
 
     def _machine(self, unicode: bool, most: int) -> list[RenderableType]:
         words, host = WORDS[self.language], self.machine.host

@@ -143,7 +143,7 @@ def _planned(run: Path, start: dict[str, Any], model_config: Path | None) -> tup
         config = config.model_copy(update={"dtype": start["dtype"]})
         work = workload_of(config, work.shape, cluster)
     tokens, rows = int(start["plan"]["heaviest_row_tokens"]), int(start["plan"]["rows_per_rank"][2])
-    work = replace(work, row_tokens=tokens, targets=tokens, longest=min(work.longest, tokens), rows=rows)
+    work = replace(work, microbatch_tokens=tokens, targets=tokens, longest=min(work.longest, tokens), rows=rows)
     return work, cluster
 
 

@@ -60,7 +60,7 @@ def _head(plan: Plan, language: Language) -> list[str]:
     sizes = f"{work.shape.total / 1e9:,.2f} B"
     trained = f"{work.trained / 1e6:,.1f} M"
     dtype = f"{8 * work.computing.element_bytes}"
-    rows = f"{work.row_tokens:,}"
+    rows = f"{work.microbatch_tokens:,}"
     if language == "zh":
         return [
             f"模型 {work.shape.model_type}：参数 {sizes}，训练 {trained}；{cluster.nodes} 台 x "

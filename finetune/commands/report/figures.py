@@ -48,10 +48,10 @@ def curves(view: RunView, words: dict[str, str]) -> list[Chart]:
             Series(words["train"], view.values("loss"), smooth=True),
             Series(words["valid"], view.evaluated(), marks=True),
         ),
-        chart(words["level_loss"], *(Series(n, _smoothed(view.values(f"loss/{n}"))) for n in view.levels)),
+        chart(words["level_loss"], *(Series(n, _smoothed(view.values(f"loss/{n}"))) for n in view.difficulties)),
         chart(
             words["valid_level_loss"],
-            *(Series(name, view.evaluated(f"eval_loss/{name}"), marks=True) for name in view.levels),
+            *(Series(name, view.evaluated(f"eval_loss/{name}"), marks=True) for name in view.difficulties),
         ),
         chart(words["bpb"], Series("", view.evaluated("eval_bpb"), marks=True)),
         chart(words["learning_rate"], Series("", view.values("learning_rate")), zero=True),
@@ -94,13 +94,13 @@ def mix(view: RunView, words: dict[str, str]) -> list[Chart]:
         charts.append(Chart(words["planned_mix"], _markup(svg), names, areas=True))
     measured = _measured_mix(view)
     if measured:
-        svg = stacked_chart(view.levels, measured, label=words["measured_mix"])
-        charts.append(Chart(words["measured_mix"], _markup(svg), view.levels, areas=True))
+        svg = stacked_chart(view.difficulties, measured, label=words["measured_mix"])
+        charts.append(Chart(words["measured_mix"], _markup(svg), view.difficulties, areas=True))
     return charts
 
 
 def _planned_mix(view: RunView) -> list[tuple[float, list[float]]]:
-    """Shares of the samples by the schedule: (step, share by level). Each step has them rounded to whole samples."""
+    """Shares of the samples by the schedule: (step, share by difficulty). Each step has them rounded to whole samples."""
     total = view.total_steps
     if not (view.stages and total):
         return []
@@ -121,11 +121,11 @@ def _planned_mix(view: RunView) -> list[tuple[float, list[float]]]:
 
 
 def _measured_mix(view: RunView) -> list[tuple[float, list[float]]]:
-    """Shares of the trained tokens over the run, by the log: (step, share by level)."""
+    """Shares of the trained tokens over the run, by the log: (step, share by difficulty)."""
     columns = []
     for first, last in _spans(len(view.steps)):
         part = view.steps[first:last]
-        sums = [sum(r[f"tokens/{n}"] for r in part if has(r, f"tokens/{n}")) for n in view.levels]
+        sums = [sum(r[f"tokens/{n}"] for r in part if has(r, f"tokens/{n}")) for n in view.difficulties]
         if sum(sums):
             shares = [tokens / sum(sums) for tokens in sums]
             columns += [(float(part[0]["step"]), shares), (float(part[-1]["step"]), shares)]

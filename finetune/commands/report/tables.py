@@ -69,7 +69,7 @@ def evaluation(view: RunView, words: dict[str, str]) -> Grid:
     head = [words[n] for n in ("what", "before", "after", "change", "best", "at_step")]
     names = [
         (words["overall"], "eval_loss"),
-        *((n, f"eval_loss/{n}") for n in view.levels),
+        *((n, f"eval_loss/{n}") for n in view.difficulties),
         (words["bits"], "eval_bpb"),
     ]
     rows = []

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.names import nearest as nearest_name
-from finetune.data.files import decode_row, first_character, read_rows
-from finetune.data.problems import RowProblem, nearest
+from finetune.data.files import decode_record, first_character, read_records
+from finetune.data.problems import RecordProblem, nearest
 from finetune.errors import DataError, FinetuneError, raise_problems
 
 logger = logging.getLogger("finetune")
@@ -20,8 +20,8 @@ logger = logging.getLogger("finetune")
 UNIT_BYTES = 1 << 20
 # A text file longer than a unit becomes several documents, cut after a line that ends within this many bytes.
 _CUT_SEARCH_BYTES = 1 << 16
-_PARQUET_BATCH_ROWS = 256
-ROW_SUFFIXES = (".jsonl", ".json", ".parquet")
+_PARQUET_BATCH_RECORDS = 256
+RECORD_SUFFIXES = (".jsonl", ".json", ".parquet")
 # What a folder is searched for. A file or glob may name text of any other suffix.
 _TEXT = """
     .txt .text .md .markdown .rst .tex .org .adoc .html .htm .xml .csv .tsv .yaml .yml .toml .ini .cfg .sql .css .log
@@ -37,7 +37,7 @@ class Piece:
 
     Attributes:
         kind: "text" (one document), "lines" (JSON Lines), "array" (a JSON array) or "parquet".
-        start, stop: bytes of the file; for lines, those that start in here; for parquet, row groups.
+        start, stop: bytes of the file; for lines, those that start in here; for parquet, record groups.
         size_bytes: the piece's share of its file, for the progress.
     """
 
@@ -54,8 +54,8 @@ Unit = tuple[Piece, ...]
 def find_files(paths: Sequence[str]) -> tuple[Path, ...]:
     """Turn files, folders and globs into files, in the order given; within a folder or glob sorted by name.
 
-    A folder is searched to the bottom for rows and for text by suffix (`ROW_SUFFIXES`, `TEXT_SUFFIXES`), hidden files
-    and folders left out; a file or a glob names text of any suffix.
+    A folder is searched to the bottom for records and for text by suffix (`RECORD_SUFFIXES`, `TEXT_SUFFIXES`), hidden
+    files and folders left out; a file or a glob names text of any suffix.
 
     Raises:
         DataError: nothing there, or compressed files; `Problems` for several.
@@ -85,9 +85,9 @@ def _expand(given: str) -> list[Path]:
         return [path]
     if path.is_dir():
         inside = [one for one in path.rglob("*") if not _hidden(one, path) and one.is_file()]
-        known = sorted(one for one in inside if one.suffix.lower() in (*ROW_SUFFIXES, *TEXT_SUFFIXES))
+        known = sorted(one for one in inside if one.suffix.lower() in (*RECORD_SUFFIXES, *TEXT_SUFFIXES))
         if not known:
-            fix = f"name the files or a glob; a folder is searched for {', '.join(ROW_SUFFIXES)} and text by suffix"
+            fix = f"name the files or a glob; a folder is searched for {', '.join(RECORD_SUFFIXES)} and text by suffix"
             raise DataError("the folder holds no file that is known to be text", given, fix)
         if len(known) < len(inside):
             logger.info("%s: %d files of other kinds are left out", given, len(inside) - len(known))
@@ -133,10 +133,10 @@ def _pieces(path: Path) -> Iterator[Piece]:
     suffix = path.suffix.lower()
     if suffix == ".parquet":
         yield from _parquet_pieces(path, size_bytes)
-    elif suffix in ROW_SUFFIXES and first_character(path) == b"[":
+    elif suffix in RECORD_SUFFIXES and first_character(path) == b"[":
         yield Piece(str(path), "array", 0, size_bytes, size_bytes)
     else:
-        kind = "lines" if suffix in ROW_SUFFIXES else "text"
+        kind = "lines" if suffix in RECORD_SUFFIXES else "text"
         for start in range(0, size_bytes, UNIT_BYTES):
             stop = min(start + UNIT_BYTES, size_bytes)
             yield Piece(str(path), kind, start, stop, stop - start)
@@ -154,11 +154,11 @@ def _parquet_pieces(path: Path, size_bytes: int) -> Iterator[Piece]:
         yield Piece(str(path), "parquet", group, group + 1, size_bytes // groups)
 
 
-Place = tuple[str, int]  # file, line (row for parquet) from 1; 0 where it is the file as a whole
+Place = tuple[str, int]  # file, line (record for parquet) from 1; 0 where it is the file as a whole
 
 
-def documents_of(unit: Unit, text_field: str) -> Iterator[tuple[Place, str | RowProblem]]:
-    """The documents of a unit in order, each with its place; `RowProblem` for a row that is none.
+def documents_of(unit: Unit, text_field: str) -> Iterator[tuple[Place, str | RecordProblem]]:
+    """The documents of a unit in order, each with its place; `RecordProblem` for a record that is none.
 
     A document with nothing but white space is given too: the caller leaves it out and counts it.
 
@@ -173,7 +173,7 @@ def documents_of(unit: Unit, text_field: str) -> Iterator[tuple[Place, str | Row
             raise DataError(f"cannot be read: {error.strerror or error}", piece.path, "check the file") from error
 
 
-def _read_text(piece: Piece, text_field: str) -> Iterator[tuple[int, str | RowProblem]]:
+def _read_text(piece: Piece, text_field: str) -> Iterator[tuple[int, str | RecordProblem]]:
     with open(piece.path, "rb") as file:
         start, stop = _cut(file, piece.start), _cut(file, piece.stop)
         file.seek(start)
@@ -185,7 +185,7 @@ def _read_text(piece: Piece, text_field: str) -> Iterator[tuple[int, str | RowPr
     try:
         yield 0, raw.decode()
     except UnicodeDecodeError as error:
-        yield 0, RowProblem("not UTF-8", f"byte {start + error.start + 1} of the file")
+        yield 0, RecordProblem("not UTF-8", f"byte {start + error.start + 1} of the file")
 
 
 def _cut(file: Any, nominal: int) -> int:
@@ -205,8 +205,8 @@ def _cut(file: Any, nominal: int) -> int:
     return nominal + inside
 
 
-def _read_lines(piece: Piece, text_field: str) -> Iterator[tuple[int, str | RowProblem]]:
-    """The rows of the lines that start in the piece."""
+def _read_lines(piece: Piece, text_field: str) -> Iterator[tuple[int, str | RecordProblem]]:
+    """The records of the lines that start in the piece."""
     with open(piece.path, "rb") as file:
         if piece.start:
             file.seek(piece.start - 1)
@@ -219,8 +219,8 @@ def _read_lines(piece: Piece, text_field: str) -> Iterator[tuple[int, str | RowP
                 raw = raw.removeprefix(codecs.BOM_UTF8)
             if not raw.strip():
                 continue
-            found = _text_of(decode_row(raw.rstrip(b"\r\n")), text_field)
-            if isinstance(found, RowProblem) and before is None:
+            found = _text_of(decode_record(raw.rstrip(b"\r\n")), text_field)
+            if isinstance(found, RecordProblem) and before is None:
                 before = _lines_before(piece)
             yield line + (before or 0), found
 
@@ -238,12 +238,12 @@ def _lines_before(piece: Piece) -> int:
     return lines + (last != b"\n")
 
 
-def _read_array(piece: Piece, text_field: str) -> Iterator[tuple[int, str | RowProblem]]:
-    for line, row in read_rows(Path(piece.path)):
-        yield line, _text_of(row, text_field)
+def _read_array(piece: Piece, text_field: str) -> Iterator[tuple[int, str | RecordProblem]]:
+    for line, record in read_records(Path(piece.path)):
+        yield line, _text_of(record, text_field)
 
 
-def _read_parquet(piece: Piece, text_field: str) -> Iterator[tuple[int, str | RowProblem]]:
+def _read_parquet(piece: Piece, text_field: str) -> Iterator[tuple[int, str | RecordProblem]]:
     import pyarrow
     import pyarrow.parquet
 
@@ -252,12 +252,12 @@ def _read_parquet(piece: Piece, text_field: str) -> Iterator[tuple[int, str | Ro
         columns = file.schema_arrow.names
         if text_field not in columns:
             raise DataError(f"has no column {text_field}{_meant(text_field, columns)}", piece.path, _NAME_FIELD)
-        row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
+        record = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
         groups = range(piece.start, piece.stop)
-        for batch in file.iter_batches(_PARQUET_BATCH_ROWS, row_groups=groups, columns=[text_field]):
+        for batch in file.iter_batches(_PARQUET_BATCH_RECORDS, row_groups=groups, columns=[text_field]):
             for value in batch.column(0).to_pylist():
-                row += 1
-                yield row, _text_of({text_field: value}, text_field)
+                record += 1
+                yield record, _text_of({text_field: value}, text_field)
     except pyarrow.ArrowInvalid as error:
         raise DataError(f"is no parquet file: {error}", piece.path, "write the file again") from error
 
@@ -266,22 +266,22 @@ _READERS = {"text": _read_text, "lines": _read_lines, "array": _read_array, "par
 _NAME_FIELD = "name the field that holds the text with --text-field"
 
 
-def _text_of(row: Any, text_field: str) -> str | RowProblem:
-    if isinstance(row, RowProblem):
-        return row
-    if not isinstance(row, dict):
-        return RowProblem("not an object", f"a {type(row).__name__}")
-    if text_field not in row:
-        return RowProblem(
-            f"no field {text_field}", f"its fields are {', '.join(map(str, row))}{_meant(text_field, row)}"
+def _text_of(record: Any, text_field: str) -> str | RecordProblem:
+    if isinstance(record, RecordProblem):
+        return record
+    if not isinstance(record, dict):
+        return RecordProblem("not an object", f"a {type(record).__name__}")
+    if text_field not in record:
+        return RecordProblem(
+            f"no field {text_field}", f"its fields are {', '.join(map(str, record))}{_meant(text_field, record)}"
         )
-    value = row[text_field]
+    value = record[text_field]
     if not isinstance(value, str):
-        return RowProblem(f"{text_field} is no text", f"a {type(value).__name__}")
+        return RecordProblem(f"{text_field} is no text", f"a {type(value).__name__}")
     try:
         value.encode()
     except UnicodeEncodeError as error:  # JSON can write what UTF-8 cannot
-        return RowProblem("half of a surrogate pair", f"character {error.start + 1} of the text")
+        return RecordProblem("half of a surrogate pair", f"character {error.start + 1} of the text")
     return value
 
 

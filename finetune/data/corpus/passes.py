@@ -10,7 +10,7 @@ import numpy as np
 
 from finetune.data.corpus.documents import Unit, documents_of
 from finetune.data.corpus.tokenizer import DocumentEncoder
-from finetune.data.problems import ProblemLog, RowProblem
+from finetune.data.problems import ProblemLog, RecordProblem
 
 KEYS = 1 << 64
 
@@ -42,7 +42,7 @@ class UnitReader:
         total = hashlib.sha256()
         for (path, line), found in documents_of(unit, self.text_field):
             self.rows += 1
-            if isinstance(found, RowProblem):
+            if isinstance(found, RecordProblem):
                 self.problems.add((number, self.rows), f"{path}:{line}" if line else path, found)
                 continue
             if not found.strip():

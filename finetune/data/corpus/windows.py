@@ -70,7 +70,7 @@ class Windows:
         # One number seen N times, without memory.
         self.lengths = np.broadcast_to(np.int32(max_seq_len), self.starts.shape)
         self.supervised_counts = self.lengths
-        self.row_ids = np.arange(len(self.starts), dtype=np.int64)
+        self.record_ids = np.arange(len(self.starts), dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.starts)

@@ -14,9 +14,9 @@ from finetune.batching.curriculum import uniform_schedule
 from finetune.batching.sampler import GlobalBatches
 from finetune.data.collate import collate
 from finetune.data.corpus.windows import Windows
-from finetune.data.steps import Execution, InOrder, StepRows
+from finetune.data.steps import Execution, InOrder, StepBatches
 from finetune.errors import DataError
-from finetune.modeling.loss import make_chunked_head, row_losses
+from finetune.modeling.loss import make_chunked_head, microbatch_losses
 from finetune.modeling.scratch import make_model, scratch_config
 
 
@@ -77,11 +77,13 @@ def test_the_windows_of_a_step_do_not_depend_on_the_processes(world: int, per_ro
     for step in range(7):
         seen = []
         for rank in range(world):
-            execution = Execution(rank, world, token_budget=None, samples_per_row=per_row)
-            rows = StepRows(windows, batches, execution, level_ids=np.full(len(windows), -1), levels=0, pad_token_id=0)
+            execution = Execution(rank, world, token_budget=None, samples_per_microbatch=per_row)
+            rows = StepBatches(
+                windows, batches, execution, difficulty_ids=np.full(len(windows), -1), difficulties=0, pad_token_id=0
+            )
             made = rows[step]
             assert made.supervised_tokens == batch * 8 == made.tokens
-            seen += [int(t) for row in made.rows for t in row.targets]
+            seen += [int(t) for row in made.microbatches for t in row.targets]
         expected = [t for i in batches.indices(step) for t in windows[int(i)][0][1:]]
         assert sorted(seen) == sorted(int(t) for t in expected)
 
@@ -116,12 +118,12 @@ def test_loss_and_gradients_of_a_global_batch_are_those_of_the_definition(arch: 
     # Logits so large that the softcap of 15 bends them.
     torch.nn.init.normal_(model.lm_head.weight, std=2.0, generator=torch.Generator().manual_seed(2))
     windows = Windows(Stream(96), 16)
-    rows = StepRows(
+    rows = StepBatches(
         windows,
         InOrder(5, 5),
-        Execution(0, 1, token_budget=None, samples_per_row=2),
-        level_ids=np.full(len(windows), -1),
-        levels=0,
+        Execution(0, 1, token_budget=None, samples_per_microbatch=2),
+        difficulty_ids=np.full(len(windows), -1),
+        difficulties=0,
         pad_token_id=0,
     )
     expected = torch.zeros((), dtype=torch.float64)
@@ -140,7 +142,7 @@ def test_loss_and_gradients_of_a_global_batch_are_those_of_the_definition(arch: 
         if execution == "compiled":  # the whole graph, losses included: a break would raise
             model.compile(backend="aot_eager", fullgraph=True)
         model.zero_grad()
-        loss = sum(row_losses(model, row, torch.device("cpu"), head).sum() for row in rows[0].rows) / 80
+        loss = sum(microbatch_losses(model, row, torch.device("cpu"), head).sum() for row in rows[0].microbatches) / 80
         loss.backward()
         assert getattr(model.config, "final_logit_softcapping", None) == (15.0 if arch == "nanochat" else None)
         assert loss.item() == pytest.approx(expected.item(), rel=1e-12)

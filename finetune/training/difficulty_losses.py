@@ -1,4 +1,4 @@
-"""What training lost per level, between two lines of the log."""
+"""What training lost per difficulty, between two lines of the log."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 
-class LevelLosses:
-    """Adds up losses and supervised tokens per level.
+class DifficultyLosses:
+    """Adds up losses and supervised tokens per difficulty.
 
     Args:
-        names: of the levels; empty where samples have none.
+        names: of the difficulties; empty where samples have none.
         device: where losses are.
     """
 
@@ -22,12 +22,12 @@ class LevelLosses:
         self._tokens = np.zeros(len(self.names), dtype=np.int64)
 
     def add(self, losses: torch.Tensor, tokens: np.ndarray) -> None:
-        """A step's: summed losses of this rank's rows, tokens of the global batch; both `(levels,)`."""
+        """A step's: summed losses of this rank's microbatches, tokens of the global batch; both `(difficulties,)`."""
         self._losses += losses
         self._tokens += tokens
 
     def take(self, sum_over_ranks: Callable[[torch.Tensor], None]) -> dict[str, float]:
-        """Tokens, share of the tokens and mean loss of each level since the last call. Every rank calls."""
+        """Tokens, share of the tokens and mean loss of each difficulty since the last call. Every rank calls."""
         if not self.names:
             return {}
         sum_over_ranks(self._losses)

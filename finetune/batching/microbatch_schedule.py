@@ -1,0 +1,321 @@
+"""Who takes which samples of a global batch: microbatches for (rank, micro-step), the same on every rank without
+communication.
+
+A microbatch is what one device takes in one forward. Every rank has the same number of microbatches, because sharded
+training meets at
+every layer of every microbatch. All ranks wait for the heaviest microbatch of a micro-step, so microbatches of like
+weight share a micro-step, and within one the heavier microbatches go to the ranks that have had less.
+
+Packing puts samples into microbatches under a token budget, longest first into the lightest microbatch (LPT
+scheduling: Graham, 1969). Padding puts samples of like length into microbatches of a fixed number of samples.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from finetune.errors import DataError
+
+_BISECTIONS = 2  # a microbatch less in a hundred is not worth another search
+
+
+@dataclass(frozen=True, eq=False)
+class MicrobatchSchedule:
+    """One global batch on `world_size` ranks.
+
+    Attributes:
+        microbatches: for each rank, for each micro-step, int64[samples]: positions in the global batch, rising; empty
+            where there is none.
+        microbatch_tokens: int64[ranks, micro-steps], real tokens of each microbatch.
+        computed_tokens: int64[ranks, micro-steps], tokens that a device computes for it: padding included.
+        capacity_tokens: room of all microbatches: token budget x microbatches when packing, paid tokens when padding.
+    """
+
+    microbatches: tuple[tuple[np.ndarray, ...], ...]
+    microbatch_tokens: np.ndarray
+    computed_tokens: np.ndarray
+    capacity_tokens: int
+
+    @property
+    def world_size(self) -> int:
+        return len(self.microbatches)
+
+    @property
+    def micro_steps(self) -> int:
+        """Microbatches per rank."""
+        return len(self.microbatches[0])
+
+    @cached_property
+    def tokens(self) -> int:
+        """Real tokens of the global batch."""
+        return int(self.microbatch_tokens.sum())
+
+    @property
+    def padding_tokens(self) -> int:
+        """Tokens computed for nothing."""
+        return int(self.computed_tokens.sum()) - self.tokens
+
+    @property
+    def fill(self) -> float:
+        """Real tokens / room of all microbatches, 0 to 1."""
+        return self.tokens / self.capacity_tokens if self.capacity_tokens else 0.0
+
+    @property
+    def imbalance(self) -> float:
+        """Tokens that the busiest rank computes / mean of the ranks; 1 is perfect."""
+        return _over_mean(self.computed_tokens.sum(axis=1).max(), self.computed_tokens, self.world_size)
+
+    @property
+    def lockstep_imbalance(self) -> float:
+        """The same where ranks meet after every microbatch (ZeRO-3): heaviest microbatches of the micro-steps / mean of the ranks."""
+        return _over_mean(self.computed_tokens.max(axis=0).sum(), self.computed_tokens, self.world_size)
+
+    @property
+    def heaviest_row_tokens(self) -> int:
+        """Tokens computed for the heaviest microbatch."""
+        return int(self.computed_tokens.max())
+
+
+def schedule_microbatches(
+    lengths: np.ndarray | Sequence[int],
+    world_size: int,
+    *,
+    token_budget: int | None = None,
+    samples_per_microbatch: int | None = None,
+) -> MicrobatchSchedule:
+    """Assign the samples of one global batch to microbatches.
+
+    Args:
+        lengths: int[G], tokens of each sample, each at least 1.
+        world_size: ranks.
+        token_budget: pack microbatches of at most this many tokens. The number of microbatches is the smallest
+            multiple of world_size that the search finds to fit.
+        samples_per_microbatch: pad microbatches of at most this many samples, sorted by length. Exactly one of the
+            two is given.
+
+    Raises:
+        DataError: a sample is longer than the budget: its position and length are named.
+        ValueError: not exactly one of the two ways, or a number below 1.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    if (token_budget is None) == (samples_per_microbatch is None):
+        raise ValueError("give token_budget (packing) or samples_per_row (padding), one of them")
+    limit = token_budget if samples_per_microbatch is None else samples_per_microbatch
+    if limit < 1 or world_size < 1 or (len(lengths) and lengths.min() < 1):
+        raise ValueError("token_budget, samples_per_row, world_size and every length must be at least 1")
+    # Longest first; of equals the earlier first.
+    order = np.argsort(-lengths, kind="stable")
+    if samples_per_microbatch is not None:
+        microbatch_of_rank = np.arange(len(lengths)) // samples_per_microbatch
+        microbatch_count = _multiple(-(-len(lengths) // samples_per_microbatch), world_size)
+    else:
+        microbatch_of_rank, microbatch_count = _pack(lengths[order], world_size, limit, order)
+    microbatch_of = np.empty(len(lengths), dtype=np.int64)
+    microbatch_of[order] = microbatch_of_rank
+    return _spread(lengths, microbatch_of, microbatch_count, world_size, token_budget)
+
+
+def _pack(descending: np.ndarray, world_size: int, budget: int, order: np.ndarray) -> tuple[np.ndarray, int]:
+    """Microbatches of samples that are sorted from long to short: (int64[G] microbatch of each, number of microbatches)."""
+    if len(descending) and descending[0] > budget:
+        too_long = np.flatnonzero(descending > budget)
+        shown = ", ".join(f"position {order[i]} with {descending[i]:,} tokens" for i in too_long[:10])
+        raise DataError(
+            f"{len(too_long)} samples of a global batch are longer than the token budget of a row, {budget:,}",
+            where=shown + (", ..." if len(too_long) > 10 else ""),
+            fix="raise the budget (micro_batch_size x cutoff_len) or shorten the samples with a lower cutoff_len",
+        )
+    items = descending.tolist()
+    fewest = _multiple(_fewest_microbatches(descending, budget), world_size)
+    # Too few microbatches: as many more as the samples that were left over fill, until it fits; then bisection of the
+    # last gap.
+    failed, count = fewest - world_size, fewest
+    while True:
+        microbatches = _longest_first(items, count, budget)
+        if len(microbatches) == len(items):
+            break
+        failed, count = count, count + _multiple(sum(items[len(microbatches) :]) // budget, world_size)
+    for _ in range(_BISECTIONS):
+        if count - failed == world_size:
+            break
+        middle = failed + (count - failed) // (2 * world_size) * world_size
+        attempt = _longest_first(items, middle, budget)
+        if len(attempt) == len(items):
+            count, microbatches = middle, attempt
+        else:
+            failed = middle
+    return np.array(microbatches, dtype=np.int64), count
+
+
+def _fewest_microbatches(descending: np.ndarray, budget: int) -> int:
+    """A number of microbatches that no packing can go below: the bound L2 of Martello and Toth (1990), and simpler ones."""
+    if not len(descending):
+        return 0
+    # A sample above half the budget has a microbatch of its own. Beside it goes nothing that is longer than what it
+    # leaves:
+    # for every threshold, count the microbatches of the samples that leave less, and pour the samples from the
+    # threshold up to half into the room left.
+    sums = np.concatenate([[0], np.cumsum(descending)])
+    above_half = int(np.searchsorted(-descending, -(budget // 2)))
+    ends = np.arange(above_half, len(descending) + 1)
+    thresholds = descending[np.maximum(ends - 1, 0)]
+    alone = np.minimum(np.searchsorted(-descending, thresholds - budget), above_half)
+    room = (above_half - alone) * budget - (sums[above_half] - sums[alone])
+    poured = above_half + np.maximum(0, -((room - (sums[ends] - sums[above_half])) // budget))
+    # Of the samples above budget / (n + 1) at most n share a microbatch.
+    shared = [-(-int(np.searchsorted(-descending, -(budget // (n + 1)))) // n) for n in range(2, 9)]
+    return max(int(poured.max()), -(-int(sums[-1]) // budget), *shared)
+
+
+def _longest_first(items: list[int], microbatch_count: int, budget: int) -> list[int]:
+    """Put each item, long to short, into the lightest microbatch: their microbatches, up to the first item that does not fit."""
+    # A microbatch on the heap is one integer, tokens << shift | microbatch: comparing and adding integers is the
+    # fastest that Python does.
+    shift = microbatch_count.bit_length()
+    mask, most = (1 << shift) - 1, ((budget + 1) << shift) - 1
+    microbatches = list(range(min(microbatch_count, len(items))))
+    heap = [(tokens << shift) | microbatch for microbatch, tokens in zip(microbatches, items, strict=False)]
+    heap.reverse()
+    heap.sort()
+    replace = heapq.heapreplace
+    for tokens in items[microbatch_count:]:
+        lightest = heap[0]
+        grown = lightest + (tokens << shift)
+        if grown > most:
+            break
+        microbatches.append(lightest & mask)
+        replace(heap, grown)
+    return microbatches
+
+
+def _spread(
+    lengths: np.ndarray,
+    microbatch_of: np.ndarray,
+    microbatch_count: int,
+    world_size: int,
+    token_budget: int | None,
+) -> MicrobatchSchedule:
+    """Give microbatches to ranks and micro-steps: the heaviest `world_size` microbatches are the first micro-step, and so on."""
+    sizes = np.bincount(microbatch_of, minlength=microbatch_count)
+    tokens = np.bincount(microbatch_of, weights=lengths, minlength=microbatch_count).astype(np.int64)
+    if token_budget is None:
+        longest = np.zeros(microbatch_count, dtype=np.int64)
+        np.maximum.at(longest, microbatch_of, lengths)
+        paid, capacity = longest * sizes, int((longest * sizes).sum())
+    else:
+        paid, capacity = tokens, microbatch_count * token_budget
+    slots = np.argsort(-paid, kind="stable").reshape(-1, world_size)
+    if token_budget is None:
+        slots = _lightest_rank_first(slots, paid)
+    else:
+        # Packed microbatches weigh nearly the same: dealing out every other micro-step backwards is enough, and faster.
+        slots[1::2] = slots[1::2, ::-1].copy()
+    slots = slots.T
+    positions = np.argsort(microbatch_of, kind="stable")
+    ends = np.cumsum(sizes)
+    starts, ends = (ends - sizes).tolist(), ends.tolist()
+    microbatches = tuple(
+        tuple([positions[starts[microbatch] : ends[microbatch]] for microbatch in rank]) for rank in slots.tolist()
+    )
+    return MicrobatchSchedule(microbatches, tokens[slots], paid[slots], capacity)
+
+
+def _lightest_rank_first(micro_steps: np.ndarray, paid: np.ndarray) -> np.ndarray:
+    """Microbatches of each micro-step, heavy to light, int64[micro-steps, ranks] -> the same at the ranks that take them."""
+    totals = [0] * micro_steps.shape[1]
+    slots = []
+    for microbatches, tokens in zip(micro_steps.tolist(), paid[micro_steps].tolist(), strict=True):
+        slot = [0] * len(totals)
+        ranks = sorted(range(len(totals)), key=totals.__getitem__)
+        for rank, microbatch, microbatch_tokens in zip(ranks, microbatches, tokens, strict=True):
+            slot[rank] = microbatch
+            totals[rank] += microbatch_tokens
+        slots.append(slot)
+    return np.array(slots, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class PlanSummary:
+    """Execution plans of several global batches, for a start-up table. Shares and ratios are over all of them.
+
+    Attributes:
+        steps: how many global batches were planned.
+        rows_per_rank: (fewest, mean, most) microbatches of a rank in a step.
+        tokens: mean real tokens of a global batch.
+        fill, imbalance, lockstep_imbalance: as in MicrobatchSchedule; imbalances are means.
+        heaviest_row_tokens: over all steps.
+        padding_share: tokens computed for nothing / tokens computed, of the plans themselves.
+        padded_padding_share: the same for microbatches of `samples_per_microbatch` samples: what a padded run pays.
+    """
+
+    steps: int
+    rows_per_rank: tuple[int, float, int]
+    tokens: float
+    fill: float
+    imbalance: float
+    lockstep_imbalance: float
+    heaviest_row_tokens: int
+    padding_share: float
+    padded_padding_share: float
+
+
+def summarise(
+    lengths_of_steps: Iterable[np.ndarray],
+    world_size: int,
+    *,
+    token_budget: int,
+    samples_per_microbatch: int,
+    packing: bool,
+) -> PlanSummary:
+    """Plan each of some global batches, given the lengths of their samples, as the run would (`packing`) and padded.
+
+    Raises:
+        DataError: as schedule_microbatches.
+        ValueError: no global batch was given.
+    """
+    padded = [
+        (lengths, schedule_microbatches(lengths, world_size, samples_per_microbatch=samples_per_microbatch))
+        for lengths in lengths_of_steps
+    ]
+    plans = [
+        schedule_microbatches(lengths, world_size, token_budget=token_budget) if packing else plan
+        for lengths, plan in padded
+    ]
+    if not plans:
+        raise ValueError("there is no global batch to summarise")
+    microbatches = [plan.micro_steps for plan in plans]
+    return PlanSummary(
+        steps=len(plans),
+        rows_per_rank=(min(microbatches), float(np.mean(microbatches)), max(microbatches)),
+        tokens=float(np.mean([plan.tokens for plan in plans])),
+        fill=_ratio(sum(plan.tokens for plan in plans), sum(plan.capacity_tokens for plan in plans)),
+        imbalance=float(np.mean([plan.imbalance for plan in plans])),
+        lockstep_imbalance=float(np.mean([plan.lockstep_imbalance for plan in plans])),
+        heaviest_row_tokens=max(plan.heaviest_row_tokens for plan in plans),
+        padding_share=_padding_share(plans),
+        padded_padding_share=_padding_share([plan for _, plan in padded]),
+    )
+
+
+def _padding_share(plans: list[MicrobatchSchedule]) -> float:
+    padding = sum(plan.padding_tokens for plan in plans)
+    return _ratio(padding, padding + sum(plan.tokens for plan in plans))
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _over_mean(most: np.ndarray, tokens: np.ndarray, world_size: int) -> float:
+    total = int(tokens.sum())
+    return float(most) * world_size / total if total else 1.0
+
+
+def _multiple(count: int, world_size: int) -> int:
+    """The smallest multiple of the world size that is at least `count` and at least one microbatch for each rank."""
+    return max(1, -(-count // world_size)) * world_size

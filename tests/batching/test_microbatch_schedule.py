@@ -1,0 +1,217 @@
+"""Execution plans: everything once, within the budget, as many microbatches on every rank, balanced, fast."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finetune.batching.microbatch_schedule import (
+    MicrobatchSchedule,
+    _fewest_microbatches,
+    schedule_microbatches,
+    summarise,
+)
+from finetune.errors import DataError
+
+
+def check(plan: MicrobatchSchedule, lengths: np.ndarray, world_size: int) -> None:
+    """What holds for every plan, computed again from the microbatches."""
+    assert plan.world_size == world_size == len(plan.microbatches)
+    assert {len(rank) for rank in plan.microbatches} == {plan.micro_steps} and plan.micro_steps >= 1
+    microbatches = [microbatch for rank in plan.microbatches for microbatch in rank]
+    assert all(microbatch.dtype == np.int64 and microbatch.ndim == 1 for microbatch in microbatches)
+    assert sorted(position for microbatch in microbatches for position in microbatch.tolist()) == list(
+        range(len(lengths))
+    )
+    tokens = [[int(lengths[microbatch].sum()) for microbatch in rank] for rank in plan.microbatches]
+    assert plan.microbatch_tokens.tolist() == tokens
+    assert plan.tokens == int(lengths.sum())
+    assert plan.padding_tokens == int(plan.computed_tokens.sum()) - plan.tokens >= 0
+    assert 0 <= plan.fill <= 1
+    assert plan.imbalance >= 1 and plan.lockstep_imbalance >= plan.imbalance - 1e-12
+    # Microbatches of like weight share a micro-step: none is heavier than the lightest of the micro-step before.
+    by_step = plan.computed_tokens.T.tolist()
+    assert all(min(before) >= max(after) for before, after in zip(by_step, by_step[1:], strict=False))
+
+
+LENGTHS = st.lists(st.integers(1, 100), max_size=120).map(lambda values: np.array(values, dtype=np.int64))
+
+
+@settings(deadline=None, max_examples=200)
+@given(LENGTHS, st.integers(1, 9), st.integers(0, 300))
+def test_packed_plans(lengths: np.ndarray, world_size: int, room: int) -> None:
+    budget = int(lengths.max(initial=1)) + room
+    plan = schedule_microbatches(lengths, world_size, token_budget=budget)
+    check(plan, lengths, world_size)
+    assert plan.microbatch_tokens.max() <= budget
+    assert plan.padding_tokens == 0
+    assert plan.capacity_tokens == budget * world_size * plan.micro_steps
+    # Not more microbatches than one sample each needs; how near the optimum it is, another test looks at by search.
+    fewest = max(1, -(-_fewest_microbatches(np.sort(lengths)[::-1], budget) // world_size))
+    assert plan.micro_steps <= max(1, -(-len(lengths) // world_size))
+    assert plan.micro_steps <= 2 * fewest
+
+
+@settings(deadline=None, max_examples=200)
+@given(LENGTHS, st.integers(1, 9), st.integers(1, 12))
+def test_padded_plans(lengths: np.ndarray, world_size: int, samples_per_microbatch: int) -> None:
+    plan = schedule_microbatches(lengths, world_size, samples_per_microbatch=samples_per_microbatch)
+    check(plan, lengths, world_size)
+    microbatches = [microbatch for rank in plan.microbatches for microbatch in rank]
+    assert max(len(microbatch) for microbatch in microbatches) <= samples_per_microbatch
+    assert len(microbatches) == world_size * max(1, -(-len(lengths) // (samples_per_microbatch * world_size)))
+    assert sum(len(microbatch) < samples_per_microbatch for microbatch in microbatches if len(microbatch)) <= 1
+    paid = [
+        [len(microbatch) * int(lengths[microbatch].max(initial=0)) for microbatch in rank] for rank in plan.microbatches
+    ]
+    assert plan.computed_tokens.tolist() == paid
+    # Sorted by length: no microbatch reaches into the range of another.
+    spans = sorted(
+        (int(lengths[microbatch].min()), int(lengths[microbatch].max()))
+        for microbatch in microbatches
+        if len(microbatch)
+    )
+    assert all(before[1] <= after[0] for before, after in zip(spans, spans[1:], strict=False))
+
+
+def fewest_by_search(items: list[int], budget: int) -> int:
+    """The optimum by trying every placement."""
+    best = len(items)
+
+    def place(number: int, microbatches: list[int]) -> None:
+        nonlocal best
+        if len(microbatches) >= best:
+            return
+        if number == len(items):
+            best = len(microbatches)
+            return
+        for microbatch in range(len(microbatches)):
+            if microbatches[microbatch] + items[number] <= budget:
+                microbatches[microbatch] += items[number]
+                place(number + 1, microbatches)
+                microbatches[microbatch] -= items[number]
+        microbatches.append(items[number])
+        place(number + 1, microbatches)
+        microbatches.pop()
+
+    place(0, [])
+    return best
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(0, 30))
+def test_the_lower_bound_is_one_and_the_plan_is_near_the_optimum(items: list[int], room: int) -> None:
+    items, budget = sorted(items, reverse=True), max(items) + room
+    best = fewest_by_search(items, budget)
+    assert _fewest_microbatches(np.array(items), budget) <= best
+    assert best <= schedule_microbatches(np.array(items), 1, token_budget=budget).micro_steps <= best + 1
+
+
+def test_longest_first_into_the_lightest_row_by_hand() -> None:
+    # 4 microbatches of 10 for 2 ranks: 9 | 8 1 | 6 2 | 5 3, heaviest first, every other micro-step dealt backwards.
+    plan = schedule_microbatches(np.array([1, 2, 3, 5, 6, 8, 9]), 2, token_budget=10)
+    assert plan.microbatch_tokens.tolist() == [[9, 8], [9, 8]]
+    assert [[microbatch.tolist() for microbatch in rank] for rank in plan.microbatches] == [
+        [[6], [2, 3]],
+        [[0, 5], [1, 4]],
+    ]
+    assert plan.fill == 34 / 40
+    assert plan.imbalance == plan.lockstep_imbalance == 1.0
+
+
+def test_padded_rows_by_hand() -> None:
+    plan = schedule_microbatches(np.array([1, 9, 2, 8, 3]), 2, samples_per_microbatch=2)
+    # Microbatches 9+8, 3+2 and 1: padded 18, 6 and 1. The rank that had the 18 gets the empty one.
+    assert [[microbatch.tolist() for microbatch in rank] for rank in plan.microbatches] == [[[1, 3], []], [[2, 4], [0]]]
+    assert plan.computed_tokens.tolist() == [[18, 0], [6, 1]]
+    assert plan.padding_tokens == 2
+    assert plan.fill == 23 / 25
+
+
+def test_of_equal_lengths_the_earlier_comes_first_and_nothing_is_random() -> None:
+    plans = [schedule_microbatches(np.full(6, 5), 2, token_budget=10) for _ in range(3)]
+    microbatches = [[[microbatch.tolist() for microbatch in rank] for rank in plan.microbatches] for plan in plans]
+    assert microbatches[0] == microbatches[1] == microbatches[2]
+    assert microbatches[0][0][0] == [0, 4]
+
+
+@pytest.mark.parametrize("way", [{"token_budget": 8}, {"samples_per_microbatch": 8}])
+def test_fewer_samples_than_ranks_leave_empty_rows(way: dict[str, int]) -> None:
+    plan = schedule_microbatches(np.array([5, 4]), 4, **way)
+    check(plan, np.array([5, 4]), 4)
+    assert plan.micro_steps == 1
+    assert sum(len(rank[0]) == 0 for rank in plan.microbatches) >= 2
+    empty = schedule_microbatches(np.array([], dtype=np.int64), 3, **way)
+    check(empty, np.array([], dtype=np.int64), 3)
+    assert empty.fill == 0 and empty.imbalance == 1 and empty.heaviest_row_tokens == 0
+
+
+def test_samples_above_the_budget_are_named() -> None:
+    with pytest.raises(DataError) as caught:
+        schedule_microbatches(np.array([5, 12, 3, 11]), 2, token_budget=10)
+    assert "position 1 with 12 tokens" in caught.value.where and "position 3 with 11 tokens" in caught.value.where
+    assert "budget of a row, 10" in caught.value.what
+
+
+@pytest.mark.parametrize(
+    "way", [{}, {"token_budget": 5, "samples_per_microbatch": 5}, {"token_budget": 0}, {"samples_per_microbatch": 0}]
+)
+def test_calls_that_mean_nothing_are_refused(way: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="token_budget"):
+        schedule_microbatches(np.array([1, 2]), 2, **way)
+
+
+def test_a_length_or_world_size_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        schedule_microbatches(np.array([1, 0]), 2, token_budget=5)
+    with pytest.raises(ValueError, match="at least 1"):
+        schedule_microbatches(np.array([1]), 0, token_budget=5)
+
+
+def long_tail(samples: int, most: int = 2048) -> np.ndarray:
+    return np.clip(np.random.default_rng(0).lognormal(5.5, 1.0, samples), 8, most).astype(np.int64)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8, 16])
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_long_tails_are_packed_tightly_and_balanced(world_size: int, micro_batch: int) -> None:
+    lengths, budget = long_tail(1024), 2048 * micro_batch
+    plan = schedule_microbatches(lengths, world_size, token_budget=budget)
+    # At most two microbatches in a hundred, or one micro-step, above what the tokens fill.
+    microbatches = -(-int(lengths.sum()) // budget)
+    assert plan.micro_steps * world_size <= max(1.02 * microbatches, microbatches + world_size)
+    assert plan.imbalance < 1.001 and plan.lockstep_imbalance < 1.002
+    padded = schedule_microbatches(lengths, world_size, samples_per_microbatch=micro_batch)
+    assert padded.micro_steps >= 1.3 * plan.micro_steps
+
+
+@pytest.mark.parametrize("way", [{"token_budget": 2048}, {"token_budget": 8192}, {"samples_per_microbatch": 4}])
+def test_a_global_batch_of_1024_takes_about_a_millisecond(way: dict[str, int]) -> None:
+    lengths, seconds = long_tail(1024), []
+    for _ in range(30):
+        start = time.perf_counter()
+        schedule_microbatches(lengths, 8, **way)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 2e-3  # 0.35 ms on the machine this was written on; room for slower ones
+
+
+def test_summary_of_some_steps() -> None:
+    steps = [np.array([10, 1, 1, 1]), np.array([5, 5, 5, 5])]
+    packed = summarise(steps, 1, token_budget=10, samples_per_microbatch=2, packing=True)
+    assert packed.steps == 2
+    assert packed.rows_per_rank == (2, 2.0, 2)
+    assert packed.tokens == 16.5
+    assert packed.fill == 33 / 40
+    assert packed.heaviest_row_tokens == 10
+    assert packed.padding_share == 0
+    # Padded: 10+1 -> 20 and 1+1 -> 2, then 5+5 twice: 9 of 42 tokens are padding.
+    assert packed.padded_padding_share == 9 / 42
+    padded = summarise(steps, 1, token_budget=10, samples_per_microbatch=2, packing=False)
+    assert padded.padding_share == padded.padded_padding_share == 9 / 42
+    assert padded.heaviest_row_tokens == 20
+    with pytest.raises(ValueError, match="no global batch"):
+        summarise([], 1, token_budget=10, samples_per_microbatch=2, packing=True)
