@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo pretrain-demo test check grid crash clean-venv
+.PHONY: demo pretrain-demo test check translations grid crash faults clean-venv
 
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed; this is %d.%d" % sys.version_info[:2] or 0)'
@@ -28,9 +28,18 @@ pretrain-demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n 3 --dist loadfile tests
 
+# Formatting, linting, types of the core, the order of imports, and the public surfaces.
+CHECKED := finetune tests data_samples launchers benchmarks docs
+TYPED   := $(addprefix finetune/,runtime config storage batching data modeling planning training)
 check: $(READY)
-	$(BIN)/ruff check finetune tests data_samples launchers benchmarks
-	$(BIN)/ruff format --check finetune tests data_samples launchers benchmarks
+	$(BIN)/ruff check $(CHECKED)
+	$(BIN)/ruff format --check $(CHECKED)
+	$(BIN)/mypy $(TYPED)
+	$(BIN)/python -m pytest -n 2 -m frozen tests
+
+# The Chinese catalogue brought up to date, and what it lacks listed.
+translations: $(READY)
+	$(BIN)/python tests/translations.py
 
 # Exhaustive runs; their tables are committed in docs/.
 grid: $(READY)
@@ -38,6 +47,10 @@ grid: $(READY)
 
 crash: $(READY)
 	$(BIN)/python tests/crash.py
+
+# Faults put into the core on purpose: each must be caught by a test.
+faults: $(READY)
+	$(BIN)/python tests/faults.py
 
 clean-venv:
 	rm -rf $(VENV)
