@@ -1,0 +1,224 @@
+"""A third kind of run, which the package does not know: a model of bytes, trained on one text file.
+
+Registered by `import toy_kind`; run by `python -m toy_kind --text FILE --output-dir FOLDER`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from finetune.commands.doctor.check import Check, ok
+from finetune.config.fields import Text, setting
+from finetune.config.kinds import RunKind, register
+from finetune.config.run_config import BaseConfig
+from finetune.errors import ConfigError, FinetuneError
+from finetune.planning.inputs import Cluster
+from finetune.planning.memory import Workload
+from finetune.training.run import run_command
+
+BYTES, WINDOW_TOKENS = 256, 16
+
+
+class ToyConfig(BaseConfig):
+    """The settings of a toy run."""
+
+    command: ClassVar[str] = "python -m toy_kind"
+
+    text: Text = setting(group="model and data", unit="file", description="The text to train on.")
+    windows_per_step: int = setting(4, ge=1, group="batch and length", unit="windows", description="Global batch.")
+    max_steps: int = setting(3, ge=1, group="batch and length", unit="steps", description="Optimizer steps.")
+    learning_rate: float = setting(1e-3, gt=0, group="optimizer", description="Learning rate.")
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.windows_per_step * WINDOW_TOKENS
+
+    def describe_batch(self, world_size: int) -> tuple[str, dict[str, int]]:
+        text = f"{self.windows_per_step} windows of bytes a step on {world_size} processes"
+        return text, {"windows": self.windows_per_step}
+
+
+def check(config: ToyConfig) -> list[FinetuneError]:
+    if Path(config.text).is_file():
+        return []
+    return [ConfigError(f"there is no text {config.text}", "--text", "name a file")]
+
+
+def describe(settings: Mapping[str, Any]) -> str:
+    return f"the bytes of {settings.get('text')}"
+
+
+def probe(config: ToyConfig) -> Iterator[Check]:
+    yield ok("data", f"{config.text}: {Path(config.text).stat().st_size} bytes")
+
+
+def _model_config() -> Any:
+    from finetune.modeling.scratch import scratch_config
+
+    return scratch_config("qwen3", 1, vocab_size=BYTES, max_seq_len=WINDOW_TOKENS, bos_token_id=0, eos_token_id=0)
+
+
+def shape(config: ToyConfig) -> Any:
+    from finetune.planning.inputs import shape_from_scratch
+
+    class Like:
+        arch, depth, vocab_size = "qwen3", 1, BYTES
+
+    return shape_from_scratch(Like())
+
+
+def workload(config: ToyConfig, shape: Any, cluster: Cluster) -> Workload:
+    from finetune.config.pretrain_config import PretrainConfig
+    from finetune.planning.inputs import pretraining_workload
+
+    like = PretrainConfig.model_construct(
+        **{name: info.get_default(call_default_factory=False) for name, info in PretrainConfig.model_fields.items()}
+    ).model_copy(
+        update={
+            "device_batch_size": config.windows_per_step,
+            "max_seq_len": WINDOW_TOKENS,
+            "train_data_path": (),
+            "optimizer": "adamw",
+        }
+    )
+    return pretraining_workload(like, shape, cluster)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The text as windows, and the list of global batches."""
+
+    windows: Any
+    batches: Any
+    identity: dict[str, Any]
+
+
+class ByteWindows:
+    """Windows of a text; see `data.steps.SampleSource`."""
+
+    def __init__(self, path: str) -> None:
+        import numpy as np
+
+        text = np.frombuffer(Path(path).read_bytes(), dtype=np.uint8).astype(np.int32)
+        self.windows = text[: len(text) // (WINDOW_TOKENS + 1) * (WINDOW_TOKENS + 1)].reshape(-1, WINDOW_TOKENS + 1)
+        self.lengths = np.full(len(self.windows), WINDOW_TOKENS, dtype=np.int32)
+        self.supervised_counts, self.record_ids = self.lengths, np.arange(len(self.windows))
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, index: int) -> tuple[Any, None]:
+        return self.windows[index], None
+
+
+def prepare(config: ToyConfig) -> Prepared:
+    import numpy as np
+
+    from finetune.batching.curriculum import uniform_schedule
+    from finetune.batching.sampler import GlobalBatches
+
+    windows = ByteWindows(config.text)
+    batches = GlobalBatches(
+        np.zeros(len(windows), dtype=np.int64),
+        uniform_schedule(),
+        config.windows_per_step,
+        config.max_steps,
+        config.seed,
+    )
+    identity = {"kind": "toy", "text": config.text, "total_steps": config.max_steps, "schedule": batches.fingerprint()}
+    return Prepared(windows, batches, identity)
+
+
+def build_trainer(config: ToyConfig, world: Any, data: Prepared, start: Any, session: Any, **where: Any) -> Any:
+    import numpy as np
+    from safetensors.torch import save_file
+
+    from finetune.modeling.scratch import make_model
+    from finetune.training import build
+    from finetune.training.arguments import training_arguments
+    from finetune.training.state import TrainingState
+    from finetune.training.trainer import RunTrainer
+
+    class ToyTrainer(RunTrainer):
+        def write_model_files(self, folder: Path, state_folder: Path) -> None:
+            pass
+
+        def output_weights(self) -> dict[str, Any]:
+            return self.whole_weights(None)
+
+        def write_output(self, folder: Path, weights: dict[str, Any]) -> None:
+            save_file(weights, folder / "model.safetensors")
+
+    arguments = training_arguments(
+        config,
+        learning_rate=config.learning_rate,
+        evaluates=False,
+        total_steps=config.max_steps,
+        gradient_checkpointing=False,
+        deepspeed=None,
+        resumed=start.step > 0,
+        **where,
+    )
+    model = make_model(_model_config(), seed=config.seed)
+    if start.folder is not None:
+        TrainingState(model).load_weights(start.folder)
+    execution = build.make_execution(world, session, packing=False, token_budget=0, samples_per_microbatch=1)
+    step_batches = build.make_step_batches(
+        data.windows,
+        data.batches,
+        execution,
+        difficulties=np.full(len(data.windows), -1),
+        difficulty_count=0,
+        pad=0,
+    )
+    trainer = build.make_trainer(
+        ToyTrainer,
+        config,
+        data,
+        world,
+        session,
+        model=model,
+        arguments=arguments,
+        context=build.make_context(
+            data, world, start, session, learning_rate_factor=lambda step: 1.0, epochs_per_step=0.1
+        ),
+        step_batches=step_batches,
+        eval_step_batches=None,
+        head=None,
+        flat_reduce=False,
+        device_type=where["device_type"],
+        sliced_state=False,
+    )
+    summary = build.plan_summary(step_batches, token_budget=0, samples_per_microbatch=1)
+    build.say_start(trainer, world, summary, tables={}, facts={}, dtype=where["dtype"], zero_stage=0)
+    return trainer
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_command(KIND, arguments)
+
+
+KIND = RunKind(
+    name="toy",
+    module="toy_kind",
+    title="a toy",
+    config_class=ToyConfig,
+    telling_settings=frozenset({"text", "windows_per_step"}),
+    check=check,
+    describe=describe,
+    prepare="toy_kind:prepare",
+    build_trainer="toy_kind:build_trainer",
+    shape="toy_kind:shape",
+    workload="toy_kind:workload",
+    probe="toy_kind:probe",
+    probed=("data",),
+)
+register("toy", "toy_kind")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
