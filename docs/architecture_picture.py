@@ -69,7 +69,9 @@ def picture() -> str:
         for column, other in enumerate(names):
             x, centre = GRID + CELL * column + CELL / 2, y + ROW / 2
             if other == name:
-                lines.append(f'<rect x="{x - 7:.0f}" y="{centre - 7:.0f}" width="14" height="14" rx="3" fill="#d0d7de"/>')
+                lines.append(
+                    f'<rect x="{x - 7:.0f}" y="{centre - 7:.0f}" width="14" height="14" rx="3" fill="#d0d7de"/>'
+                )
             elif other in found[name]:
                 colour = "#0969da" if column > number else "#cf222e"
                 lines.append(f'<circle cx="{x:.0f}" cy="{centre:.0f}" r="6" fill="{colour}"/>')

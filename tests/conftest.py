@@ -24,6 +24,32 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Files that take longest, first: a long one that begins last has every other process wait for it.
+LONGEST_FIRST = [
+    "test_launchers.py",
+    "test_two_nodes.py",
+    "test_pretrain_demo.py",
+    "test_pretrain.py",
+    "test_readme.py",
+    "test_checkpoint_files.py",
+    "test_nonfinite.py",
+    "test_executions.py",
+    "test_fake_npu.py",
+    "test_out_of_memory.py",
+    "test_generation.py",
+    "test_signals.py",
+    "test_diagnose_real.py",
+    "test_serve.py",
+    "test_configs.py",
+    "test_resume.py",
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory):
     """Tokenized data and library caches of this test run, apart from the user's; started commands inherit it."""

@@ -11,6 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
+# Longest wait for a process that works: a guard against one that hangs, on a machine that may have other work to do.
+PATIENCE_SECONDS = 900.0
 
 # What a launcher or a test before may have left behind; a started command must not inherit it.
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -62,7 +64,7 @@ def run_command(
     *,
     env: Mapping[str, str | None] | None = None,
     cwd: Path | str | None = None,
-    timeout: float = 180,
+    timeout: float = PATIENCE_SECONDS,
 ) -> subprocess.CompletedProcess[str]:
     """Run to the end; past the timeout the whole process group is ended and TimeoutExpired raised, with the output."""
     process = subprocess.Popen(
@@ -81,7 +83,7 @@ def run_command(
         # SIGTERM first: torchrun's workers are in sessions of their own, and only it can end them.
         os.killpg(process.pid, signal.SIGTERM)
         try:
-            out, err = process.communicate(timeout=15)
+            out, err = process.communicate(timeout=60)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             out, err = process.communicate()
@@ -99,7 +101,7 @@ def run_cli(
     launcher_args: Sequence[object] = (),
     module: str = "finetune.sft",
     cwd: Path | str | None = None,
-    timeout: float = 180,
+    timeout: float = PATIENCE_SECONDS,
     check: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """`python -m finetune.sft ARGS` (or another module) as a user runs it.

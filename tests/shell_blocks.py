@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from launching import BIN, ROOT, environment
+from launching import BIN, PATIENCE_SECONDS, ROOT, environment
 
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -50,7 +50,10 @@ def small(line: str, folder: Path) -> str:
 
 
 def run_together(
-    lines: Sequence[str], folder: Path, variables: dict[str, str] | None = None, timeout_seconds: float = 240
+    lines: Sequence[str],
+    folder: Path,
+    variables: dict[str, str] | None = None,
+    timeout_seconds: float = PATIENCE_SECONDS,
 ) -> list[tuple[int, str]]:
     """Run shell lines at the same time (as on several nodes); the exit code and output of each."""
     folder.mkdir(parents=True, exist_ok=True)

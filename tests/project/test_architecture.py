@@ -8,7 +8,7 @@ import sys
 from launching import ROOT
 
 sys.path.insert(0, str(ROOT / "docs"))
-import architecture_picture  # noqa: E402 - docs/ is no package
+import architecture_picture
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launching import ROOT, environment, run_cli, said
+from launching import PATIENCE_SECONDS, ROOT, environment, run_cli, said
 from launching import command as command_words
 from run_helpers import events
 
@@ -129,7 +129,7 @@ def test_two_nodes_of_eight(flags: list[object], tmp_path: Path) -> None:
         words = command_words(flags, launcher="accelerate", launcher_args=launcher_args)
         with (tmp_path / f"node{node}.log").open("wb") as log:
             launchers.append(subprocess.Popen(words, cwd=ROOT, env=environment(), stdout=log, stderr=log))
-    codes = [launcher.wait(timeout=240) for launcher in launchers]
+    codes = [launcher.wait(PATIENCE_SECONDS) for launcher in launchers]
     assert codes == [0, 0], "\n".join((tmp_path / f"node{node}.log").read_text() for node in (0, 1))
     (start,) = events(tmp_path / "run", "start")
     assert start["world_size"] == 2

@@ -33,13 +33,22 @@ def run(folder: Path) -> Path:
 
 
 def settings(folder: Path) -> list[object]:
-    where = ["--text", folder / "poem.txt", "--output-dir", folder / "run", "--device-type", "cpu", "--dtype", "float32"]
+    where = [
+        "--text",
+        folder / "poem.txt",
+        "--output-dir",
+        folder / "run",
+        "--device-type",
+        "cpu",
+        "--dtype",
+        "float32",
+    ]
     return [*where, "--report-to", "none"]
 
 
 def finetune(folder: Path, *words: object):
     paths = {"PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}"}
-    return run_command([sys.executable, "-c", FINETUNE, *map(str, words)], env=paths, cwd=folder, timeout=300)
+    return run_command([sys.executable, "-c", FINETUNE, *map(str, words)], env=paths, cwd=folder)
 
 
 def test_it_trains_under_launch(run: Path):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import ROOT, environment
+from launching import PATIENCE_SECONDS, ROOT, environment
 from run_helpers import events, sample_ids, status
 from shell_blocks import run_together, shell_lines, small
 
@@ -75,7 +75,7 @@ def start(tmp_path: Path) -> Callable[..., Started]:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=PATIENCE_SECONDS)
         return Started(subprocess.CompletedProcess(process.args, process.returncode, said), process.pid, record)
 
     return run

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launching import BIN, ROOT, environment
+from launching import BIN, PATIENCE_SECONDS, ROOT, environment
 from run_helpers import events, wait_for
 from shell_blocks import blocks, run_line, shell_lines, small, trains
 
@@ -118,16 +118,16 @@ def check_server(line: str, folder: Path) -> None:
         try:
             said = map(bytes.decode, iter(server.stdout.readline, b""))
             address = next(found[0] for line in said if (found := re.search(r"http://127\.0\.0\.1:\d+", line)))
-            wait_for(lambda: answers(f"{address}/health"), 120, what="a worker that answers")
+            wait_for(lambda: answers(f"{address}/health"), PATIENCE_SECONDS, what="a worker that answers")
         finally:
             server.send_signal(signal.SIGINT)
-            server.communicate(timeout=60)
+            server.communicate(timeout=PATIENCE_SECONDS)
     assert server.returncode == 0
 
 
 def answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=5) as reply:
+        with urllib.request.urlopen(url, timeout=60) as reply:
             return reply.status == 200
     except OSError:
         return False
