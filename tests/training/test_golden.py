@@ -1,0 +1,70 @@
+"""Golden trajectories: what was trained on in every step, and to what loss, stays as it was.
+
+    python tests/training/test_golden.py     # writes golden.json anew; only for a change that is meant to change training
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from launching import ROOT, run_cli
+
+GOLDEN = Path(__file__).with_name("golden.json")
+# Another processor adds in another order; a change of what is computed shows in the first digits.
+LOSS_TOLERANCE = 2e-5
+COMMON = "--device-type cpu --dtype float32 --report-to none --log-samples --logging-steps 1"
+SFT = "--model data_samples/tiny-qwen3 --data data_samples/train.jsonl --global-batch-size 12 --max-steps 6"
+RUNS = {
+    "lora, curriculum, packed": ("finetune.sft", f"{SFT} --micro-batch-size 4 --cutoff-len 256 --warmup-steps 2"),
+    "full, uniform, padded": (
+        "finetune.sft",
+        f"{SFT} --finetuning full --use-curriculum false --packing false --micro-batch-size 3 --cutoff-len 128",
+    ),
+    "pretraining, muon": (
+        "finetune.pretrain",
+        "--train-data-path {tokens} --depth 2 --max-seq-len 64 --device-batch-size 2 --total-batch-size 512 "
+        "--num-iterations 6 --warmup-steps 2 --sample-every 0",
+    ),
+}
+
+
+def trajectory(name: str, folder: Path) -> dict[str, list]:
+    """Ids, losses and gradient norms of each step of a run."""
+    module, flags = RUNS[name]
+    if "{tokens}" in flags:
+        text = ["--data", "data_samples/networks_facts.txt", "data_samples/README.md", "--vocab-size", "512"]
+        run_cli(["prepare", *text, "--output-dir", folder / "tokens"], module="finetune", check=True)
+        flags = flags.format(tokens=folder / "tokens")
+    own = ["--output-dir", folder / "run"] + (["--cache-dir", folder / "cache"] if module == "finetune.sft" else [])
+    run_cli([*flags.split(), *COMMON.split(), *own], module=module, check=True)
+
+    def lines(file: str) -> list[dict]:
+        return [json.loads(line) for line in (folder / "run" / file).read_text(encoding="utf-8").splitlines()]
+
+    log = lines("trainer_log.jsonl")
+    return {
+        "ids": [line["ids"] for line in lines("samples.jsonl")],
+        "losses": [line["loss"] for line in log],
+        "grad_norms": [line["grad_norm"] for line in log],
+        "learning_rates": [line["learning_rate"] for line in log],
+    }
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_training_is_what_it_was(name: str, tmp_path: Path):
+    golden, now = json.loads(GOLDEN.read_text(encoding="utf-8"))[name], trajectory(name, tmp_path)
+    assert now["ids"] == golden["ids"]
+    for numbers in ("losses", "grad_norms", "learning_rates"):
+        assert now[numbers] == pytest.approx(golden[numbers], rel=LOSS_TOLERANCE), numbers
+
+
+if __name__ == "__main__":
+    made = {}
+    for wanted in RUNS:
+        with tempfile.TemporaryDirectory() as temporary:
+            made[wanted] = trajectory(wanted, Path(temporary))
+    Path(sys.argv[1] if len(sys.argv) > 1 else GOLDEN).write_text(json.dumps(made) + "\n", encoding="utf-8")
