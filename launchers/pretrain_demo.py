@@ -34,32 +34,32 @@ PROMPTS = ("def __init__(self", "import os\n", "class Error(Exception):\n")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 SAMPLE_TOKENS = 48
 ANSWER_TOKENS = 80
+LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 
 
-def library_sources() -> list[str]:
-    """The files of the standard library, sorted."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
+def library_sources(folder: Path) -> list[str]:
+    """The source files of a library, sorted."""
     return [str(path) for path in sorted(folder.rglob("*.py")) if not LEFT_OUT & set(path.relative_to(folder).parts)]
 
 
 def run(*words: str) -> None:
     """Run this Python with these words; ends this process with its exit code if it fails."""
-    shown = [word for word in words if not word.startswith(sysconfig.get_paths()["stdlib"])]
+    shown = [word for word in words if not word.startswith(str(LIBRARY))]
     print("$ python", " ".join(shown), flush=True)
     code = subprocess.run([sys.executable, *words], env={**os.environ, "PYTHONUNBUFFERED": "1"}, check=False).returncode
     if code != 0:
         sys.exit(code)
 
 
-def train(folder: Path, steps: int, tuning_steps: int) -> tuple[Path, Path]:
+def train(folder: Path, library: Path, steps: int, tuning_steps: int) -> tuple[Path, Path]:
     """Prepare, pretrain, fine-tune; the folders of the base model and of the adapter."""
     tokens, base, tuned = folder / "tokens", folder / "base", folder / "tuned"
     prepare = ("-m", "finetune", "prepare", "--output-dir", str(tokens), "--vocab-size", "4096")
-    run(*prepare, "--valid-fraction", "0.05", "--data", *library_sources())
+    run(*prepare, "--valid-fraction", "0.05", "--data", *library_sources(library))
     data = ("--train-data-path", str(tokens), "--valid-data-path", str(tokens), "--output-dir", str(base))
     quiet = ("--device-type", "cpu", "--report-to", "none", "--logging-steps", "25")
-    course = ("--num-iterations", str(steps), "--compile", "--sample-every", "0")
-    run(*TORCHRUN, "-m", "finetune.pretrain", *data, *MODEL, *BATCH, *RATES, *course, *quiet)
+    length = ("--num-iterations", str(steps), "--compile", "--sample-every", "0")
+    run(*TORCHRUN, "-m", "finetune.pretrain", *data, *MODEL, *BATCH, *RATES, *length, *quiet)
     data = ("--model", str(base), "--data", "data_samples/train.jsonl", "--valid-data", "data_samples/valid.jsonl")
     out = ("--cutoff-len", "256", "--output-dir", str(tuned), "--max-steps", str(tuning_steps))
     run(*TORCHRUN, "-m", "finetune.sft", *data, *out, *LORA, *TUNING, *quiet)
@@ -111,12 +111,13 @@ def bits_per_byte(base: Path) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="From CPython's own sources to a small model that chats.")
     parser.add_argument("--folder", type=Path, default=Path("runs") / time.strftime("pretrain-demo-%Y%m%d-%H%M%S"))
+    parser.add_argument("--library", type=Path, default=LIBRARY, help="folder of the text; CPython's library")
     parser.add_argument("--steps", type=int, default=300, help="of pretraining")
     parser.add_argument("--tuning-steps", type=int, default=500)
     options = parser.parse_args()
     began = time.monotonic()
     os.chdir(ROOT)
-    base, tuned = train(options.folder, options.steps, options.tuning_steps)
+    base, tuned = train(options.folder, options.library, options.steps, options.tuning_steps)
     first, *_, last = bits_per_byte(base)
     before, *_, after = evaluations(tuned)
     console = Console() if sys.stdout.isatty() else Console(width=140)
