@@ -15,7 +15,7 @@ from typing import Any
 
 from finetune.errors import StateError
 from finetune.runs.console_lines import parse_console_line
-from finetune.runs.event_texts import WARNING_EVENTS, is_said_by_event
+from finetune.runs.event_texts import WARNING_EVENTS, is_event_in_log
 from finetune.runs.line_follower import LineFollower
 from finetune.runs.view import Message, RunView, State, is_finite_number
 from finetune.storage.run_folder import IDENTITY_NAME, STATUS_NAME, describe_folder
@@ -44,7 +44,7 @@ class FolderReader:
         _take(view.events, self._events, _take_event)
         self._read_logs(folder / "logs")
         view.messages = sorted(
-            [*self._log_messages, *map(_event_message, view.of(*WARNING_EVENTS))], key=lambda m: m.time or 0.0
+            [*self._log_messages, *map(_event_message, view.events_named(*WARNING_EVENTS))], key=lambda m: m.time or 0.0
         )
         times = [at for at in (self._steps.written_at, self._events.written_at) if at is not None]
         view.written_at = max(times, default=None)
@@ -60,18 +60,18 @@ class FolderReader:
         return "vanished" if _holder_is_gone(self.view.source / LOCK_NAME) else "running"
 
     def _read_logs(self, folder: Path) -> None:
-        """Warnings and errors of the newest log of each rank; those that are events as well are told once."""
+        """Warnings and errors of the newest log of each rank; what is an event as well is left out."""
         for name in _newest_per_rank(folder):
             follower = self._logs.setdefault(name, LineFollower(folder / name))
             rank = int(name.rpartition("-rank")[2].removesuffix(".log"))
             for line in follower.poll().lines:
                 warning = parse_console_line(line).warning
-                if warning and not is_said_by_event(warning[2]):
+                if warning and not is_event_in_log(warning[2]):
                     self._log_messages.append(Message(_log_time(line), warning[0], rank, warning[2]))
 
 
 class ConsoleReader:
-    """Follows a copy of a run's console, or a trainer_log.jsonl by itself. A rotated or cut copy is gone on with."""
+    """Follows a copy of a run's console, or a trainer_log.jsonl by itself. A rotated or cut copy is followed."""
 
     def __init__(self, path: Path) -> None:
         self.view = RunView(path)
@@ -103,9 +103,9 @@ class ConsoleReader:
         if line.end:
             view.state = line.end  # type: ignore[assignment]
         if line.warning:
-            difficulty, rank, text = line.warning
-            view.messages.append(Message(None, difficulty, rank, text))  # type: ignore[arg-type]
-            if difficulty == "ERROR":
+            level, rank, text = line.warning
+            view.messages.append(Message(None, level, rank, text))  # type: ignore[arg-type]
+            if level == "ERROR":
                 view.state = "failed"
 
 
@@ -181,7 +181,7 @@ def _take(kept: list[dict[str, Any]], follower: LineFollower, take: Callable[...
 
 
 def _object(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a line; empty for anything else: a torn line is passed over."""
+    """The JSON object of a line; empty for anything else: a torn line is skipped."""
     try:
         record = json.loads(raw)
     except (ValueError, RecursionError):
