@@ -41,7 +41,7 @@ class RunView:
 
     Attributes:
         source: the run folder, or the console's copy.
-        state: "waiting" before the first step; "vanished" where the run says that it runs but its process is gone.
+        state: "waiting" before the first step; "vanished": status.json says running, and the process does not exist.
         steps: lines of trainer_log.jsonl, a line a step, ascending.
         events: of events.jsonl, in order; of a console its evaluations and checkpoints.
         config, identity, status: the run's own files; empty where they are not there.
@@ -105,7 +105,7 @@ class RunView:
             if event["event"] == "eval":
                 kept[event["step"]] = event
             elif event["event"] == "start":
-                kept = {step: made for step, made in kept.items() if step <= event.get("step", 0)}
+                kept = {step: earlier for step, earlier in kept.items() if step <= event.get("step", 0)}
         return [kept[step] for step in sorted(kept)]
 
     @property

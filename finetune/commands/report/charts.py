@@ -126,11 +126,11 @@ def _curve(frame: _Frame, one: Series, number: int) -> str:
 def _moving_mean(points: Points, window: int) -> Points:
     """The mean of each value and its neighbours on both sides (fewer at the ends), so that the curve is not late."""
     half = window // 2
-    made = []
+    means = []
     for number, (x, _y) in enumerate(points):
         near = points[max(0, number - half) : number + half + 1]
-        made.append((x, sum(y for _x, y in near) / len(near)))
-    return made
+        means.append((x, sum(y for _x, y in near) / len(near)))
+    return means
 
 
 def _band(frame: _Frame, points: Points) -> str:

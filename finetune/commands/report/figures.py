@@ -43,7 +43,7 @@ def curves(view: RunView) -> list[Figure]:
         return Figure(title, Markup(svg), keys, " ".join(filter(None, (_beyond(series, zero), note))))
 
     used = [(step, share * 100) for step, share in view.values("mfu")]
-    made = [
+    figures = [
         figure(
             _("Loss per trained token"),
             Series(_("training"), view.values("loss"), smooth=True),
@@ -61,7 +61,7 @@ def curves(view: RunView) -> list[Figure]:
         figure(_("Gradient norm"), Series("", view.values("grad_norm"), smooth=True), zero=True),
         figure(_("Model FLOPs utilisation (MFU), %"), Series("", used, smooth=True), zero=True),
     ]
-    return [one for one in made if one is not None]
+    return [one for one in figures if one is not None]
 
 
 def _smoothed(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
@@ -102,8 +102,8 @@ def _planned_mix(view: RunView) -> list[tuple[float, list[float]]]:
     if not (view.stages and total):
         return []
     curriculum = view.config["curriculum"]
-    made = [Stage(each["until"], tuple(each["mix"]), each.get("ramp", "step")) for each in curriculum["stages"]]
-    schedule = Schedule(tuple(curriculum["levels"]), tuple(made))
+    stages = [Stage(each["until"], tuple(each["mix"]), each.get("ramp", "step")) for each in curriculum["stages"]]
+    schedule = Schedule(tuple(curriculum["levels"]), tuple(stages))
     points = []
     for number in range(PLANNED_POINTS):
         shares = schedule.weights((number + 0.5) / PLANNED_POINTS).tolist()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_runs import LEVELS, MIXES, line, make_run, sign, start_event, step
+from fake_runs import DIFFICULTIES, MIXES, line, make_run, sign, start_event, step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launching import ROOT, environment
@@ -149,7 +149,7 @@ def test_a_run_from_before_its_first_step_to_its_end(tmp_path: Path):
         log.write("".join(line(step(n)) for n in range(1, 31)) + '{"step": 31, "lo')
         log.flush()
         view = reader.poll()
-        assert (view.step, view.eta_seconds, view.difficulties) == (30, 35.0, list(LEVELS[:2]))
+        assert (view.step, view.eta_seconds, view.difficulties) == (30, 35.0, list(DIFFICULTIES[:2]))
         log.write('ss": 1.0}\n')
     assert reader.poll().step == 31
     (folder / "status.json").write_text('{"state": "done", "exit_code": 0}')
@@ -182,11 +182,11 @@ def test_a_resumed_run_cuts_the_tail_that_it_trains_again(tmp_path: Path):
 def test_the_stage_is_the_schedules(tmp_path: Path):
     view = open_run(make_run(tmp_path / "one", steps=1)).poll()
     stages = tuple(Stage(until, mix) for until, mix in zip((0.3, 0.7, 1.0), MIXES, strict=True))
-    for number, stage in enumerate(Schedule(LEVELS, stages).stage_of_steps(100), 1):
-        view.steps = [step(number, **{f"loss/{level}": 1.0 for level in LEVELS})]
+    for number, stage in enumerate(Schedule(DIFFICULTIES, stages).stage_of_steps(100), 1):
+        view.steps = [step(number, **{f"loss/{level}": 1.0 for level in DIFFICULTIES})]
         assert view.stage.number == stage + 1
         shares = [weight / 100 for weight in MIXES[stage]]
-        assert view.stage.shares == pytest.approx(dict(zip(LEVELS, shares, strict=True)))
+        assert view.stage.shares == pytest.approx(dict(zip(DIFFICULTIES, shares, strict=True)))
 
 
 @pytest.mark.parametrize(("state", "code"), [("done", 0), ("failed", 1), ("stopped", 3)])
@@ -323,7 +323,7 @@ def test_the_picture_fits_any_terminal(width: int, height: int, lang: str, tmp_p
     text = "\n".join(lines)
     if width >= 60:
         assert "40 / 100" in text and "40%" in text and "0.05" in text and "1,040" in text
-        assert all(name in text for name in LEVELS[:2])
+        assert all(name in text for name in DIFFICULTIES[:2])
     if width >= 80:
         assert "NPU 0" in text and "50/64 GiB" in text and "0.0001" in text
         assert {"en": "warnings", "zh": "警告"}[lang] in text and {"en": "q quit", "zh": "q 退出"}[lang] in text

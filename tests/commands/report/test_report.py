@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from fake_runs import LEVELS, line, make_run, start_event, step
+from fake_runs import DIFFICULTIES, line, make_run, start_event, step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -296,7 +296,7 @@ def test_a_curve_is_where_its_values_are():
     (path,) = re.findall(r'class="line series-0" d="M([^"]*)"', svg)
     (x0, y0), (x1, y1), (x2, y2) = ([float(n) for n in pair.split(",")] for pair in path.split("L"))
     assert x1 == pytest.approx((x0 + x2) / 2, abs=0.1) and y1 == pytest.approx((y0 + y2) / 2, abs=0.1) and y0 > y1 > y2
-    assert line_svg([Series("a", [])], label="x") == "" and area_svg(LEVELS, [], label="x") == ""
+    assert line_svg([Series("a", [])], label="x") == "" and area_svg(DIFFICULTIES, [], label="x") == ""
 
 
 def test_areas_fill_the_frame():
