@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from collections.abc import Callable
 from datetime import datetime
@@ -22,6 +23,7 @@ from finetune.storage.run_folder import IDENTITY_NAME, STATUS_NAME, describe_fol
 from finetune.storage.run_lock import LOCK_NAME
 
 RANK_LOGS_FOLLOWED = 64
+_RANK_LOG = re.compile(r".*-rank(\d+)\.log")
 _RUN_NAMES = (IDENTITY_NAME, STATUS_NAME, LOCK_NAME, "trainer_log.jsonl", "events.jsonl")
 
 
@@ -61,9 +63,8 @@ class FolderReader:
 
     def _read_logs(self, folder: Path) -> None:
         """Warnings and errors of the newest log of each rank; what is an event as well is left out."""
-        for name in _newest_per_rank(folder):
+        for rank, name in _newest_per_rank(folder):
             follower = self._logs.setdefault(name, LineFollower(folder / name))
-            rank = int(name.rpartition("-rank")[2].removesuffix(".log"))
             for line in follower.poll().lines:
                 warning = parse_console_line(line).warning
                 if warning and not is_event_in_log(warning[2]):
@@ -104,7 +105,7 @@ class ConsoleReader:
             view.state = line.end  # type: ignore[assignment]
         if line.warning:
             level, rank, text = line.warning
-            view.messages.append(Message(None, level, rank, text))  # type: ignore[arg-type]
+            view.messages.append(Message(None, level, rank, text))
             if level == "ERROR":
                 view.state = "failed"
 
@@ -165,8 +166,8 @@ def runs_in(folder: Path | str) -> list[Path]:
 
 
 def _last_written(folder: Path) -> float:
-    times = [follower.written_at for name in _RUN_NAMES if (follower := LineFollower(folder / name)).written_at]
-    return max((at for at in times if at), default=0.0)
+    times = (LineFollower(folder / name).written_at for name in _RUN_NAMES)
+    return max((at for at in times if at is not None), default=0.0)
 
 
 # ---------------------------------------------------------------- lines
@@ -222,14 +223,14 @@ def _log_time(line: bytes) -> float | None:
         return None
 
 
-def _newest_per_rank(folder: Path) -> list[str]:
-    """Names of the newest log of each rank; names begin with the time."""
+def _newest_per_rank(folder: Path) -> list[tuple[int, str]]:
+    """Each rank with the name of its newest log; names begin with the time."""
     try:
-        names = sorted(name for name in os.listdir(folder) if name.endswith(".log") and "-rank" in name)
+        names = sorted(os.listdir(folder))
     except OSError:
         return []
-    by_rank = {rank: name for name in names if (rank := name.rpartition("-rank")[2].removesuffix(".log")).isdigit()}
-    return sorted(by_rank.values(), key=lambda name: int(name.rpartition("-rank")[2][:-4]))[:RANK_LOGS_FOLLOWED]
+    newest = {int(found[1]): name for name in names if (found := _RANK_LOG.fullmatch(name))}
+    return sorted(newest.items())[:RANK_LOGS_FOLLOWED]
 
 
 def _holder_is_gone(lock: Path) -> bool:

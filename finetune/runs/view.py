@@ -18,10 +18,15 @@ RECENT_STEPS = 20
 
 
 class Message(NamedTuple):
-    """Something that should be seen: an event, or a line of a rank's log. `time` in seconds since 1970, if known."""
+    """Something that should be seen: an event, or a line of a rank's log.
+
+    Attributes:
+        time: seconds since 1970, if known.
+        level: WARNING or ERROR.
+    """
 
     time: float | None
-    level: Literal["WARNING", "ERROR"]
+    level: str
     rank: int
     text: str
     event: dict[str, Any] | None = None

@@ -236,8 +236,13 @@ def _watch_screen(reader: Reader, watch: MachineWatch, interval_seconds: float, 
 @contextlib.contextmanager
 def _single_keys() -> Iterator[Callable[[], str]]:
     """Keys without Enter, as a function that waits a moment and returns one or "". The terminal is put back."""
+
+    def no_key() -> str:
+        time.sleep(KEY_POLL_SECONDS)
+        return ""
+
     if not sys.stdin.isatty():
-        yield lambda: time.sleep(KEY_POLL_SECONDS) or ""
+        yield no_key
         return
     import termios
     import tty

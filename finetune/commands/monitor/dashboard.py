@@ -65,7 +65,7 @@ class Dashboard:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, height = options.max_width, console.size.height if self.fill else PRINTED_ROWS
-        head = [self._title(options.ascii_only), self._progress(), *self._stage()]
+        head: list[RenderableType] = [self._title(options.ascii_only), self._progress(), *self._stage()]
         short = height < TALL or width < WIDE
         layout = Layout()
         layout.split_column(
