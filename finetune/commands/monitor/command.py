@@ -50,10 +50,7 @@ class MonitorOptions(SpokenOptions):
         None, group="options", unit="RUN", shown_default="the newest in ./runs", description="The run's folder."
     )
     log: Text | None = setting(
-        None,
-        group="options",
-        unit="FILE",
-        description="A copy of a run's console, where there is no run folder at hand.",
+        None, group="options", unit="FILE", description="A copy of a run's console, where its folder is not at hand."
     )
     interval: float = setting(
         3.0, group="options", unit="seconds", ge=SHORTEST_INTERVAL_SECONDS, description="Time between two looks."

@@ -24,14 +24,7 @@ from finetune.config.kinds import kind_names, kind_title, run_kind
 from finetune.config.options import SpokenOptions, read_options
 from finetune.errors import ConfigError, ExitCode, StateError
 from finetune.runs.console_lines import plain_text, print_anything
-from finetune.runs.event_texts import (
-    WARNING_EVENTS,
-    advice,
-    event_text,
-    format_duration,
-    message_text,
-    state_text,
-)
+from finetune.runs.event_texts import WARNING_EVENTS, advice, event_text, format_duration, message_text, state_text
 from finetune.runs.reader import open_run
 from finetune.runs.view import Message, RunView
 from finetune.runtime.language import _, spoken
