@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-LEVELS = ("explain", "reasoning", "topology")
+DIFFICULTIES = ("explain", "reasoning", "topology")
 MIXES = ((80.0, 20.0, 0.0), (40.0, 40.0, 20.0), (25.0, 35.0, 40.0))
 
 
@@ -19,12 +19,12 @@ def line(record: dict[str, Any]) -> str:
 
 
 def step(number: int, **more: Any) -> dict[str, Any]:
-    """A line of trainer_log.jsonl of a run with levels."""
+    """A line of trainer_log.jsonl of a run with difficulties."""
     record = {"step": number, "loss": 2.0 / number, "grad_norm": 1.0, "learning_rate": 1e-4}
     record |= {"tokens_per_second": 1000.0 + number, "samples_per_second": 20.0, "step_seconds": 0.5}
     record |= {"loader_wait_seconds": 0.001}
-    for level in LEVELS[: 2 + (number > 30)]:
-        record |= {f"loss/{level}": 1.0 / number, f"tokens/{level}": 100, f"share/{level}": 0.5}
+    for name in DIFFICULTIES[: 2 + (number > 30)]:
+        record |= {f"loss/{name}": 1.0 / number, f"tokens/{name}": 100, f"share/{name}": 0.5}
     return record | more
 
 
@@ -41,7 +41,7 @@ def make_run(
     (folder / "run_identity.json").write_text(json.dumps({"kind": "sft", "total_steps": 100}))
     stages = [{"until": u, "mix": list(mix), "ramp": "step"} for u, mix in zip((0.3, 0.7, 1.0), MIXES, strict=True)]
     config = {"model": "data_samples/tiny", "use_curriculum": True, "finetuning": "lora"}
-    config["curriculum"] = {"levels": list(LEVELS), "stages": stages}
+    config["curriculum"] = {"levels": list(DIFFICULTIES), "stages": stages}
     (folder / "run.yaml").write_text(json.dumps(config))
     (folder / "status.json").write_text(json.dumps({"state": state, "exit_code": exit_code} | status))
     sign(folder, os.getpid())
@@ -54,6 +54,6 @@ def make_run(
 
 
 def sign(folder: Path, pid: int, host: str | None = None, since: float | None = None) -> None:
-    moment = datetime.fromtimestamp(time.time() if since is None else since, timezone.utc)
-    facts = {"pid": pid, "host": host or socket.gethostname(), "since": moment.isoformat(timespec="seconds")}
+    signed_at = datetime.fromtimestamp(time.time() if since is None else since, timezone.utc)
+    facts = {"pid": pid, "host": host or socket.gethostname(), "since": signed_at.isoformat(timespec="seconds")}
     (folder / ".lock").write_text(json.dumps(facts))

@@ -24,7 +24,8 @@ CATALOGUE = PACKAGE / "locale" / "zh" / "LC_MESSAGES" / "finetune.po"
 def texts() -> set[str]:
     """The texts of the package."""
     keywords = {"_": None, "N_": None}
-    found = extract_from_dir(PACKAGE, [("**.py", "python")], keywords=keywords, comment_tags=())
+    methods = [("**.py", "python"), ("**.jinja", "jinja2")]
+    found = extract_from_dir(PACKAGE, methods, keywords=keywords, comment_tags=())
     return {text for _, _, text, _, _ in found if isinstance(text, str)}
 
 

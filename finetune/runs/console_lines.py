@@ -1,4 +1,4 @@
-"""What a line of a run's console says, for a run of which only the console's copy is at hand.
+"""What a line of a run's console says, for a run of which only a copy of the console is at hand.
 
 Understands this package's own lines and, as far as they go, those of scripts that print `step 10/500 | loss: 3.2 |
 tok/sec: 12,345`.
@@ -18,7 +18,7 @@ _TIME = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[,.]\d+)? ")
 _TAG = re.compile(r"\[(WARNING|ERROR)\] (?:rank (\d+): )?(.+)")
 _STEP = re.compile(r"\bstep:? *(\d+) */ *(\d+)")
 _NUMBER = r"([-+]?[\d,]*\.?\d+(?:e[-+]?\d+)?|nan|inf)"
-# name in a line of trainer_log.jsonl -> how a console says it
+# name in a line of trainer_log.jsonl -> how a console shows it
 _FACTS = {
     "loss": (re.compile(rf"\bloss:? {_NUMBER}", re.I),),
     "tokens_per_second": (re.compile(rf"{_NUMBER} tok/s", re.I), re.compile(rf"\btok/s(?:ec)?:? {_NUMBER}", re.I)),
@@ -39,14 +39,14 @@ _END = (
 
 @dataclass
 class ConsoleLine:
-    """What one line says; what it does not say is empty.
+    """What one line says; the rest is empty.
 
     Attributes:
-        step: fields as in trainer_log.jsonl, with `total_steps`, and `stage` and `eta_seconds` where they are said.
+        step: fields as in trainer_log.jsonl, with `total_steps`, and `stage` and `eta_seconds` where the line has them.
         evaluation: fields as in an `eval` event.
         checkpoint: fields as in a `checkpoint` event.
         end: the state in which the run ended.
-        warning: (difficulty, rank, text) of a line that warns.
+        warning: (level, rank, text) of a warning or an error.
     """
 
     step: dict[str, Any] = field(default_factory=dict)

@@ -1,61 +1,90 @@
-"""What events mean, in words, in both languages."""
+"""What a run's events and states mean, for people, in the spoken language."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import Any
 
-from finetune.runtime.language import Language, Text
+from finetune.runs.console_lines import plain_text
+from finetune.runs.view import Message, RunView
+from finetune.runtime.language import N_, _
+from finetune.storage.durable_files import format_bytes
 
-# Events that a person should see while the run goes on.
+# Events that a person should see while the run is working.
 WARNING_EVENTS = ("skipped_checkpoint", "spike", "nonfinite", "oom", "signal")
-# The same said in a rank's log: there it would come twice.
-_SAID_TWICE = re.compile(
+# The same in a rank's log: shown from there too, it would stand twice.
+_IN_A_LOG = re.compile(
     r"step \d+(: loss .* is a spike| was skipped: loss or gradients| ran out of memory)|stopped by \S+ at step"
 )
 
-_TEXTS: dict[str, Text] = {
-    "start": {
-        "en": "started at step {step} of {total_steps} on {world_size} x {device_type}, {dtype}",
-        "zh": "从第 {step} 步开始(共 {total_steps} 步),{world_size} x {device_type},{dtype}",
-    },
-    "resume": {"en": "goes on from {checkpoint}", "zh": "从 {checkpoint} 继续"},
-    "skipped_checkpoint": {"en": "{name} was passed over: {why}", "zh": "跳过 {name}:{why}"},
-    "eval": {"en": "step {step}: validation loss {eval_loss}", "zh": "第 {step} 步:验证损失 {eval_loss}"},
-    "sample": {"en": "step {step}: samples written", "zh": "第 {step} 步:已生成样例"},
-    "checkpoint": {"en": "{name} saved, {size}", "zh": "已保存 {name},{size}"},
-    "spike": {
-        "en": "step {step}: loss {loss} is a spike; events.jsonl has the rows",
-        "zh": "第 {step} 步:损失 {loss} 突增;对应的数据行见 events.jsonl",
-    },
-    "nonfinite": {
-        "en": "step {step} was skipped: NaN or inf in loss or gradients; a lower --learning-rate or bfloat16 helps",
-        "zh": "第 {step} 步被跳过:损失或梯度出现 NaN/inf;可降低 --learning-rate 或使用 bfloat16",
-    },
-    "oom": {
-        "en": "step {step} ran out of memory: {old} -> {new}, same training",
-        "zh": "第 {step} 步内存不足:{old} -> {new},训练结果不变",
-    },
-    "signal": {"en": "step {step}: {name} asked for the stop", "zh": "第 {step} 步:收到 {name},准备停止"},
-    "end": {"en": "ended: {state}, exit code {exit_code}", "zh": "结束:{state},退出码 {exit_code}"},
+EVENTS = {
+    "start": N_("started at step {step} of {total_steps} on {world_size} x {device_type}, {dtype}"),
+    "resume": N_("resumed from {checkpoint}"),
+    "skipped_checkpoint": N_("{name} was skipped: {why}"),
+    "eval": N_("step {step}: validation loss {eval_loss}"),
+    "sample": N_("step {step}: samples written"),
+    "checkpoint": N_("{name} saved, {size}"),
+    "spike": N_("step {step}: loss {loss} is a spike; events.jsonl has the ids of its records"),
+    "nonfinite": N_(
+        "step {step} was skipped: NaN or inf in loss or gradients; a lower --learning-rate or bfloat16 helps"
+    ),
+    "oom": N_("step {step} ran out of memory: {old} -> {new}, same training"),
+    "signal": N_("step {step}: {name} asked for the stop"),
+    "end": N_("ended: {state}, exit code {exit_code}"),
+}
+STATES = {
+    "waiting": N_("before its first step"),
+    "running": N_("running"),
+    "done": N_("done"),
+    "failed": N_("failed"),
+    "stopped": N_("stopped"),
+    "vanished": N_("gone"),
+}
+ADVICE = {
+    "vanished": N_("its process is gone without a word: start the same command again to resume from {checkpoint}"),
+    "stopped": N_("start the same command again to resume from {checkpoint}"),
 }
 
 
-def event_text(event: dict[str, Any], language: Language) -> str:
+def event_text(event: dict[str, Any]) -> str:
     """An event as a sentence. One that is not known, or that lacks a field, shows its fields as they are."""
-    from finetune.storage.durable_files import format_bytes
-
     facts = dict(event)
     if isinstance(facts.get("size_bytes"), int):
         facts["size"] = format_bytes(facts["size_bytes"])
     facts |= {name: f"{value:.4f}" for name, value in facts.items() if isinstance(value, float)}
-    try:
-        return _TEXTS[event["event"]][language].format_map(facts)
-    except KeyError:
-        rest = ", ".join(f"{name} {value}" for name, value in event.items() if name not in ("event", "time"))
-        return f"{event['event']}: {rest}"
+    if (known := EVENTS.get(event["event"])) is not None:
+        with contextlib.suppress(KeyError):
+            return _(known).format_map(facts)
+    rest = ", ".join(f"{name} {value}" for name, value in event.items() if name not in ("event", "time"))
+    return f"{event['event']}: {rest}"
 
 
-def is_said_by_event(text: str) -> bool:
+def message_text(message: Message) -> str:
+    """What a message says, without control characters."""
+    return plain_text(message.text if message.event is None else event_text(message.event))
+
+
+def is_event_in_log(text: str) -> bool:
     """Whether a line of a rank's log tells what an event tells as well."""
-    return _SAID_TWICE.match(text) is not None
+    return _IN_A_LOG.match(text) is not None
+
+
+def state_text(view: RunView) -> str:
+    """The state of a run."""
+    return _(STATES[view.state])
+
+
+def advice(view: RunView) -> str:
+    """How to continue a run that has not come to its end; empty where nothing is to be done."""
+    to_do = ADVICE.get(view.state)
+    return "" if to_do is None else _(to_do).format(checkpoint=view.checkpoint.get("name", _("the start")))
+
+
+def format_duration(seconds: float) -> str:
+    """`75` -> `1:15`; `3700` -> `1:01:40`; `100000` -> `1d 3:46:40`."""
+    minutes, rest = divmod(int(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    clock = f"{hours}:{minutes:02d}:{rest:02d}" if hours or days else f"{minutes}:{rest:02d}"
+    return f"{days}d {clock}" if days else clock

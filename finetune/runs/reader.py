@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from collections.abc import Callable
 from datetime import datetime
@@ -15,13 +16,14 @@ from typing import Any
 
 from finetune.errors import StateError
 from finetune.runs.console_lines import parse_console_line
-from finetune.runs.event_texts import WARNING_EVENTS, is_said_by_event
+from finetune.runs.event_texts import WARNING_EVENTS, is_event_in_log
 from finetune.runs.line_follower import LineFollower
 from finetune.runs.view import Message, RunView, State, is_finite_number
 from finetune.storage.run_folder import IDENTITY_NAME, STATUS_NAME, describe_folder
 from finetune.storage.run_lock import LOCK_NAME
 
 RANK_LOGS_FOLLOWED = 64
+_RANK_LOG = re.compile(r".*-rank(\d+)\.log")
 _RUN_NAMES = (IDENTITY_NAME, STATUS_NAME, LOCK_NAME, "trainer_log.jsonl", "events.jsonl")
 
 
@@ -44,7 +46,7 @@ class FolderReader:
         _take(view.events, self._events, _take_event)
         self._read_logs(folder / "logs")
         view.messages = sorted(
-            [*self._log_messages, *map(_event_message, view.of(*WARNING_EVENTS))], key=lambda m: m.time or 0.0
+            [*self._log_messages, *map(_event_message, view.events_named(*WARNING_EVENTS))], key=lambda m: m.time or 0.0
         )
         times = [at for at in (self._steps.written_at, self._events.written_at) if at is not None]
         view.written_at = max(times, default=None)
@@ -60,18 +62,17 @@ class FolderReader:
         return "vanished" if _holder_is_gone(self.view.source / LOCK_NAME) else "running"
 
     def _read_logs(self, folder: Path) -> None:
-        """Warnings and errors of the newest log of each rank; those that are events as well are told once."""
-        for name in _newest_per_rank(folder):
+        """Warnings and errors of the newest log of each rank; what is an event as well is left out."""
+        for rank, name in _newest_per_rank(folder):
             follower = self._logs.setdefault(name, LineFollower(folder / name))
-            rank = int(name.rpartition("-rank")[2].removesuffix(".log"))
             for line in follower.poll().lines:
                 warning = parse_console_line(line).warning
-                if warning and not is_said_by_event(warning[2]):
+                if warning and not is_event_in_log(warning[2]):
                     self._log_messages.append(Message(_log_time(line), warning[0], rank, warning[2]))
 
 
 class ConsoleReader:
-    """Follows a copy of a run's console, or a trainer_log.jsonl by itself. A rotated or cut copy is gone on with."""
+    """Follows a copy of a run's console, or a trainer_log.jsonl by itself. A rotated or cut copy is followed."""
 
     def __init__(self, path: Path) -> None:
         self.view = RunView(path)
@@ -103,9 +104,9 @@ class ConsoleReader:
         if line.end:
             view.state = line.end  # type: ignore[assignment]
         if line.warning:
-            difficulty, rank, text = line.warning
-            view.messages.append(Message(None, difficulty, rank, text))  # type: ignore[arg-type]
-            if difficulty == "ERROR":
+            level, rank, text = line.warning
+            view.messages.append(Message(None, level, rank, text))
+            if level == "ERROR":
                 view.state = "failed"
 
 
@@ -165,8 +166,8 @@ def runs_in(folder: Path | str) -> list[Path]:
 
 
 def _last_written(folder: Path) -> float:
-    times = [follower.written_at for name in _RUN_NAMES if (follower := LineFollower(folder / name)).written_at]
-    return max((at for at in times if at), default=0.0)
+    times = (LineFollower(folder / name).written_at for name in _RUN_NAMES)
+    return max((at for at in times if at is not None), default=0.0)
 
 
 # ---------------------------------------------------------------- lines
@@ -181,7 +182,7 @@ def _take(kept: list[dict[str, Any]], follower: LineFollower, take: Callable[...
 
 
 def _object(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a line; empty for anything else: a torn line is passed over."""
+    """The JSON object of a line; empty for anything else: a torn line is skipped."""
     try:
         record = json.loads(raw)
     except (ValueError, RecursionError):
@@ -222,14 +223,14 @@ def _log_time(line: bytes) -> float | None:
         return None
 
 
-def _newest_per_rank(folder: Path) -> list[str]:
-    """Names of the newest log of each rank; names begin with the time."""
+def _newest_per_rank(folder: Path) -> list[tuple[int, str]]:
+    """Each rank with the name of its newest log; names begin with the time."""
     try:
-        names = sorted(name for name in os.listdir(folder) if name.endswith(".log") and "-rank" in name)
+        names = sorted(os.listdir(folder))
     except OSError:
         return []
-    by_rank = {rank: name for name in names if (rank := name.rpartition("-rank")[2].removesuffix(".log")).isdigit()}
-    return sorted(by_rank.values(), key=lambda name: int(name.rpartition("-rank")[2][:-4]))[:RANK_LOGS_FOLLOWED]
+    newest = {int(found[1]): name for name in names if (found := _RANK_LOG.fullmatch(name))}
+    return sorted(newest.items())[:RANK_LOGS_FOLLOWED]
 
 
 def _holder_is_gone(lock: Path) -> bool:

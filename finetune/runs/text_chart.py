@@ -30,7 +30,7 @@ def value_range(points: Points) -> tuple[float, float]:
     return low, high
 
 
-def line_chart(points: Points, width: int, height: int, *, unicode: bool = True) -> list[str]:
+def text_chart(points: Points, width: int, height: int, *, unicode: bool = True) -> list[str]:
     """`height` lines of `width` characters with the curve through the points, ascending in x, drawn to fit.
 
     Points that share a character are best averaged before (`averaged`): finer is only noise.
@@ -83,7 +83,7 @@ def _cell(lit: list[list[bool]], top: int, left: int, unicode: bool) -> str:
 
 
 def sparkline(values: Sequence[float], width: int, *, unicode: bool = True) -> str:
-    """The course of some values as at most `width` blocks of 8 heights; empty without values."""
+    """Some values as at most `width` blocks of 8 heights; empty without values."""
     blocks = _BLOCKS if unicode else _ASCII_BLOCKS
     means = [mean for _, mean in _by_column(list(enumerate(values)), min(width, len(values)))]
     if not means:

@@ -1,6 +1,6 @@
 """A run as it is seen from outside, while it runs and afterwards: the one view that `monitor` and `report` show.
 
-`run_reader` fills it.
+`runs.reader` fills it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,15 @@ RECENT_STEPS = 20
 
 
 class Message(NamedTuple):
-    """Something that should be seen: an event, or a line of a rank's log. `time` in seconds since 1970, if known."""
+    """Something that should be seen: an event, or a line of a rank's log.
+
+    Attributes:
+        time: seconds since 1970, if known.
+        level: WARNING or ERROR.
+    """
 
     time: float | None
-    difficulty: Literal["WARNING", "ERROR"]
+    level: str
     rank: int
     text: str
     event: dict[str, Any] | None = None
@@ -41,13 +46,13 @@ class RunView:
 
     Attributes:
         source: the run folder, or the console's copy.
-        state: "waiting" before the first step; "vanished" where the run says that it runs but its process is gone.
+        state: "waiting" before the first step; "vanished": status.json says running, and the process does not exist.
         steps: lines of trainer_log.jsonl, a line a step, ascending.
         events: of events.jsonl, in order; of a console its evaluations and checkpoints.
         config, identity, status: the run's own files; empty where they are not there.
         messages: warnings and errors, in order of time as far as it is known.
         written_at: when the run last wrote a step or an event, in seconds since 1970.
-        stage_text: the stage, as a console said it.
+        stage_text: the stage, as a console showed it.
     """
 
     source: Path
@@ -82,15 +87,19 @@ class RunView:
 
     @property
     def starts(self) -> list[dict[str, Any]]:
-        return self.of("start")
+        return self.events_named("start")
 
     @property
     def start(self) -> dict[str, Any]:
         """The last start event; empty before it."""
         return next((event for event in reversed(self.events) if event["event"] == "start"), {})
 
-    def of(self, *names: str) -> list[dict[str, Any]]:
-        """The events of these names."""
+    @property
+    def checkpoint(self) -> dict[str, Any]:
+        """The last checkpoint event; empty before it."""
+        return next(iter(self.events_named("checkpoint")[-1:]), {})
+
+    def events_named(self, *names: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["event"] in names]
 
     @property
@@ -101,14 +110,14 @@ class RunView:
             if event["event"] == "eval":
                 kept[event["step"]] = event
             elif event["event"] == "start":
-                kept = {step: made for step, made in kept.items() if step <= event.get("step", 0)}
+                kept = {step: earlier for step, earlier in kept.items() if step <= event.get("step", 0)}
         return [kept[step] for step in sorted(kept)]
 
     @property
     def difficulties(self) -> list[str]:
-        """Levels that were trained or evaluated, in the order of the configuration."""
+        """Difficulties that were trained or evaluated, in the order of the configuration."""
         names = {name.partition("/")[2] for record in self.steps[-RECENT_STEPS:] for name in record if "/" in name}
-        names |= {name.partition("/")[2] for event in self.of("eval")[-1:] for name in event if "/" in name}
+        names |= {name.partition("/")[2] for event in self.events_named("eval")[-1:] for name in event if "/" in name}
         known = [str(name) for name in _dig(self.config, "curriculum", "levels") or []]
         return [name for name in known if name in names] + sorted(names - set(known))
 
@@ -129,12 +138,17 @@ class RunView:
 
     @property
     def stage(self) -> Stage | None:
-        """The stage of the last step: the one that its middle lies in, as the run itself says it."""
+        """The stage of the last step: the one that its middle lies in, as the run itself has it."""
         stages, total = self.stages, self.total_steps
         if not stages or not total or not self.step:
             return None
         past = sum(stage.until * total <= self.step - 0.5 for stage in stages)
         return stages[min(past, len(stages) - 1)]
+
+    @property
+    def stage_name(self) -> str:
+        """`2/3`; "" without stages."""
+        return f"{self.stage.number}/{len(self.stages)}" if self.stage else self.stage_text.removeprefix("stage ")
 
     @property
     def step_seconds(self) -> float | None:

@@ -30,7 +30,6 @@ COMMAND_IMPORTS = frozenset(
         ("launch", "doctor.check"),
         ("launch", "doctor.command"),  # refuses a run that cannot start
         ("report", "diagnose.findings"),
-        ("report", "monitor.texts"),
         ("report", "plan.check"),
     }
 )

@@ -1,61 +1,33 @@
-"""What the monitor's picture is made of: panels side by side, curves, bars."""
+"""What the dashboard is made of: curves, bars, tables. Each fits the room it is given, without Unicode too."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich import box
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType, RenderResult
 from rich.measure import Measurement
-from rich.panel import Panel
-from rich.segment import Segment
-from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from finetune.runs.text_chart import Points, averaged, bar, line_chart, sparkline, value_range
+from finetune.runs.text_chart import Points, averaged, bar, sparkline, text_chart, value_range
 
 
-def side_by_side(panels: Sequence[tuple[str | Text, RenderableType, int]], rows: int, frame: box.Box) -> Table:
-    """Panels of one height, their widths in proportion to the given shares."""
-    grid = Table.grid(expand=True)
-    for _, _, share in panels:
-        grid.add_column(ratio=share)
-    grid.add_row(
-        *(
-            Panel(
-                Fixed(inner, rows), title=title, title_align="left", box=frame, border_style="dim", height=rows + 2,
-                padding=(0, 1),
-            )
-            for title, inner, _ in panels
-        )
-    )  # fmt: skip
-    return grid
+class _Stretching:
+    """As wide as there is room, and as narrow as need be."""
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(0, options.max_width)
 
 
 @dataclass(frozen=True)
-class Fixed:
-    """Exactly so many lines of something: cut or filled up."""
-
-    inner: RenderableType
-    rows: int
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        lines = console.render_lines(self.inner, options.update(height=self.rows), pad=True)[: self.rows]
-        for line in [*lines, *[[Segment(" " * options.max_width)]] * (self.rows - len(lines))]:
-            yield from line
-            yield Segment.line()
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A curve with its highest and lowest value and its first and last step, filling the room it is given."""
+class Curve(_Stretching):
+    """A curve with its highest and lowest value and its first and last step."""
 
     points: Points
     form: str
     colour: str
-    unicode: bool
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         rows = options.height or 6
@@ -64,7 +36,7 @@ class Chart:
         margin = max(len(low), len(high)) if points else 0
         width = max(1, options.max_width - margin - 1)
         has_axis = rows >= 4
-        lines = line_chart(points, width, rows - has_axis, unicode=self.unicode)
+        lines = text_chart(points, width, rows - has_axis, unicode=not options.ascii_only)
         for number, line in enumerate(lines):
             label = {0: high, len(lines) - 1: low}.get(number, "") if self.points else ""
             yield Text.assemble((f"{label:>{margin}} ", "dim"), (line, self.colour))
@@ -73,42 +45,72 @@ class Chart:
             gap = max(1, width - len(first) - len(last))
             yield Text(f"{'':>{margin}} {first}{' ' * gap}{last}", style="dim", no_wrap=True, overflow="crop")
 
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(8, options.max_width)
-
 
 @dataclass(frozen=True)
-class Spark:
-    """A sparkline as wide as the column."""
+class Sparkline(_Stretching):
+    """The course of some values in one line."""
 
     values: Sequence[float]
     colour: str
-    unicode: bool
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        line = sparkline(self.values, options.max_width, unicode=self.unicode)
-        yield Segment(line, Style.parse(self.colour))
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(1, options.max_width)
+        yield Text(sparkline(self.values, options.max_width, unicode=not options.ascii_only), self.colour)
 
 
 @dataclass(frozen=True)
-class Bar:
-    """A share as a bar of the column's width; nothing where that is too narrow to be read.
+class Gauge(_Stretching):
+    """A share as a bar; nothing where that is too narrow to be read.
 
     `alarming`: whether a share near 1 is a bad sign, as it is of memory, not of a processor.
     """
 
     share: float
-    unicode: bool
     alarming: bool = True
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         limits = ((0.95, "red"), (0.85, "yellow")) if self.alarming else ()
         colour = next((colour for limit, colour in limits if self.share > limit), "green")
         if options.max_width >= 3:
-            yield Text(bar(self.share, options.max_width, unicode=self.unicode), colour)
+            yield Text(bar(self.share, options.max_width, unicode=not options.ascii_only), colour)
 
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(0, options.max_width)
+
+@dataclass(frozen=True)
+class Progress(_Stretching):
+    """The part of the run that is done, as a thin line."""
+
+    share: float
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        done, left = "#." if options.ascii_only else "━─"
+        filled = round(min(self.share, 1.0) * options.max_width)
+        yield Text.assemble((done * filled, "cyan"), (left * (options.max_width - filled), "dim"))
+
+
+def grid(rows: Sequence[Sequence[RenderableType]], *, stretching: int, right: Sequence[int] = ()) -> Table:
+    """A table without lines; each row is one line on the screen.
+
+    Args:
+        rows: cells of each, as many in every row. Of a line that is too long the right end is cut.
+        stretching: the column that gets the room that is left, and gives way first.
+        right: columns that are flush right.
+    """
+    table = Table.grid(padding=(0, 1), expand=True)
+    for column, cells in enumerate(zip(*rows, strict=True)):
+        is_last = column == len(rows[0]) - 1
+        whole = None if is_last or column == stretching else max(cell_len(str(cell)) for cell in cells)
+        justify: JustifyMethod = "right" if column in right else "left"
+        table.add_column(no_wrap=True, justify=justify, min_width=whole, ratio=1 if column == stretching else None)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def one_line(text: Text) -> Text:
+    """A text that is cut rather than wrapped."""
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text
+
+
+def fact(name: str, value: str) -> Text:
+    """A value with its name before it."""
+    return Text.assemble((f"{name} ", "dim"), value)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 from finetune.runs.text_chart import Points, averaged, value_range
+from finetune.runtime.language import _
 
 WIDTH, HEIGHT = 480, 230
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 12, 26
@@ -61,7 +62,7 @@ def nice_ticks(low: float, high: float, about: int = 5) -> list[float]:
 def tick_text(value: float) -> str:
     """`12000` -> `12k`; `0.00002` -> `2e-05`."""
     size = abs(value)
-    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+    for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= limit:
             return f"{value / (limit if letter != 'k' else 1e3):.3g}{letter}"
     if size >= 1000:
@@ -69,12 +70,11 @@ def tick_text(value: float) -> str:
     return f"{value:.3g}" if size >= 1e-4 or size == 0 else f"{value:.0e}"
 
 
-def line_chart(
+def line_svg(
     series: Sequence[Series],
     *,
     label: str,
     resumes: Sequence[int] = (),
-    resumed_word: str = "",
     zero: bool = False,
 ) -> str:
     """Curves over the steps; "" where no series has a point.
@@ -82,15 +82,14 @@ def line_chart(
     Args:
         label: what the picture shows, for those who do not see it.
         resumes: steps at which the run was started again.
-        resumed_word: what a mark of `resumes` says when it is pointed at.
         zero: whether the scale begins at zero.
     """
     series = [one for one in series if one.points]
     if not series:
         return ""
-    steps = [x for one in series for x, _ in one.points]
+    steps = [x for one in series for x, _y in one.points]
     frame = _Frame((min(steps), max(steps)), frame_range(series, zero=zero))
-    body = [_grid(frame), _resume_marks(frame, resumes, resumed_word)]
+    body = [_grid(frame), _resume_marks(frame, resumes)]
     for number, one in enumerate(series):
         body.append(_curve(frame, one, number % SERIES_COLOURS))
     return _svg(label, body)
@@ -127,23 +126,23 @@ def _curve(frame: _Frame, one: Series, number: int) -> str:
 def _moving_mean(points: Points, window: int) -> Points:
     """The mean of each value and its neighbours on both sides (fewer at the ends), so that the curve is not late."""
     half = window // 2
-    made = []
-    for number, (x, _) in enumerate(points):
+    means = []
+    for number, (x, _y) in enumerate(points):
         near = points[max(0, number - half) : number + half + 1]
-        made.append((x, sum(y for _, y in near) / len(near)))
-    return made
+        means.append((x, sum(y for _x, y in near) / len(near)))
+    return means
 
 
 def _band(frame: _Frame, points: Points) -> str:
     """The area between least and greatest value of each interval."""
     size = math.ceil(len(points) / MOST_POINTS)
     chunks = [points[start : start + size] for start in range(0, len(points), size)]
-    above = [(chunk[0][0], max(y for _, y in chunk)) for chunk in chunks]
-    below = [(chunk[0][0], min(y for _, y in chunk)) for chunk in reversed(chunks)]
+    above = [(chunk[0][0], max(y for _x, y in chunk)) for chunk in chunks]
+    below = [(chunk[0][0], min(y for _x, y in chunk)) for chunk in reversed(chunks)]
     return frame.path([*above, *below]) + "Z"
 
 
-def stacked_chart(names: Sequence[str], columns: Sequence[tuple[float, Sequence[float]]], *, label: str) -> str:
+def area_svg(names: Sequence[str], columns: Sequence[tuple[float, Sequence[float]]], *, label: str) -> str:
     """Shares that add up to one over the steps, as areas: the first name at the bottom; "" without columns."""
     if not columns:
         return ""
@@ -152,9 +151,9 @@ def stacked_chart(names: Sequence[str], columns: Sequence[tuple[float, Sequence[
     body = []
     bottom = [0.0] * len(wide)
     for number, name in enumerate(names):
-        top = [low + shares[number] for low, (_, shares) in zip(bottom, wide, strict=True)]
-        edge = [(x, y) for (x, _), y in zip(wide, top, strict=True)]
-        back = [(x, y) for (x, _), y in zip(reversed(wide), reversed(bottom), strict=True)]
+        top = [low + shares[number] for low, (_x, shares) in zip(bottom, wide, strict=True)]
+        edge = [(x, y) for (x, _shares), y in zip(wide, top, strict=True)]
+        back = [(x, y) for (x, _shares), y in zip(reversed(wide), reversed(bottom), strict=True)]
         colour = number % SERIES_COLOURS
         body.append(
             f'<path class="area series-{colour}" d="{frame.path([*edge, *back])}Z"><title>{escape(name)}</title></path>'
@@ -179,10 +178,10 @@ def _grid(frame: _Frame, form: Callable[[float], str] = tick_text) -> str:
     return "".join(parts)
 
 
-def _resume_marks(frame: _Frame, steps: Sequence[int], word: str) -> str:
-    floor = HEIGHT - BOTTOM
+def _resume_marks(frame: _Frame, steps: Sequence[int]) -> str:
+    floor, title = HEIGHT - BOTTOM, escape(_("started again after step"))
     return "".join(
-        f'<path class="resume" d="M{frame.x(step):.1f},{TOP}V{floor}"><title>{escape(word)} {step:,}</title></path>'
+        f'<path class="resume" d="M{frame.x(step):.1f},{TOP}V{floor}"><title>{title} {step:,}</title></path>'
         for step in steps
         if frame.x_low <= step <= frame.x_high
     )

@@ -2,138 +2,138 @@
 
 from __future__ import annotations
 
-import argparse
+import base64
+import hashlib
 import json
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
 
 from finetune.commands.diagnose.findings import mask_secrets
-from finetune.commands.monitor.texts import WORDS as MONITOR_WORDS
-from finetune.commands.monitor.texts import format_duration, way_on
+from finetune.commands.report import tables
+from finetune.commands.report.charts import tick_text
 from finetune.commands.report.figures import curves, mix
-from finetune.commands.report.page import render_page
-from finetune.commands.report.tables import (
-    checkpoints,
-    clock,
-    environment,
-    evaluation,
-    flat,
-    number,
-    plan,
-    rows_planned,
-    samples,
-    seconds_trained,
-    starts,
-    tokens_trained,
-)
-from finetune.commands.report.words import WORDS
+from finetune.config.fields import PathOption, Text, setting
 from finetune.config.kinds import kind_names, kind_title, run_kind
+from finetune.config.options import SpokenOptions, read_options
 from finetune.errors import ConfigError, ExitCode, StateError
 from finetune.runs.console_lines import plain_text, print_anything
-from finetune.runs.event_texts import WARNING_EVENTS, event_text
+from finetune.runs.event_texts import WARNING_EVENTS, advice, event_text, format_duration, message_text, state_text
 from finetune.runs.reader import open_run
-from finetune.runs.view import RunView
-from finetune.runtime.language import Language, pick_language, speaking
+from finetune.runs.view import Message, RunView
+from finetune.runtime.language import _, spoken
 from finetune.storage.durable_files import format_bytes, replace_file
 from finetune.version import __version__
 
 MOST_EVENTS = 2000
 
 
-def build_report(view: RunView, language: Language) -> str:
-    """The page about a run."""
-    words = WORDS[language]
-    facts = {
-        "name": plain_text(view.source.resolve().name),
-        "state": view.state,
-        "state_text": MONITOR_WORDS[language][view.state],
-        "about": _about(view, language),
-        "error": mask_secrets(plain_text(str(view.status.get("error") or ""))) or way_on(view, language),
-        "tiles": _tiles(view, words),
-        "curves": curves(view, words),
-        "mix": mix(view, words),
-        "evaluation": evaluation(view, words),
-        "plan": plan(view, words),
-        "rows": rows_planned(view, words),
-        "warnings": [_message_row(view, message, language) for message in view.messages[-MOST_EVENTS:]],
-        "starts": starts(view, words),
-        "checkpoints": checkpoints(view, words),
-        "samples": samples(view),
-        "environment": environment(view, words),
-        "config": list(flat("", view.config)),
-        "events": [
-            (clock(event["time"]), _text(event, language), "warning" if event["event"] in WARNING_EVENTS else "")
-            for event in view.events[-MOST_EVENTS:]
-        ],
-        "footer": words["footer"].format(version=__version__, time=clock(time.time())),
-    }
-    return render_page(facts, language)
+class ReportOptions(SpokenOptions):
+    """The command line."""
+
+    usage: ClassVar[str] = "python -m finetune report RUN [--output FILE] [--json]"
+    summary: ClassVar[str] = (
+        "Write one HTML file about a run: curves, curriculum, evaluation before and after, plan against measurement,\n"
+        "checkpoints, environment, configuration, events. It needs no network and runs no script."
+    )
+    epilog: ClassVar[str] = "Exit code: 0; 2 there is no such run, or the file cannot be written."
+    positional: ClassVar[tuple[str, ...]] = ("run",)
+
+    run: Text = setting(group="options", unit="RUN", description="The run's folder (its --output-dir).")
+    output: PathOption | None = setting(
+        None, group="options", unit="FILE", shown_default="RUN/report.html", description="The file to write."
+    )
 
 
-# ---------------------------------------------------------------- words and numbers
+def build_report(view: RunView) -> str:
+    """The page about a run. Texts of the run are escaped, whatever they hold; only charts go in as markup."""
+    folder = Path(__file__).parent
+    style = (folder / "page.css").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    environment.globals["_"] = _
+    return environment.from_string((folder / "page.html.jinja").read_text(encoding="utf-8")).render(
+        html_lang={"zh": "zh-CN"}.get(spoken(), spoken()),
+        style=Markup(style),
+        style_hash=Markup(f"sha256-{digest}"),
+        name=plain_text(view.source.resolve().name),
+        state=view.state,
+        state_text=state_text(view),
+        about=_about(view),
+        error=mask_secrets(plain_text(str(view.status.get("error") or ""))) or advice(view),
+        tiles=_tiles(view),
+        curves=curves(view),
+        mix=mix(view),
+        evaluation=tables.evaluation(view),
+        plan=tables.plan(view),
+        microbatches=tables.microbatches(view),
+        warnings=[_warning(message) for message in view.messages[-MOST_EVENTS:]],
+        starts=tables.starts(view),
+        checkpoints=tables.checkpoints(view),
+        samples=tables.samples(view),
+        environment=tables.environment(view),
+        config=list(tables.flat("", view.config)),
+        events=[_event(event) for event in view.events[-MOST_EVENTS:]],
+        footer=_("Made by finetune {version} on {time}, from the files of the run folder. Secrets are masked.").format(
+            version=__version__, time=tables.clock(time.time())
+        ),
+    )
 
 
-def _text(event: dict[str, Any], language: Language) -> str:
-    if event["event"] == "sample":  # its texts have a place of their own
-        event = {"event": "sample", "step": event.get("step")}
-    return mask_secrets(plain_text(event_text(event, language)))
+# ---------------------------------------------------------------- parts
 
 
-def _message_row(view: RunView, message: Any, language: Language) -> tuple[str, str, str]:
-    text = message.text if message.event is None else _text(message.event, language)
+def _event(event: dict[str, Any]) -> tuple[str, str, str]:
+    """Time, text, and how it is coloured."""
+    shown = {"event": "sample", "step": event.get("step")} if event["event"] == "sample" else event  # without its texts
+    mood = "warning" if event["event"] in WARNING_EVENTS else ""
+    return tables.clock(event["time"]), mask_secrets(plain_text(event_text(shown))), mood
+
+
+def _warning(message: Message) -> tuple[str, str, str]:
     rank = f"rank {message.rank}: " if message.rank else ""
-    at = clock(message.time) if message.time is not None else ""
-    return at, rank + mask_secrets(plain_text(text)), "bad" if message.level == "ERROR" else "warning"
+    at = tables.clock(message.time) if message.time is not None else ""
+    return at, rank + mask_secrets(message_text(message)), "bad" if message.level == "ERROR" else "warning"
 
 
-def _about(view: RunView, language: Language) -> str:
-    config = view.config
-    with speaking(language):
-        parts = [kind_title(view.kind)] if view.kind else []
-        if view.kind in kind_names() and (described := run_kind(view.kind).describe(config)):
-            parts.append(described)
+def _about(view: RunView) -> str:
+    """What was trained, and when."""
+    parts = [kind_title(view.kind)] if view.kind else []
+    if view.kind in kind_names() and (described := run_kind(view.kind).describe(view.config)):
+        parts.append(described)
     times = [event["time"] for event in view.events]
     if times:
-        parts.append(f"{clock(min(times))} – {clock(max(times))}")
+        parts.append(f"{tables.clock(min(times))} – {tables.clock(max(times))}")
     return mask_secrets(plain_text(" · ".join(map(str, parts))))
 
 
-def _tiles(view: RunView, words: dict[str, str]) -> list[tuple[str, str, str]]:
-    tiles = [
-        (words["steps"], f"{view.step:,}", words["of_steps"].format(total=number(view.total_steps)))
-        if view.total_steps
-        else (words["steps"], f"{view.step:,}", "")
-    ]
+def _tiles(view: RunView) -> list[tuple[str, str, str]]:
+    """Name, value and a remark, of the numbers that stand at the top."""
+    total = view.total_steps
+    tiles = [(_("Steps"), f"{view.step:,}", _("of {total}").format(total=f"{total:,}") if total else "")]
     losses, evaluated = view.values("loss"), view.evaluated()
     if losses:
-        tiles.append(
-            (words["last_loss"], f"{losses[-1][1]:.4f}", words["first_was"].format(first=f"{losses[0][1]:.4f}"))
-        )
+        first = _("first {first}").format(first=f"{losses[0][1]:.4f}")
+        tiles.append((_("Last training loss"), f"{losses[-1][1]:.4f}", first))
     if evaluated:
-        before = words["from_before"].format(before=f"{evaluated[0][1]:.4f}") if evaluated[0][0] == 0 else ""
-        tiles.append((words["valid_loss"], f"{evaluated[-1][1]:.4f}", before if len(evaluated) > 1 else ""))
-    speeds = [speed for _, speed in view.values("tokens_per_second")]
-    if speeds:
-        tiles.append((words["speed"], f"{statistics.median(speeds):,.0f}", words["middle"]))
-    if seconds := seconds_trained(view):
-        tiles.append((words["time"], format_duration(seconds), words["without"]))
-    if tokens := tokens_trained(view):
-        tiles.append((words["tokens"], _short(tokens), ""))
-    used = [share for _, share in view.values("mfu")]
-    if used:
-        tiles.append((words["mfu_tile"], f"{statistics.median(used):.1%}", words["middle"]))
+        before = _("{before} before training").format(before=f"{evaluated[0][1]:.4f}")
+        is_before = evaluated[0][0] == 0 and len(evaluated) > 1
+        tiles.append((_("Validation loss"), f"{evaluated[-1][1]:.4f}", before if is_before else ""))
+    if speeds := [speed for _step, speed in view.values("tokens_per_second")]:
+        tiles.append((_("Tokens per second"), f"{statistics.median(speeds):,.0f}", _("median")))
+    if seconds := tables.seconds_trained(view):
+        tiles.append((_("Training time"), format_duration(seconds), _("without evaluation and saving")))
+    if tokens := tables.tokens_trained(view):
+        tiles.append((_("Tokens"), tick_text(tokens), ""))
+    if used := [share for _step, share in view.values("mfu")]:
+        tiles.append((_("MFU"), f"{statistics.median(used):.1%}", _("median")))
     return tiles
-
-
-def _short(count: float) -> str:
-    for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if count >= limit:
-            return f"{count / (limit if letter != 'k' else 1e3):.3g}{letter}"
-    return f"{count:,.0f}"
 
 
 # ---------------------------------------------------------------- command
@@ -141,33 +141,23 @@ def _short(count: float) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the report. 0; 2: not a run, or the file cannot be written."""
-    parser = argparse.ArgumentParser(
-        prog="python -m finetune report",
-        description="Write one HTML file about a run: curves, curriculum, evaluation before and after, plan against "
-        "measurement, checkpoints, environment, configuration, events. It needs no network and runs no script.",
-        epilog="Exit code: 0; 2 there is no such run, or the file cannot be written.",
-    )
-    parser.add_argument("run", metavar="RUN", help="the run's folder (its --output-dir)")
-    parser.add_argument("--output", metavar="FILE", type=Path, help="the file to write (default RUN/report.html)")
-    parser.add_argument("--lang", metavar="en|zh", help="language (default: the locale's)")
-    parser.add_argument("--json", action="store_true", help="say where the report is as a JSON object")
-    options = parser.parse_args(argv)
-    language = pick_language(options.lang)
     print_anything()
+    options = read_options(ReportOptions, argv)
     view = open_run(options.run).poll()
     if not (view.events or view.steps or view.config):
         raise StateError("nothing has been logged yet", where=options.run, fix="start the run, then ask again")
+    page = build_report(view)
     output = options.output or Path(options.run) / "report.html"
     try:
         if output.is_dir():
             raise IsADirectoryError(21, "it is a folder")
-        replace_file(output, build_report(view, language).encode())
+        replace_file(output, page.encode())
     except OSError as error:
         raise ConfigError(
             f"the report cannot be written: {error.strerror or error}", str(output), "name another --output FILE"
         ) from error
     size_bytes = output.stat().st_size
-    if options.json:
+    if options.as_json:
         print(json.dumps({"run": options.run, "report": str(output), "size_bytes": size_bytes}, ensure_ascii=False))
     else:
         print(f"{output}  {format_bytes(size_bytes)}")

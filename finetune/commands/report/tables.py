@@ -13,10 +13,13 @@ from finetune.commands.diagnose.findings import mask_secrets
 from finetune.commands.plan.check import check_run
 from finetune.errors import FinetuneError
 from finetune.runs.console_lines import plain_text
-from finetune.runs.view import RunView
+from finetune.runs.view import RunView, is_finite_number
+from finetune.runtime.language import N_, _
 from finetune.storage.durable_files import format_bytes
 
 _SECRET_NAME = re.compile(r"secret|passw|credential|api_?key|access_?key|private_?key|(^|_)token$", re.IGNORECASE)
+# What `plan --check` compares.
+_MOST_MEMORY = {"host": N_("most memory of a process on the host"), "device": N_("most memory of a device")}
 
 
 @dataclass(frozen=True)
@@ -35,19 +38,24 @@ def clock(seconds: float) -> str:
 
 
 def number(value: Any, form: str = "{:,.0f}") -> str:
-    """A number in words; a dash for what is none."""
-    return form.format(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else "–"
+    """A number as text; a dash for what is none."""
+    return form.format(value) if is_finite_number(value) else "–"
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.mean(values) if values else None
 
 
 def intervals(view: RunView) -> list[tuple[int, dict[str, Any]]]:
-    """Each logged line with the number of steps that it stands for."""
+    """Each logged line that has a time, with the number of steps that it stands for."""
     steps = [0, *(record["step"] for record in view.steps)]
-    return [(after - before, record) for before, after, record in zip(steps, steps[1:], view.steps, strict=False)]
+    lines = zip(steps, steps[1:], view.steps, strict=False)
+    return [(after - before, line) for before, after, line in lines if is_finite_number(line.get("step_seconds"))]
 
 
 def seconds_trained(view: RunView) -> float:
     """Time in steps, evaluation and saving not counted."""
-    return sum(count * record["step_seconds"] for count, record in intervals(view) if has(record, "step_seconds"))
+    return sum(count * record["step_seconds"] for count, record in intervals(view))
 
 
 def tokens_trained(view: RunView) -> float:
@@ -55,28 +63,22 @@ def tokens_trained(view: RunView) -> float:
     return sum(
         count * record["step_seconds"] * record["tokens_per_second"]
         for count, record in intervals(view)
-        if has(record, "step_seconds") and has(record, "tokens_per_second")
+        if is_finite_number(record.get("tokens_per_second"))
     )
 
 
-def has(record: dict[str, Any], name: str) -> bool:
-    """Whether a field is a number."""
-    return isinstance(record.get(name), (int, float))
-
-
-def evaluation(view: RunView, words: dict[str, str]) -> Grid:
+def evaluation(view: RunView) -> Grid:
     """Validation losses before the first and after the last step."""
-    head = [words[n] for n in ("what", "before", "after", "change", "best", "at_step")]
     names = [
-        (words["overall"], "eval_loss"),
-        *((n, f"eval_loss/{n}") for n in view.difficulties),
-        (words["bits"], "eval_bpb"),
+        (_("all"), "eval_loss"),
+        *((name, f"eval_loss/{name}") for name in view.difficulties),
+        (_("bits per byte"), "eval_bpb"),
     ]
     rows = []
     for title, name in names:
         points = view.evaluated(name)
         if points:
-            (first_step, first), (_, last) = points[0], points[-1]
+            (first_step, first), (_step, last) = points[0], points[-1]
             best_step, best = min(points, key=lambda point: point[1])
             before = f"{first:.4f}" if first_step == 0 else f"{first:.4f} @ {first_step:,}"
             change = f"{(last - first) / first:+.1%}" if len(points) > 1 and first else "–"
@@ -85,59 +87,62 @@ def evaluation(view: RunView, words: dict[str, str]) -> Grid:
     def mood(column: int, cell: str) -> str:
         return {"-": "better", "+": "worse"}.get(cell[0], "") if column == 3 and cell not in ("–", "+0.0%") else ""
 
+    head = [_("What"), _("Before"), _("After"), _("Change"), _("Best"), _("at step")]
     return Grid(head, rows, (1, 2, 3, 4, 5), mood)
 
 
-def plan(view: RunView, words: dict[str, str]) -> Grid:
-    """What the execution plan said of a step, and what the log says."""
+def plan(view: RunView) -> Grid:
+    """What the microbatch schedule planned for a step, and what the log says."""
     planned = _planned(view)
     if not planned:
         return Grid(())
-    lines = [record for _, record in intervals(view) if has(record, "step_seconds")]
-    seconds = statistics.mean([record["step_seconds"] for record in lines]) if lines else None
+    lines = [record for _count, record in intervals(view)]
+    seconds = _mean([record["step_seconds"] for record in lines])
+    waits = [r["loader_wait_seconds"] for r in lines if is_finite_number(r.get("loader_wait_seconds"))]
 
     def per_step(name: str) -> str:
-        return mean([record[name] * record["step_seconds"] for record in lines if has(record, name)], "{:,.1f}")
+        return number(_mean([r[name] * r["step_seconds"] for r in lines if is_finite_number(r.get(name))]), "{:,.1f}")
 
-    def mean(values: list[float], form: str) -> str:
-        return form.format(statistics.mean(values)) if values else "–"
-
-    waits = [record["loader_wait_seconds"] for record in lines if has(record, "loader_wait_seconds")]
     rows = [
-        [words["tokens_per_step"], number(planned.get("tokens"), "{:,.1f}"), per_step("tokens_per_second")],
-        [words["samples_per_step"], number(view.start.get("global_batch_size")), per_step("samples_per_second")],
-        [words["step_time"], words["no_plan"], number(seconds, "{:.3f} s")],
-        [words["loader_wait"], words["no_plan"], mean([wait / seconds for wait in waits] if seconds else [], "{:.1%}")],
-        *_memory(view, words),
+        [_("tokens per step"), number(planned.get("tokens"), "{:,.1f}"), per_step("tokens_per_second")],
+        [_("samples per step"), number(view.start.get("global_batch_size")), per_step("samples_per_second")],
+        [_("time per step"), _("not estimated"), number(seconds, "{:.3f} s")],
+        [
+            _("of it waiting for data"),
+            _("not estimated"),
+            number(_mean([wait / seconds for wait in waits] if seconds else []), "{:.1%}"),
+        ],
+        *_memory(view),
     ]
-    return Grid([words["what"], words["planned"], words["measured"]], rows, (1, 2))
+    return Grid([_("What"), _("Planned"), _("Measured")], rows, (1, 2))
 
 
-def _memory(view: RunView, words: dict[str, str]) -> list[list[str]]:
-    """Most memory of a process and of a device: what `plan --check` compares."""
+def _memory(view: RunView) -> list[list[str]]:
+    """Most memory of a process and of a device."""
     try:
         compared = check_run(view.source, None).compared
     except (FinetuneError, KeyError):
         return []  # it has not ended, is of an older version, or of a model that cannot be planned for
-    return [[words[f"most_{n.name}"], format_bytes(n.predicted), format_bytes(n.measured)] for n in compared]
+    return [[_(_MOST_MEMORY[n.name]), format_bytes(n.predicted), format_bytes(n.measured)] for n in compared]
 
 
-def rows_planned(view: RunView, words: dict[str, str]) -> list[tuple[str, str]]:
-    """How the plan lays the samples into rows."""
+def microbatches(view: RunView) -> list[tuple[str, str]]:
+    """How the samples are laid into microbatches, by the plan."""
     planned = _planned(view)
     per_rank = planned.get("rows_per_rank")
     counted = "–"
     if isinstance(per_rank, list) and len(per_rank) == 3:
         fewest, mean, most = (number(count, "{:.4g}") for count in per_rank)
-        counted = fewest if fewest == most else words["rows_range"].format(fewest=fewest, mean=mean, most=most)
-    heaviest = words["tokens_unit"].format(count=number(planned.get("heaviest_row_tokens")))
+        spread = _("{fewest} to {most}, {mean} on average").format(fewest=fewest, mean=mean, most=most)
+        counted = fewest if fewest == most else spread
+    largest = _("{count} tokens").format(count=number(planned.get("heaviest_row_tokens")))
     return [
-        (words["rows_per_rank"], counted),
-        (words["fill"], number(planned.get("fill"), "{:.1%}")),
-        (words["imbalance"], number(planned.get("imbalance"), "{:.3f}")),
-        (words["heaviest"], heaviest),
-        (words["padding"], number(planned.get("padding_share"), "{:.1%}")),
-        (words["padded_padding"], number(planned.get("padded_padding_share"), "{:.1%}")),
+        (_("microbatches per process and step"), counted),
+        (_("packing efficiency"), number(planned.get("fill"), "{:.1%}")),
+        (_("imbalance over processes"), number(planned.get("imbalance"), "{:.3f}")),
+        (_("largest microbatch"), largest),
+        (_("padding, of computed tokens"), number(planned.get("padding_share"), "{:.1%}")),
+        (_("padding that a padded run would have"), number(planned.get("padded_padding_share"), "{:.1%}")),
     ]
 
 
@@ -146,13 +151,11 @@ def _planned(view: RunView) -> dict[str, Any]:
     return planned if isinstance(planned, dict) else {}
 
 
-def starts(view: RunView, words: dict[str, str]) -> Grid:
+def starts(view: RunView) -> Grid:
     """Every start of the run, and how it ended."""
-    head = [words[n] for n in ("number", "began", "from_step", "to_step", "devices", "rows", "ended")]
     rows: list[list[str]] = []
     for count, start in enumerate(view.starts, 1):
-        place = view.events.index(start)
-        later = view.events[place + 1 :]
+        later = view.events[view.events.index(start) + 1 :]
         until = next((n for n, event in enumerate(later) if event["event"] == "start"), len(later))
         end = next((event for event in later[:until] if event["event"] == "end"), None)
         last = count == len(view.starts)
@@ -160,29 +163,30 @@ def starts(view: RunView, words: dict[str, str]) -> Grid:
         devices = f"{start.get('world_size')} x {start.get('device_type')}, {start.get('dtype')}"
         if start.get("zero_stage"):
             devices += f", ZeRO-{start['zero_stage']}"
-        ended = f"{end.get('state')} ({end.get('exit_code')}), {clock(end['time'])}" if end else words["running_still"]
+        ended = f"{end.get('state')} ({end.get('exit_code')}), {clock(end['time'])}" if end else _("not recorded")
         rows.append(
             [str(count), clock(start["time"]), number(start.get("step")), number(reached), devices]
             + [str(start.get("rows", "–")), ended]
         )
+    head = [_("No."), _("Began"), _("From step"), _("To step"), _("Devices"), _("Microbatches"), _("Ended")]
     return Grid(head, rows, (0, 2, 3))
 
 
-def checkpoints(view: RunView, words: dict[str, str]) -> Grid:
+def checkpoints(view: RunView) -> Grid:
     """Every checkpoint that was published."""
     rows = []
-    for event in view.of("checkpoint"):
+    for event in view.events_named("checkpoint"):
         name = str(event.get("name"))
         is_there = bool(re.fullmatch(r"checkpoint-\d+", name)) and (view.source / name).is_dir()
         size = format_bytes(event["size_bytes"]) if isinstance(event.get("size_bytes"), int) else "–"
-        there = words["yes"] if is_there else words["no"]
+        there = _("yes") if is_there else _("no, rotated")
         rows.append([plain_text(name), number(event.get("step")), clock(event["time"]), size, there])
-    return Grid([words[n] for n in ("name", "step", "saved_at", "size", "there")], rows, (1, 3))
+    return Grid([_("Name"), _("Step"), _("Saved"), _("Size"), _("There now")], rows, (1, 3))
 
 
 def samples(view: RunView) -> list[tuple[str, str]]:
-    """Beginnings and how the model went on, of the last sample event."""
-    events = view.of("sample")
+    """Beginnings and how the model continued them, of the last sample event."""
+    events = view.events_named("sample")
     pairs = events[-1].get("samples") if events else None
     if not isinstance(pairs, list):
         return []
@@ -193,25 +197,25 @@ def _lines(text: Any) -> str:
     return mask_secrets("\n".join(plain_text(line) for line in str(text).split("\n")))
 
 
-def environment(view: RunView, words: dict[str, str]) -> list[tuple[str, str]]:
+def environment(view: RunView) -> list[tuple[str, str]]:
     """What the last start ran on."""
     start = view.start
     if not start:
         return []
     rows = [
-        (words["device_type"], start.get("device_type")),
-        (words["processes"], start.get("world_size")),
-        (words["dtype"], start.get("dtype")),
-        (words["zero"], start.get("zero_stage")),
-        (words["compiled"], start.get("compiled")),
-        (words["fp8"], start.get("fp8")),
-        (words["global_batch_size"], start.get("global_batch_size")),
-        (words["passes"], f"{start['passes']:.2f}" if has(start, "passes") else None),
+        (_("device type"), start.get("device_type")),
+        (_("processes"), start.get("world_size")),
+        (_("number format"), start.get("dtype")),
+        (_("ZeRO stage"), start.get("zero_stage")),
+        (_("compiled"), start.get("compiled")),
+        (_("float8 products"), start.get("fp8")),
+        (_("global batch"), start.get("global_batch_size")),
+        (_("passes over the data"), f"{start['passes']:.2f}" if is_finite_number(start.get("passes")) else None),
     ]
     parameters = start.get("parameters")
     if isinstance(parameters, dict):
-        rows += [(words["parameters"], number(parameters.get("trainable")))]
-        rows += [(words["parameters_total"], number(parameters.get("total")))]
+        rows += [(_("parameters, trained"), number(parameters.get("trainable")))]
+        rows += [(_("parameters, all"), number(parameters.get("total")))]
     versions = start.get("versions")
     rows += sorted(versions.items()) if isinstance(versions, dict) else []
     return [(plain_text(str(name)), plain_text(_plain(value))) for name, value in rows if value is not None]
@@ -222,7 +226,7 @@ def flat(path: str, value: Any) -> list[tuple[str, str]]:
     if isinstance(value, dict) and value:
         return [row for name, inner in value.items() for row in flat(f"{path}.{name}" if path else str(name), inner)]
     if isinstance(value, list) and any(isinstance(inner, (dict, list)) for inner in value):
-        return [row for place, inner in enumerate(value) for row in flat(f"{path}[{place}]", inner)]
+        return [row for position, inner in enumerate(value) for row in flat(f"{path}[{position}]", inner)]
     if not path:
         return []
     name = re.sub(r"\[\d+\]$", "", path).rpartition(".")[2]

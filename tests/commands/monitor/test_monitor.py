@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_runs import LEVELS, MIXES, line, make_run, sign, start_event, step
+from fake_runs import DIFFICULTIES, MIXES, line, make_run, sign, start_event, step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launching import ROOT, environment
@@ -28,14 +28,16 @@ from run_helpers import wait_for
 from finetune.__main__ import main as finetune
 from finetune.batching.curriculum import Schedule, Stage
 from finetune.commands.monitor import command as monitor
-from finetune.commands.monitor.dashboard import Machine, Picture
-from finetune.commands.monitor.texts import WORDS, format_duration
+from finetune.commands.monitor.dashboard import STEP_NUMBERS, Dashboard, Machine
 from finetune.errors import StateError
+from finetune.runs import event_texts
 from finetune.runs.console_lines import parse_console_line, plain_text
+from finetune.runs.event_texts import format_duration
 from finetune.runs.line_follower import LineFollower
 from finetune.runs.reader import open_run, runs_in
-from finetune.runs.text_chart import averaged, bar, line_chart, sparkline, value_range
+from finetune.runs.text_chart import averaged, bar, sparkline, text_chart, value_range
 from finetune.runtime.host import HostMeter, HostUse
+from finetune.runtime.language import _, speaking
 from finetune.runtime.smi import SmiDevice, SmiReport
 
 FROZEN = ROOT / "tests" / "frozen" / "monitor.txt"
@@ -64,7 +66,8 @@ def shown(view: Any, width: int, height: int, *, lang: str = "en", encoding: str
     console = Console(
         file=raw, width=width, height=height, force_terminal=True, color_system=system, legacy_windows=False
     )
-    console.print(Picture(view, MACHINE, lang, note=WORDS[lang]["keys"]))
+    with speaking(lang):
+        console.print(Dashboard(view, MACHINE, note=_("q quit")))
     raw.flush()
     return raw.buffer.getvalue().decode(encoding)
 
@@ -146,7 +149,7 @@ def test_a_run_from_before_its_first_step_to_its_end(tmp_path: Path):
         log.write("".join(line(step(n)) for n in range(1, 31)) + '{"step": 31, "lo')
         log.flush()
         view = reader.poll()
-        assert (view.step, view.eta_seconds, view.levels) == (30, 35.0, list(LEVELS[:2]))
+        assert (view.step, view.eta_seconds, view.difficulties) == (30, 35.0, list(DIFFICULTIES[:2]))
         log.write('ss": 1.0}\n')
     assert reader.poll().step == 31
     (folder / "status.json").write_text('{"state": "done", "exit_code": 0}')
@@ -162,7 +165,7 @@ def test_a_resumed_run_cuts_the_tail_that_it_trains_again(tmp_path: Path):
     assert [s for s, _ in reader.poll().values("loss")] == list(range(1, 41))
     assert reader.poll().evaluated() == [(0, 2.5), (40, 9.0)]
     kept = "".join((folder / "trainer_log.jsonl").read_text().splitlines(keepends=True)[:20])
-    with open(folder / "trainer_log.jsonl", "r+") as log:  # as runlog.StepLog does: the same file, cut
+    with open(folder / "trainer_log.jsonl", "r+") as log:  # as the run's own log does: the same file, cut
         log.truncate(len(kept))
         log.seek(0, os.SEEK_END)
         log.write("".join(line(step(n, loss=7.0)) for n in range(21, 46)))
@@ -179,11 +182,11 @@ def test_a_resumed_run_cuts_the_tail_that_it_trains_again(tmp_path: Path):
 def test_the_stage_is_the_schedules(tmp_path: Path):
     view = open_run(make_run(tmp_path / "one", steps=1)).poll()
     stages = tuple(Stage(until, mix) for until, mix in zip((0.3, 0.7, 1.0), MIXES, strict=True))
-    for number, stage in enumerate(Schedule(LEVELS, stages).stage_of_steps(100), 1):
-        view.steps = [step(number, **{f"loss/{level}": 1.0 for level in LEVELS})]
+    for number, stage in enumerate(Schedule(DIFFICULTIES, stages).stage_of_steps(100), 1):
+        view.steps = [step(number, **{f"loss/{level}": 1.0 for level in DIFFICULTIES})]
         assert view.stage.number == stage + 1
         shares = [weight / 100 for weight in MIXES[stage]]
-        assert view.stage.shares == pytest.approx(dict(zip(LEVELS, shares, strict=True)))
+        assert view.stage.shares == pytest.approx(dict(zip(DIFFICULTIES, shares, strict=True)))
 
 
 @pytest.mark.parametrize(("state", "code"), [("done", 0), ("failed", 1), ("stopped", 3)])
@@ -194,7 +197,7 @@ def test_an_ended_run(state: str, code: int, tmp_path: Path, capsys: pytest.Capt
     said = capsys.readouterr().out
     assert state in said and "step 40/100" in said and "\x1b" not in said
     assert ("the disk is full" in said) == (state == "failed")
-    assert ("go on from checkpoint-20" in said) == (state == "stopped")
+    assert ("resume from checkpoint-20" in said) == (state == "stopped")
 
 
 def test_a_killed_run_is_told_from_a_running_one(tmp_path: Path):
@@ -224,7 +227,7 @@ def test_broken_files_of_a_run_do_no_harm(tmp_path: Path):
     assert view.step == 5 and [s for s, _ in view.values("loss")] == [1, 2, 3]
     for size in ((100, 30), (60, 15), (20, 5)):
         assert shown(view, *size)
-    assert monitor.plain_line(view, MACHINE, "en") and json.dumps(monitor.to_json(view, MACHINE))
+    assert monitor.plain_line(view, MACHINE) and json.dumps(monitor.to_json(view, MACHINE))
 
 
 def test_warnings_of_all_ranks_are_told_once(tmp_path: Path):
@@ -280,7 +283,7 @@ def test_no_line_breaks_the_reader_or_reaches_the_terminal(raw: bytes):
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", text)
 
 
-def test_a_console_that_is_rotated_and_cut_is_gone_on_with(tmp_path: Path):
+def test_a_console_that_is_rotated_and_cut_is_followed(tmp_path: Path):
     path = tmp_path / "console.log"
     say = "[INFO] step {}/100  loss {}  1,000 tok/s  ETA 0:30\n".format
     path.write_text(say(1, 3.0) + say(2, 2.0))
@@ -320,10 +323,10 @@ def test_the_picture_fits_any_terminal(width: int, height: int, lang: str, tmp_p
     text = "\n".join(lines)
     if width >= 60:
         assert "40 / 100" in text and "40%" in text and "0.05" in text and "1,040" in text
-        assert all(name in text for name in LEVELS[:2])
+        assert all(name in text for name in DIFFICULTIES[:2])
     if width >= 80:
         assert "NPU 0" in text and "50/64 GiB" in text and "0.0001" in text
-        assert WORDS[lang]["messages"] in text
+        assert {"en": "warnings", "zh": "警告"}[lang] in text and {"en": "q quit", "zh": "q 退出"}[lang] in text
 
 
 def test_without_colour_and_without_unicode(tmp_path: Path):
@@ -348,12 +351,12 @@ def test_a_run_that_says_nothing_is_told(tmp_path: Path):
 
 
 def test_a_chart_goes_through_its_points():
-    rising = line_chart([(x, x) for x in range(64)], 8, 4)
+    rising = text_chart([(x, x) for x in range(64)], 8, 4)
     assert [len(row) for row in rising] == [8] * 4
     assert rising[0].strip() and rising[0][:4] == "    " and rising[3][:1] != " " and rising[3][4:] == "    "
-    assert line_chart([], 5, 2) == ["     ", "     "]
-    assert line_chart([(1, 3.0)], 3, 3, unicode=False).count("   ") == 2, "a single point is a single dot"
-    flat = line_chart([(0, 1.0), (9, 1.0)], 4, 3, unicode=False)
+    assert text_chart([], 5, 2) == ["     ", "     "]
+    assert text_chart([(1, 3.0)], 3, 3, unicode=False).count("   ") == 2, "a single point is a single dot"
+    flat = text_chart([(0, 1.0), (9, 1.0)], 4, 3, unicode=False)
     assert [row.count("*") for row in flat] == [0, 4, 0]
 
 
@@ -361,7 +364,7 @@ def test_a_chart_goes_through_its_points():
 @given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=200), st.integers(1, 60), st.integers(1, 12))
 def test_charts_of_any_values(values: list[float], width: int, height: int):
     points = list(enumerate(values))
-    rows = line_chart(averaged(points, width), width, height)
+    rows = text_chart(averaged(points, width), width, height)
     assert [len(row) for row in rows] == [width] * height and any(row.strip() for row in rows)
     low, high = value_range(points)
     assert low < high
@@ -373,7 +376,16 @@ def test_small_forms():
     assert [bar(share, 4) for share in (-1, 0, 0.5, 1, 7)] == ["░░░░", "░░░░", "██░░", "████", "████"]
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█" and sparkline([], 5) == ""
     assert [format_duration(s) for s in (5, 75, 3700, 100_000)] == ["0:05", "1:15", "1:01:40", "1d 3:46:40"]
-    assert {frozenset(words) for words in WORDS.values()} == {frozenset(WORDS["en"])}, "a word lacks its other language"
+
+
+def test_what_stands_in_tables_is_translated():
+    tables = (event_texts.STATES, event_texts.EVENTS, event_texts.ADVICE)
+    texts = [text for table in tables for text in table.values()]
+    texts += [name for _key, name, _form in STEP_NUMBERS if name not in ("tok/s", "MFU")]
+    with speaking("zh"):
+        for text in texts:
+            assert _(text) != text
+            assert sorted(re.findall(r"{\w+}", _(text))) == sorted(re.findall(r"{\w+}", text))
 
 
 # ---------------------------------------------------------------- this machine
@@ -436,8 +448,8 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         ([str(tmp_path / "work")], "is not a run"),
         (["--log", str(tmp_path / "nothing")], "is not a file"),
         ([str(tmp_path / "one"), "--log", "x"], "both"),
-        ([str(tmp_path / "one"), "--interval", "0"], "below 0.2"),
-        ([str(tmp_path / "one"), "--lang", "fr"], "en or zh"),
+        ([str(tmp_path / "one"), "--interval", "0"], "at least 0.2"),
+        ([str(tmp_path / "one"), "--lang", "fr"], "en, zh"),
     ):
         assert finetune(["monitor", *arguments]) == 2
         assert text in capsys.readouterr().err
