@@ -6,7 +6,7 @@ import re
 import sys
 
 from finetune.commands.diagnose.symptoms.base import Kind, Symptom
-from finetune.commands.diagnose.symptoms.rules import RESTART_CURES, SAID_BY_RUN, SYMPTOMS, UNEXPLAINED
+from finetune.commands.diagnose.symptoms.rules import EXPLAINED_BY_RUN, RESTART_CURES, SYMPTOMS, UNEXPLAINED
 
 _INTRODUCTION = """\
 # Why a run failed
@@ -52,7 +52,7 @@ that left no line (see `dmesg`). A cause is a reading of words: look at the evid
 def describe_rules() -> str:
     """The whole document, in Markdown."""
     causes: dict[str, list[Symptom]] = {}
-    for symptom in (*SYMPTOMS, SAID_BY_RUN, UNEXPLAINED):
+    for symptom in (*SYMPTOMS, EXPLAINED_BY_RUN, UNEXPLAINED):
         causes.setdefault(symptom.cause, []).append(symptom)
     parts = [_INTRODUCTION, "## Causes\n", _table(causes)]
     parts.extend(_section(cause, symptoms) for cause, symptoms in causes.items())
@@ -72,16 +72,17 @@ _KIND_WORDS = {
     Kind.ROOT: "root",
     Kind.UNEXPLAINED: "a failure of its own",
     Kind.PEER_LOST: "another process was lost",
-    Kind.WAITED: "a wait ran out",
-    Kind.AFTERMATH: "the end of a process",
+    Kind.TIMEOUT: "a wait ran out",
+    Kind.CASCADE: "the end of a process",
 }
 
 
 def _section(cause: str, symptoms: list[Symptom]) -> str:
     lines = [f"### {cause}\n"]
     for symptom in symptoms:
-        lines.append(f"{_open(symptom.explanation['en'])} ({_KIND_WORDS[symptom.kind]}, {symptom.confidence:.2f})\n")
-        lines.append(f"**Fix.** {_open(symptom.fix['en'])}\n")
+        explanation, fix = map(_open, symptom.texts())
+        lines.append(f"{explanation} ({_KIND_WORDS[symptom.kind]}, {symptom.confidence:.2f})\n")
+        lines.append(f"**Fix.** {fix}\n")
     return "\n".join(lines)
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from finetune.commands.diagnose.log_evidence import Evidence, LogEvidence
 from finetune.commands.diagnose.log_facts import derived
 from finetune.commands.diagnose.symptoms.base import Kind, fill
-from finetune.commands.diagnose.symptoms.rules import ENDED_BADLY, SAID_BY_RUN, UNEXPLAINED
-from finetune.runtime.language import Language
+from finetune.commands.diagnose.symptoms.rules import ENDED_BADLY, EXPLAINED_BY_RUN, UNEXPLAINED
+from finetune.runtime.language import _
 
 # Clocks of nodes and the buffers of their outputs differ by less than this, as a rule.
 CLOCK_SLACK_SECONDS = 10.0
@@ -59,9 +59,7 @@ class _Group:
         self.confidence = self.clearest.symptom.confidence
 
 
-def rank_findings(
-    logs: Sequence[LogEvidence], language: Language, facts: dict[str, str] | None = None
-) -> list[Finding]:
+def rank_findings(logs: Sequence[LogEvidence], facts: dict[str, str] | None = None) -> list[Finding]:
     """The causes that all logs together show, best first.
 
     Args:
@@ -78,10 +76,10 @@ def rank_findings(
     if any(group.cause != ENDED_BADLY.cause for group in kept):  # that a process ended badly is then no news
         kept = [group for group in kept if group.first.symptom is not ENDED_BADLY]
     kept.sort(key=lambda group: (group.confidence < WEAK_CONFIDENCE, _order(group.first)))
-    findings = [_finding(group, known, language) for group in kept]
+    findings = [_finding(group, known) for group in kept]
     if findings:
-        told = {finding.cause for finding in findings} | {UNEXPLAINED.cause}
-        findings[0].consequences = sorted({group.cause for group in groups} - told)
+        known_roots = {finding.cause for finding in findings} | {UNEXPLAINED.cause}
+        findings[0].consequences = sorted({group.cause for group in groups} - known_roots)
     return findings
 
 
@@ -134,21 +132,20 @@ def _not_later(first: Evidence, second: Evidence) -> bool:
     return one.source != two.source or one.number <= two.number + ORDER_SLACK_LINES
 
 
-def _finding(group: _Group, facts: dict[str, str], language: Language) -> Finding:
+def _finding(group: _Group, facts: dict[str, str]) -> Finding:
     clearest = group.clearest
     symptom, others = clearest.symptom, [e for e in group.evidence if e is not clearest]
-    said = {name: value for e in reversed(others) for name, value in e.values.items() if name != "rank"}
-    values = derived(facts | said | clearest.values)
-    fix = fill(symptom.fix[language], values)
-    own_fix = values.get("said_fix")
-    if own_fix and symptom is not SAID_BY_RUN:
-        fix += {"en": f" The run itself said: {own_fix}", "zh": f" 运行本身的建议:{own_fix}"}[language]
+    elsewhere = {name: value for e in reversed(others) for name, value in e.values.items() if name != "rank"}
+    values = derived(facts | elsewhere | clearest.values)
+    explanation, fix = (fill(text, values) for text in symptom.texts())
+    if "error_fix" in values and symptom is not EXPLAINED_BY_RUN:
+        fix += " " + _("The run itself said: {fix}").format(fix=values["error_fix"])
     rank = clearest.values.get("rank")
     return Finding(
         symptom.cause,
         group.confidence,
         [_quote(e) for e in [clearest, *others][:EVIDENCE_LINES]],
-        mask_secrets(fill(symptom.explanation[language], values)),
+        mask_secrets(explanation),
         mask_secrets(fix),
         None if rank is None else int(rank),
     )

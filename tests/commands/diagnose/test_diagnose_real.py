@@ -65,11 +65,11 @@ def broken(folder: Path, function: Callable[..., None], *arguments: Any, process
 
 
 def causes(paths: list[Path]) -> list[str]:
-    return [finding.cause for finding in diagnose_logs(paths, "en")]
+    return [finding.cause for finding in diagnose_logs(paths)]
 
 
 def assert_cause(cause: str, paths: list[Path]) -> None:
-    findings = diagnose_logs(paths, "en")
+    findings = diagnose_logs(paths)
     texts = "\n".join(f"--- {path}\n{path.read_text(errors='replace')[-3000:]}" for path in paths if path.is_file())
     assert [finding.cause for finding in findings] == [cause], texts
     assert all(finding.evidence and finding.fix and finding.explanation for finding in findings)
@@ -192,7 +192,7 @@ def test_the_rank_that_failed_first_is_blamed(tmp_path, free_port):
     logs = broken(tmp_path, breaks.peer_fails_first, free_port, processes=2)
     assert causes(logs[:1]) == ["peer_died"]  # all that rank 0 can know
     assert_cause("host_oom", logs)
-    finding = diagnose_logs(logs, "en")[0]
+    finding = diagnose_logs(logs)[0]
     assert finding.rank == 1
     assert finding.consequences == ["peer_died"]
 
