@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from finetune.commands.diagnose.findings import Finding, rank_findings
-from finetune.commands.diagnose.log_evidence import LogEvidence, LogScan
+from finetune.commands.diagnose.log_evidence import LogEvidence, scan_log
 from finetune.commands.diagnose.log_reading import LogFile, rank_in_name
 from finetune.commands.diagnose.run_evidence import RunFolder
 from finetune.commands.diagnose.symptoms.rules import RESTART_CURES
@@ -47,10 +47,10 @@ def diagnose_logs(paths: Sequence[Path | str]) -> list[Finding]:
 def read_log(path: Path | str) -> LogEvidence:
     """What one log tells. Raises DataError where it is not there or cannot be read."""
     if str(path) == "-":
-        return LogScan().read(LogFile("-", sys.stdin.buffer))
+        return scan_log(LogFile("-", sys.stdin.buffer))
     try:
         with Path(path).open("rb") as file:
-            return LogScan().read(LogFile(str(path), file, rank=rank_in_name(Path(path))))
+            return scan_log(LogFile(str(path), file, rank=rank_in_name(Path(path))))
     except OSError as error:
         raise DataError(f"the log cannot be read: {error.strerror or error}", str(path), "give a log file") from error
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from finetune.commands.diagnose.log_evidence import Evidence, LogEvidence
-from finetune.commands.diagnose.log_facts import derived
+from finetune.commands.diagnose.log_facts import with_next_values
 from finetune.commands.diagnose.symptoms.base import Kind, fill
 from finetune.commands.diagnose.symptoms.rules import ENDED_BADLY, EXPLAINED_BY_RUN, UNEXPLAINED
 from finetune.runtime.language import _
@@ -136,7 +136,7 @@ def _finding(group: _Group, facts: dict[str, str]) -> Finding:
     clearest = group.clearest
     symptom, others = clearest.symptom, [e for e in group.evidence if e is not clearest]
     elsewhere = {name: value for e in reversed(others) for name, value in e.values.items() if name != "rank"}
-    values = derived(facts | elsewhere | clearest.values)
+    values = with_next_values(facts | elsewhere | clearest.values)
     explanation, fix = (fill(text, values) for text in symptom.texts())
     if "error_fix" in values and symptom is not EXPLAINED_BY_RUN:
         fix += " " + _("The run itself said: {fix}").format(fix=values["error_fix"])

@@ -37,19 +37,15 @@ class LogEvidence:
     """What one log tells.
 
     Attributes:
-        source: the log's name.
         evidence: in the order of the log.
         facts: settings and sizes that the log mentions: the run's own numbers.
         steps: logged training steps.
-        attempt: number of the last attempt.
-        finished: how many of `evidence` came before the run said that it was done.
+        finished: how many of `evidence` came before the run reported that it was done.
     """
 
-    source: str
     evidence: list[Evidence] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
     steps: int = 0
-    attempt: int = 0
     finished: int = 0
 
 
@@ -91,6 +87,13 @@ _FAILURE = re.compile(
 )
 
 
+# What tells how to read other lines.
+_STRUCTURE = (
+    *(_FRAME, _BOILERPLATE, _FINISHED, _RESTART, _SUMMARY_RANK, _IGNORED, _DIAGNOSIS_TITLE),
+    re.compile(f"TraceBack|^{_OWN_WHERE}|^{_OWN_FIX}"),
+)
+
+
 class _Process:
     """What the lines of one process have been about so far."""
 
@@ -100,36 +103,40 @@ class _Process:
         self.failed = False  # a failure of this process in this attempt was seen
 
 
-class LogScan:
-    """Reads one log against the rules."""
+def scan_log(file: LogFile) -> LogEvidence:
+    """All that a log tells. Raises OSError where it cannot be read."""
+    scan = _Scan()
+    for line in file.lines(line_kind):
+        scan.take(line)
+    scan.found.steps = file.steps
+    return scan.found
+
+
+class _Scan:
+    """One log against the rules, line by line."""
 
     def __init__(self) -> None:
+        self.found = LogEvidence()
         self._processes: dict[int | None, _Process] = defaultdict(_Process)
         self._kept: dict[tuple[int, int | None, int], list[Evidence]] = defaultdict(list)
+        self._attempt = 0
         self._summary_rank: int | None = None
         self._in_diagnosis = False
-        self.found = LogEvidence("")
 
-    def read(self, file: LogFile) -> LogEvidence:
-        """All that the log tells. Raises OSError where it cannot be read."""
-        self.found.source = file.source
-        for line in file.lines(line_kind):
-            self._take(line)
-        self.found.steps = file.steps
-        return self.found
-
-    def _take(self, line: LogLine) -> None:
-        found, text, process = self.found, line.text, self._processes[line.rank]
+    def take(self, line: LogLine) -> None:
+        """Take what a line tells."""
+        text, process = line.text, self._processes[line.rank]
         for name, value in facts_in(text).items():
-            found.facts.setdefault(name, value)
-        self._in_diagnosis = bool(_DIAGNOSIS_TITLE.match(text) or (self._in_diagnosis and _DIAGNOSIS_LINE.match(text)))
+            self.found.facts.setdefault(name, value)
+        quoted = self._in_diagnosis and _DIAGNOSIS_LINE.match(text)
+        self._in_diagnosis = bool(quoted or _DIAGNOSIS_TITLE.match(text))
         if self._in_diagnosis:
             return
         if _RESTART.search(text):
-            found.attempt += 1
+            self._attempt += 1
             self._processes.clear()
         elif _FINISHED.search(text):
-            found.finished = len(found.evidence)
+            self.found.finished = len(self.found.evidence)
         elif match := _SUMMARY_RANK.match(text):
             self._summary_rank = int(match["rank"])
         elif text.startswith((_OWN_WHERE, _OWN_FIX)):
@@ -157,7 +164,7 @@ class LogScan:
         else:
             return
         process.failed = True
-        self._keep(process, Evidence(symptom, line, values, self.found.attempt))
+        self._keep(process, Evidence(symptom, line, values, self._attempt))
 
     def _keep(self, process: _Process, evidence: Evidence) -> None:
         rank = evidence.line.rank if self._summary_rank is None else self._summary_rank
@@ -205,7 +212,7 @@ def line_kind(text: str) -> LineKind:
     """Whether any rule, or anything that rules depend on, is in a line."""
     if _STEP.search(text) and not _NOT_A_NUMBER.search(text):
         return "step"
-    if _matching_symptom(text) is not None or _is_structure(text) or _is_failure(text):
+    if _matching_symptom(text) is not None or _is_failure(text) or any(form.search(text) for form in _STRUCTURE):
         return "line"
     lowered = text.lower()
     return "line" if any(word in lowered for word in FACT_WORDS) and facts_in(text) else ""
@@ -216,20 +223,6 @@ def _matching_symptom(text: str) -> tuple[Symptom, re.Match[str]] | None:
     lowered = text.lower()
     matches = [(s, match) for s in SYMPTOMS if (match := s.match(text, lowered)) is not None]
     return min(matches, key=lambda pair: (pair[0].kind, -pair[0].confidence), default=None)
-
-
-def _is_structure(text: str) -> bool:
-    return bool(
-        _FRAME.match(text)
-        or text.startswith((_OWN_WHERE, _OWN_FIX))
-        or _BOILERPLATE.search(text)
-        or "TraceBack" in text
-        or _FINISHED.search(text)
-        or _RESTART.search(text)
-        or _SUMMARY_RANK.match(text)
-        or _IGNORED.match(text)
-        or _DIAGNOSIS_TITLE.match(text)
-    )
 
 
 def _is_failure(text: str) -> bool:

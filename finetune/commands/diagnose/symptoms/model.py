@@ -8,7 +8,7 @@ from finetune.runtime.language import N_
 _NAN_TEXT = N_("The loss or the gradients became NaN or infinite[[ at step {step}]].")
 _NAN_FIX = N_(
     "Lower --learning-rate[[ (now {learning_rate})]] or lengthen the warm-up, use bfloat16 or float32 instead of "
-    "float16, clip gradients (--max-grad-norm 1), and look at the rows of the first bad step[[ ({nonfinite_rows})]]: "
+    "float16, clip gradients (--max-grad-norm 1), and look at the rows of the first bad step[[ ({nonfinite_records})]]: "
     "events.jsonl names them, `python -m finetune inspect --row N` shows them. Go on from the last checkpoint before "
     "it."
 )

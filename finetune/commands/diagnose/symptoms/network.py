@@ -109,7 +109,7 @@ SYMPTOMS = (
             r"exits with return code = -9",
             r"died with <Signals\.SIGKILL: 9>",
             r"terminated with signal SIGKILL",
-            r"the run's process (?P<pid>\S+) is gone without a word",
+            r"the run's process (?P<pid>\S+) disappeared",
         ),
         N_(
             "A process[[ ({pid})]][[ of rank {rank}]] was killed from outside (SIGKILL): nearly always the kernel or a "
