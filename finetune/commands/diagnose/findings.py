@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ from finetune.runtime.language import _
 CLOCK_SLACK_SECONDS = 10.0
 # A log without times: lines of several processes that belong together are not farther apart.
 ORDER_SLACK_LINES = 400
-# Logged steps after which a process is held to have got over an error.
+# Logged steps after which a process is taken to have survived an error.
 SURVIVED_STEPS = 3
 EVIDENCE_LINES = 6
 EVIDENCE_CHARACTERS = 400
@@ -31,8 +32,6 @@ class Finding:
         cause: its id, of the list in docs/diagnosis.md.
         confidence: 0 to 1.
         evidence: `LOG:LINE: text`, secrets masked.
-        explanation: what happened.
-        fix: what to do about it.
         rank: the rank that shows it first, None where no line tells.
         consequences: causes whose lines are in the logs too, and that follow from this one.
     """
@@ -52,9 +51,9 @@ class _Group:
     def __init__(self, evidence: Sequence[Evidence]) -> None:
         self.kind = min(e.symptom.kind for e in evidence)
         self.evidence = sorted(evidence, key=_order)
-        self.first = next(e for e in self.evidence if e.symptom.kind == self.kind)
-        self.cause = self.first.symptom.cause
         nearest = [e for e in self.evidence if e.symptom.kind == self.kind]
+        self.first = nearest[0]
+        self.cause = self.first.symptom.cause
         self.clearest = max(nearest, key=lambda e: e.symptom.confidence)  # the earliest of those
         self.confidence = self.clearest.symptom.confidence
 
@@ -84,7 +83,7 @@ def rank_findings(logs: Sequence[LogEvidence], facts: dict[str, str] | None = No
 
 
 def _standing(log: LogEvidence) -> list[Evidence]:
-    """Evidence that the run did not get over: nothing after it says done, or trains on."""
+    """Evidence that the run did not survive: it neither trained on after it nor reported that it was done."""
 
     def survived(evidence: Evidence) -> bool:
         return log.steps - evidence.line.steps_before >= SURVIVED_STEPS
@@ -102,7 +101,7 @@ def _groups(evidence: Sequence[Evidence]) -> list[_Group]:
         by_cause.setdefault(piece.symptom.cause, []).append(piece)
     groups = []
     for pieces in by_cause.values():
-        counts = {id(piece.symptom): 0 for piece in pieces}
+        counts = Counter[int]()
         for piece in pieces:
             counts[id(piece.symptom)] += piece.count
         enough = [piece for piece in pieces if counts[id(piece.symptom)] >= piece.symptom.at_least]
@@ -139,7 +138,7 @@ def _finding(group: _Group, facts: dict[str, str]) -> Finding:
     values = with_next_values(facts | elsewhere | clearest.values)
     explanation, fix = (fill(text, values) for text in symptom.texts())
     if "error_fix" in values and symptom is not EXPLAINED_BY_RUN:
-        fix += " " + _("The run itself said: {fix}").format(fix=values["error_fix"])
+        fix += " " + _("The run itself advises: {fix}").format(fix=values["error_fix"])
     rank = clearest.values.get("rank")
     return Finding(
         symptom.cause,

@@ -1,4 +1,4 @@
-"""Which lines of a log speak of a failure, and of which cause: rules against lines, with what stands around them."""
+"""Which lines of a log speak of a failure, and of which cause: rules against lines, with what surrounds them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _SUMMARY_RANK = re.compile(r"^ +rank +: (?P<rank>\d+) \(local_rank: \d+\)")
 _OWN_WHERE, _OWN_FIX = "  where: ", "  fix:   "
 # A diagnosis that the launcher wrote into the log, in any language: it quotes lines and speaks of other causes.
 _DIAGNOSIS_TITLE = re.compile(r"^\d+\. \w+  \(.+ [01]\.\d\d\)$")
-_DIAGNOSIS_LINE = re.compile(r"^ {3}\S.*: ")
+_DIAGNOSIS_LINE = re.compile(r"^ {3}\S")
 _FRAME = re.compile(r'^\s+File ".*", line \d+')
 _BOILERPLATE = re.compile(r"Possible Cause:|Solution:")
 _LEAVES_BOILERPLATE = re.compile(

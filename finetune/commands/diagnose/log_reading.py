@@ -77,15 +77,14 @@ class LogFile:
     Args:
         source: its name.
         rank: of the process that wrote it, where the name tells.
-        year: for times that have none.
 
     Attributes:
         steps: logged training steps so far.
     """
 
-    def __init__(self, source: str, file: BinaryIO, *, rank: int | None = None, year: int | None = None) -> None:
+    def __init__(self, source: str, file: BinaryIO, *, rank: int | None = None) -> None:
         self.source, self.rank, self.steps = source, rank, 0
-        self._file, self._year = file, year or time.localtime().tm_year
+        self._file, self._year = file, time.localtime().tm_year  # for times that have none
         self._shapes: dict[bytes, tuple[LineKind, bool]] = {}
 
     def lines(self, kind_of: Callable[[str], LineKind]) -> Iterator[LogLine]:

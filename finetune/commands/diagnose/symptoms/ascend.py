@@ -7,9 +7,9 @@ from finetune.runtime.language import N_
 
 _SOURCE = "CANN/HCCL/torch_npu: documented codes, public threads"
 _PAIR_FIX = N_(
-    "`python -m finetune doctor` says which versions stand here and which belong together. Compare `npu-smi info` "
-    "(driver), $ASCEND_HOME_PATH (CANN) and `pip show torch torch_npu`; upgrade the driver first, then CANN with the "
-    "kernels package of your chip, then torch_npu; source CANN's set_env.sh in the shell that starts the run."
+    "`python -m finetune doctor` shows which versions are installed here and which belong together. Compare `npu-smi "
+    "info` (driver), $ASCEND_HOME_PATH (CANN) and `pip show torch torch_npu`; upgrade the driver first, then CANN with "
+    "the kernels package of your chip, then torch_npu; source CANN's set_env.sh in the shell that starts the run."
 )
 
 SYMPTOMS = (
@@ -23,14 +23,14 @@ SYMPTOMS = (
             r"wait socket establish timeout, role\[\d+\] rank\[(?P<peer>\d+)\] timeout\[(?P<seconds>\d+)\]",
         ),
         N_(
-            "HCCL could not connect all NPUs in time[[: ranks {missing} did not come]][[: rank {peer} did not answer "
-            "in {seconds} s]]. Another rank failed or came late, or the links between the NPUs do not work."
+            "HCCL could not connect all NPUs in time[[: ranks {missing} did not connect]][[: rank {peer} did not "
+            "answer in {seconds} s]]. Another rank failed or was late, or the links between the NPUs do not work."
         ),
         N_(
-            "Look at the other ranks' logs for an error before this one (give all to one `diagnose`). If there is "
+            "Look at the other ranks' logs for an error before this one (pass all to one `diagnose`). If there is "
             "none: raise HCCL_CONNECT_TIMEOUT (120 s by default; --timeout-seconds sets it here[[, now "
             "{timeout_seconds}]]), check the links with `hccn_tool -i 0 -link -g`, `-net_health -g`, `-tls -g` (TLS "
-            "the same on all), and see that HCCL_SOCKET_IFNAME names the interface that the nodes share."
+            "the same on all), and make sure that HCCL_SOCKET_IFNAME names the interface shared by the nodes."
         ),
         kind=Kind.TIMEOUT,
         confidence=0.88,
@@ -52,9 +52,9 @@ SYMPTOMS = (
         ),
         N_(
             "Unset HCCL_* variables and RANK_TABLE_FILE that came from copied scripts (`env | grep -E "
-            "'HCCL|RANK_TABLE'`), above all HCCL_IF_IP=127.0.0.1 on several nodes; set only HCCL_SOCKET_IFNAME where a "
-            "machine has several interfaces, the same everywhere. `python -m finetune doctor` checks them against each "
-            "other."
+            "'HCCL|RANK_TABLE'`), especially HCCL_IF_IP=127.0.0.1 with several nodes; set only HCCL_SOCKET_IFNAME, and "
+            "only where a machine has several interfaces, to the same value everywhere. `python -m finetune doctor` "
+            "checks them against each other."
         ),
         confidence=0.88,
         source=_SOURCE,
@@ -69,14 +69,13 @@ SYMPTOMS = (
             r"Failed to bind the IP port",
         ),
         N_(
-            "A port of HCCL's own[[ ({hccl_port})]][[ on {ip}]] is taken (60000 to 60015 on the host, 16666 on the "
+            "One of HCCL's own ports[[ ({hccl_port})]][[ on {ip}]] is taken (60000 to 60015 on the host, 16666 on the "
             "device; not MASTER_PORT): another job uses the same machine or the same NPUs."
         ),
         N_(
-            "Give each job on the machine ports of its own: HCCL_IF_BASE_PORT=61000 (and "
-            "HCCL_NPU_SOCKET_PORT_RANGE=auto where two jobs share an NPU, CANN 8.1 on), or wait for the other job; "
-            "keep the range out of net.ipv4.ip_local_port_range (`sysctl "
-            "net.ipv4.ip_local_reserved_ports=60000-60015`)."
+            "Give each job on the machine its own ports: HCCL_IF_BASE_PORT=61000 (and HCCL_NPU_SOCKET_PORT_RANGE=auto "
+            "where two jobs share an NPU, from CANN 8.1), or wait for the other job; keep the range out of "
+            "net.ipv4.ip_local_port_range (`sysctl net.ipv4.ip_local_reserved_ports=60000-60015`)."
         ),
         confidence=0.94,
         source=_SOURCE,
@@ -88,7 +87,7 @@ SYMPTOMS = (
         N_("A network port or link of an NPU is down[[ (rank {rank})]]."),
         N_(
             "Check `hccn_tool -i N -link -g`, `-ip -g` and `-optical -g` for every NPU N, and the switch; take the "
-            "machine out until all say UP."
+            "machine out of service until all report UP."
         ),
         confidence=0.85,
         source=_SOURCE,
@@ -104,12 +103,13 @@ SYMPTOMS = (
             r"device (?:is )?(?:occupied|being used) by (?:another|other) ",
         ),
         N_(
-            "The NPU[[ {device}]] could not be opened: a process of an earlier run, or another container, still has it."
+            "The NPU[[ {device}]] could not be opened: a process of an earlier run, or another container, still holds "
+            "it."
         ),
         N_(
-            "`npu-smi info` names the processes on each chip. End your own left-over ones (`python -m finetune clean` "
-            "lists what our runs recorded), wait 10 s, and start again; choose free chips with "
-            "ASCEND_RT_VISIBLE_DEVICES; a chip given to two containers works in neither."
+            "`npu-smi info` names the processes on each chip. Stop your own stale ones (`python -m finetune clean` "
+            "lists those that our runs recorded), wait 10 s, and start again; choose free chips with "
+            "ASCEND_RT_VISIBLE_DEVICES; a chip assigned to two containers works in neither."
         ),
         confidence=0.82,
         source=_SOURCE,
@@ -125,7 +125,7 @@ SYMPTOMS = (
             r"driver (?:package )?version .{0,40}(?:too low|not match|mismatch|incompatible)",
             r"build op model failed, result = 500001",
         ),
-        N_("The NPU driver, firmware, CANN and its kernels do not belong together, or CANN is not set up completely."),
+        N_("The NPU driver, firmware, CANN and its kernels do not belong together, or CANN is not fully set up."),
         _PAIR_FIX,
         confidence=0.82,
         source=_SOURCE,
@@ -139,11 +139,11 @@ SYMPTOMS = (
             r"drvRetCode=\d+.*DeviceOpen|driver error:internal error",
         ),
         N_(
-            "The NPU driver gave an internal error[[ ({code})]]: driver and CANN do not fit, the container cannot "
-            "reach the driver, or the chip is unhealthy."
+            "The NPU driver reported an internal error[[ ({code})]]: driver and CANN do not match, the container "
+            "cannot reach the driver, or the chip is unhealthy."
         ),
         N_(
-            "See that `npu-smi info` works in the same shell or container and says OK for every chip; mount "
+            "Make sure that `npu-smi info` works in the same shell or container and reports OK for every chip; mount "
             "/usr/local/Ascend/driver, /usr/local/dcmi and /dev/davinci* into containers."
         ),
         more_fix=_PAIR_FIX,
@@ -162,7 +162,7 @@ SYMPTOMS = (
             r"module 'torch' has no attribute 'npu'",
             r"Torch not compiled with NPU|device type '?npu'? is not available",
         ),
-        N_("torch_npu is not installed, does not fit this torch, or does not find CANN's libraries."),
+        N_("torch_npu is not installed, does not match this torch, or cannot find CANN's libraries."),
         N_(
             "Source CANN's set_env.sh in this shell (it sets ASCEND_HOME_PATH and LD_LIBRARY_PATH), and install the "
             "torch_npu of the same version as torch (torch 2.6.0 with torch_npu 2.6.0). `python -m finetune doctor` "
@@ -186,12 +186,12 @@ SYMPTOMS = (
         ),
         N_(
             "An operator failed on the NPU[[ (5070{code})]][[ on rank {rank}]][[: {reason}]]. The Python line in the "
-            "traceback is later than the operator: NPU operators run asynchronously."
+            "traceback comes after the operator: NPU operators run asynchronously."
         ),
         N_(
             "Run once with ASCEND_LAUNCH_BLOCKING=1 to get the operator's own traceback. Look for ids out of range (a "
-            "tokenizer with more tokens than the model has embeddings), shapes that the kernel does not know, and an "
-            "old kernels package; then try --dtype float32, and update CANN."
+            "tokenizer with more tokens than the model has embeddings), shapes that the kernel does not support, and "
+            "an old kernels package; then try --dtype float32, and update CANN."
         ),
         confidence=0.8,
         in_warnings=True,

@@ -6,9 +6,9 @@ from finetune.commands.diagnose.symptoms.base import Kind, Symptom
 from finetune.runtime.language import N_
 
 _INTERFACE_FIX = N_(
-    "Name the interface that the nodes share: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME (`ip -br addr` lists them; "
-    "never lo or docker0 for several nodes), the same network on all nodes, open for all ports between them. Without "
-    "InfiniBand: NCCL_IB_DISABLE=1. NCCL_DEBUG=INFO shows what it chose."
+    "Name the interface shared by the nodes: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME (`ip -br addr` lists them; "
+    "never lo or docker0 for several nodes), on the same network on all nodes, with all ports open between them. "
+    "Without InfiniBand: NCCL_IB_DISABLE=1. NCCL_DEBUG=INFO shows what it chose."
 )
 
 SYMPTOMS = (
@@ -25,7 +25,6 @@ SYMPTOMS = (
         ),
         N_("NCCL or gloo found no network interface that reaches the other nodes[[ ({interface})]]."),
         _INTERFACE_FIX,
-        confidence=0.9,
         source="NCCL, gloo",
         explains=("nccl_version_or_system",),
     ),
@@ -55,13 +54,10 @@ SYMPTOMS = (
             r"ncclUnhandledCudaError|unhandled cuda error \(run with NCCL_DEBUG=INFO",
             r"Mismatched collective|Mismatch in NCCL version",
         ),
+        N_("NCCL failed[[ on rank {rank}]]: a system call, its version, or how it is used (two ranks on one GPU)."),
         N_(
-            "NCCL failed[[ on rank {rank}]] in a system call, by its version, or in how it is used (two ranks on one "
-            "GPU)."
-        ),
-        N_(
-            "Run once with NCCL_DEBUG=INFO: its last WARN line names the reason. See that each rank has a GPU of its "
-            "own (CUDA_VISIBLE_DEVICES, --nproc_per_node[[ {nproc}]]), that /dev/shm is large enough (--shm-size), "
+            "Run once with NCCL_DEBUG=INFO: its last WARN line names the reason. Make sure that each rank has its own "
+            "GPU (CUDA_VISIBLE_DEVICES, --nproc_per_node[[ {nproc}]]), that /dev/shm is large enough (--shm-size), "
             "that all nodes have the same torch, and that only one nvidia-nccl-cu* package is installed (`pip list | "
             "grep nccl`)."
         ),
@@ -84,13 +80,13 @@ SYMPTOMS = (
             r"device type '?cuda'? is not available",
         ),
         N_(
-            "The NVIDIA driver and this torch do not fit[[ (driver {found})]], the driver is not there, or torch was "
+            "The NVIDIA driver and this torch do not match[[ (driver {found})]], the driver is missing, or torch was "
             "built without CUDA or for other GPUs."
         ),
         N_(
-            'Compare `nvidia-smi` (driver and the highest CUDA it takes) with `python -c "import torch; '
+            'Compare `nvidia-smi` (driver and the highest CUDA it supports) with `python -c "import torch; '
             'print(torch.version.cuda)"`; install the torch build for that CUDA, or a newer driver. After a driver '
-            "upgrade reboot, or reload the modules. In containers start with --gpus all."
+            "upgrade, reboot or reload the modules. Start containers with --gpus all."
         ),
         confidence=0.92,
         source="torch, CUDA runtime, NVML",
@@ -108,13 +104,13 @@ SYMPTOMS = (
             r"\(?EI0012\)?:",
         ),
         N_(
-            "A device accessed memory that is not its own, or its memory or link is broken[[ (Xid {xid})]][[ on rank "
-            "{rank}]]."
+            "A device accessed memory that does not belong to it, or its memory or link is faulty[[ (Xid {xid})]][[ on "
+            "rank {rank}]]."
         ),
         N_(
-            "Look at `dmesg -T | grep -i xid` and `nvidia-smi -q -d ECC` (on NPUs `npu-smi info -t ecc`): with an Xid "
-            "48, 63, 74, 79, 94, 95 or ECC counts the device is at fault, take it out of CUDA_VISIBLE_DEVICES and have "
-            "it reset. Without: run once with CUDA_LAUNCH_BLOCKING=1, which shows the operator, and look for ids or "
+            "Look at `dmesg -T | grep -i xid` and `nvidia-smi -q -d ECC` (on NPUs `npu-smi info -t ecc`): with Xid 48, "
+            "63, 74, 79, 94, 95 or ECC counts the device is faulty: take it out of CUDA_VISIBLE_DEVICES and have it "
+            "reset. Otherwise run once with CUDA_LAUNCH_BLOCKING=1, which shows the operator, and look for ids or "
             "shapes out of range."
         ),
         confidence=0.88,

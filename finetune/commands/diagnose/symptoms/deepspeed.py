@@ -20,12 +20,12 @@ SYMPTOMS = (
             r"Command '\['which', '(?P<compiler>[cg]\+\+|gcc|ninja)'\]' returned non-zero",
             r"Installed CUDA version (?P<cuda>\S+) does not match the version torch was compiled with",
         ),
-        N_("DeepSpeed could not build an operator[[ ({operator})]] at its first use[[: {compiler} does not work]]."),
+        N_("DeepSpeed could not build an operator[[ ({operator})]] on first use[[: {compiler} does not work]]."),
         N_(
-            "Install a C++17 compiler, ninja and Python's headers (`apt-get install g++ ninja-build python3-dev`), see "
-            "that CXX names a compiler that works, and remove the half-built folder under $TORCH_EXTENSIONS_DIR "
+            "Install a C++17 compiler, ninja and Python's headers (`apt-get install g++ ninja-build python3-dev`), "
+            "make sure that CXX names a working compiler, and remove the half-built folder under $TORCH_EXTENSIONS_DIR "
             "(~/.cache/torch_extensions). With a CUDA mismatch install the CUDA toolkit that torch was built for, or "
-            "DS_SKIP_CUDA_CHECK=1. `python -m finetune doctor` builds and steps it. The CPU Adam can be avoided: "
+            "DS_SKIP_CUDA_CHECK=1. `python -m finetune doctor` builds it and runs a step. The CPU Adam can be avoided: "
             "zero_force_ds_cpu_optimizer: false."
         ),
         confidence=0.93,
@@ -48,9 +48,9 @@ SYMPTOMS = (
             "x {world} processes]]."
         ),
         N_(
-            'Give two of global batch, micro-batch and accumulation and leave the third out or "auto": global = micro '
-            "x accumulation x processes. If `world_size` is 1 though several were started, the process group came "
-            "after the model: start with torchrun or accelerate launch."
+            'Give two of global batch, micro-batch and accumulation and leave the third out or set it to "auto": '
+            "global = micro x accumulation x processes. If `world_size` is 1 though several were started, the process "
+            "group was created after the model: start with torchrun or accelerate launch."
         ),
         confidence=0.94,
         source="DeepSpeed, this package",
@@ -69,8 +69,8 @@ SYMPTOMS = (
         ),
         N_(
             "Start with as many processes as wrote it[[ ({saved})]], or convert it with DeepSpeed's "
-            "ds_to_universal.py. Checkpoints of this package do not know how many devices wrote them: they go on "
-            "anywhere."
+            "ds_to_universal.py. Checkpoints of this package do not depend on the number of devices: they resume on "
+            "any."
         ),
         confidence=0.94,
         source="DeepSpeed engine",
@@ -90,12 +90,12 @@ SYMPTOMS = (
             r"shape '\[[\d, -]+\]' is invalid for input of size 0",
         ),
         N_(
-            "A weight[[ ({parameter})]] has another shape than the model expects[[: {saved} where the model has "
+            "A weight[[ ({parameter})]] has a different shape than the model expects[[: {saved} where the model has "
             "{now}]]. A shape [0] is what a ZeRO-3 shard looks like when it was saved or used without gathering it."
         ),
         N_(
             "Empty shapes: save through the engine (stage3_gather_16bit_weights_on_model_save, or this package, which "
-            "gathers and re-opens what it saved), and touch parameters outside forward only inside "
+            "gathers and re-opens what it saved), and access parameters outside forward only inside "
             "deepspeed.zero.GatheredParameters. Other shapes: the adapter or checkpoint belongs to another model or "
             "LoRA rank."
         ),

@@ -16,7 +16,7 @@ SYMPTOMS = (
             r"wandb: ERROR .*(?:API key|user is not logged in|permission denied|401)",
             r"wandb\.errors\.\S*AuthenticationError",
         ),
-        N_("wandb was asked for and has no login here[[ (rank {rank})]]."),
+        N_("wandb was requested but is not logged in here[[ (rank {rank})]]."),
         N_(
             "`wandb login`, or WANDB_API_KEY in the environment; without a network WANDB_MODE=offline (and `wandb "
             "sync` later); without wandb WANDB_MODE=disabled or --report-to none."
@@ -39,9 +39,9 @@ SYMPTOMS = (
             "were free]]."
         ),
         N_(
-            "`df -h`, `df -i` and `du -sh *` in the output folder and in ~/.cache; lower --save-total-limit, take old "
-            "checkpoints away, or move --output-dir, TMPDIR and HF_HOME to a larger disk. Then start the same command "
-            "again: it goes on from the last whole checkpoint."
+            "Check `df -h`, `df -i` and `du -sh *` in the output folder and in ~/.cache; lower --save-total-limit, "
+            "delete old checkpoints, or move --output-dir, TMPDIR and HF_HOME to a larger disk. Then start the same "
+            "command again: it resumes from the last valid checkpoint."
         ),
         confidence=0.95,
         source="Linux, torch, safetensors, this package",
@@ -68,10 +68,10 @@ SYMPTOMS = (
             r"\[Errno 30\]|Read-only file system",
             r"\bERR0[0-4]012\b",
         ),
-        N_("The user that runs this may not read or write[[ {path}]]."),
+        N_("The user running this may not read or write[[ {path}]]."),
         N_(
-            "`ls -ld`[[ {path}]] and `id`: own the folder, mount it writable, or choose another --output-dir, HF_HOME "
-            "or TMPDIR. For NPUs the user must be in the group of /dev/davinci* (HwHiAiUser)."
+            "`ls -ld`[[ {path}]] and `id`: take ownership of the folder, mount it writable, or choose another "
+            "--output-dir, HF_HOME or TMPDIR. For NPUs the user must be in the group of /dev/davinci* (HwHiAiUser)."
         ),
         confidence=0.88,
         source="Linux, Python",
@@ -84,9 +84,10 @@ SYMPTOMS = (
             r"ImportError: (?P<package>[\w-]+) is required|ImportError: .*requires the (?P<package_>[\w-]+) library",
             r"python: can't open file '(?P<file>[^']+)'|^\S+: No module named (?P<package__>\S+)$",
         ),
-        N_("Python does not find[[ the package {package}]][[ the file {file}]] in the environment that runs."),
+        N_("Python cannot find[[ the package {package}]][[ the file {file}]] in the active environment."),
         N_(
-            "See that the right environment is active on every node (`which python`), then `pip install[[ {package}]]`."
+            "Make sure that the right environment is active on every node (`which python`), then `pip install[[ "
+            "{package}]]`."
         ),
         confidence=0.8,
         source="Python",
@@ -102,8 +103,8 @@ SYMPTOMS = (
             r"[Cc]aught signal 11 \(",
         ),
         N_(
-            "A process[[ ({pid})]][[ of rank {rank}]] crashed inside native code: libraries that do not fit together, "
-            "or a fault of one."
+            "A process[[ ({pid})]][[ of rank {rank}]] crashed inside native code: incompatible libraries, or a bug in "
+            "one."
         ),
         N_(
             "Run with `python -X faulthandler` (PYTHONFAULTHANDLER=1): it names the Python line. Then suspect packages "

@@ -6,17 +6,17 @@ from finetune.commands.diagnose.symptoms.base import Kind, Symptom
 from finetune.runtime.language import N_
 
 _DEVICE_OOM_FIX = N_(
-    "Lower --micro-batch-size[[ (now {micro_batch_size}; try {half_micro_batch_size})]]: the global batch stays, it is "
-    "cut into more micro-steps. Then, one at a time: --gradient-checkpointing true, a smaller --cutoff-len[[ (now "
-    "{cutoff_len}; try {half_cutoff_len})]], ZeRO-3 with offload (--config ds_configs/zero3.json). Against fragments: "
-    "expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF or PYTORCH_NPU_ALLOC_CONF. A sharded run of this package goes "
-    "on with smaller rows when the same command is started again[[ ({oom_old} did not fit)]]."
+    "Lower --micro-batch-size[[ (now {micro_batch_size}; try {half_micro_batch_size})]]: the global batch stays the "
+    "same, split into more micro-steps. Then, one at a time: --gradient-checkpointing true, a smaller --cutoff-len[[ "
+    "(now {cutoff_len}; try {half_cutoff_len})]], ZeRO-3 with offload (--config ds_configs/zero3.json). Against "
+    "fragmentation: expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF or PYTORCH_NPU_ALLOC_CONF. A sharded run of "
+    "this package resumes with smaller microbatches when the same command is started again[[ ({oom_old} did not fit)]]."
 )
 _HOST_OOM_FIX = N_(
-    "See what the host had (`free -g`; in a container its cgroup limit; `dmesg | grep -i oom`). Lower "
+    "Check how much memory the host has (`free -g`; in a container its cgroup limit; `dmesg | grep -i oom`). Lower "
     "--dataloader-num-workers[[ (now {dataloader_num_workers})]] and --preprocessing-num-workers; offload less to the "
-    "CPU (optimizer offload takes about 16 bytes for each trained parameter of the node, parameter offload 2 for "
-    "each); start fewer processes on the machine[[ (now {nproc})]]; or give the container or job more memory."
+    "CPU (optimizer offload takes about 16 bytes per trained parameter of the node, parameter offload 2 bytes per "
+    "parameter); start fewer processes on the machine[[ (now {nproc})]]; or give the container or job more memory."
 )
 _SHM_FIX = N_(
     "Give the container more shared memory (docker run --shm-size=16g or --ipc=host; in Kubernetes an emptyDir with "
@@ -33,12 +33,12 @@ SYMPTOMS = (
             r"MPS backend out of memory(?: \(MPS allocated: (?P<used>[\d.]+ ?\w+))?",
             r"CUDA error: out of memory",
             r"CUBLAS_STATUS_ALLOC_FAILED",
-            r"^\[ERROR\] (?:rank \d+: )?out of memory (?:at step (?P<step>\d+)|with rows that cannot)",
+            r"^\[ERROR\] (?:rank \d+: )?out of memory (?:at step (?P<step>\d+)|with (?:rows|microbatches) that cannot)",
             r"\b(?:torch|cuda)\.OutOfMemoryError\b",
         ),
         N_(
-            "A device ran out of memory[[ on rank {rank}]][[ at step {step}]][[: {wanted} more were asked for]][[, of "
-            "{capacity} in all]]."
+            "A device ran out of memory[[ on rank {rank}]][[ at step {step}]][[: {wanted} more were requested]][[, of "
+            "{capacity} in total]]."
         ),
         _DEVICE_OOM_FIX,
         confidence=0.95,
@@ -56,12 +56,11 @@ SYMPTOMS = (
             r"Call rtMalloc fail.*size:(?P<wanted_bytes>\d+)",
         ),
         N_(
-            "An NPU ran out of memory (HBM)[[ on rank {rank}]][[: {wanted_bytes} bytes were asked for]]. Another "
-            "process on the same chip counts as well."
+            "An NPU ran out of memory (HBM)[[ on rank {rank}]][[: {wanted_bytes} bytes were requested]]. Other "
+            "processes on the same chip use the same memory."
         ),
-        N_("See with `npu-smi info` whether another process holds memory on the chip, and end it if it is yours."),
+        N_("Check with `npu-smi info` whether another process holds memory on the chip, and stop it if it is yours."),
         more_fix=_DEVICE_OOM_FIX,
-        confidence=0.9,
         source="CANN error codes (EL0004, 207001); public threads",
         explains=("npu_busy_or_owned",),
     ),
@@ -85,11 +84,10 @@ SYMPTOMS = (
             r"A process in the process pool was terminated abruptly",
         ),
         N_(
-            "The host ran out of memory[[ on rank {rank}]][[: {wanted} were asked for]], and a process was refused "
-            "memory or was killed by the system[[ (process {pid})]]."
+            "The host ran out of memory[[ on rank {rank}]][[: {wanted} were requested]], and a process was denied "
+            "memory or killed by the system[[ (process {pid})]]."
         ),
         _HOST_OOM_FIX,
-        confidence=0.9,
         source="Linux kernel, Slurm, torch, Python",
         explains=("dataloader_worker_killed_shm",),
     ),
@@ -97,8 +95,8 @@ SYMPTOMS = (
         "host_oom",
         (r"^(?:\S+: line \d+: +)?\d* ?Killed\b",),
         N_(
-            "The shell says only that a process was killed (SIGKILL). Nearly always that is the kernel, out of memory, "
-            "or the container's limit."
+            "The shell only reports that a process was killed (SIGKILL), nearly always by the kernel for lack of "
+            "memory or by the container's limit."
         ),
         _HOST_OOM_FIX,
         kind=Kind.PEER_LOST,
@@ -128,7 +126,7 @@ SYMPTOMS = (
     Symptom(
         "dataloader_worker_killed_shm",
         (r"DataLoader worker \(pid\(?s?\)? (?P<pid>\d+)[\d, ]*\) (?:exited unexpectedly|is killed by signal)",),
-        N_("A data loader worker ended by itself (process {pid}): killed, or short of shared memory."),
+        N_("A data loader worker exited unexpectedly (process {pid}): killed, or out of shared memory."),
         _SHM_FIX,
         kind=Kind.PEER_LOST,
         confidence=0.7,

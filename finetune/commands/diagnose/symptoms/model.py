@@ -8,9 +8,9 @@ from finetune.runtime.language import N_
 _NAN_TEXT = N_("The loss or the gradients became NaN or infinite[[ at step {step}]].")
 _NAN_FIX = N_(
     "Lower --learning-rate[[ (now {learning_rate})]] or lengthen the warm-up, use bfloat16 or float32 instead of "
-    "float16, clip gradients (--max-grad-norm 1), and look at the rows of the first bad step[[ ({nonfinite_records})]]: "
-    "events.jsonl names them, `python -m finetune inspect --row N` shows them. Go on from the last checkpoint before "
-    "it."
+    "float16, clip gradients (--max-grad-norm 1), and look at the records of the first bad step[[ "
+    "({nonfinite_records})]]: events.jsonl names them, `python -m finetune inspect --row N` shows them. Resume from "
+    "the last checkpoint before it."
 )
 
 SYMPTOMS = (
@@ -30,14 +30,14 @@ SYMPTOMS = (
             r"Can't load (?:the )?(?:tokenizer|model|configuration|image processor) (?:for|of) '(?P<model>[^']+)'",
         ),
         N_(
-            "The model[[ {model}]] was not found: neither as a folder with its files nor on the hub (or not with this "
-            "access)."
+            "The model[[ {model}]] was not found: neither as a folder with its files nor on the hub (or not with these "
+            "credentials)."
         ),
         N_(
             "Check the spelling and that the folder holds config.json, tokenizer files and model*.safetensors. "
-            "Relative paths count from where the run is started, and must exist on every node. For gated models: `hf "
-            "auth login` or HF_TOKEN; behind a mirror: HF_ENDPOINT; ModelScope models: download them first and give "
-            "the folder."
+            "Relative paths start where the run is started, and must exist on every node. For gated models: `hf auth "
+            "login` or HF_TOKEN; behind a mirror: HF_ENDPOINT; ModelScope models: download them first and give the "
+            "folder."
         ),
         confidence=0.88,
         source="transformers, huggingface_hub, this package",
@@ -53,14 +53,11 @@ SYMPTOMS = (
             r"host='(?P<hub>[\w.-]*(?:huggingface|hf-mirror|modelscope|\bhf)\.\w+)'.*Max retries exceeded",
             r"(?:Connect|Proxy)(?:ion)?(?:Error|Timeout)\b.*huggingface",
         ),
-        N_(
-            "The model hub[[ {hub}]] cannot be reached or is switched off here, and the files are not in the local "
-            "cache."
-        ),
+        N_("The model hub[[ {hub}]] cannot be reached or is disabled here, and the files are not in the local cache."),
         N_(
             "Download the model where there is a network (`hf download NAME --local-dir DIR`), copy the folder to "
-            "every node and give --model DIR. Or set HF_ENDPOINT to a mirror that is reached (https://hf-mirror.com), "
-            "and unset HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE where there is a network. Proxies: HTTPS_PROXY."
+            "every node and give --model DIR. Or set HF_ENDPOINT to a reachable mirror (https://hf-mirror.com), and "
+            "unset HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE where there is a network. Proxies: HTTPS_PROXY."
         ),
         confidence=0.92,
         source="huggingface_hub, transformers",
@@ -82,14 +79,14 @@ SYMPTOMS = (
             r"^\[ERROR\] (?:rank \d+: )?the model's weights cannot be read: (?P<reason>.*)",
         ),
         N_(
-            "A file of weights or of a checkpoint is cut short or broken[[: {reason}]]. A kill during saving or "
-            "copying, a full disk, or an unfinished download (a Git LFS pointer of 130 bytes) does that."
+            "A weights or checkpoint file is truncated or corrupt[[: {reason}]]. Usual reasons: killed while saving or "
+            "copying, a full disk, an unfinished download (a Git LFS pointer of 130 bytes)."
         ),
         N_(
-            "`python -m finetune checkpoints RUN` says which checkpoints are whole; `--resume auto` takes the newest "
-            "whole one. A model's file: compare its size with the hub's and fetch it again. See that the disk has room."
+            "`python -m finetune checkpoints RUN` shows which checkpoints are valid; `--resume auto` takes the newest "
+            "valid one. A model's file: compare its size with the hub's and download it again. Make sure that the disk "
+            "has room."
         ),
-        confidence=0.9,
         source="safetensors, torch.load, this package",
     ),
     Symptom(
@@ -133,11 +130,11 @@ SYMPTOMS = (
             r"Found dtype (?P<found>\w+) but expected (?P<wanted>\w+)",
             r"tensors? must (?:be|have) the same (?:data ?type|dtype)",
         ),
-        N_("Two tensors of different number types met[[: {found} where {wanted} is wanted]][[ on rank {rank}]]."),
+        N_("Two tensors have different data types[[: {found} where {wanted} is expected]][[ on rank {rank}]]."),
         N_(
-            "Use one type throughout: --dtype bfloat16 with a model loaded in bfloat16. Own modules or adapters kept "
-            "in float32 inside a bfloat16 model need autocast or .to(dtype); under ZeRO-3 with LoRA load the adapter "
-            "in the model's type (autocast_adapter_dtype=False)."
+            "Use one type throughout: --dtype bfloat16 with a model loaded in bfloat16. Custom modules or adapters "
+            "kept in float32 inside a bfloat16 model need autocast or .to(dtype); under ZeRO-3 with LoRA load the "
+            "adapter in the model's type (autocast_adapter_dtype=False)."
         ),
         confidence=0.88,
         source="torch",
@@ -153,12 +150,11 @@ SYMPTOMS = (
             r"[Bb][Ff](?:loat)?16 is (?:not supported|only supported)",
             r"does not support (?:bf16|bfloat16)|DT_BF(?:LOAT)?16 .{0,20}not support",
         ),
-        N_("This device or operator has no bfloat16 (GPUs before Ampere, Ascend 910A, some CPU operators)."),
+        N_("This device or operator does not support bfloat16 (GPUs before Ampere, Ascend 910A, some CPU operators)."),
         N_(
             '--dtype float16, or --dtype float32 where there is no gradient scaler; take "bf16": {{"enabled": true}} '
             "out of the DeepSpeed file. Check with `python -m finetune doctor`."
         ),
-        confidence=0.9,
         source="transformers, accelerate, DeepSpeed, torch, this package",
     ),
     Symptom(
@@ -171,13 +167,13 @@ SYMPTOMS = (
             r"flash_attn\w*\.so: undefined symbol",
         ),
         N_(
-            "Flash Attention was asked for, and its package is missing, does not fit this torch, or does not run on "
+            "Flash Attention was requested, but its package is missing, does not match this torch, or does not support "
             "this device."
         ),
         N_(
-            "Ask for no attention implementation (attn_implementation): SDPA is used, which is nearly as fast. Else "
-            "`pip install flash-attn --no-build-isolation` for this torch and CUDA (Ampere GPUs or newer; on NPUs "
-            "torch_npu brings its own)."
+            "Leave out attn_implementation: SDPA is then used, which is nearly as fast. Otherwise `pip install "
+            "flash-attn --no-build-isolation` for this torch and CUDA (Ampere GPUs or newer; on NPUs torch_npu brings "
+            "its own)."
         ),
         confidence=0.94,
         source="transformers, flash-attn",
@@ -192,13 +188,13 @@ SYMPTOMS = (
             r"torch\.utils\.checkpoint: (?:Recomputed|A different|Trying to)",
         ),
         N_(
-            "Activation recomputation did not give what the first forward gave[[ on rank {rank}]]: gradient "
-            "checkpointing and the way the model is wrapped (DDP, ZeRO-3, LoRA) do not fit."
+            "Activation recomputation did not reproduce the first forward[[ on rank {rank}]]: gradient checkpointing "
+            "is incompatible with the way the model is wrapped (DDP, ZeRO-3, LoRA)."
         ),
         N_(
-            "ZeRO-3 with LoRA needs use_reentrant=True, DDP needs use_reentrant=False; this package sets it, so own "
-            "code is where to look. No random or data-dependent branches and no autocast change inside a checkpointed "
-            "layer. To make sure: --gradient-checkpointing false."
+            "ZeRO-3 with LoRA needs use_reentrant=True, DDP needs use_reentrant=False; this package sets it, so look "
+            "at custom code. No random or data-dependent branches and no autocast change inside a checkpointed layer. "
+            "To verify: --gradient-checkpointing false."
         ),
         confidence=0.92,
         source="torch.utils.checkpoint, DDP",
@@ -208,12 +204,12 @@ SYMPTOMS = (
         "grad_checkpoint_mismatch",
         (r"element 0 of tensors does not require grad and does not have a grad_fn",),
         N_(
-            "No trainable parameter had a part in the loss: most often LoRA with gradient checkpointing and inputs "
+            "No trainable parameter contributed to the loss: most often LoRA with gradient checkpointing and inputs "
             "without gradient."
         ),
         N_(
-            "Call model.enable_input_require_grads() or use use_reentrant=False, and see that the LoRA targets exist "
-            "(--lora-target-modules)."
+            "Call model.enable_input_require_grads() or use use_reentrant=False, and make sure that the LoRA targets "
+            "exist (--lora-target-modules)."
         ),
         confidence=0.7,
         source="torch autograd",
@@ -226,11 +222,11 @@ SYMPTOMS = (
             r"Parameter indices which did not receive grad for rank (?P<rank>\d+): (?P<indices>[\d ]+)",
         ),
         N_(
-            "DDP waits for gradients of parameters that took no part in the loss[[ (indices {indices})]][[ on rank "
-            "{rank}]]."
+            "DDP waits for gradients of parameters that did not contribute to the loss[[ (indices {indices})]][[ on "
+            "rank {rank}]]."
         ),
         N_(
-            "Freeze what is not trained (requires_grad=False), or see why the ranks take different paths; "
+            "Freeze what is not trained (requires_grad=False), or find out why the ranks take different paths; "
             "TORCH_DISTRIBUTED_DEBUG=DETAIL names the parameters. Only as a last resort find_unused_parameters=True, "
             "which is slower."
         ),

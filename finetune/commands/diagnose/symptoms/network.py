@@ -6,13 +6,13 @@ from finetune.commands.diagnose.symptoms.base import Kind, Symptom
 from finetune.runtime.language import N_
 
 _TIMEOUT_FIX = N_(
-    "Look for the first error on any rank: give the logs of all ranks and nodes to one `diagnose`. If none has one, a "
-    "rank was only slow (data, evaluation, saving) or ranks did not make the same calls: raise --timeout-seconds[[ "
-    "(now {timeout_seconds})]], prepare data before training, and see that all nodes have the same files and settings."
+    "Look for the first error on any rank: pass the logs of all ranks and nodes to one `diagnose`. If there is none, a "
+    "rank was merely slow (data, evaluation, saving) or the ranks made different calls: raise --timeout-seconds[[ (now "
+    "{timeout_seconds})]], prepare data before training, and make sure that all nodes have the same files and settings."
 )
 _PEER_FIX = N_(
     "The reason is in the log of the process that died, or nowhere if it was killed: look there, and at `dmesg -T | "
-    "grep -i -E 'oom|killed|xid'` on its machine. If it was an accident, start the same command again: the run goes on "
+    "grep -i -E 'oom|killed|xid'` on its machine. If it was a one-off, start the same command again: the run resumes "
     "from its last checkpoint."
 )
 
@@ -26,13 +26,11 @@ SYMPTOMS = (
             r"[Aa]ddress already in use",
             r"(?:on port `(?P<port>\d+)`, but )?another process is utilizing (?:it|at least one)",
         ),
+        N_("The rendezvous port[[ {port}]] is taken on this machine, often by an earlier run that has not ended."),
         N_(
-            "The port[[ {port}]] for the meeting of the processes is taken on this machine, often by an earlier run "
-            "that has not ended."
-        ),
-        N_(
-            "Take another port: MASTER_PORT[[={next_port}]] or `torchrun --master_port[[ {next_port}]]`, or leave it "
-            "to `python -m finetune launch`, which finds a free one. Who holds it: `ss -ltnp[[ 'sport = :{port}']]`."
+            "Use another port: MASTER_PORT[[={next_port}]] or `torchrun --master_port[[ {next_port}]]`, or leave it to "
+            "`python -m finetune launch`, which finds a free one. To see who holds it: `ss -ltnp[[ 'sport = "
+            ":{port}']]`."
         ),
         confidence=0.95,
         source="torch c10d, accelerate, Python",
@@ -58,14 +56,15 @@ SYMPTOMS = (
             r"retrieved.*DistNetworkError|DistNetworkError: .*cannot be retrieved",
         ),
         N_(
-            "Not all processes met[[ at {master_addr}]][[, port {master_port}]][[: {joined} of {world_size} came]]. A "
-            "node was not started, started too late or with other settings, or the address cannot be reached from here."
+            "Not all processes joined the rendezvous[[ at {master_addr}]][[, port {master_port}]][[: {joined} of "
+            "{world_size} did]]. A node was not started, was started too late or with different settings, or the "
+            "address cannot be reached from here."
         ),
         N_(
             "Start all nodes within the timeout[[ ({timeout_seconds} s)]] with the same MASTER_ADDR[[ "
             "({master_addr})]], MASTER_PORT[[ ({master_port})]] and number of nodes, and NODE_RANK 0, 1, ... once "
-            "each. From every other node try `nc -vz[[ {master_addr}]][[ {master_port}]]`: firewall, wrong interface "
-            "and a name that resolves to 127.0.0.1 show there."
+            "each. From every other node run `nc -vz[[ {master_addr}]][[ {master_port}]]`: it reveals a firewall, a "
+            "wrong interface, or a name that resolves to 127.0.0.1."
         ),
         kind=Kind.TIMEOUT,
         confidence=0.85,
@@ -90,8 +89,8 @@ SYMPTOMS = (
             r"watchdog thread terminated with exception.*(?:timeout|timed out)",
         ),
         N_(
-            "A collective operation[[ ({operation})]] waited in vain[[ for {timeout_ms} ms]][[ on rank {rank}]][[: "
-            "ranks {missing} did not come]]. That is what the other ranks see when one has died, hangs or is slow."
+            "A collective operation[[ ({operation})]] timed out[[ after {timeout_ms} ms]][[ on rank {rank}]][[: ranks "
+            "{missing} did not arrive]]. This is what the other ranks see when one has died, hangs or is slow."
         ),
         _TIMEOUT_FIX,
         kind=Kind.TIMEOUT,
@@ -112,8 +111,9 @@ SYMPTOMS = (
             r"the run's process (?P<pid>\S+) disappeared",
         ),
         N_(
-            "A process[[ ({pid})]][[ of rank {rank}]] was killed from outside (SIGKILL): nearly always the kernel or a "
-            "container that ran out of host memory, else a scheduler or a person. It could not say so itself."
+            "A process[[ ({pid})]][[ of rank {rank}]] was killed from outside (SIGKILL): nearly always by the kernel "
+            "or a container that ran out of host memory, otherwise by a scheduler or a person. It could not report "
+            "this itself."
         ),
         _PEER_FIX,
         kind=Kind.PEER_LOST,
@@ -135,7 +135,7 @@ SYMPTOMS = (
         ),
         N_(
             "The connection to another process broke[[ ({peer})]]: that process died or its machine or link went "
-            "down.[[ Rank {rank} only noticed.]]"
+            "down.[[ Rank {rank} only noticed it.]]"
         ),
         _PEER_FIX,
         kind=Kind.PEER_LOST,
@@ -149,7 +149,7 @@ SYMPTOMS = (
             r"maybe TCPStore server has shut down too early",
             r"recvValue failed on SocketImpl",
         ),
-        N_("The store that the processes share went away: the process that held it (rank 0 or the launcher) ended."),
+        N_("The store shared by the processes is gone: the process that hosted it (rank 0 or the launcher) ended."),
         _PEER_FIX,
         kind=Kind.CASCADE,
         confidence=0.5,
@@ -164,12 +164,12 @@ SYMPTOMS = (
             r"The node was low on resource|[Pp]od was evicted|spot instance interruption",
         ),
         N_(
-            "The run was stopped from outside[[ ({reason})]][[ (signal {signal})]]: preempted, out of time, or ended "
+            "The run was stopped from outside[[ ({reason})]][[ (signal {signal})]]: preempted, out of time, or stopped "
             "by a person."
         ),
         N_(
-            "Start the same command again: it goes on from the last checkpoint. For jobs with a time limit let the "
-            "scheduler send SIGTERM some minutes before (Slurm: --signal=B:TERM@300), so that a checkpoint is saved."
+            "Start the same command again: it resumes from the last checkpoint. For jobs with a time limit, have the "
+            "scheduler send SIGTERM a few minutes earlier (Slurm: --signal=B:TERM@300), so that a checkpoint is saved."
         ),
         confidence=0.85,
         source="Slurm, torch elastic, Kubernetes",
@@ -179,9 +179,8 @@ SYMPTOMS = (
         "preempted",
         (r"stopped by (?P<signal>SIG\w+|a signal) at step (?P<step>\d+)",),
         N_("The run was stopped by {signal} at step {step} and saved a checkpoint."),
-        N_("Start the same command again: it goes on from step {step}."),
+        N_("Start the same command again: it resumes from step {step}."),
         kind=Kind.CASCADE,
-        confidence=0.9,
         in_warnings=True,
         source="this package",
     ),
@@ -194,7 +193,7 @@ SYMPTOMS = (
             r"UV_\w+.*TCPStore|TCPStore.*\bUV_E\w+",
             r"TCPStoreLibUv\w*\b.*(?:Error|failed)",
         ),
-        N_("The meeting point of the processes (TCPStore) asked for libuv, which this build of torch lacks."),
+        N_("The rendezvous store (TCPStore) requested libuv, which this build of torch lacks."),
         N_(
             "Set USE_LIBUV=0 and, where torchrun still asks for it, TORCHELASTIC_USE_AGENT_STORE=0, before the "
             "launcher starts; `python -m finetune launch` sets both where they help."

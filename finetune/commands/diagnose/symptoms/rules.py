@@ -11,8 +11,8 @@ SYMPTOMS: tuple[Symptom, ...] = tuple(symptom for group in _GROUPS for symptom i
 
 _EXPLANATION = N_("The run failed[[ on rank {rank}]], and no rule knows this message: {line}")
 _FIX = N_(
-    "Read the traceback above the first evidence line: its last frame in your own files is where to look. Give the "
-    "logs of all ranks and nodes to one `diagnose`: another rank may say more."
+    "Read the traceback above the first evidence line: look at its last frame in your own files. Pass the logs of all "
+    "ranks and nodes to one `diagnose`: another rank may tell more."
 )
 UNEXPLAINED = Symptom("unknown", (), _EXPLANATION, _FIX, kind=Kind.UNEXPLAINED, confidence=0.3)
 ENDED_BADLY = Symptom("unknown", (), _EXPLANATION, _FIX, kind=Kind.CASCADE, confidence=0.2)
@@ -20,7 +20,7 @@ ENDED_BADLY = Symptom("unknown", (), _EXPLANATION, _FIX, kind=Kind.CASCADE, conf
 EXPLAINED_BY_RUN = Symptom(
     "explained_by_run",
     (),
-    N_("The run refused or stopped and said why: {error}[[ ({error_where})]]"),
+    N_("The run refused to start or stopped, and reported why: {error}[[ ({error_where})]]"),
     "{error_fix}",
     confidence=0.85,
     source="this package",
