@@ -85,29 +85,23 @@ def rank_findings(logs: Sequence[LogEvidence], facts: dict[str, str] | None = No
 def _standing(log: LogEvidence) -> list[Evidence]:
     """Evidence that the run did not survive: it neither trained on after it nor reported that it was done."""
 
-    def survived(evidence: Evidence) -> bool:
-        return log.steps - evidence.line.steps_before >= SURVIVED_STEPS
-
     return [
         evidence
         for number, evidence in enumerate(log.evidence)
-        if evidence.symptom.lasting or (number >= log.finished and not survived(evidence))
+        if evidence.symptom.lasting
+        or (number >= log.finished and log.steps - evidence.line.steps_before < SURVIVED_STEPS)
     ]
 
 
 def _groups(evidence: Sequence[Evidence]) -> list[_Group]:
+    counts = Counter[int]()
+    for piece in evidence:
+        counts[id(piece.symptom)] += piece.count
     by_cause: dict[str, list[Evidence]] = {}
     for piece in evidence:
-        by_cause.setdefault(piece.symptom.cause, []).append(piece)
-    groups = []
-    for pieces in by_cause.values():
-        counts = Counter[int]()
-        for piece in pieces:
-            counts[id(piece.symptom)] += piece.count
-        enough = [piece for piece in pieces if counts[id(piece.symptom)] >= piece.symptom.at_least]
-        if enough:
-            groups.append(_Group(enough))
-    return groups
+        if counts[id(piece.symptom)] >= piece.symptom.at_least:
+            by_cause.setdefault(piece.symptom.cause, []).append(piece)
+    return [_Group(pieces) for pieces in by_cause.values()]
 
 
 def _order(evidence: Evidence) -> tuple[float, int]:

@@ -50,24 +50,23 @@ def causes_of_text(tmp_path: Path, *texts: str) -> list[str]:
 
 
 def test_precision_and_recall_over_all_examples(capsys):
-    hits, said, wanted = Counter[str](), Counter[str](), Counter[str]()
+    hits, reported, wanted = Counter[str](), Counter[str](), Counter[str]()
     wrong = []
     for cause, name, paths in examples():
         expected = [] if cause == "clean" else [cause]
         found = causes(*paths)
-        said.update(found)
+        reported.update(found)
         wanted.update(expected)
         hits.update(set(found) & set(expected))
         if found != expected:
             wrong.append(f"{cause}/{name}: {found}")
     with capsys.disabled():
         print(f"\n{'cause':34} examples  precision  recall")
-        for cause in sorted(wanted | said):
-            precision = hits[cause] / said[cause] if said[cause] else 0.0
+        for cause in sorted(wanted | reported):
+            precision = hits[cause] / reported[cause] if reported[cause] else 0.0
             print(f"{cause:34} {wanted[cause]:8}  {precision:9.2f}  {hits[cause] / max(1, wanted[cause]):6.2f}")
-        print(
-            f"{'all':34} {wanted.total():8}  {hits.total() / said.total():9.2f}  {hits.total() / wanted.total():6.2f}"
-        )
+        precision, recall = hits.total() / reported.total(), hits.total() / wanted.total()
+        print(f"{'all':34} {wanted.total():8}  {precision:9.2f}  {recall:6.2f}")
     assert not wrong
 
 
@@ -87,7 +86,7 @@ def test_every_symptom_is_shown_by_an_example():
 
 
 def test_a_rule_is_never_missed_for_its_fixed_words():
-    """The words that lines are sifted by are in every line that a pattern matches."""
+    """Every line that a pattern matches holds the words that lines are filtered by."""
     for _, _, paths in examples():
         for path in paths:
             for line in path.read_text(errors="replace").split("\n"):
@@ -153,7 +152,7 @@ def placeholders(text: str) -> set[str]:
     return set(re.findall(r"(?<!\{)\{(\w+)\}", text))
 
 
-def test_every_cause_that_is_said_to_be_cured_by_a_restart_exists():
+def test_causes_that_others_refer_to_exist():
     assert set(CAUSES) > RESTART_CURES
     assert {cause for symptom in SYMPTOMS for cause in symptom.explains} <= set(CAUSES)
 
@@ -236,7 +235,7 @@ def test_fixed_advice_is_never_matched(symptom, tmp_path):
     assert causes_of_text(tmp_path, f"[INFO] all is well\nEE0001: [PID: 1] something\n{advice}") == ["unknown"]
 
 
-# ---------------------------------------------------------------- words
+# ---------------------------------------------------------------- texts
 
 
 def test_the_runs_own_numbers_are_in_the_remedy(tmp_path):
@@ -349,8 +348,8 @@ def test_the_command_loads_no_torch_and_reads_standard_input():
         "heavy = [name for name in ('torch', 'transformers', 'deepspeed', 'numpy') if name in sys.modules]\n"
         "sys.exit(f'loaded {heavy}' if heavy else code)"
     )
-    words = [sys.executable, "-c", program]
-    result = subprocess.run(words, input=b"all is well\n", capture_output=True, env=environment(), check=False)
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, input=b"all is well\n", capture_output=True, env=environment(), check=False)
     assert (result.returncode, result.stdout.decode()) == (0, "没有发现失败。\n"), result.stderr
 
 

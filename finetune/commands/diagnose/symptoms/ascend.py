@@ -18,8 +18,7 @@ SYMPTOMS = (
         (
             r"\(?EI0006\)?:",
             r"\(?EI0015\)?:(?:.*unconnected ranks?: ?\"?\[(?P<missing>[\d, ]+)\]?)?",
-            r"\(?EI0009\)?:.*Transport init",
-            r"Getting socket times out",
+            r"\(?EI0009\)?:.*Transport init|Getting socket times out",
             r"wait socket establish timeout, role\[\d+\] rank\[(?P<peer>\d+)\] timeout\[(?P<seconds>\d+)\]",
         ),
         N_(
@@ -42,8 +41,7 @@ SYMPTOMS = (
         (
             r"\(?EI00(?:01|03|04|05|14|16)\)?:(?:.*?[Ee]nvironment variable:? ?\[?(?P<variable>\w+))?",
             r"(?:HCCL_IF_IP|HCCL_SOCKET_IFNAME|HCCL_WHITELIST_FILE|HCCL_CONNECT_TIMEOUT|HCCL_EXEC_TIMEOUT|"
-            r"HCCL_BUFFSIZE|RANK_TABLE_FILE)\b.{0,40} is invalid",
-            r"errNo\[0x0*50000001\]",
+            r"HCCL_BUFFSIZE|RANK_TABLE_FILE)\b.{0,40} is invalid|errNo\[0x0*50000001\]",
             r"get host ip .*fail|[Ff]ailed to (?:find|get) (?:the )?host ?nic|HCCL_IF_IP.*not (?:found|match)",
         ),
         N_(
@@ -62,8 +60,7 @@ SYMPTOMS = (
     Symptom(
         "hccl_port_bind",
         (
-            r"\(?EI00(?:19|20)\)?:",
-            r"\(?EJ0003\)?:",
+            r"\(?EI00(?:19|20)\)?:|\(?EJ0003\)?:",
             r"listen on ip\[(?P<ip>[^\]]+)\] and specific port\[(?P<hccl_port>\d+)\] fail",
             r"nic listen start failed, port\[(?P<hccl_port>\d+)\]",
             r"Failed to bind the IP port",
@@ -95,8 +92,7 @@ SYMPTOMS = (
     Symptom(
         "npu_busy_or_owned",
         (
-            r"\(?EJ0001\)?:",
-            r"Maybe the last training process is running",
+            r"\(?EJ0001\)?:|Maybe the last training process is running",
             r"error code(?: is|:) ?5070(?:33|08)\b",
             r"open device (?P<device>\d+) failed, runtime result = 507033",
             r"halDeviceOpen failed\. ?device_id=(?P<device>\d+)",
@@ -117,10 +113,8 @@ SYMPTOMS = (
     Symptom(
         "npu_driver_cann_mismatch",
         (
-            r"\(?E30006\)?:|Failed to verify the OPP",
-            r"error code(?: is|:) ?500001\b",
-            r"error code(?: is|:) ?561\d\d\d\b",
-            r"CANN version mismatch",
+            r"\(?E30006\)?:|Failed to verify the OPP|error code(?: is|:) ?500001\b",
+            r"error code(?: is|:) ?561\d\d\d\b|CANN version mismatch",
             r"lib(?:tbe_adapter|atb|ascendcl|runtime|opapi|ascend_hal)\w*\.so: undefined symbol",
             r"driver (?:package )?version .{0,40}(?:too low|not match|mismatch|incompatible)",
             r"build op model failed, result = 500001",
@@ -153,11 +147,9 @@ SYMPTOMS = (
     Symptom(
         "torch_npu_missing_or_mismatch",
         (
-            r"No module named 'torch_npu'",
-            r"Failed to load the backend extension: torch_npu",
+            r"No module named 'torch_npu'|Failed to load the backend extension: torch_npu",
             r"lib(?:hccl|ascendcl|ge_runner|graph|acl_op_compiler)\w*\.so\S*: cannot open shared object file",
-            r"libtorch_npu\.so: undefined symbol",
-            r"torch_npu is installed but cannot be loaded",
+            r"libtorch_npu\.so: undefined symbol|torch_npu is installed but cannot be loaded",
             r"torch_npu\b.{0,60}(?:does not match|not compatible|mismatch)",
             r"module 'torch' has no attribute 'npu'",
             r"Torch not compiled with NPU|device type '?npu'? is not available",
@@ -179,8 +171,7 @@ SYMPTOMS = (
             r"error code(?: is|:) ?5070(?P<code>00|1[0-9]|3[4-9])\[Error\]",
             r"(?:aicore|aicpu|ai ?cpu|aivec|vector core|fftsplus aicore) (?:error )?exception",
             r"an exception of (?:fftsplus )?ai(?:core|vec|cpu) error",
-            r"The (?:aicore|vector core|aicpu) execution is abnormal",
-            r"call acln+\w+ failed",
+            r"The (?:aicore|vector core|aicpu) execution is abnormal|call acln+\w+ failed",
             r"errorStr: ?(?P<reason>[A-Z][^.\[]{5,120})",
             r"\bERR0[0-4]007\b",
         ),

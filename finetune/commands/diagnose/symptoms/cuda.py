@@ -100,8 +100,7 @@ SYMPTOMS = (
             r"GPU has fallen off the bus|GPU is lost",
             r"CUDA error: (?:unspecified launch failure|misaligned address|hardware stack error)",
             r"HBM MULTI BIT ECC ERROR|\bUCE ERROR\b|SUSPECT (?:DEVICE )?MEM ERROR",
-            r"HBM .*multi-bit ECC|error code(?: is|:) ?50705[34]\b",
-            r"\(?EI0012\)?:",
+            r"HBM .*multi-bit ECC|error code(?: is|:) ?50705[34]\b|\(?EI0012\)?:",
         ),
         N_(
             "A device accessed memory that does not belong to it, or its memory or link is faulty[[ (Xid {xid})]][[ on "

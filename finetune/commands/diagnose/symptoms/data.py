@@ -59,8 +59,7 @@ SYMPTOMS = (
         "tokenizer_vocab_mismatch",
         (
             r"the tokenizer has ids up to (?P<highest>\d+), but the model has only (?P<embeddings>\d+) embeddings",
-            r"index out of range in self",
-            r"Assertion `?srcIndex < srcSelectDimSize`? failed",
+            r"index out of range in self|Assertion `?srcIndex < srcSelectDimSize`? failed",
             r"size mismatch for \S*(?:embed_tokens|lm_head|wte|word_embeddings)\S*: copying a param with shape "
             r"torch\.Size\(\[(?P<saved>[1-9]\d*)[^\]]*\]\)(?: from checkpoint, the shape in current model is "
             r"torch\.Size\(\[(?P<embeddings>[1-9]\d*))?",

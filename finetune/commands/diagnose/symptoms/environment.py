@@ -9,10 +9,8 @@ SYMPTOMS = (
     Symptom(
         "wandb_login",
         (
-            r"wandb\S*Error: .*(?:api_key|API key|login|logged in)",
-            r"api_key not configured \(no-tty\)",
-            r"No API key configured\. Use `wandb login`",
-            r"API key must (?:be \d+ characters|have \d+)",
+            r"wandb\S*Error: .*(?:api_key|API key|login|logged in)|api_key not configured \(no-tty\)",
+            r"No API key configured\. Use `wandb login`|API key must (?:be \d+ characters|have \d+)",
             r"wandb: ERROR .*(?:API key|user is not logged in|permission denied|401)",
             r"wandb\.errors\.\S*AuthenticationError",
         ),
@@ -28,8 +26,7 @@ SYMPTOMS = (
         "disk_full",
         (
             r"No space left on device(?:.*?'(?P<path>[^']+)')?",
-            r"\[Errno 28\]|\[Errno 122\]|Disk quota exceeded",
-            r"the run folder's disk is full",
+            r"\[Errno 28\]|\[Errno 122\]|Disk quota exceeded|the run folder's disk is full",
             r"PytorchStreamWriter failed writing file|inline_container\.cc.*unexpected pos",
             r"[Ii]/[Oo] error: No space left",
             r"checkpoint-(?P<step>\d+) could not be written: .*needed (?P<needed>[^,]+), free (?P<free>[^;\n]+)",
@@ -63,10 +60,8 @@ SYMPTOMS = (
         "permission_denied",
         (
             r"PermissionError: \[Errno \d+\] [^:]*: '(?P<path>[^']+)'",
-            r"\[Errno 13\]|PermissionError\b",
-            r"Permission denied(?! \(publickey)",
-            r"\[Errno 30\]|Read-only file system",
-            r"\bERR0[0-4]012\b",
+            r"\[Errno 13\]|PermissionError\b|Permission denied(?! \(publickey)",
+            r"\[Errno 30\]|Read-only file system|\bERR0[0-4]012\b",
         ),
         N_("The user running this may not read or write[[ {path}]]."),
         N_(
@@ -99,8 +94,7 @@ SYMPTOMS = (
             r"^Segmentation fault|Segmentation fault \(core dumped\)",
             r"exitcode +: -(?:11|4) \(pid: (?P<pid>\d+)\)",
             r"Signal (?:11 \(SIGSEGV\)|4 \(SIGILL\)) received by PID (?P<pid>\d+)",
-            r"exits with return code = -(?:11|4)\b",
-            r"[Cc]aught signal 11 \(",
+            r"exits with return code = -(?:11|4)\b|[Cc]aught signal 11 \(",
         ),
         N_(
             "A process[[ ({pid})]][[ of rank {rank}]] crashed inside native code: incompatible libraries, or a bug in "

@@ -31,8 +31,7 @@ SYMPTOMS = (
             r"(?:CUDA|NPU|XPU|HIP) out of memory\.(?: Tried to allocate (?P<wanted>[\d.]+ ?\w+))?(?:.*?total capacity "
             r"of (?P<capacity>[\d.]+ ?\w+)|.*?; (?P<capacity_>[\d.]+ ?\w+) total capacity)?",
             r"MPS backend out of memory(?: \(MPS allocated: (?P<used>[\d.]+ ?\w+))?",
-            r"CUDA error: out of memory",
-            r"CUBLAS_STATUS_ALLOC_FAILED",
+            r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED",
             r"^\[ERROR\] (?:rank \d+: )?out of memory (?:at step (?P<step>\d+)|with (?:rows|microbatches) that cannot)",
             r"\b(?:torch|cuda)\.OutOfMemoryError\b",
         ),
@@ -48,11 +47,8 @@ SYMPTOMS = (
     Symptom(
         "device_oom",
         (
-            r"EL0004\b.*Failed to allocate memory",
-            r"\(?EL0004\)?:",
-            r"error code(?: is|:) ?207001\b",
-            r"\bERR0[0-4]006\b",
-            r"EI0011\b.*(?:[Mm]emory|resource)",
+            r"EL0004\b.*Failed to allocate memory|\(?EL0004\)?:|error code(?: is|:) ?207001\b",
+            r"\bERR0[0-4]006\b|EI0011\b.*(?:[Mm]emory|resource)",
             r"Call rtMalloc fail.*size:(?P<wanted_bytes>\d+)",
         ),
         N_(
@@ -69,15 +65,11 @@ SYMPTOMS = (
         (
             r"MemoryError\b(?:: Unable to allocate (?P<wanted>[\d.]+ \w+))?",
             r"[Oo]ut of memory: Killed process (?P<pid>\d+)",
-            r"[Oo]om-kill(?:er)?\b",
-            r"oom_kill event",
-            r"Detected \d+ oom[_-]kill",
-            r"OOMKilled",
+            r"[Oo]om-kill(?:er)?\b|oom_kill event|Detected \d+ oom[_-]kill|OOMKilled",
             r"Some of your processes may have been killed by the cgroup out-of-memory handler",
             r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)(?:: you tried to allocate "
             r"(?P<wanted>\d+ bytes))?",
-            r"Errno 12\b.*Cannot allocate memory|Cannot allocate memory$",
-            r"\bstd::bad_alloc\b",
+            r"Errno 12\b.*Cannot allocate memory|Cannot allocate memory$|\bstd::bad_alloc\b",
             r"unable to mmap memory: you tried to mmap (?P<wanted>[\d.]+ ?\w+)",
             r"is killed by signal: Killed",
             r"a worker process ended by itself; most often the system killed it",
@@ -107,8 +99,7 @@ SYMPTOMS = (
     Symptom(
         "dataloader_worker_killed_shm",
         (
-            r"is killed by signal: Bus error",
-            r"insufficient shared memory \(shm\)",
+            r"is killed by signal: Bus error|insufficient shared memory \(shm\)",
             r"unable to (?:open|write|resize|allocate|mmap).{0,40}(?:shared memory|</?(?:dev/shm/)?torch_)",
             r"NCCL WARN Error while creating shared memory segment (?P<path>\S+)",
             r"exitcode +: -7 \(pid: (?P<pid>\d+)\)",

@@ -46,8 +46,7 @@ SYMPTOMS = (
         "hub_offline",
         (
             r"[Cc]ouldn't connect to '?(?P<hub>https?://[^\s']+)",
-            r"\bLocalEntryNotFoundError\b",
-            r"offline mode is enabled|OfflineModeIsEnabled",
+            r"\bLocalEntryNotFoundError\b|offline mode is enabled|OfflineModeIsEnabled",
             r"outgoing traffic has been disabled",
             r"Failed to resolve '(?P<hub>[\w.-]*(?:huggingface|hf-mirror|modelscope|\bhf)\.\w+)'",
             r"host='(?P<hub>[\w.-]*(?:huggingface|hf-mirror|modelscope|\bhf)\.\w+)'.*Max retries exceeded",
@@ -122,8 +121,7 @@ SYMPTOMS = (
     Symptom(
         "dtype_mismatch",
         (
-            r"to have the same dtype, but got",
-            r"must have the same dtype",
+            r"to have the same dtype, but got|must have the same dtype",
             r"expected scalar type (?P<wanted>\w+) but found (?P<found>\w+)",
             r"Input type \((?P<found>[\w.]+)\) and (?:weight|bias) type \((?P<wanted>[\w.]+)\) should be the same",
             r"source and destination dtypes match",
@@ -142,12 +140,9 @@ SYMPTOMS = (
     Symptom(
         "bf16_unsupported",
         (
-            r"[Yy]our setup doesn't support bf16",
-            r"device has no bfloat16",
-            r"[Tt]ype bf16 is not supported on your device",
-            r"bf16 mixed precision requires",
-            r"not implemented for 'BFloat16'",
-            r"[Bb][Ff](?:loat)?16 is (?:not supported|only supported)",
+            r"[Yy]our setup doesn't support bf16|device has no bfloat16",
+            r"[Tt]ype bf16 is not supported on your device|bf16 mixed precision requires",
+            r"not implemented for 'BFloat16'|[Bb][Ff](?:loat)?16 is (?:not supported|only supported)",
             r"does not support (?:bf16|bfloat16)|DT_BF(?:LOAT)?16 .{0,20}not support",
         ),
         N_("This device or operator does not support bfloat16 (GPUs before Ampere, Ascend 910A, some CPU operators)."),

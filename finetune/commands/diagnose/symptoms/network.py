@@ -46,12 +46,10 @@ SYMPTOMS = (
             r"(?P<master_port>\d+)\)",
             r"failed to connect/validate to host (?P<master_addr>[\w.:-]+):(?P<master_port>\d+) - timed out",
             r"Timed out after (?P<seconds>\d+) seconds waiting for clients\. (?P<joined>\d+)/(?P<world_size>\d+) "
-            r"clients joined",
-            r"\bRendezvousTimeoutError\b|\bRendezvousConnectionError\b",
+            r"clients joined|\bRendezvousTimeoutError\b|\bRendezvousConnectionError\b",
             r"Timed out initializing process group in store based barrier on rank:? (?P<rank>\d+)",
             r"wait timeout after \d+ms, keys: /(?:default_pg|worker|none|torchelastic)",
-            r"Gloo connectFullMesh failed",
-            r"The connection to the C10d store has failed",
+            r"Gloo connectFullMesh failed|The connection to the C10d store has failed",
             r"The (?:IPv[46] )?network addresses of \((?P<master_addr>[^,]+), (?P<master_port>\d+)\) cannot be "
             r"retrieved.*DistNetworkError|DistNetworkError: .*cannot be retrieved",
         ),
@@ -80,10 +78,8 @@ SYMPTOMS = (
             r"Application timeout caused pair closure",
             r"[Rr]anks? (?P<missing>[\d, ]+) failed to pass monitoredBarrier",
             r"retr(?:ie|ei)ving ncclUniqueId from .*Socket Timeout",
-            r"Some NCCL operations have failed or timed out",
-            r"\(?EI0002\)?:",
-            r"The wait execution of the Notify register times out",
-            r"hccl fftsplus task timeout occurred",
+            r"Some NCCL operations have failed or timed out|\(?EI0002\)?:",
+            r"The wait execution of the Notify register times out|hccl fftsplus task timeout occurred",
             r"error code(?: is|:) ?5070(?:46|48)\b",
             r"HCCL[Ww]atchdog.*timeout|Watchdog caught collective operation timeout: WorkHCCL",
             r"watchdog thread terminated with exception.*(?:timeout|timed out)",
@@ -105,8 +101,7 @@ SYMPTOMS = (
             r"exitcode +: -9 \(pid: (?P<pid>\d+)\)",
             r"Signal 9 \(SIGKILL\) received by PID (?P<pid>\d+)",
             r"failed \(exitcode: -9\) local_rank: (?P<local_rank>\d+) \(pid: (?P<pid>\d+)\)",
-            r"exits with return code = -9",
-            r"died with <Signals\.SIGKILL: 9>",
+            r"exits with return code = -9|died with <Signals\.SIGKILL: 9>",
             r"terminated with signal SIGKILL",
             r"the run's process (?P<pid>\S+) disappeared",
         ),
@@ -125,13 +120,9 @@ SYMPTOMS = (
         "peer_died",
         (
             r"Connection closed by (?:remote )?peer(?: \[?(?P<peer>[\w.:]+)\]?(?::\d+)?)?",
-            r"Connection reset by (?:remote )?peer",
-            r"\bncclRemoteError\b",
-            r"remote process exited or there was a network error",
-            r"Heartbeat Lost Occurred",
-            r"abnormal device\(s\)",
-            r"HCCL heartbeat (?:lost|event)",
-            r"NCCL WARN .*remote process exit",
+            r"Connection reset by (?:remote )?peer|\bncclRemoteError\b",
+            r"remote process exited or there was a network error|Heartbeat Lost Occurred",
+            r"abnormal device\(s\)|HCCL heartbeat (?:lost|event)|NCCL WARN .*remote process exit",
         ),
         N_(
             "The connection to another process broke[[ ({peer})]]: that process died or its machine or link went "
@@ -145,8 +136,7 @@ SYMPTOMS = (
     Symptom(
         "peer_died",
         (
-            r"sendBytes failed on SocketImpl",
-            r"maybe TCPStore server has shut down too early",
+            r"sendBytes failed on SocketImpl|maybe TCPStore server has shut down too early",
             r"recvValue failed on SocketImpl",
         ),
         N_("The store shared by the processes is gone: the process that hosted it (rank 0 or the launcher) ended."),
@@ -188,10 +178,8 @@ SYMPTOMS = (
         "libuv_store",
         (
             r"use_libuv was requested but PyTorch was buil[td] without libuv support",
-            r"buil[td] without libuv",
-            r"libuv backend.*(?:not|un)\w* ?(?:supported|available)",
-            r"UV_\w+.*TCPStore|TCPStore.*\bUV_E\w+",
-            r"TCPStoreLibUv\w*\b.*(?:Error|failed)",
+            r"buil[td] without libuv|libuv backend.*(?:not|un)\w* ?(?:supported|available)",
+            r"UV_\w+.*TCPStore|TCPStore.*\bUV_E\w+|TCPStoreLibUv\w*\b.*(?:Error|failed)",
         ),
         N_("The rendezvous store (TCPStore) requested libuv, which this build of torch lacks."),
         N_(
