@@ -78,15 +78,11 @@ class DiagnoseOptions(SpokenOptions):
     """The command line."""
 
     usage: ClassVar[str] = "python -m finetune diagnose LOG... [--json] [--lang en|zh]"
-    summary: ClassVar[str] = (
-        "Say why a run failed, from its logs (of all ranks and nodes together) or from its run folder."
-    )
+    summary: ClassVar[str] = "Explain why a run failed, from its logs (all ranks and nodes together) or its run folder."
     epilog: ClassVar[str] = "Exit code: 0 no failure found; 1 findings; 2 wrong usage, or a log that cannot be read."
     positional: ClassVar[tuple[str, ...]] = ("logs",)
 
-    logs: Paths = setting(
-        group="options", unit="LOG...", description="Log files, run folders, or - for standard input."
-    )
+    logs: Paths = setting(group="options", unit="LOG...", description="Logs, run folders, or - for standard input.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

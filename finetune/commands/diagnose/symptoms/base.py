@@ -42,8 +42,7 @@ class Symptom:
         at_least: matching lines it takes.
         lasting: training continues in spite of it, so that later steps are no proof of health.
         in_warnings: lines that call themselves a warning or information count too.
-        restart_cures: starting the same command again can cure the cause: what went away comes back, or our runs
-            start smaller.
+        restart_cures: starting the same command again can cure the cause, as what was gone is back.
     """
 
     cause: str
