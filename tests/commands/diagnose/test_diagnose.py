@@ -23,6 +23,7 @@ from finetune.errors import ConfigError, DataError, ExitCode, FinetuneError
 from finetune.runtime.language import speaking
 
 LOGS = Path(__file__).parent / "logs"
+PLACEHOLDER = re.compile(r"(?<!\{)\{(\w+)\}")
 ONE_EXAMPLE_DO = {"hccl_link_down", "native_crash"}
 
 
@@ -139,17 +140,13 @@ def test_texts_are_whole_whatever_is_known(symptom: Symptom, language: str):
         texts = symptom.texts()
     for text, english in zip(texts, symptom.texts(), strict=True):
         assert not re.search(r"[一-鿿]", english)
-        assert placeholders(text) <= placeholders(english)
+        assert set(PLACEHOLDER.findall(text)) <= set(PLACEHOLDER.findall(english))
         for values in (bare, with_next_values(everything)):
             filled = fill(text, values)
             assert filled
             assert not re.search(r"\[\[|\]\]|\{\w+\}(?!\})|  ", filled), filled
     assert 0 < symptom.confidence < 1
     assert symptom.source or symptom is UNEXPLAINED
-
-
-def placeholders(text: str) -> set[str]:
-    return set(re.findall(r"(?<!\{)\{(\w+)\}", text))
 
 
 def test_causes_that_others_refer_to_exist():
