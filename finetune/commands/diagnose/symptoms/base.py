@@ -42,7 +42,7 @@ class Symptom:
         at_least: matching lines it takes.
         lasting: training continues in spite of it, so that later steps are no proof of health.
         in_warnings: lines that call themselves a warning or information count too.
-        restart_cures: starting the same command again can cure the cause: what was gone is back, or our run starts smaller.
+        restart_cures: starting the same command again can cure the cause, e.g. as our run starts smaller.
     """
 
     cause: str
