@@ -15,6 +15,26 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT = timedelta(seconds=4)
+# Cause -> code that fails of it. HF_HUB_OFFLINE is set for all tests.
+CODE = {
+    "dtype_mismatch": "import torch; torch.nn.Linear(4, 4, dtype=torch.bfloat16)(torch.ones(2, 4))",
+    "cuda_driver_mismatch": "import torch; torch.ones(2).cuda()",
+    "torch_npu_missing_or_mismatch": "import torch_npu",
+    "missing_package": "import a_package_that_nobody_has",
+    "tokenizer_vocab_mismatch": "import torch; torch.nn.Embedding(10, 4)(torch.tensor([11]))",
+    "zero3_empty_or_size_mismatch": (
+        "import torch; torch.nn.Linear(4, 4).load_state_dict({'weight': torch.empty(0), 'bias': torch.empty(0)})"
+    ),
+    "hub_offline": (
+        "import transformers; transformers.AutoModelForCausalLM.from_pretrained('an-owner/a-model-that-is-not-cached')"
+    ),
+    "native_crash": "import ctypes, faulthandler; faulthandler.enable(); ctypes.string_at(0)",
+    "unknown": "{'loss': 1.0}['accuracy']",
+}
+
+
+def run_code(rank: int, code: str) -> None:
+    exec(code, {})
 
 
 def _join(rank: int, port: int, world_size: int = 2) -> Any:
@@ -25,16 +45,12 @@ def _join(rank: int, port: int, world_size: int = 2) -> Any:
     return dist
 
 
-# ---------------------------------------------------------------- processes that must meet
+# ---------------------------------------------------------------- rendezvous and collectives
 
 
 def master_is_dead(rank: int, port: int) -> None:
     """Rank 1 of two; nobody listens at the port."""
     _join(1, port)
-
-
-def port_is_taken(rank: int, port: int) -> None:
-    _join(0, port)
 
 
 def peer_sleeps(rank: int, port: int) -> None:
@@ -63,7 +79,7 @@ def peer_fails_first(rank: int, port: int) -> None:
 
     dist = _join(rank, port)
     if rank == 1:
-        host_memory(0)
+        host_memory(rank, "")
     dist.all_reduce(torch.ones(4))
 
 
@@ -98,7 +114,7 @@ def _limit(name: int, amount: int) -> None:
     resource.setrlimit(name, (amount, resource.getrlimit(name)[1]))
 
 
-def host_memory(rank: int) -> None:
+def host_memory(rank: int, folder: str) -> None:
     """Ask torch for more than the process may have."""
     import torch
 
@@ -106,7 +122,7 @@ def host_memory(rank: int) -> None:
     torch.ones(8 << 30, dtype=torch.float64)
 
 
-def python_memory(rank: int) -> None:
+def python_memory(rank: int, folder: str) -> None:
     _limit(resource.RLIMIT_AS, 16 << 30)
     bytearray(1 << 40)
 
@@ -138,7 +154,7 @@ class BigSamples:
 CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 1 << 18
 
 
-def shared_memory(rank: int) -> None:
+def shared_memory(rank: int, folder: str) -> None:
     """A /dev/shm of 64 KiB, as small containers have, seen by this process only."""
     from torch.utils.data import DataLoader
 
@@ -156,23 +172,10 @@ def shared_memory(rank: int) -> None:
         pass
 
 
-def native(rank: int) -> None:
-    import faulthandler
-
-    faulthandler.enable()
-    ctypes.string_at(0)
-
-
 # ---------------------------------------------------------------- torch and what stands on it
 
 
-def dtypes(rank: int) -> None:
-    import torch
-
-    torch.nn.Linear(4, 4, dtype=torch.bfloat16)(torch.ones(2, 4))
-
-
-def recomputation(rank: int) -> None:
+def recomputation(rank: int, folder: str) -> None:
     import torch
     from torch.utils.checkpoint import checkpoint
 
@@ -184,20 +187,6 @@ def recomputation(rank: int) -> None:
 
     x = torch.ones(4, 4, requires_grad=True)
     checkpoint(layer, x, use_reentrant=False).sum().backward()
-
-
-def cuda(rank: int) -> None:
-    import torch
-
-    torch.ones(2).cuda()
-
-
-def npu(rank: int) -> None:
-    import torch_npu  # noqa: F401
-
-
-def package(rank: int) -> None:
-    import a_package_that_nobody_has  # noqa: F401
 
 
 def flash_attention(rank: int, model: str) -> None:
@@ -212,26 +201,7 @@ def bfloat16(rank: int, folder: str) -> None:
     TrainingArguments(folder, bf16=True)
 
 
-def embedding(rank: int) -> None:
-    import torch
-
-    torch.nn.Embedding(10, 4)(torch.tensor([11]))
-
-
-def empty_shard(rank: int) -> None:
-    import torch
-
-    torch.nn.Linear(4, 4).load_state_dict({"weight": torch.empty(0), "bias": torch.empty(0)})
-
-
-def model_from_the_hub(rank: int) -> None:
-    """HF_HUB_OFFLINE is set for all tests."""
-    from transformers import AutoModelForCausalLM
-
-    AutoModelForCausalLM.from_pretrained("an-owner/a-model-that-is-not-cached")
-
-
-def batch_sizes(rank: int) -> None:
+def batch_sizes(rank: int, folder: str) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
@@ -260,10 +230,6 @@ def wandb(rank: int, folder: str) -> None:
     import wandb
 
     wandb.init(project="diagnose")
-
-
-def own_code(rank: int) -> None:
-    {"loss": 1.0}["accuracy"]
 
 
 class _CapabilityHeader(ctypes.Structure):

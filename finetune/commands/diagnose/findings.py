@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from finetune.commands.diagnose.log_evidence import Evidence, LogEvidence
-from finetune.commands.diagnose.log_facts import derived
+from finetune.commands.diagnose.log_facts import with_next_values
 from finetune.commands.diagnose.symptoms.base import Kind, fill
-from finetune.commands.diagnose.symptoms.rules import ENDED_BADLY, SAID_BY_RUN, UNEXPLAINED
-from finetune.runtime.language import Language
+from finetune.commands.diagnose.symptoms.rules import ENDED_BADLY, EXPLAINED_BY_RUN, UNEXPLAINED
+from finetune.runtime.language import _
 
 # Clocks of nodes and the buffers of their outputs differ by less than this, as a rule.
 CLOCK_SLACK_SECONDS = 10.0
 # A log without times: lines of several processes that belong together are not farther apart.
 ORDER_SLACK_LINES = 400
-# Logged steps after which a process is held to have got over an error.
+# Logged steps after which a process is taken to have survived an error.
 SURVIVED_STEPS = 3
 EVIDENCE_LINES = 6
 EVIDENCE_CHARACTERS = 400
@@ -31,8 +32,6 @@ class Finding:
         cause: its id, of the list in docs/diagnosis.md.
         confidence: 0 to 1.
         evidence: `LOG:LINE: text`, secrets masked.
-        explanation: what happened.
-        fix: what to do about it.
         rank: the rank that shows it first, None where no line tells.
         consequences: causes whose lines are in the logs too, and that follow from this one.
     """
@@ -52,16 +51,14 @@ class _Group:
     def __init__(self, evidence: Sequence[Evidence]) -> None:
         self.kind = min(e.symptom.kind for e in evidence)
         self.evidence = sorted(evidence, key=_order)
-        self.first = next(e for e in self.evidence if e.symptom.kind == self.kind)
-        self.cause = self.first.symptom.cause
         nearest = [e for e in self.evidence if e.symptom.kind == self.kind]
+        self.first = nearest[0]
+        self.cause = self.first.symptom.cause
         self.clearest = max(nearest, key=lambda e: e.symptom.confidence)  # the earliest of those
         self.confidence = self.clearest.symptom.confidence
 
 
-def rank_findings(
-    logs: Sequence[LogEvidence], language: Language, facts: dict[str, str] | None = None
-) -> list[Finding]:
+def rank_findings(logs: Sequence[LogEvidence], facts: dict[str, str] | None = None) -> list[Finding]:
     """The causes that all logs together show, best first.
 
     Args:
@@ -78,39 +75,33 @@ def rank_findings(
     if any(group.cause != ENDED_BADLY.cause for group in kept):  # that a process ended badly is then no news
         kept = [group for group in kept if group.first.symptom is not ENDED_BADLY]
     kept.sort(key=lambda group: (group.confidence < WEAK_CONFIDENCE, _order(group.first)))
-    findings = [_finding(group, known, language) for group in kept]
+    findings = [_finding(group, known) for group in kept]
     if findings:
-        told = {finding.cause for finding in findings} | {UNEXPLAINED.cause}
-        findings[0].consequences = sorted({group.cause for group in groups} - told)
+        known_roots = {finding.cause for finding in findings} | {UNEXPLAINED.cause}
+        findings[0].consequences = sorted({group.cause for group in groups} - known_roots)
     return findings
 
 
 def _standing(log: LogEvidence) -> list[Evidence]:
-    """Evidence that the run did not get over: nothing after it says done, or trains on."""
-
-    def survived(evidence: Evidence) -> bool:
-        return log.steps - evidence.line.steps_before >= SURVIVED_STEPS
+    """Evidence that the run did not survive: it neither trained on after it nor reported that it was done."""
 
     return [
         evidence
         for number, evidence in enumerate(log.evidence)
-        if evidence.symptom.lasting or (number >= log.finished and not survived(evidence))
+        if evidence.symptom.lasting
+        or (number >= log.finished and log.steps - evidence.line.steps_before < SURVIVED_STEPS)
     ]
 
 
 def _groups(evidence: Sequence[Evidence]) -> list[_Group]:
+    counts = Counter[int]()
+    for piece in evidence:
+        counts[id(piece.symptom)] += piece.count
     by_cause: dict[str, list[Evidence]] = {}
     for piece in evidence:
-        by_cause.setdefault(piece.symptom.cause, []).append(piece)
-    groups = []
-    for pieces in by_cause.values():
-        counts = {id(piece.symptom): 0 for piece in pieces}
-        for piece in pieces:
-            counts[id(piece.symptom)] += piece.count
-        enough = [piece for piece in pieces if counts[id(piece.symptom)] >= piece.symptom.at_least]
-        if enough:
-            groups.append(_Group(enough))
-    return groups
+        if counts[id(piece.symptom)] >= piece.symptom.at_least:
+            by_cause.setdefault(piece.symptom.cause, []).append(piece)
+    return [_Group(pieces) for pieces in by_cause.values()]
 
 
 def _order(evidence: Evidence) -> tuple[float, int]:
@@ -134,21 +125,20 @@ def _not_later(first: Evidence, second: Evidence) -> bool:
     return one.source != two.source or one.number <= two.number + ORDER_SLACK_LINES
 
 
-def _finding(group: _Group, facts: dict[str, str], language: Language) -> Finding:
+def _finding(group: _Group, facts: dict[str, str]) -> Finding:
     clearest = group.clearest
     symptom, others = clearest.symptom, [e for e in group.evidence if e is not clearest]
-    said = {name: value for e in reversed(others) for name, value in e.values.items() if name != "rank"}
-    values = derived(facts | said | clearest.values)
-    fix = fill(symptom.fix[language], values)
-    own_fix = values.get("said_fix")
-    if own_fix and symptom is not SAID_BY_RUN:
-        fix += {"en": f" The run itself said: {own_fix}", "zh": f" 运行本身的建议:{own_fix}"}[language]
+    elsewhere = {name: value for e in reversed(others) for name, value in e.values.items() if name != "rank"}
+    values = with_next_values(facts | elsewhere | clearest.values)
+    explanation, fix = (fill(text, values) for text in symptom.texts())
+    if "error_fix" in values and symptom is not EXPLAINED_BY_RUN:
+        fix += " " + _("The run itself advises: {fix}").format(fix=values["error_fix"])
     rank = clearest.values.get("rank")
     return Finding(
         symptom.cause,
         group.confidence,
         [_quote(e) for e in [clearest, *others][:EVIDENCE_LINES]],
-        mask_secrets(fill(symptom.explanation[language], values)),
+        mask_secrets(explanation),
         mask_secrets(fix),
         None if rank is None else int(rank),
     )

@@ -1,16 +1,17 @@
-"""The run's own numbers: settings and sizes that a log mentions, for the words of remedies."""
+"""The run's own numbers: settings and sizes that logs and run.yaml mention, for the text of remedies."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
-# name of a placeholder: names under which the setting is printed
+# Name of a placeholder: names under which the setting is printed.
 _SETTINGS = {
     "micro_batch_size": (
         "micro_batch_size", "device_batch_size", "per_device_train_batch_size", "train_micro_batch_size_per_gpu",
     ),
     "cutoff_len": ("cutoff_len", "max_seq_len", "max_seq_length", "max_length", "model_max_length", "seq_length"),
-    "total_batch_size": ("total_batch_size",),
     "world_size": ("world_size", "num_processes"),
     "nproc": ("nproc_per_node",),
     "master_addr": ("master_addr",),
@@ -21,9 +22,10 @@ _SETTINGS = {
 }  # fmt: skip
 _NAMES = {name: setting for setting, names in _SETTINGS.items() for name in names}
 FACT_WORDS = tuple(_NAMES) + tuple(name.replace("_", "-") for name in _NAMES if "_" in name)
+_NUMBER = r"\d+(?:\.\d+)?(?:e-?\d+)?"
 _FACT = re.compile(
     rf"(?<![A-Za-z])(?P<name>{'|'.join(sorted((n.replace('_', '[_-]') for n in _NAMES), key=len, reverse=True))})"
-    r"""["']?(?:\s*[=:]\s*|\s+|\s*\.{3,}\s*)["']?(?P<value>\d+(?:\.\d+)?(?:e-?\d+)?(?!\.?\w)|[\w.-]+(?=["',\s]|$))""",
+    rf"""["']?(?:\s*[=:]\s*|\s+|\s*\.{{3,}}\s*)["']?(?P<value>{_NUMBER}(?!\.?\w)|[\w.-]+(?=["',\s]|$))""",
     re.IGNORECASE,
 )
 
@@ -32,14 +34,18 @@ def facts_in(text: str) -> dict[str, str]:
     """Settings that a line mentions, by the name of their placeholder."""
     found: dict[str, str] = {}
     for match in _FACT.finditer(text):
-        name = _NAMES[match["name"].lower().replace("-", "_")]
-        value = match["value"]
-        if name == "master_addr" or re.fullmatch(r"\d+(\.\d+)?(e-?\d+)?", value):
+        name, value = _NAMES[match["name"].lower().replace("-", "_")], match["value"]
+        if name == "master_addr" or re.fullmatch(_NUMBER, value):
             found.setdefault(name, value)
     return found
 
 
-def derived(facts: dict[str, str]) -> dict[str, str]:
+def facts_of_config(config: Mapping[str, Any]) -> dict[str, str]:
+    """The same of a run's configuration."""
+    return {_NAMES[name]: str(value) for name, value in config.items() if name in _NAMES and value is not None}
+
+
+def with_next_values(facts: Mapping[str, str]) -> dict[str, str]:
     """With numbers to try next: half the batch, half the length, the next port."""
     made = dict(facts)
     for name in ("micro_batch_size", "cutoff_len"):

@@ -15,8 +15,8 @@ LINE_TAIL_BYTES = 4 << 10  # and its end
 SHAPES_LIMIT = 50_000
 SHAPE_BYTES = 1 << 10
 
-# What a line is to its reader: not worth a look, a logged training step, or a line to look at.
-Sort = Literal["", "step", "line"]
+# Not worth a look, a logged training step, or a line to look at.
+LineKind = Literal["", "step", "line"]
 
 
 @dataclass(frozen=True)
@@ -77,42 +77,41 @@ class LogFile:
     Args:
         source: its name.
         rank: of the process that wrote it, where the name tells.
-        year: for times that have none.
 
     Attributes:
         steps: logged training steps so far.
     """
 
-    def __init__(self, source: str, file: BinaryIO, *, rank: int | None = None, year: int | None = None) -> None:
+    def __init__(self, source: str, file: BinaryIO, *, rank: int | None = None) -> None:
         self.source, self.rank, self.steps = source, rank, 0
-        self._file, self._year = file, year or time.localtime().tm_year
-        self._sorts: dict[bytes, tuple[Sort, bool]] = {}
+        self._file, self._year = file, time.localtime().tm_year  # for times that have none
+        self._shapes: dict[bytes, tuple[LineKind, bool]] = {}
 
-    def lines(self, sort_of: Callable[[str], Sort]) -> Iterator[LogLine]:
-        """The lines to look at. Lines that differ in digits only are sorted once, unless they speak of errors."""
+    def lines(self, kind_of: Callable[[str], LineKind]) -> Iterator[LogLine]:
+        """The lines to look at. Lines that differ in digits only are classified once, unless they speak of errors."""
         timed: bytes | None = None
         for number, raw in raw_lines(self._file):
             key = raw if _digits_matter(raw) else raw.translate(None, b"0123456789")
-            known = self._sorts.get(key)
+            known = self._shapes.get(key)
             if known is None:
                 text = strip_prefixes(decode(raw))[0]
-                known = sort_of(text), _TIMESTAMP.search(decode(raw[:200])) is not None
+                known = kind_of(text), _TIMESTAMP.search(decode(raw[:200])) is not None
                 self._remember(key, known)
-            sort, has_time = known
+            kind, has_time = known
             if has_time:
                 timed = raw
-            if sort == "step":
+            if kind == "step":
                 self.steps += 1
-            elif sort == "line":
+            elif kind == "line":
                 text, rank = strip_prefixes(decode(raw))
                 seconds = None if timed is None else read_time(decode(timed[:200]), self._year)
                 yield LogLine(self.source, number, text, self.rank if rank is None else rank, seconds, self.steps)
 
-    def _remember(self, key: bytes, known: tuple[Sort, bool]) -> None:
-        if len(self._sorts) >= SHAPES_LIMIT:
-            self._sorts.clear()
+    def _remember(self, key: bytes, known: tuple[LineKind, bool]) -> None:
+        if len(self._shapes) >= SHAPES_LIMIT:
+            self._shapes.clear()
         if len(key) <= SHAPE_BYTES:
-            self._sorts[key] = known
+            self._shapes[key] = known
 
 
 def _digits_matter(raw: bytes) -> bool:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.commands.diagnose import log_reading
-from finetune.commands.diagnose.log_evidence import LogScan
+from finetune.commands.diagnose.log_evidence import scan_log
 from finetune.commands.diagnose.log_reading import LogFile, decode, rank_in_name, raw_lines, read_time, strip_prefixes
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -36,7 +36,7 @@ class Produced(io.RawIOBase):
 
 
 def found(blocks: Iterator[bytes]) -> list[tuple[str, int]]:
-    scan = LogScan().read(LogFile("log", Produced(blocks)))
+    scan = scan_log(LogFile("log", Produced(blocks)))
     return [(evidence.symptom.cause, evidence.line.number) for evidence in scan.evidence]
 
 
@@ -145,7 +145,7 @@ def test_times_of_the_kernel_and_months_of_one_digit():
 
 def test_a_line_without_a_time_has_that_of_the_line_before():
     log = f"2026-11-21 13:14:05 a\nplain\n{OOM}\n2026-11-21 14:14:05 b\n{OOM}\n"
-    evidence = LogScan().read(LogFile("log", io.BytesIO(log.encode()))).evidence
+    evidence = scan_log(LogFile("log", io.BytesIO(log.encode()))).evidence
     assert [piece.line.seconds for piece in evidence] == [
         time.mktime((2026, 11, 21, hour, 14, 5, 0, 0, -1)) for hour in (13, 14)
     ]

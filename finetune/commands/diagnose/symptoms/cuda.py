@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from finetune.commands.diagnose.symptoms.base import Kind, Symptom
-from finetune.runtime.language import Text
+from finetune.runtime.language import N_
 
-_INTERFACE_FIX: Text = {
-    "en": "Name the interface that the nodes share: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME (`ip -br addr` lists "
-    "them; never lo or docker0 for several nodes), the same network on all nodes, open for all ports between them. "
-    "Without InfiniBand: NCCL_IB_DISABLE=1. NCCL_DEBUG=INFO shows what it chose.",
-    "zh": "指定各节点共用的网卡:NCCL_SOCKET_IFNAME 与 GLOO_SOCKET_IFNAME(`ip -br addr` 查看;多机时不能是 lo 或 "
-    "docker0),各节点在同一网络且相互端口开放。没有 InfiniBand 时:NCCL_IB_DISABLE=1。NCCL_DEBUG=INFO 会显示它的选择。",
-}
+_INTERFACE_FIX = N_(
+    "Name the interface shared by the nodes: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME (`ip -br addr` lists them; "
+    "never lo or docker0 for several nodes), on the same network on all nodes, with all ports open between them. "
+    "Without InfiniBand: NCCL_IB_DISABLE=1. NCCL_DEBUG=INFO shows what it chose."
+)
 
 SYMPTOMS = (
     Symptom(
@@ -25,12 +23,8 @@ SYMPTOMS = (
             r"[Uu]nable to find (?:address|interface) for: ?\[?(?P<interface>[^\s\]]+)",
             r"makeDeviceFor(?:Interface|Hostname)\(\): unsupported gloo device",
         ),
-        {
-            "en": "NCCL or gloo found no network interface that reaches the other nodes[[ ({interface})]].",
-            "zh": "NCCL 或 gloo 找不到可达其他节点的网卡[[({interface})]]。",
-        },
+        N_("NCCL or gloo found no network interface that reaches the other nodes[[ ({interface})]]."),
         _INTERFACE_FIX,
-        confidence=0.9,
         source="NCCL, gloo",
         explains=("nccl_version_or_system",),
     ),
@@ -41,12 +35,9 @@ SYMPTOMS = (
             r"unreachable)",
             r"Call to connect (?:returned|failed).*(?:No route to host|timed out|unreachable)",
         ),
-        {
-            "en": "NCCL cannot connect to {peer}: wrong interface, firewall, or the process there is gone.",
-            "zh": "NCCL 无法连接 {peer}:网卡选错、防火墙阻断,或对端进程已不在。",
-        },
+        N_("NCCL cannot connect to {peer}: wrong interface, firewall, or the process there is gone."),
         _INTERFACE_FIX,
-        kind=Kind.WAITED,
+        kind=Kind.TIMEOUT,
         confidence=0.8,
         source="NCCL",
         explains=("nccl_version_or_system",),
@@ -63,20 +54,13 @@ SYMPTOMS = (
             r"ncclUnhandledCudaError|unhandled cuda error \(run with NCCL_DEBUG=INFO",
             r"Mismatched collective|Mismatch in NCCL version",
         ),
-        {
-            "en": "NCCL failed[[ on rank {rank}]] in a system call, by its version, or in how it is used (two ranks "
-            "on one GPU).",
-            "zh": "NCCL 出错[[(rank {rank})]]:系统调用失败、版本不符或用法错误(两个 rank 用同一 GPU)。",
-        },
-        {
-            "en": "Run once with NCCL_DEBUG=INFO: its last WARN line names the reason. See that each rank has a GPU "
-            "of its own (CUDA_VISIBLE_DEVICES, --nproc_per_node[[ {nproc}]]), that /dev/shm is large enough "
-            "(--shm-size), that all nodes have the same torch, and that only one nvidia-nccl-cu* package is "
-            "installed (`pip list | grep nccl`).",
-            "zh": "用 NCCL_DEBUG=INFO 运行一次:最后一条 WARN 说明原因。确认每个 rank 各用一块 "
-            "GPU(CUDA_VISIBLE_DEVICES、--nproc_per_node[[ {nproc}]])、/dev/shm 足够大(--shm-size)、各节点 torch "
-            "版本一致,且只装了一个 nvidia-nccl-cu* 包(`pip list | grep nccl`)。",
-        },
+        N_("NCCL failed[[ on rank {rank}]]: a system call, its version, or how it is used (two ranks on one GPU)."),
+        N_(
+            "Run once with NCCL_DEBUG=INFO: its last WARN line names the reason. Make sure that each rank has its own "
+            "GPU (CUDA_VISIBLE_DEVICES, --nproc_per_node[[ {nproc}]]), that /dev/shm is large enough (--shm-size), "
+            "that all nodes have the same torch, and that only one nvidia-nccl-cu* package is installed (`pip list | "
+            "grep nccl`)."
+        ),
         confidence=0.75,
         source="NCCL, torch ProcessGroupNCCL",
     ),
@@ -95,19 +79,15 @@ SYMPTOMS = (
             r"libcud(?:a|art|nn)\w*\.so\S*: cannot open shared object file",
             r"device type '?cuda'? is not available",
         ),
-        {
-            "en": "The NVIDIA driver and this torch do not fit[[ (driver {found})]], the driver is not there, or "
-            "torch was built without CUDA or for other GPUs.",
-            "zh": "NVIDIA 驱动与当前 torch 不配套[[(驱动 {found})]]、没有驱动,或 torch 构建不含 CUDA 或不支持此 GPU。",
-        },
-        {
-            "en": 'Compare `nvidia-smi` (driver and the highest CUDA it takes) with `python -c "import torch; '
+        N_(
+            "The NVIDIA driver and this torch do not match[[ (driver {found})]], the driver is missing, or torch was "
+            "built without CUDA or for other GPUs."
+        ),
+        N_(
+            'Compare `nvidia-smi` (driver and the highest CUDA it supports) with `python -c "import torch; '
             'print(torch.version.cuda)"`; install the torch build for that CUDA, or a newer driver. After a driver '
-            "upgrade reboot, or reload the modules. In containers start with --gpus all.",
-            "zh": '对照 `nvidia-smi`(驱动及其支持的最高 CUDA)与 `python -c "import torch; '
-            'print(torch.version.cuda)"`;安装对应 CUDA 的 torch 或更新驱动。升级驱动后重启或重新加载内核模块。'
-            "容器需加 --gpus all。",
-        },
+            "upgrade, reboot or reload the modules. Start containers with --gpus all."
+        ),
         confidence=0.92,
         source="torch, CUDA runtime, NVML",
     ),
@@ -120,23 +100,18 @@ SYMPTOMS = (
             r"GPU has fallen off the bus|GPU is lost",
             r"CUDA error: (?:unspecified launch failure|misaligned address|hardware stack error)",
             r"HBM MULTI BIT ECC ERROR|\bUCE ERROR\b|SUSPECT (?:DEVICE )?MEM ERROR",
-            r"HBM .*multi-bit ECC|error code(?: is|:) ?50705[34]\b",
-            r"\(?EI0012\)?:",
+            r"HBM .*multi-bit ECC|error code(?: is|:) ?50705[34]\b|\(?EI0012\)?:",
         ),
-        {
-            "en": "A device accessed memory that is not its own, or its memory or link is broken[[ (Xid {xid})]][[ on "
-            "rank {rank}]].",
-            "zh": "设备访问了非法地址,或其显存、链路有硬件故障[[(Xid {xid})]][[(rank {rank})]]。",
-        },
-        {
-            "en": "Look at `dmesg -T | grep -i xid` and `nvidia-smi -q -d ECC` (on NPUs `npu-smi info -t ecc`): with "
-            "an Xid 48, 63, 74, 79, 94, 95 or ECC counts the device is at fault, take it out of CUDA_VISIBLE_DEVICES "
-            "and have it reset. Without: run once with CUDA_LAUNCH_BLOCKING=1, which shows the operator, and look "
-            "for ids or shapes out of range.",
-            "zh": "查看 `dmesg -T | grep -i xid` 与 `nvidia-smi -q -d ECC`(NPU:`npu-smi info -t ecc`):出现 Xid 48、"
-            "63、74、79、94、95 或 ECC 计数说明硬件故障,请把该卡移出 CUDA_VISIBLE_DEVICES 并复位。否则用 "
-            "CUDA_LAUNCH_BLOCKING=1 运行一次定位算子,检查 id 或形状越界。",
-        },
+        N_(
+            "A device accessed memory that does not belong to it, or its memory or link is faulty[[ (Xid {xid})]][[ on "
+            "rank {rank}]]."
+        ),
+        N_(
+            "Look at `dmesg -T | grep -i xid` and `nvidia-smi -q -d ECC` (on NPUs `npu-smi info -t ecc`): with Xid 48, "
+            "63, 74, 79, 94, 95 or ECC counts the device is faulty: take it out of CUDA_VISIBLE_DEVICES and have it "
+            "reset. Otherwise run once with CUDA_LAUNCH_BLOCKING=1, which shows the operator, and look for ids or "
+            "shapes out of range."
+        ),
         confidence=0.88,
         source="CUDA runtime, NVIDIA kernel driver, torch_npu",
         explains=("nccl_version_or_system",),
@@ -144,16 +119,11 @@ SYMPTOMS = (
     Symptom(
         "illegal_memory_or_ecc",
         (r"CUDA error: device-side assert triggered",),
-        {
-            "en": "A CUDA kernel failed an assertion: nearly always an id or index out of range.",
-            "zh": "CUDA 内核断言失败:几乎总是 id 或下标越界。",
-        },
-        {
-            "en": "Run once with CUDA_LAUNCH_BLOCKING=1 to see the operator. If it is an embedding, the tokenizer has "
-            "more tokens than the model; if it is the loss, a label is out of range.",
-            "zh": "用 CUDA_LAUNCH_BLOCKING=1 运行一次以定位算子。若是 embedding,则分词器 token 多于模型;若是 loss,"
-            "则标签越界。",
-        },
+        N_("A CUDA kernel failed an assertion: nearly always an id or index out of range."),
+        N_(
+            "Run once with CUDA_LAUNCH_BLOCKING=1 to see the operator. If it is an embedding, the tokenizer has more "
+            "tokens than the model; if it is the loss, a label is out of range."
+        ),
         confidence=0.6,
         source="CUDA runtime",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from finetune.commands.diagnose.symptoms.base import Symptom
+from finetune.runtime.language import N_
 
 SYMPTOMS = (
     Symptom(
@@ -10,31 +11,21 @@ SYMPTOMS = (
         (
             r"Error building extension '(?P<operator>[\w.]+)'",
             r"Unable to JIT load the (?P<operator>\w+) op",
-            r"'DeepSpeedCPUAdam' object has no attribute 'ds_opt_adam'",
-            r"CUDAMismatchException",
-            r"Ninja is required to load C\+\+ extensions",
-            r"fatal error: Python\.h: No such file",
+            r"'DeepSpeedCPUAdam' object has no attribute 'ds_opt_adam'|CUDAMismatchException",
+            r"Ninja is required to load C\+\+ extensions|fatal error: Python\.h: No such file",
             r"No such file or directory: '(?P<compiler>c\+\+|g\+\+|gcc|clang\+\+|ninja)'",
             r"Command '\['(?P<compiler>[^']+)', '(?:-v|--version)'\]' returned non-zero",
             r"Command '\['which', '(?P<compiler>[cg]\+\+|gcc|ninja)'\]' returned non-zero",
             r"Installed CUDA version (?P<cuda>\S+) does not match the version torch was compiled with",
         ),
-        {
-            "en": "DeepSpeed could not build an operator[[ ({operator})]] at its first use[[: {compiler} does not "
-            "work]].",
-            "zh": "DeepSpeed 首次使用时编译算子[[({operator})]]失败[[:{compiler} 不可用]]。",
-        },
-        {
-            "en": "Install a C++17 compiler, ninja and Python's headers (`apt-get install g++ ninja-build "
-            "python3-dev`), see that CXX names a compiler that works, and remove the half-built folder under "
-            "$TORCH_EXTENSIONS_DIR (~/.cache/torch_extensions). With a CUDA mismatch install the CUDA toolkit that "
-            "torch was built for, or DS_SKIP_CUDA_CHECK=1. `python -m finetune doctor` builds and steps it. The CPU "
-            "Adam can be avoided: zero_force_ds_cpu_optimizer: false.",
-            "zh": "安装 C++17 编译器、ninja 与 Python 头文件(`apt-get install g++ ninja-build python3-dev`),确认 CXX "
-            "指向可用的编译器,并删除 $TORCH_EXTENSIONS_DIR(~/.cache/torch_extensions)下未完成的文件夹。CUDA "
-            "版本不符时安装与 torch 对应的 CUDA toolkit,或 DS_SKIP_CUDA_CHECK=1。`python -m finetune doctor` "
-            "会实际编译并执行一步。也可不用 CPU Adam:zero_force_ds_cpu_optimizer: false。",
-        },
+        N_("DeepSpeed could not build an operator[[ ({operator})]] on first use[[: {compiler} does not work]]."),
+        N_(
+            "Install a C++17 compiler, ninja and Python's headers (`apt-get install g++ ninja-build python3-dev`), "
+            "make sure that CXX names a working compiler, and remove the half-built folder under $TORCH_EXTENSIONS_DIR "
+            "(~/.cache/torch_extensions). With a CUDA mismatch install the CUDA toolkit that torch was built for, or "
+            "DS_SKIP_CUDA_CHECK=1. `python -m finetune doctor` builds it and runs a step. The CPU Adam can be avoided: "
+            "zero_force_ds_cpu_optimizer: false."
+        ),
         confidence=0.93,
         source="DeepSpeed's op builder, torch.utils.cpp_extension",
     ),
@@ -50,18 +41,15 @@ SYMPTOMS = (
             r"^\[ERROR\] .*batch_size \d+ is not a (?:whole|multiple of)",
             r"^\[ERROR\] .*device_batch_size \d+ x .* is \d+, not total_batch_size",
         ),
-        {
-            "en": "The batch sizes contradict each other[[: {total} is not micro-batch {micro} x accumulation "
-            "{accumulation} x {world} processes]].",
-            "zh": "批次大小互相矛盾[[:{total} 不等于 微批次 {micro} x 累积 {accumulation} x 进程数 {world}]]。",
-        },
-        {
-            "en": 'Give two of global batch, micro-batch and accumulation and leave the third out or "auto": global '
-            "= micro x accumulation x processes. If `world_size` is 1 though several were started, the process group "
-            "came after the model: start with torchrun or accelerate launch.",
-            "zh": '全局批次、微批次、累积步数三者只给两个,第三个不写或写 "auto":全局 = 微批次 x 累积 x 进程数。'
-            "若启动了多个进程而 world_size 仍为 1,说明进程组建立晚于模型:请用 torchrun 或 accelerate launch 启动。",
-        },
+        N_(
+            "The batch sizes contradict each other[[: {total} is not micro-batch {micro} x accumulation {accumulation} "
+            "x {world} processes]]."
+        ),
+        N_(
+            'Give two of global batch, micro-batch and accumulation and leave the third out or set it to "auto": '
+            "global = micro x accumulation x processes. If `world_size` is 1 though several were started, the process "
+            "group was created after the model: start with torchrun or accelerate launch."
+        ),
         confidence=0.94,
         source="DeepSpeed, this package",
     ),
@@ -73,18 +61,15 @@ SYMPTOMS = (
             r"world size of (?P<saved>\d+) but the current world size is (?P<now>\d+)",
             r"[Dd]ifferent world sizes?\b.*[Cc]heckpoint|[Cc]heckpoint.*different world sizes?\b",
         ),
-        {
-            "en": "A ZeRO checkpoint of DeepSpeed's own[[, written on {saved} devices,]] was loaded on another number "
-            "of devices[[ ({now})]].",
-            "zh": "DeepSpeed 自己的 ZeRO 检查点[[(在 {saved} 个设备上保存)]]被加载到不同数量的设备[[({now} 个)]]。",
-        },
-        {
-            "en": "Start with as many processes as wrote it[[ ({saved})]], or convert it with DeepSpeed's "
-            "ds_to_universal.py. Checkpoints of this package do not know how many devices wrote them: they go on "
-            "anywhere.",
-            "zh": "用保存时相同的进程数[[({saved})]]启动,或用 DeepSpeed 的 ds_to_universal.py 转换。"
-            "本软件的检查点与设备数无关,可在任意数量的设备上继续。",
-        },
+        N_(
+            "A ZeRO checkpoint of DeepSpeed's own[[, written on {saved} devices,]] was loaded on another number of "
+            "devices[[ ({now})]]."
+        ),
+        N_(
+            "Start with as many processes as wrote it[[ ({saved})]], or convert it with DeepSpeed's "
+            "ds_to_universal.py. Checkpoints of this package do not depend on the number of devices: they resume on "
+            "any."
+        ),
         confidence=0.94,
         source="DeepSpeed engine",
     ),
@@ -96,27 +81,21 @@ SYMPTOMS = (
             r"(?P<now>torch\.Size\(\[[\d, ]*\]\))",
             r"the saved adapter has an empty tensor: (?P<parameter>\S+)",
             r"the saved adapter has (?P<parameter>\S+) as",
-            r"'weight' must be 2-D",
-            r"\d+ parameters are not partitioned",
+            r"'weight' must be 2-D|\d+ parameters are not partitioned",
             r"the checkpoint's trainable parameters are not this model's",
             r"thus raising an error.*mismatch|You set `ignore_mismatched_sizes`",
             r"shape '\[[\d, -]+\]' is invalid for input of size 0",
         ),
-        {
-            "en": "A weight[[ ({parameter})]] has another shape than the model expects[[: {saved} where the model has "
-            "{now}]]. A shape [0] is what a ZeRO-3 shard looks like when it was saved or used without gathering it.",
-            "zh": "权重[[({parameter})]]的形状与模型不符[[:文件为 {saved},模型为 {now}]]。形状 [0] 是 ZeRO-3 "
-            "分片未聚合就被保存或使用的样子。",
-        },
-        {
-            "en": "Empty shapes: save through the engine (stage3_gather_16bit_weights_on_model_save, or this package, "
-            "which gathers and re-opens what it saved), and touch parameters outside forward only inside "
+        N_(
+            "A weight[[ ({parameter})]] has a different shape than the model expects[[: {saved} where the model has "
+            "{now}]]. A shape [0] is what a ZeRO-3 shard looks like when it was saved or used without gathering it."
+        ),
+        N_(
+            "Empty shapes: save through the engine (stage3_gather_16bit_weights_on_model_save, or this package, which "
+            "gathers and re-opens what it saved), and access parameters outside forward only inside "
             "deepspeed.zero.GatheredParameters. Other shapes: the adapter or checkpoint belongs to another model or "
-            "LoRA rank.",
-            "zh": "形状为空:通过 engine 保存(stage3_gather_16bit_weights_on_model_save,或用本软件:"
-            "会聚合并重新打开检查),前向之外访问参数须放在 deepspeed.zero.GatheredParameters 内。其他形状:adapter "
-            "或检查点属于另一个模型或 LoRA rank 不同。",
-        },
+            "LoRA rank."
+        ),
         confidence=0.85,
         source="torch, transformers, DeepSpeed, this package",
     ),

@@ -1,26 +1,31 @@
-"""All rules of `diagnose`, and what a failure is called that no rule knows."""
+"""All rules of `diagnose`, and those for failures that no rule knows or that the run explains itself."""
 
 from __future__ import annotations
 
 from finetune.commands.diagnose.symptoms import ascend, cuda, data, deepspeed, environment, memory, model, network
-from finetune.commands.diagnose.symptoms.base import Symptom
-from finetune.commands.diagnose.symptoms.unknown import ENDED_BADLY, SAID_BY_RUN, UNEXPLAINED
-
-__all__ = ["CAUSES", "ENDED_BADLY", "RESTART_CURES", "SAID_BY_RUN", "SYMPTOMS", "UNEXPLAINED"]
+from finetune.commands.diagnose.symptoms.base import Kind, Symptom
+from finetune.runtime.language import N_
 
 _GROUPS = (memory, network, ascend, cuda, data, model, deepspeed, environment)
 SYMPTOMS: tuple[Symptom, ...] = tuple(symptom for group in _GROUPS for symptom in group.SYMPTOMS)
-CAUSES: tuple[str, ...] = tuple(dict.fromkeys(s.cause for s in (*SYMPTOMS, SAID_BY_RUN, UNEXPLAINED)))
 
-# Causes that starting the same command again can cure: what went away comes back, or our runs start smaller.
-RESTART_CURES = frozenset(
-    {
-        "collective_timeout",
-        "device_oom",
-        "hccl_connect_timeout",
-        "peer_died",
-        "port_in_use",
-        "preempted",
-        "rendezvous_timeout",
-    }
+_EXPLANATION = N_("The run failed[[ on rank {rank}]], and no rule knows this message: {line}")
+_FIX = N_(
+    "Read the traceback above the first evidence line: look at its last frame in your own files. Pass the logs of all "
+    "ranks and nodes to one `diagnose`: another rank may tell more."
 )
+UNEXPLAINED = Symptom("unknown", (), _EXPLANATION, _FIX, kind=Kind.UNEXPLAINED, confidence=0.3)
+ENDED_BADLY = Symptom("unknown", (), _EXPLANATION, _FIX, kind=Kind.CASCADE, confidence=0.2)
+# An error of this package that no other rule knows: it says itself what is wrong, where, and what to do.
+EXPLAINED_BY_RUN = Symptom(
+    "explained_by_run",
+    (),
+    N_("The run refused to start or stopped, and reported why: {error}[[ ({error_where})]]"),
+    "{error_fix}",
+    confidence=0.85,
+    source="this package",
+)
+
+_ALL = (*SYMPTOMS, EXPLAINED_BY_RUN, UNEXPLAINED)
+CAUSES: tuple[str, ...] = tuple(dict.fromkeys(symptom.cause for symptom in _ALL))
+RESTART_CURES = frozenset(symptom.cause for symptom in _ALL if symptom.restart_cures)
