@@ -143,7 +143,7 @@ def test_a_device_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(torch_device, "TORCH_TIMEOUT_SECONDS", 1.0)
     (check,), device_type = torch_device.check_torch({**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}, "auto", None)
     assert device_type is None and (check.name, check.verdict) == ("torch_import", "fail")
-    assert "did not end in 1 s" in check.what["en"] and "npu-smi" in check.fix["en"]
+    assert "did not end in 1 s" in check.what and "npu-smi" in check.fix
 
 
 # ---------------------------------------------------------------- real faults
@@ -329,11 +329,11 @@ def test_batch_arithmetic_of_a_preset():
     config, checks = run_config.check_config(
         ["--config", str(ROOT / "ds_configs/pretrain_npu4_standard.json")], "pretrain", 4
     )
-    assert config is not None and checks[-1].what["en"] == "65,536 tokens a step = 4 x 1024 x 4 processes x 4"
+    assert config is not None and checks[-1].what == "65,536 tokens a step = 4 x 1024 x 4 processes x 4"
     words = ["--model", "m", "--data", "d", "--output-dir", "o", "--micro-batch-size", "3", "--global-batch-size", "16"]
     config, checks = run_config.check_config(words, run_kind("sft"), 1)
     assert config is None and [check.verdict for check in checks] == ["fail"]
-    assert "nearest that agree" in checks[0].fix["en"]
+    assert "nearest that agree" in checks[0].fix
 
 
 def test_demands_of_offload(tmp_path: Path):
@@ -372,11 +372,11 @@ def test_output_folders(tmp_path: Path):
     run.mkdir()
     (run / "run_identity.json").write_text("{}")
     (run / "status.json").write_text('{"state": "stopped", "step": 7}')
-    assert look(run).verdict == "ok" and "stopped at step 7" in look(run).what["en"]
+    assert look(run).verdict == "ok" and "stopped at step 7" in look(run).what
     with (run / ".lock").open("w") as lock:
         lock.write(json.dumps({"pid": 77, "host": "box"}))
         lock.flush()
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert look(run).verdict == "fail" and "pid 77 on box" in look(run).what["en"]
+        assert look(run).verdict == "fail" and "pid 77 on box" in look(run).what
         assert look(run, waits=True).verdict == "warn"
     assert look(run).verdict == "ok"

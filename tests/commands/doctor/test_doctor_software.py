@@ -66,10 +66,10 @@ NEEDS = [Requirement(line) for line in ("torch>=2.10", "transformers<6,>=5.23", 
 def test_packages(changed: dict[str, str | None], verdict: str, said: str):
     installed = {"torch": "2.13.0", "transformers": "5.23.0", "rich": "15.0.0"} | changed
     check = check_packages(NEEDS, installed.get)
-    assert check.verdict == verdict and said in check.what["en"]
+    assert check.verdict == verdict and said in check.what
     if verdict == "fail":
         (name,) = changed
-        assert check.fix is not None and f"{name}==" in check.fix["en"]
+        assert check.fix is not None and f"{name}==" in check.fix
 
 
 # ---------------------------------------------------------------- CUDA
@@ -138,13 +138,13 @@ def test_ascend_home(tmp_path: Path):
     found = check_ascend_home({"ASCEND_HOME_PATH": str(home)}, needed=True)
     assert found.verdict == "ok" and found.values["cann"] == "9.1.0"
     gone = check_ascend_home({"ASCEND_HOME_PATH": str(tmp_path / "old")}, needed=True)
-    assert gone.verdict == "fail" and str(tmp_path / "old") in gone.what["en"]
+    assert gone.verdict == "fail" and str(tmp_path / "old") in gone.what
     assert check_ascend_home({}, needed=True, root=tmp_path).verdict == "warn"
     assert check_ascend_home({}, needed=True, builds_operators=True, root=tmp_path).verdict == "fail"
     installed = tmp_path / "usr/local/Ascend/ascend-toolkit/latest"
     installed.mkdir(parents=True)
     unsourced = check_ascend_home({}, needed=True, root=tmp_path)
-    assert unsourced.fix is not None and unsourced.fix["en"] == f"source {installed.parent}/set_env.sh"
+    assert unsourced.fix is not None and unsourced.fix == f"source {installed.parent}/set_env.sh"
 
 
 def pairing(**changed):
@@ -174,7 +174,7 @@ def pairing(**changed):
 )
 def test_pairs(changed: dict, verdict: str, said: str):
     check = pairing(**changed)
-    assert check.verdict == verdict and said in check.what["en"]
+    assert check.verdict == verdict and said in check.what
 
 
 def test_the_machine_of_the_guide_is_told_the_way_up():
@@ -182,17 +182,17 @@ def test_the_machine_of_the_guide_is_told_the_way_up():
     for torch_npu in ("2.5.1.post1", "2.6.0"):
         check = pairing(torch=torch_npu[:5], torch_npu=torch_npu, cann="8.2.RC1")
         assert check.verdict == "fail"
-        assert "below this package's floor, 2.10" in check.what["en"]
-        assert "CANN 8.2.RC1 has torch_npu 2.6.0, 2.5.1.post1 only" in check.what["en"]
-        assert check.fix is not None and "CANN 9.1" in check.fix["en"] and "torch_npu==2.12.0" in check.fix["en"]
+        assert "below this package's floor, 2.10" in check.what
+        assert "CANN 8.2.RC1 has torch_npu 2.6.0, 2.5.1.post1 only" in check.what
+        assert check.fix is not None and "CANN 9.1" in check.fix and "torch_npu==2.12.0" in check.fix
         assert "CANN 9.1" in check.fix["zh"] and "torch_npu==2.12.0" in check.fix["zh"]
 
 
 def test_what_this_cann_has_is_offered_first():
     check = pairing(torch_npu=None, importable=False, cann="9.0.0")
-    assert check.fix is not None and check.fix["en"] == "pip install torch==2.10.0 torch_npu==2.10.0"
+    assert check.fix is not None and check.fix == "pip install torch==2.10.0 torch_npu==2.10.0"
     old = pairing(torch="2.9.0", torch_npu="2.9.0.post8", cann="9.1.0")
-    assert old.verdict == "fail" and old.fix is not None and "torch_npu==2.12.0.post2" in old.fix["en"]
+    assert old.verdict == "fail" and old.fix is not None and "torch_npu==2.12.0.post2" in old.fix
 
 
 def test_the_table_is_ordered_and_every_release_stands_once():

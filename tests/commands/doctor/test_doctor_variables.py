@@ -95,12 +95,12 @@ RIGHT = [
 def test_a_contradiction_is_found_by_its_rule_alone(name: str, verdict: str, environment: dict, facts: dict):
     (check,) = found(environment, **facts)
     assert (check.name, check.verdict) == (name, verdict)
-    assert check.fix is not None and check.fix["en"] and check.fix["zh"]
+    assert check.fix is not None and check.fix and check.fix["zh"]
     for variable, value in environment.items():
-        if variable in check.what["en"] and not variable.endswith("KEY"):
-            assert value in check.what["en"] and value in check.what["zh"], "the words carry the value"
+        if variable in check.what and not variable.endswith("KEY"):
+            assert value in check.what and value in check.what["zh"], "the words carry the value"
         if variable.endswith("KEY"):
-            assert f"={value}" not in check.what["en"] + check.fix["en"], "a secret is not shown"
+            assert f"={value}" not in check.what + check.fix, "a secret is not shown"
 
 
 @pytest.mark.parametrize(("environment", "facts"), RIGHT)
