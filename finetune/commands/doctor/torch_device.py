@@ -55,8 +55,8 @@ def _import_failed(answer: Answer, environment: Mapping[str, str]) -> Check:
     if answer.code is None:
         what = _("importing torch and a matrix product on the device did not end in {seconds:g} s")
         fix = _(
-            "look for a device that hangs (npu-smi info, nvidia-smi) and leave it out with the visible-device variable; a "
-            "slow shared file system shows here too"
+            "look for a device that hangs (npu-smi info, nvidia-smi) and leave it out with the visible-device "
+            "variable; a slow shared file system shows here too"
         )
         return fail("torch_import", what.format(seconds=TORCH_TIMEOUT_SECONDS), fix)
     if find_spec("torch_npu") is not None:

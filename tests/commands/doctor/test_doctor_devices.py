@@ -15,6 +15,7 @@ from finetune.commands.doctor.devices import (
 )
 from finetune.commands.doctor.torch_device import check_capabilities, check_device_type
 from finetune.config.run_config import RunConfig
+from finetune.runtime.language import speaking
 from finetune.runtime.smi import Output, SmiDevice, SmiReport
 from finetune.runtime.smi_npu import parse_info
 from finetune.runtime.smi_nvidia import parse_table
@@ -79,12 +80,12 @@ def test_devices_of_two_kinds_wait_for_one_another():
 
 
 def test_no_memory_names_who_holds_it():
-    """Guide 004's condition: so many devices with 20 GB free."""
+    """A preset for four devices with 20 GB free each."""
     check = check_device_memory(BUSY.devices, needed_devices=4, needed_bytes=20 * GIB)
     assert check.verdict == "fail" and check.fix is not None
     assert "2 devices have 20.0 GiB free, 4 are needed" in check.what
-    assert "NPU 1: 6.0 of 64.0 GiB free (pid 208841 python3 54.6 GiB)" in check.what
-    assert "NPU 2: 0.4 of 64.0 GiB free (pid 31337 VLLMWorker_TP" in check.what
+    assert "NPU 1: 6.0 GiB of 64.0 GiB free (pid 208841 python3 54.6 GiB)" in check.what
+    assert "NPU 2: 434.0 MiB of 64.0 GiB free (pid 31337 VLLMWorker_TP" in check.what
     assert "31337, 208841, 208842" in check.fix and "0,3" in check.fix
     assert [device["holders"] for device in check.values["devices"]] == [[], [208841], [208842, 31337], []]
     two = check_device_memory(BUSY.devices, needed_devices=2, needed_bytes=20 * GIB)
@@ -94,7 +95,7 @@ def test_no_memory_names_who_holds_it():
 def test_memory_without_a_number_asks_that_nobody_else_is_there():
     assert check_device_memory(BUSY.devices).verdict == "warn"
     assert check_device_memory(BUSY.devices, needed_devices=1).verdict == "ok"  # the held ones are not taken
-    assert check_device_memory(BUSY.devices[:1]).verdict == "ok"  # what the driver itself holds is no word worth
+    assert check_device_memory(BUSY.devices[:1]).verdict == "ok"  # what the driver itself holds is not worth a warning
     assert check_device_memory(IDLE.devices, needed_bytes=20 * GIB, needed_devices=2).verdict == "ok"
     assert check_device_memory(gpus("nvidia_580_GB10_no_memory.txt").devices).verdict == "skip"
 
@@ -107,7 +108,7 @@ def test_memory_of_somebody_who_is_not_listed():
 
 
 def test_visible_devices_are_the_runs():
-    seen = visible_devices([BUSY], "npu", {"ASCEND_RT_VISIBLE_DEVICES": "2,3"})
+    seen = visible_devices(BUSY, {"ASCEND_RT_VISIBLE_DEVICES": "2,3"})
     assert [device.label for device in seen] == ["NPU 2", "NPU 3"]
     assert check_device_memory(seen, needed_devices=2, needed_bytes=20 * GIB).verdict == "fail"
 
@@ -130,7 +131,9 @@ def test_health(healths: list[str], verdict: str):
 
 def test_health_of_a_real_layout():
     assert "NPU 1: Alarm" in check_device_health(npus("npu_24.1_910B2_alarm.txt").devices).what
-    assert "GPU 2: ECC errors: 4" in check_device_health(gpus("nvidia_535_A100.txt").devices).what["zh"]
+    assert "GPU 2: ECC errors: 4" in check_device_health(gpus("nvidia_535_A100.txt").devices).what
+    with speaking("zh"):
+        assert "驱动报告：GPU 2: ECC errors: 4" in check_device_health(gpus("nvidia_535_A100.txt").devices).what
 
 
 # ---------------------------------------------------------------- what torch says

@@ -1,5 +1,4 @@
-"""Doctor between processes: a real world of two, a rank that dies in it, ranks that compute wrong, and a real dry "
-"run."""
+"""Doctor between processes: a real world of two, a rank that dies in it, ranks that compute wrong, a real dry run."""
 
 from __future__ import annotations
 
@@ -15,8 +14,9 @@ from launching import ROOT, environment, run_cli, said
 
 from finetune.commands.doctor.dry_run import check_dry_run, compare
 from finetune.commands.doctor.launched import check_launched, judge, read_reports
-from finetune.commands.doctor.operators import _not_built
+from finetune.commands.doctor.operators import not_built
 from finetune.commands.doctor.probe import Answer, ask, run_to_end
+from finetune.runtime.language import speaking
 
 FAKE_NPU = ROOT / "tests" / "fake_npu"
 FINE = Answer(None, 0, "")
@@ -57,7 +57,7 @@ def test_a_dry_run_that_fails_says_why(tmp_path: Path):
     assert "making a tiny model" in check.what and check.values["messages"]
 
 
-# ---------------------------------------------------------------- what ranks say, judged
+# ---------------------------------------------------------------- what ranks report, judged
 
 
 def reports(count: int = 4, **changed: dict[int, Any]) -> list[dict[str, Any]]:
@@ -125,27 +125,38 @@ def test_a_resumed_step_must_be_the_step(resumed: float, verdict: str):
 
 
 def test_a_process_that_does_not_end_is_ended():
-    words = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)"]
-    code, messages = run_to_end(words, environment=environment(), timeout_seconds=1.0)
-    assert code is None and messages == "here\n"
-    assert Answer(None, code, messages).reason == "it did not answer in time"
+    command = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)"]
+    answer = run_to_end(command, environment=environment(), timeout_seconds=1.0)
+    assert answer == Answer(None, None, "here\n")
+    assert answer.reason == "it did not answer in time"
 
 
 def test_a_process_that_is_killed_says_by_what():
-    words = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
-    code, messages = run_to_end(words, environment=environment(), timeout_seconds=30)
-    assert code == -signal.SIGKILL and "SIGKILL" in Answer(None, code, messages).reason
+    command = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    killed = run_to_end(command, environment=environment(), timeout_seconds=30)
+    assert killed.code == -signal.SIGKILL and "SIGKILL" in killed.reason
     answer = ask("finetune.no_such_module", {}, environment=dict(os.environ), timeout_seconds=30)
     assert answer.report is None and "no_such_module" in answer.reason
 
 
+def test_a_process_that_is_asked_speaks_the_language(tmp_path: Path):
+    (tmp_path / "asked.py").write_text(
+        "from finetune.commands.doctor.probe import answer_with\n"
+        "from finetune.runtime.language import spoken\n"
+        "answer_with(lambda number: [number, spoken()])\n"
+    )
+    env = environment({"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    with speaking("zh"):
+        assert ask("asked", {"number": 7}, environment=env, timeout_seconds=30).report == [7, "zh"]
+
+
 def test_an_operator_that_cannot_be_built():
     messages = "/bin/sh: 1: c++: not found\nRuntimeError: Error building extension 'cpu_adam'\nRuntimeError: it failed"
-    missing = _not_built("cpu_adam", Answer(None, 1, messages))
+    missing = not_built("cpu_adam", Answer(None, 1, messages))
     assert missing.verdict == "fail" and missing.fix is not None
     assert missing.fix.startswith("install a C++ compiler")
     messages = "Traceback\nKeyError: 'ASCEND_HOME_PATH'\nThe above ...\nRuntimeError: DeepSpeedCPUAdam requires the op"
-    other = _not_built("cpu_adam", Answer(None, 1, messages))
+    other = not_built("cpu_adam", Answer(None, 1, messages))
     assert other.what.endswith("KeyError: 'ASCEND_HOME_PATH'") and "set_env.sh" in other.fix
-    broken = _not_built("cpu_adam", Answer(None, 1, "a.cpp:3:1: error: no type named x\nninja: build stopped"))
-    assert "a.cpp:3:1: error: no type named x" in broken.what["zh"]
+    broken = not_built("cpu_adam", Answer(None, 1, "a.cpp:3:1: error: no type named x\nninja: build stopped"))
+    assert "a.cpp:3:1: error: no type named x" in broken.what

@@ -10,8 +10,7 @@ from launching import ROOT
 from packaging.requirements import Requirement
 
 from finetune.commands.doctor import ascend, versions
-from finetune.commands.doctor.ascend import check_pairing
-from finetune.commands.doctor.cann import cann_version, check_ascend_home
+from finetune.commands.doctor.ascend import AscendSoftware, cann_version, check_ascend_home, check_pairing
 from finetune.commands.doctor.versions import (
     TESTED,
     check_cuda_build,
@@ -21,6 +20,7 @@ from finetune.commands.doctor.versions import (
     own_requirements,
     torch_build,
 )
+from finetune.runtime.language import speaking
 from finetune.runtime.smi import SmiDevice, SmiReport
 
 # ---------------------------------------------------------------- Python and packages
@@ -152,7 +152,8 @@ def pairing(**changed):
         "torch": "2.12.0+cpu", "torch_cuda": None, "torch_npu": "2.12.0", "importable": True,
         "cann": "9.1.0", "npus_here": True, "floor": "2.10",
     } | changed  # fmt: skip
-    return check_pairing(**facts)
+    installed = AscendSoftware(**{name: facts.pop(name) for name in ("torch", "torch_npu", "cann", "floor")})
+    return check_pairing(installed, **facts)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,7 @@ def test_pairs(changed: dict, verdict: str, said: str):
     assert check.verdict == verdict and said in check.what
 
 
-def test_the_machine_of_the_guide_is_told_the_way_up():
+def test_cann_8_2_is_told_what_to_upgrade():
     """CANN 8.2.RC1 has torch_npu 2.5.1 and 2.6 only: below the floor, whichever is installed."""
     for torch_npu in ("2.5.1.post1", "2.6.0"):
         check = pairing(torch=torch_npu[:5], torch_npu=torch_npu, cann="8.2.RC1")
@@ -185,7 +186,9 @@ def test_the_machine_of_the_guide_is_told_the_way_up():
         assert "below this package's floor, 2.10" in check.what
         assert "CANN 8.2.RC1 has torch_npu 2.6.0, 2.5.1.post1 only" in check.what
         assert check.fix is not None and "CANN 9.1" in check.fix and "torch_npu==2.12.0" in check.fix
-        assert "CANN 9.1" in check.fix["zh"] and "torch_npu==2.12.0" in check.fix["zh"]
+        with speaking("zh"):
+            fix = pairing(torch=torch_npu[:5], torch_npu=torch_npu, cann="8.2.RC1").fix or ""
+        assert "升级路径" in fix and "CANN 9.1" in fix and "torch_npu==2.12.0" in fix
 
 
 def test_what_this_cann_has_is_offered_first():
