@@ -18,7 +18,7 @@ class Check:
     Attributes:
         name: a stable name, for machines and for looking it up in the documentation.
         verdict: "ok"; "warn": works, but probably not as wanted; "fail": the run will not start or will die; "skip":
-            not asked, because there is nothing here to ask (`what` says why).
+            not asked, because there is nothing here to ask (`what` tells why).
         what: what was found, with the numbers.
         fix: what to do; None for ok and skip.
         values: the numbers behind `what`, plain JSON.

@@ -33,7 +33,7 @@ _NO_RUN = {"device_type", "timeout_seconds"}
 
 
 class DoctorOptions(SpokenOptions):
-    """The command line; other words are those of the run."""
+    """The command line; other arguments are those of the run."""
 
     usage: ClassVar[str] = (
         "python -m finetune doctor [KIND] [--quick|--full|--launched] [--config FILE] [FLAGS OF A RUN]"

@@ -15,7 +15,7 @@ TOOLS = {"npu": "npu-smi", "cuda": "nvidia-smi"}
 # Memory that others may hold on a device before it is worth a warning; drivers and idle contexts hold a few GiB on an
 # NPU.
 HELD_SHARE = 0.15
-# npu-smi's own words for a device that cannot be used.
+# npu-smi's own names for a device that cannot be used.
 SICK = ("alarm", "critical", "fault", "offline")
 
 

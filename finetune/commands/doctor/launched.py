@@ -83,11 +83,11 @@ def read_reports(folder: Path) -> list[dict[str, Any]]:
 
 def judge(reports: Sequence[Mapping[str, Any]], processes: int, answer: Answer) -> list[Check]:
     """Rendezvous, collectives and arithmetic, from the reports of the ranks."""
-    silent = sorted(set(range(processes)) - {report["rank"] for report in reports})
-    if silent:
+    missing = sorted(set(range(processes)) - {report["rank"] for report in reports})
+    if missing:
         what = _("rank {ranks} of {processes} reported nothing: {reason}")
-        what = what.format(ranks=_joined(silent), processes=processes, reason=answer.reason)
-        return [fail("launched_world", what, answer.fix, silent=silent, messages=answer.last_lines)]
+        what = what.format(ranks=_joined(missing), processes=processes, reason=answer.reason)
+        return [fail("launched_world", what, answer.fix, silent=missing, messages=answer.last_lines)]
     backends = "/".join(sorted({report["backend"] for report in reports}))
     what = _("{processes} processes met ({backends})").format(processes=processes, backends=backends)
     return [ok("launched_world", what, backend=backends), _judge_collectives(reports), _judge_matmul(reports)]

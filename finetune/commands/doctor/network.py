@@ -85,7 +85,7 @@ def check_port(
 
 
 def ephemeral_ports(root: Path = Path("/")) -> tuple[int, int] | None:
-    """The ports that the kernel gives away; None where it does not say, or where some are reserved already."""
+    """The ports that the kernel gives away; None where it does not tell, or where some are reserved already."""
     folder = root / "proc/sys/net/ipv4"
     try:
         low, high = map(int, (folder / "ip_local_port_range").read_text().split())
@@ -156,7 +156,7 @@ def check_master_address(
 
 
 def reach(host: str, port: int, timeout_seconds: float = CONNECT_TIMEOUT_SECONDS) -> str:
-    """ "open", "refused" (the host answers, nobody listens yet), or why it cannot be reached."""
+    """How connecting ends: "open", "refused" (the host answers, nobody listens yet), or why it cannot be reached."""
     try:
         with socket.create_connection((host, port), timeout_seconds):
             return "open"

@@ -58,7 +58,7 @@ class Answer:
             return _(
                 "the machine may be too busy, or a device hangs: look (top, npu-smi info, nvidia-smi), and try again"
             )
-        return _("the checks above may say why; --json has the last messages of the processes (values.messages)")
+        return _("the checks above may tell why; --json has the last messages of the processes (values.messages)")
 
 
 def ask(module: str, request: Mapping[str, Any], *, environment: Mapping[str, str], timeout_seconds: float) -> Answer:
