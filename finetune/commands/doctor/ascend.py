@@ -1,4 +1,4 @@
-"""torch, torch_npu and CANN: which go together, and the way up from old ones.
+"""torch, torch_npu and CANN: which are here, whether they go together, and what to upgrade to.
 
 The pairs are those of the vendor's compatibility table (Ascend/pytorch, COMPATIBILITY.md). A torch_npu fits exactly one
 torch; CANN is compared by its first two numbers.
@@ -7,11 +7,14 @@ torch; CANN is compared by its first two numbers.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
 from finetune.commands.doctor.check import Check, fail, ok, skip, warn
+from finetune.runtime.language import _
 
 # CANN -> torch_npu releases made for it, newest first.
 PAIRS: dict[tuple[int, int], tuple[str, ...]] = {
@@ -26,187 +29,196 @@ PAIRS: dict[tuple[int, int], tuple[str, ...]] = {
 }
 # What the vendor recommends to new installations.
 RECOMMENDED = ("2.12.0", (9, 1))
+_USUAL_HOMES = ("usr/local/Ascend/cann", "usr/local/Ascend/ascend-toolkit/latest", "usr/local/Ascend/latest")
 
 
-def _cann_numbers(version: str) -> tuple[int, int] | None:
-    found = re.match(r"(\d+)\.(\d+)", version)
+# ---------------------------------------------------------------- CANN
+
+
+def cann_home(environment: Mapping[str, str]) -> str | None:
+    """Where CANN is, by the variables of its set_env.sh."""
+    return environment.get("ASCEND_HOME_PATH") or environment.get("ASCEND_TOOLKIT_HOME") or None
+
+
+def cann_version(home: Path) -> str | None:
+    """CANN's version as it is published ("8.2.RC1", "9.1.0"); None where no file has it.
+
+    Reads `<arch>-linux/ascend_toolkit_install.info` (`version=8.2.RC1`) and `version.cfg`
+    (`toolkit_running_version=[7.6.0.1.220:8.0.0]`, the published number after the colon).
+    """
+    for info in sorted(home.glob("*-linux/ascend_toolkit_install.info")):
+        found = re.search(r"^version=(\S+)", _read(info), re.M)
+        if found:
+            return found[1]
+    text = _read(home / "version.cfg")
+    for part in ("toolkit", "runtime", "compiler"):
+        found = re.search(rf"^{part}_running_version=\[(?:[^\]:]*:)?([^\]]+)\]", text, re.M)
+        if found:
+            return found[1]
+    return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")[:100_000]
+    except OSError:
+        return ""
+
+
+def npus_present(root: Path = Path("/")) -> bool:
+    """Whether the driver has made devices for NPUs, with or without npu-smi."""
+    return any(root.glob("dev/davinci[0-9]*"))
+
+
+def check_ascend_home(
+    environment: Mapping[str, str], *, needed: bool, builds_operators: bool = False, root: Path = Path("/")
+) -> Check:
+    """Whether CANN's set_env.sh was sourced in this shell.
+
+    Args:
+        needed: torch_npu is installed, or NPUs are here.
+        builds_operators: the run builds DeepSpeed operators, which read ASCEND_HOME_PATH without asking whether it is
+            set.
+    """
+    name = "ascend_home"
+    if not needed:
+        return skip(name, _("no NPU and no torch_npu here"))
+    home = cann_home(environment)
+    if home is None:
+        verdict = fail if builds_operators else warn
+        what = _("ASCEND_HOME_PATH is not set: CANN's libraries may not be found, and DeepSpeed builds no operator")
+        found = next((root / usual for usual in _USUAL_HOMES if (root / usual).is_dir()), None)
+        if found is None:
+            return verdict(name, what, _("install CANN, then source its set_env.sh in this shell"))
+        return verdict(name, what, f"source {found.parent if found.name == 'latest' else found}/set_env.sh")
+    if not Path(home).is_dir():
+        what = _("ASCEND_HOME_PATH is {home}, and that folder does not exist").format(home=home)
+        return fail(name, what, _("source the set_env.sh of the CANN that is installed"))
+    version = cann_version(Path(home))
+    what = _("CANN {version} at {home}").format(version=version or _("(version unknown)"), home=home)
+    return ok(name, what, cann=version)
+
+
+# ---------------------------------------------------------------- torch, torch_npu and CANN together
+
+
+@dataclass(frozen=True)
+class AscendSoftware:
+    """What is installed.
+
+    Attributes:
+        torch_npu: version of the installed distribution; None without one.
+        cann: see `cann_version`.
+        floor: the lowest torch that this package works with; empty where none is stated.
+    """
+
+    torch: str
+    torch_npu: str | None
+    cann: str | None
+    floor: str
+
+
+def check_pairing(here: AscendSoftware, *, torch_cuda: str | None, importable: bool, npus_here: bool) -> Check:
+    """Whether torch, torch_npu and CANN fit one another and this package.
+
+    Args:
+        torch_cuda: CUDA that torch was built for; None for a CPU build.
+        importable: a module torch_npu is on the path, installed as a distribution or not.
+        npus_here: there are NPUs on this machine.
+    """
+    name, values = "torch_npu_pairing", asdict(here)
+    if here.torch_npu is None:
+        if importable:
+            what = _("torch_npu is on the path, but not installed as a package: its version is unknown")
+            fix = _("pip install the torch_npu that belongs to this torch, unless this is meant")
+            return warn(name, what, fix, **values)
+        if not npus_here:
+            return skip(name, _("no NPU and no torch_npu here"))
+        what = _("there are NPUs here, but torch_npu is not installed: the run would take the CPU")
+        return fail(name, what, _install(here), **values)
+    if torch_cuda is not None:
+        what = _("torch {torch} is built for CUDA {cuda}: torch_npu refuses to work beside it")
+        fix = _("pip uninstall torch, then install torch=={release} from PyTorch's CPU wheel index")
+        return fail(
+            name, what.format(torch=here.torch, cuda=torch_cuda), fix.format(release=_release(here.torch)), **values
+        )
+    if here.floor and _version(here.torch_npu) < _version(here.floor):
+        return _below_floor(name, here.torch_npu, here)
+    if _release(here.torch) != _release(here.torch_npu):
+        what = _("torch_npu {torch_npu} belongs to torch {release}, but torch {torch} is installed")
+        fix = _("pip install torch=={release}, or the torch_npu of this torch (pip install torch_npu=={own})")
+        release = _release(here.torch_npu)
+        return fail(
+            name,
+            what.format(torch_npu=here.torch_npu, release=release, torch=here.torch),
+            fix.format(release=release, own=_release(here.torch)),
+            **values,
+        )
+    return _with_cann(name, here.torch_npu, here)
+
+
+def _below_floor(name: str, torch_npu: str, here: AscendSoftware) -> Check:
+    made = _made_for(here.cann)
+    if made and not _fitting(made, here.floor):
+        what = _(
+            "torch_npu {torch_npu} is below this package's floor, {floor}; CANN {cann} has torch_npu {made} only"
+        ).format(torch_npu=torch_npu, floor=here.floor, cann=here.cann, made=", ".join(made))
+    else:
+        what = _("torch_npu {torch_npu} is below this package's floor, {floor}")
+        what = what.format(torch_npu=torch_npu, floor=here.floor)
+    return fail(name, what, _install(here), **asdict(here))
+
+
+def _with_cann(name: str, torch_npu: str, here: AscendSoftware) -> Check:
+    """The last question, with a torch_npu that fits torch: whether it was made for this CANN."""
+    numbers, values = _numbers(here.cann or ""), asdict(here)
+    made_for = next((cann for cann, releases in PAIRS.items() if torch_npu in releases), None)
+    if numbers is None:
+        what = _("torch_npu {torch_npu} fits torch, but CANN's version is unknown").format(torch_npu=torch_npu)
+        return warn(name, what, _("source CANN's set_env.sh, so that ASCEND_HOME_PATH leads to it"), **values)
+    if made_for is None:
+        what = _("torch_npu {torch_npu} with CANN {cann} is not in the table of known pairs")
+        what = what.format(torch_npu=torch_npu, cann=here.cann)
+        return warn(name, what, _("compare them with the vendor's compatibility table"), **values)
+    if numbers == made_for:
+        return ok(name, f"torch_npu {torch_npu}, CANN {here.cann}", **values)
+    older = _("torch_npu {torch_npu} is made for CANN {made_for}; CANN {cann} is older")
+    newer = _("torch_npu {torch_npu} is made for CANN {made_for}; CANN {cann} is newer")
+    verdict, what = (fail, older) if numbers < made_for else (warn, newer)
+    what = what.format(torch_npu=torch_npu, made_for=_show(made_for), cann=here.cann)
+    return verdict(name, what, _install(here), **values)
+
+
+def _install(here: AscendSoftware) -> str:
+    """What to install: what this CANN has within the floor, else the recommended pair."""
+    fitting = _fitting(_made_for(here.cann), here.floor)
+    if fitting:
+        return f"pip install torch=={_release(fitting)} torch_npu=={fitting}"
+    release, needs = RECOMMENDED
+    text = _(
+        "upgrade: the NPU driver and firmware that CANN {cann}'s release notes name, then CANN {cann}, then pip "
+        "install torch=={torch} torch_npu=={torch_npu}"
+    )
+    return text.format(cann=_show(needs), torch=_release(release), torch_npu=release)
+
+
+def _made_for(cann: str | None) -> tuple[str, ...]:
+    numbers = _numbers(cann or "")
+    return PAIRS.get(numbers, ()) if numbers is not None else ()
+
+
+def _fitting(releases: tuple[str, ...], floor: str) -> str | None:
+    """The newest release that this package works with."""
+    return next((one for one in releases if not floor or _version(one) >= _version(floor)), None)
+
+
+def _numbers(cann: str) -> tuple[int, int] | None:
+    found = re.match(r"(\d+)\.(\d+)", cann)
     return (int(found[1]), int(found[2])) if found else None
 
 
 def _show(cann: tuple[int, int]) -> str:
     return f"{cann[0]}.{cann[1]}"
-
-
-def check_pairing(
-    *,
-    torch: str,
-    torch_cuda: str | None,
-    torch_npu: str | None,
-    importable: bool,
-    cann: str | None,
-    npus_here: bool,
-    floor: str,
-) -> Check:
-    """Whether torch, torch_npu and CANN fit one another and this package.
-
-    Args:
-        torch: version of the installed torch.
-        torch_cuda: CUDA that torch was built for; None for a CPU build.
-        torch_npu: version of the installed distribution; None without one.
-        importable: a module torch_npu is on the path, installed as a distribution or not.
-        cann: see `cann_version`.
-        npus_here: there are NPUs on this machine.
-        floor: the lowest torch that this package works with.
-    """
-    name = "torch_npu_pairing"
-    values = {"torch": torch, "torch_npu": torch_npu, "cann": cann, "floor": floor}
-    if torch_npu is None:
-        return _without_distribution(name, importable, cann, npus_here, floor, values)
-    if torch_cuda is not None:
-        return fail(
-            name,
-            (
-                f"torch {torch} is built for CUDA {torch_cuda}: torch_npu refuses to work beside it",
-                f"torch {torch} 是 CUDA {torch_cuda} 版：torch_npu 拒绝与其同时使用",
-            ),
-            (
-                f"pip uninstall torch, then install torch=={_release(torch)} from PyTorch's CPU wheel index",
-                f"先 pip uninstall torch，再从 PyTorch 的 CPU 源安装 torch=={_release(torch)}",
-            ),
-            **values,
-        )
-    if floor and _version(torch_npu) < _version(floor):
-        return _below_floor(name, torch_npu, cann, floor, values)
-    if _release(torch) != _release(torch_npu):
-        return fail(
-            name,
-            (
-                f"torch_npu {torch_npu} belongs to torch {_release(torch_npu)}, but torch {torch} is installed",
-                f"torch_npu {torch_npu} 对应 torch {_release(torch_npu)}，而已安装的是 torch {torch}",
-            ),
-            (
-                f"pip install torch=={_release(torch_npu)}, or the torch_npu of this torch (pip install torch_npu=="
-                f"{_release(torch)})",
-                f"pip install torch=={_release(torch_npu)}，或安装与当前 torch 对应的 torch_npu"
-                f"（pip install torch_npu=={_release(torch)}）",
-            ),
-            **values,
-        )
-    return _with_cann(name, torch_npu, cann, floor, values)
-
-
-def _without_distribution(
-    name: str, importable: bool, cann: str | None, npus_here: bool, floor: str, values: dict[str, str | None]
-) -> Check:
-    if importable:
-        return warn(
-            name,
-            (
-                "torch_npu is on the path, but not installed as a package: its version is unknown",
-                "torch_npu 在路径中，但不是以软件包安装的：版本未知",
-            ),
-            (
-                "pip install the torch_npu that belongs to this torch, unless this is meant",
-                "如非有意，请 pip 安装与当前 torch 对应的 torch_npu",
-            ),
-            **values,
-        )
-    if not npus_here:
-        return skip(name, "no NPU and no torch_npu here", "本机没有 NPU，也未安装 torch_npu")
-    return fail(
-        name,
-        (
-            "there are NPUs here, but torch_npu is not installed: the run would take the CPU",
-            "本机有 NPU，但未安装 torch_npu：训练会落到 CPU 上",
-        ),
-        (_install(cann, floor, "en"), _install(cann, floor, "zh")),
-        **values,
-    )
-
-
-def _below_floor(name: str, torch_npu: str, cann: str | None, floor: str, values: dict[str, str | None]) -> Check:
-    made = PAIRS.get(_cann_numbers(cann or "") or (0, 0), ())
-    only = f"; CANN {cann} has torch_npu {', '.join(made)} only" if made and not _fitting(made, floor) else ""
-    only_zh = f"；CANN {cann} 仅有 torch_npu {', '.join(made)}" if only else ""
-    return fail(
-        name,
-        (
-            f"torch_npu {torch_npu} is below this package's floor, {floor}{only}",
-            f"torch_npu {torch_npu} 低于本软件包的下限 {floor}{only_zh}",
-        ),
-        (_install(cann, floor, "en"), _install(cann, floor, "zh")),
-        **values,
-    )
-
-
-def _with_cann(name: str, torch_npu: str, cann: str | None, floor: str, values: dict[str, str | None]) -> Check:
-    numbers = None if cann is None else _cann_numbers(cann)
-    made_for = next((one for one, releases in PAIRS.items() if torch_npu in releases), None)
-    if numbers is None:
-        return warn(
-            name,
-            (
-                f"torch_npu {torch_npu} fits torch, but CANN's version is unknown",
-                f"torch_npu {torch_npu} 与 torch 匹配，但 CANN 版本未知",
-            ),
-            (
-                "source CANN's set_env.sh, so that ASCEND_HOME_PATH leads to it",
-                "请 source CANN 的 set_env.sh，使 ASCEND_HOME_PATH 指向它",
-            ),
-            **values,
-        )
-    if made_for is None:
-        return warn(
-            name,
-            (
-                f"torch_npu {torch_npu} with CANN {cann} is not in the table of known pairs",
-                f"torch_npu {torch_npu} 与 CANN {cann} 的组合不在已知配套表中",
-            ),
-            ("compare them with the vendor's compatibility table", "请对照厂商的版本配套表"),
-            **values,
-        )
-    if numbers < made_for:
-        return fail(
-            name,
-            (
-                f"torch_npu {torch_npu} is made for CANN {_show(made_for)}; CANN {cann} is older",
-                f"torch_npu {torch_npu} 面向 CANN {_show(made_for)}；当前 CANN {cann} 较旧",
-            ),
-            (_install(cann, floor, "en"), _install(cann, floor, "zh")),
-            **values,
-        )
-    if numbers > made_for:
-        return warn(
-            name,
-            (
-                f"torch_npu {torch_npu} is made for CANN {_show(made_for)}; CANN {cann} is newer",
-                f"torch_npu {torch_npu} 面向 CANN {_show(made_for)}；当前 CANN {cann} 较新",
-            ),
-            (_install(cann, floor, "en"), _install(cann, floor, "zh")),
-            **values,
-        )
-    shown = f"torch_npu {torch_npu}, CANN {cann}"
-    return ok(name, shown, shown, **values)
-
-
-def _install(cann: str | None, floor: str, language: str) -> str:
-    """What to install: what this CANN has within the floor, else the way up."""
-    fitting = _fitting(PAIRS.get(_cann_numbers(cann or "") or (0, 0), ()), floor)
-    if fitting:
-        return f"pip install torch=={_release(fitting)} torch_npu=={fitting}"
-    release, needs = RECOMMENDED
-    pip = f"pip install torch=={_release(release)} torch_npu=={release}"
-    if language == "zh":
-        return f"升级路径：按 CANN {_show(needs)} 发行说明升级 NPU 驱动与固件，安装 CANN {_show(needs)}，再 {pip}"
-    return (
-        f"the way up: the NPU driver and firmware that CANN {_show(needs)}'s release notes name, then CANN "
-        f"{_show(needs)}, then {pip}"
-    )
-
-
-def _fitting(releases: Sequence[str], floor: str) -> str | None:
-    """The newest release that this package works with."""
-    return next((one for one in releases if not floor or _version(one) >= _version(floor)), None)
 
 
 def _version(text: str) -> Version:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from finetune.commands.doctor.check import Check, fail, warn
 from finetune.commands.doctor.facts import Facts
 from finetune.commands.doctor.network import is_loopback
+from finetune.runtime.language import _
 from finetune.runtime.ports import DEFAULT_PORT
 
 # HCCL takes this many host ports from HCCL_IF_BASE_PORT on.
@@ -20,46 +21,34 @@ HCCL_EXEC_GRAIN_SECONDS = 68
 
 def interface_names(facts: Facts) -> Check | None:
     """*_SOCKET_IFNAME that name no interface that is up, or loopback for several nodes."""
+    name = "socket_interface"
     chosen: dict[str, set[str]] = {}
     own = {"npu": ("HCCL_SOCKET_IFNAME",), "cuda": ("NCCL_SOCKET_IFNAME",)}.get(facts.device_type, ())
     for variable in (*own, "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
-        text = facts.get(variable)
+        text, setting = facts.get(variable), facts.shown(variable)
         if not text or not facts.interfaces:
             continue
         matched = matching_interfaces(text, facts.interfaces, exact=variable.startswith(("GLOO", "TP")))
         if not matched:
-            return fail(
-                "socket_interface",
-                (
-                    f"{variable}={text} names no interface that is up; there are {', '.join(facts.interfaces)}",
-                    f"{variable}={text} 不对应任何已启用网卡；现有 {', '.join(facts.interfaces)}",
-                ),
-                (f"export {variable}=<one of them>, or unset it", f"export {variable}=<其中之一>，或 unset"),
-            )
-        addresses = [address for name in matched for address in facts.interfaces[name]]
+            what = _("{setting} names no interface that is up; there are {interfaces}")
+            what = what.format(setting=setting, interfaces=", ".join(facts.interfaces))
+            return fail(name, what, _("export {variable}=<one of them>, or unset it").format(variable=variable))
+        addresses = [address for interface in matched for address in facts.interfaces[interface]]
         if facts.nodes > 1 and addresses and all(map(is_loopback, addresses)):
-            return fail(
-                "socket_interface",
-                (
-                    f"{variable}={text} is loopback, and the run has {facts.nodes} nodes",
-                    f"{variable}={text} 是回环网卡，而训练有 {facts.nodes} 个节点",
-                ),
-                (f"export {variable}=<the interface between the nodes>", f"export {variable}=<节点间网卡>"),
-            )
+            what = _("{setting} is loopback, and the run has {nodes} nodes").format(setting=setting, nodes=facts.nodes)
+            return fail(name, what, _("export {variable}=<the interface between the nodes>").format(variable=variable))
         chosen[variable] = matched
     if len(chosen) > 1 and not set.intersection(*chosen.values()):
-        said = ", ".join(f"{name}={facts.get(name)}" for name in chosen)
-        return warn(
-            "socket_interface",
-            (f"different networks: {said}", f"使用了不同的网络：{said}"),
-            ("name one interface in all of them", "请统一为同一网卡"),
-        )
+        what = _("different networks: {settings}").format(settings=", ".join(map(facts.shown, chosen)))
+        return warn(name, what, _("name one interface in all of them"))
     return None
 
 
 def matching_interfaces(text: str, names: Iterable[str], *, exact: bool) -> set[str]:
-    """Interfaces that a *_SOCKET_IFNAME selects: prefixes by default, `=` exact names, `^` all others (NCCL and "
-    "HCCL)."""
+    """Interfaces that a *_SOCKET_IFNAME selects.
+
+    As NCCL and HCCL read it: prefixes by default, `=` for exact names, `^` for all others.
+    """
     exclude, text = text.startswith("^"), text.lstrip("^")
     exact, text = exact or text.startswith("="), text.lstrip("=")
     wanted = [part.strip() for part in text.split(",") if part.strip()]
@@ -69,39 +58,21 @@ def matching_interfaces(text: str, names: Iterable[str], *, exact: bool) -> set[
 
 def hccl_address(facts: Facts) -> Check | None:
     """HCCL_IF_IP that is not this machine's, is loopback for several nodes, or contradicts HCCL_SOCKET_IFNAME."""
-    address = facts.get("HCCL_IF_IP")
+    name, address = "hccl_if_ip", facts.get("HCCL_IF_IP")
     if not address or not facts.interfaces:
         return None
-    owners = [name for name, addresses in facts.interfaces.items() if address in addresses]
-    name = "hccl_if_ip"
+    owners = [interface for interface, addresses in facts.interfaces.items() if address in addresses]
     if not owners:
-        return fail(
-            name,
-            (f"HCCL_IF_IP={address} is no address of this machine", f"HCCL_IF_IP={address} 不是本机地址"),
-            (
-                "export HCCL_IF_IP as this node's own address (each node has another), or unset it",
-                "将 HCCL_IF_IP 设为本节点自己的地址（每个节点不同），或 unset",
-            ),
-        )
+        what = _("HCCL_IF_IP={address} is no address of this machine").format(address=address)
+        fix = _("export HCCL_IF_IP as this node's own address (each node has another), or unset it")
+        return fail(name, what, fix)
     if facts.nodes > 1 and is_loopback(address):
-        return fail(
-            name,
-            (
-                f"HCCL_IF_IP={address}, and the run has {facts.nodes} nodes",
-                f"HCCL_IF_IP={address}，而训练有 {facts.nodes} 个节点",
-            ),
-            ("unset HCCL_IF_IP, or set each node's own address", "unset HCCL_IF_IP，或设为各节点自己的地址"),
-        )
+        what = _("HCCL_IF_IP={address}, and the run has {nodes} nodes").format(address=address, nodes=facts.nodes)
+        return fail(name, what, _("unset HCCL_IF_IP, or set each node's own address"))
     named = facts.get("HCCL_SOCKET_IFNAME")
     if named and not set(owners) & matching_interfaces(named, facts.interfaces, exact=False):
-        return warn(
-            name,
-            (
-                f"HCCL_IF_IP={address} is on {owners[0]}, HCCL_SOCKET_IFNAME={named}: the address wins",
-                f"HCCL_IF_IP={address} 属于 {owners[0]}，而 HCCL_SOCKET_IFNAME={named}：以地址为准",
-            ),
-            ("keep one of the two", "二者保留其一"),
-        )
+        what = _("HCCL_IF_IP={address} is on {owner}, HCCL_SOCKET_IFNAME={named}: the address wins")
+        return warn(name, what.format(address=address, owner=owners[0], named=named), _("keep one of the two"))
     return None
 
 
@@ -109,34 +80,19 @@ def hccl_address(facts: Facts) -> Check | None:
 
 
 def hccl_base_port(facts: Facts) -> Check | None:
-    """The ports that HCCL takes on the host against MASTER_PORT, and against the kernel's own."""
-    text, base = facts.get("HCCL_IF_BASE_PORT"), facts.whole("HCCL_IF_BASE_PORT")
-    name = "hccl_if_base_port"
+    """The ports that HCCL takes on the host against MASTER_PORT."""
+    name, text, base = "hccl_if_base_port", facts.get("HCCL_IF_BASE_PORT"), facts.whole("HCCL_IF_BASE_PORT")
     if not text:
         return None
     if base is None or not 1024 <= base <= 65520:
-        return fail(
-            name,
-            (
-                f"HCCL_IF_BASE_PORT={text} is not a port from 1024 to 65520",
-                f"HCCL_IF_BASE_PORT={text} 不是 1024 到 65520 的端口",
-            ),
-            ("export HCCL_IF_BASE_PORT=60000, or unset it", "export HCCL_IF_BASE_PORT=60000，或 unset"),
-        )
+        what = _("HCCL_IF_BASE_PORT={text} is not a port from 1024 to 65520").format(text=text)
+        return fail(name, what, _("export HCCL_IF_BASE_PORT=60000, or unset it"))
     last, master = base + HCCL_PORTS - 1, facts.whole("MASTER_PORT") or DEFAULT_PORT
-    if base <= master <= last:
-        return fail(
-            name,
-            (
-                f"HCCL takes ports {base} to {last} (HCCL_IF_BASE_PORT), and MASTER_PORT {master} is among them",
-                f"HCCL 占用端口 {base} 至 {last}（HCCL_IF_BASE_PORT），MASTER_PORT {master} 在其中",
-            ),
-            (
-                f"export MASTER_PORT={DEFAULT_PORT if not base <= DEFAULT_PORT <= last else last + 1}",
-                f"export MASTER_PORT={DEFAULT_PORT if not base <= DEFAULT_PORT <= last else last + 1}",
-            ),
-        )
-    return None
+    if not base <= master <= last:
+        return None
+    what = _("HCCL takes ports {base} to {last} (HCCL_IF_BASE_PORT), and MASTER_PORT {master} is among them")
+    other = DEFAULT_PORT if not base <= DEFAULT_PORT <= last else last + 1
+    return fail(name, what.format(base=base, last=last, master=master), f"export MASTER_PORT={other}")
 
 
 def hccl_ephemeral_ports(facts: Facts) -> Check | None:
@@ -144,72 +100,51 @@ def hccl_ephemeral_ports(facts: Facts) -> Check | None:
     if facts.ephemeral_ports is None or facts.nodes < 2:
         return None
     base, (low, high) = facts.whole("HCCL_IF_BASE_PORT") or 60000, facts.ephemeral_ports
-    if base > high or base + HCCL_PORTS - 1 < low:
-        return None
     last = base + HCCL_PORTS - 1
+    if base > high or last < low:
+        return None
+    what = _("HCCL's ports {base} to {last} are among those that the kernel gives away ({low} to {high})")
+    fix = _("as root on every node: sysctl -w net.ipv4.ip_local_reserved_ports={base}-{last}")
     return warn(
         "hccl_ephemeral_ports",
-        (
-            f"HCCL's ports {base} to {last} are among those that the kernel gives away ({low} to {high})",
-            f"HCCL 使用的端口 {base} 至 {last} 在内核临时端口范围内（{low} 至 {high}）",
-        ),
-        (
-            f"as root on every node: sysctl -w net.ipv4.ip_local_reserved_ports={base}-{last}",
-            f"在每个节点以 root 执行：sysctl -w net.ipv4.ip_local_reserved_ports={base}-{last}",
-        ),
+        what.format(base=base, last=last, low=low, high=high),
+        fix.format(base=base, last=last),
     )
 
 
 def hccl_timeouts(facts: Facts) -> Check | None:
     """HCCL's timeouts against the process group's: the one that ends first should be the same on both sides."""
-    limit = facts.timeout_seconds
-    fix = (
-        f"unset both; they are set to --timeout-seconds ({limit})",
-        f"unset 二者；会自动设为 --timeout-seconds（{limit}）",
-    )
+    name, limit = "hccl_timeouts", facts.timeout_seconds
+    fix = _("unset both; they are set to --timeout-seconds ({limit})").format(limit=limit)
     for variable in ("HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT"):
-        text, seconds = facts.get(variable), facts.whole(variable)
-        if text and (seconds is None or seconds < 0):
-            return fail(
-                "hccl_timeouts",
-                (f"{variable}={text} is not a number of seconds", f"{variable}={text} 不是秒数"),
-                fix,
-            )
+        setting, seconds = facts.shown(variable), facts.whole(variable)
+        if facts.get(variable) and (seconds is None or seconds < 0):
+            return fail(name, _("{setting} is not a number of seconds").format(setting=setting), fix)
+        what = ""
         if seconds is not None and seconds > limit + HCCL_EXEC_GRAIN_SECONDS:
-            return warn(
-                "hccl_timeouts",
-                (
-                    f"{variable}={seconds} is above the process group's timeout of {limit} s: the group gives up "
-                    "first, without HCCL's words",
-                    f"{variable}={seconds} 大于进程组超时 {limit} 秒：进程组会先放弃，看不到 HCCL 的说明",
-                ),
-                fix,
+            what = _(
+                "{setting} is above the process group's timeout of {limit} s: the group gives up first, without "
+                "HCCL's message"
             )
-        if variable == "HCCL_EXEC_TIMEOUT" and seconds and seconds < limit - HCCL_EXEC_GRAIN_SECONDS:
-            return warn(
-                "hccl_timeouts",
-                (
-                    f"{variable}={seconds} is below the process group's timeout of {limit} s: a slow rank ends the "
-                    "run earlier than asked",
-                    f"{variable}={seconds} 小于进程组超时 {limit} 秒：慢进程会比预期更早终止训练",
-                ),
-                fix,
+        elif variable == "HCCL_EXEC_TIMEOUT" and seconds and seconds < limit - HCCL_EXEC_GRAIN_SECONDS:
+            what = _(
+                "{setting} is below the process group's timeout of {limit} s: a slow rank ends the run earlier than "
+                "asked"
             )
+        if what:
+            return warn(name, what.format(setting=setting, limit=limit), fix)
     return None
 
 
 def hccl_whitelist(facts: Facts) -> Check | None:
     """The whitelist switched on without a list."""
-    if facts.get("HCCL_WHITELIST_DISABLE") == "0" and not facts.get("HCCL_WHITELIST_FILE"):
-        return fail(
-            "hccl_whitelist",
-            (
-                "HCCL_WHITELIST_DISABLE=0 asks for a whitelist, and HCCL_WHITELIST_FILE is not set",
-                "HCCL_WHITELIST_DISABLE=0 启用了白名单，但未设置 HCCL_WHITELIST_FILE",
-            ),
-            ("unset HCCL_WHITELIST_DISABLE, or name the file", "unset HCCL_WHITELIST_DISABLE，或指定文件"),
-        )
-    return None
+    if facts.get("HCCL_WHITELIST_DISABLE") != "0" or facts.get("HCCL_WHITELIST_FILE"):
+        return None
+    return fail(
+        "hccl_whitelist",
+        _("HCCL_WHITELIST_DISABLE=0 asks for a whitelist, and HCCL_WHITELIST_FILE is not set"),
+        _("unset HCCL_WHITELIST_DISABLE, or name the file"),
+    )
 
 
 def nccl_paths(facts: Facts) -> Check | None:
@@ -219,32 +154,15 @@ def nccl_paths(facts: Facts) -> Check | None:
         ("NCCL_IB_DISABLE", "NCCL_IB_HCA"),
         ("NCCL_IB_DISABLE", "NCCL_IB_GID_INDEX"),
     )
-    for switch, setting in contradictions:
-        if facts.on(switch) and facts.get(setting):
-            return warn(
-                "nccl_paths",
-                (
-                    f"{switch}=1 turns off what {setting}={facts.get(setting)} sets",
-                    f"{switch}=1 关闭了 {setting}={facts.get(setting)} 所设置的功能",
-                ),
-                (f"keep one: unset {switch}, or unset {setting}", f"保留其一：unset {switch} 或 unset {setting}"),
-            )
+    for switch, other in contradictions:
+        if facts.on(switch) and facts.get(other):
+            what = _("{switch}=1 turns off what {setting} sets").format(switch=switch, setting=facts.shown(other))
+            fix = _("keep one: unset {switch}, or unset {other}").format(switch=switch, other=other)
+            return warn("nccl_paths", what, fix)
     if facts.on("NCCL_IB_DISABLE") and facts.get("NCCL_NET").upper() == "IB":
-        return fail(
-            "nccl_paths",
-            (
-                "NCCL_NET=IB asks for what NCCL_IB_DISABLE=1 forbids: NCCL finds no network",
-                "NCCL_NET=IB 要求使用 NCCL_IB_DISABLE=1 所禁用的网络：NCCL 找不到网络",
-            ),
-            ("unset one of them", "unset 其中之一"),
-        )
+        what = _("NCCL_NET=IB asks for what NCCL_IB_DISABLE=1 forbids: NCCL finds no network")
+        return fail("nccl_paths", what, _("unset one of them"))
     if facts.on("NCCL_P2P_DISABLE") and facts.on("NCCL_SHM_DISABLE"):
-        return warn(
-            "nccl_paths",
-            (
-                "NCCL_P2P_DISABLE=1 and NCCL_SHM_DISABLE=1: GPUs of one machine talk through the network",
-                "同时设置 NCCL_P2P_DISABLE=1 与 NCCL_SHM_DISABLE=1：同机 GPU 之间将走网络",
-            ),
-            ("unset NCCL_SHM_DISABLE", "unset NCCL_SHM_DISABLE"),
-        )
+        what = _("NCCL_P2P_DISABLE=1 and NCCL_SHM_DISABLE=1: GPUs of one machine talk through the network")
+        return warn("nccl_paths", what, "unset NCCL_SHM_DISABLE")
     return None

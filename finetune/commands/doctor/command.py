@@ -2,47 +2,126 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
-from finetune.commands.doctor import suites as rounds
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from finetune.commands.doctor import suites
 from finetune.commands.doctor.check import Check, worst
 from finetune.commands.doctor.config import check_config
-from finetune.commands.doctor.suites import Subject
-from finetune.config.kinds import kind_names, kind_of_arguments, run_kind
+from finetune.commands.doctor.launched import check_this_world
+from finetune.commands.doctor.network import check_nodes
+from finetune.commands.doctor.suites import CheckContext
+from finetune.config.fields import setting
+from finetune.config.flags import Parsed
+from finetune.config.kinds import RunKind, kind_names, kind_of_arguments, run_kind
+from finetune.config.options import SpokenOptions, read_known_options
 from finetune.config.run_config import BaseConfig
 from finetune.errors import ConfigError, ExitCode, raise_problems
-from finetune.runtime.language import Language, pick_language
+from finetune.runtime.device import launch_world
+from finetune.runtime.language import _
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-USAGE = """usage: python -m finetune doctor [sft|pretrain] [--quick|--full|--launched] [--nproc N] [--config FILE]
-                                 [FLAGS OF TRAINING]
-
-Examines this machine, and with a configuration whether that run will start on it. Writes nothing outside a temporary
-folder (and the place where DeepSpeed's operators are built, where the run needs them).
-
-  --quick              only what needs no torch: under two seconds
-  --full               also build and try DeepSpeed's operators, start --nproc processes (all-reduce, a product compared
-                       over the ranks), and train, save and resume a tiny model
-  --launched           under torchrun or accelerate launch: the checks between processes, in that world
-  --nproc N            processes that the run will have on this machine (default 1)
-  --min-devices N      least number of devices
-  --min-free-memory G  GiB that must be free on each of them
-  --json               one JSON object instead of lines
-  --lang en|zh         language (default: the locale's)
-  The other flags are those of `python -m finetune sft --help` or `pretrain --help`.
-
-Exit code: 0 nothing failed; 1 at least one check failed; 2 the command line is wrong.
-"""
 TAGS = {"ok": ("[OK]", "green"), "warn": ("[WARNING]", "yellow"), "fail": ("[ERROR]", "red"), "skip": ("[SKIP]", "dim")}
-# Training flags that say something about the machine and do not make a run by themselves.
+# Flags of a run that describe the machine and do not make a run by themselves.
 _NO_RUN = {"device_type", "timeout_seconds"}
+
+
+class DoctorOptions(SpokenOptions):
+    """The command line; other arguments are those of the run."""
+
+    usage: ClassVar[str] = (
+        "python -m finetune doctor [KIND] [--quick|--full|--launched] [--config FILE] [FLAGS OF A RUN]"
+    )
+    summary: ClassVar[str] = (
+        "Examine this machine, and with a configuration whether that run will start on it.\n"
+        "Writes nothing outside a temporary folder (and where DeepSpeed's operators are built, if the run needs them)."
+    )
+    epilog: ClassVar[str] = (
+        "The other flags are those of the run: python -m finetune.KIND --help lists them.\n"
+        "Exit code: 0 nothing failed; 1 at least one check failed; 2 the command line is wrong."
+    )
+    positional: ClassVar[tuple[str, ...]] = ("kind",)
+    aliases: ClassVar[Mapping[str, str]] = {"nproc_per_node": "nproc"}
+
+    kind: str | None = setting(
+        None,
+        group="options",
+        unit="|".join(kind_names()),
+        shown_default="by the run's flags and files",
+        description="The kind of run.",
+    )
+    quick: bool = setting(False, group="options", description="Only what needs no torch: under two seconds.")
+    full: bool = setting(
+        False,
+        group="options",
+        description="Also build and try DeepSpeed's operators, start --nproc processes (all-reduce, a product compared "
+        "over the ranks), and train, save and resume a tiny model.",
+    )
+    launched: bool = setting(
+        False,
+        group="options",
+        description="Under torchrun or accelerate launch: the checks between processes, in that world.",
+    )
+    nproc: int | None = setting(
+        None,
+        group="options",
+        unit="N",
+        shown_default="1",
+        gt=0,
+        description="Processes that the run will have on this machine.",
+    )
+    min_devices: int | None = setting(None, group="options", unit="N", gt=0, description="Least number of devices.")
+    min_free_memory: float | None = setting(
+        None, group="options", unit="GiB", gt=0, description="GiB that must be free on each of them."
+    )
+
+    def problems(self) -> list[tuple[str, str]]:
+        found = []
+        if self.kind is not None and self.kind not in kind_names():
+            found.append((f"{self.kind!r} is no kind of run", f"give {' or '.join(kind_names())}, or leave it out"))
+        if self.quick + self.full + self.launched > 1:
+            found.append(("--quick, --full and --launched exclude one another", "keep one of them"))
+        return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command: 0 nothing failed, 1 something did.
+
+    Raises:
+        FinetuneError: the command line is wrong (exit code 2); the caller prints it.
+    """
+    options, arguments = read_known_options(DoctorOptions, argv)
+    kind = run_kind(options.kind) if options.kind else kind_of_arguments(arguments)
+    parsed = kind.parse(arguments)
+    raise_problems(parsed.problems)
+    if options.launched:
+        if not launch_world().launched:
+            raise ConfigError(
+                "--launched is for processes that a launcher started",
+                "the environment has no RANK",
+                "torchrun --nproc_per_node 2 -m finetune doctor --launched, or use --full, which starts them itself",
+            )
+        world, made = check_this_world(_wanted_device(parsed))
+        if not world.is_main:
+            return exit_code(made)
+        checks: Iterable[Check] = made
+    else:
+        checks = examine(options, kind, arguments, parsed, dict(os.environ))
+    if options.as_json:
+        made = list(checks)
+        sys.stdout.write(json.dumps(to_json(made), ensure_ascii=False, indent=2) + "\n")
+    else:
+        made = show(checks, Console(file=sys.stdout, highlight=False))
+    return exit_code(made)
+
+
+# ---------------------------------------------------------------- the checks
 
 
 def quick_checks(
@@ -59,7 +138,7 @@ def quick_checks(
     meet (port, addresses) is not asked: a launcher does that itself.
 
     Args:
-        config: a resolved configuration (`config_file.resolve(...).config`); None checks the machine only.
+        config: a resolved configuration (`resolution.resolve(...).config`); None checks the machine only.
         processes: processes that will be started on this machine; None: one.
         environment: the variables that the run will be started with; None: this process's.
         min_devices: least number of devices; None: as many as processes.
@@ -67,7 +146,7 @@ def quick_checks(
     """
     variables = os.environ if environment is None else environment
     nodes = variables.get("NNODES", "1")
-    subject = Subject(
+    context = CheckContext(
         variables,
         config=config,
         processes=processes or 1,
@@ -76,190 +155,101 @@ def quick_checks(
         min_free_memory_gib=min_free_memory_gib,
         wanted_device=config.device_type if config is not None else "auto",
     )
-    return list(rounds.quick(subject, waits=True))
+    return list(suites.quick(context, waits=True))
 
 
-def examine(options: argparse.Namespace, words: Sequence[str], environment: Mapping[str, str]) -> Iterator[Check]:
+def examine(
+    options: DoctorOptions, kind: RunKind, arguments: Sequence[str], parsed: Parsed, environment: Mapping[str, str]
+) -> Iterator[Check]:
     """All checks that the options ask for, as they are made.
 
-    Raises:
-        ConfigError: flags that neither doctor nor the training command knows (`Problems` for several).
+    Args:
+        arguments: the run's command line; `parsed` is the same, taken apart.
     """
-    kind = run_kind(options.kind) if options.kind else kind_of_arguments(words)
-    parsed = kind.parse(words)
-    raise_problems(parsed.problems)
-    wanted = str(parsed.values.get("device_type", ("auto", ""))[0])
-    nodes, _ = rounds.network.check_nodes(environment)
+    nodes, _checks = check_nodes(environment)
     count = 1 if nodes is None else nodes.count
     processes = options.nproc or 1
     config, config_checks = None, []
     if parsed.config_files or parsed.deepspeed or set(parsed.values) - _NO_RUN:
-        config, config_checks = check_config(words, kind, processes * count)
-    subject = Subject(
+        config, config_checks = check_config(arguments, kind, processes * count)
+    context = CheckContext(
         environment,
         config=config,
         kind=kind,
-        words=words,
+        arguments=arguments,
         processes=processes,
         whole_machine=options.nproc is None,
         nodes=count,
         min_devices=options.min_devices,
         min_free_memory_gib=options.min_free_memory,
-        wanted_device=wanted if config is None else config.device_type,
+        wanted_device=_wanted_device(parsed) if config is None else config.device_type,
     )
     torch_checks: list[Check] = []
     if not options.quick:
-        torch_checks, subject = rounds.with_torch(subject)
+        torch_checks, context = suites.with_torch(context)
     yield from config_checks
     yield from torch_checks
-    yield from rounds.quick(subject)
-    yield from rounds.meeting(subject)
-    if options.quick:
+    yield from suites.quick(context)
+    yield from suites.rendezvous(context)
+    torch_failed = any(check.name.startswith("torch") and check.verdict == "fail" for check in torch_checks)
+    if options.quick or torch_failed:
         return
-    readable = not any(check.name.startswith("torch") and check.verdict == "fail" for check in torch_checks)
-    if config is not None and readable:
-        yield from rounds.with_data(subject)
-    if readable:
-        yield from rounds.with_processes(subject) if options.full else rounds.with_operators(subject)
+    if config is not None:
+        yield from suites.with_data(context)
+    yield from suites.with_processes(context) if options.full else suites.with_operators(context)
 
 
-# ---------------------------------------------------------------- what is said
+def _wanted_device(parsed: Parsed) -> str:
+    return str(parsed.values.get("device_type", ("auto", ""))[0])
 
 
-def show(checks: Iterable[Check], language: Language, console: Console) -> list[Check]:
-    """Print each check as it comes, with the fix under what needs one; then how it stands. Returns the checks."""
-    from rich.table import Table
-    from rich.text import Text
+# ---------------------------------------------------------------- what is printed
 
+
+def show(checks: Iterable[Check], console: Console) -> list[Check]:
+    """Print each check as it comes, with the fix under what needs one; then a summary. Returns the checks."""
     made = []
     for check in checks:
         made.append(check)
         tag, style = TAGS[check.verdict]
-        said = Text(check.what[language], style="dim" if check.verdict == "skip" else "")
-        fix = None if check.fix is None or check.verdict in ("ok", "skip") else check.fix[language]
-        mark = "修复：" if language == "zh" else "fix: "
+        fix = None
+        if check.fix is not None and check.verdict in ("warn", "fail"):
+            fix = _("fix: {fix}").format(fix=check.fix)
         if not console.is_terminal:
-            console.print(Text(f"{tag:<9} {check.name:<22} {said.plain}"), soft_wrap=True)
+            console.print(Text(f"{tag:<9} {check.name:<22} {check.what}"), soft_wrap=True)
             if fix:
-                console.print(Text(f"{'':<9} {'':<22} {mark}{fix}"), soft_wrap=True)
+                console.print(Text(f"{'':<9} {'':<22} {fix}"), soft_wrap=True)
             continue
         row = Table.grid(padding=(0, 1))
         row.add_column(width=9)
         row.add_column(width=22)
         row.add_column()
-        row.add_row(Text(tag, style=style), check.name, said)
+        what = Text(check.what, style="dim" if check.verdict == "skip" else "")
+        row.add_row(Text(tag, style=style), check.name, what)
         if fix:
-            row.add_row("", "", Text(f"{mark}{fix}", style=style))
+            row.add_row("", "", Text(fix, style=style))
         console.print(row)
-    console.print(Text(summary(made, language), style=TAGS[worst(made)][1]), soft_wrap=True)
+    console.print(Text(summary(made), style=TAGS[worst(made)][1]), soft_wrap=True)
     return made
 
 
-def summary(checks: Sequence[Check], language: Language) -> str:
+def summary(checks: Sequence[Check]) -> str:
     """How many of each verdict, and what that means."""
     count = {verdict: sum(check.verdict == verdict for check in checks) for verdict in TAGS}
-    if language == "zh":
-        end = "请先修复错误" if count["fail"] else "可以启动"
-        return f"{count['ok']} 项通过，{count['warn']} 项警告，{count['fail']} 项错误，{count['skip']} 项跳过：{end}"
-    end = "mend the errors first" if count["fail"] else "ready to start"
-    return f"{count['ok']} ok, {count['warn']} warnings, {count['fail']} errors, {count['skip']} skipped: {end}"
+    text = _("{ok} ok, {warn} warnings, {fail} errors, {skip} skipped: ready to start")
+    if count["fail"]:
+        text = _("{ok} ok, {warn} warnings, {fail} errors, {skip} skipped: fix the errors first")
+    return text.format(**count)
 
 
-def to_json(checks: Sequence[Check], language: Language) -> dict[str, Any]:
+def to_json(checks: Sequence[Check]) -> dict[str, Any]:
     """The form of `--json`."""
     return {
         "verdict": worst(checks),
         "exit_code": exit_code(checks),
-        "checks": [check.to_json(language) for check in checks],
+        "checks": [check.to_json() for check in checks],
     }
 
 
 def exit_code(checks: Iterable[Check]) -> int:
     return int(ExitCode.FAILED if worst(checks) == "fail" else ExitCode.DONE)
-
-
-# ---------------------------------------------------------------- the command
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command: 0 nothing failed, 1 something did.
-
-    Raises:
-        FinetuneError: the command line is wrong (exit code 2); the caller prints it.
-    """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help"} & set(arguments):
-        sys.stdout.write(USAGE)
-        return int(ExitCode.DONE)
-    options, words = _options(arguments)
-    language = pick_language(options.lang)
-    if options.launched:
-        return _launched(options, words, language)
-    checks = examine(options, words, dict(os.environ))
-    if options.json:
-        made = list(checks)
-        sys.stdout.write(json.dumps(to_json(made, language), ensure_ascii=False, indent=2) + "\n")
-    else:
-        from rich.console import Console
-
-        made = show(checks, language, Console(file=sys.stdout, highlight=False))
-    return exit_code(made)
-
-
-def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Doctor's own options, and the words that are left for the training command."""
-    kind = arguments[0] if arguments and arguments[0] in kind_names() else None
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in ("quick", "full", "launched", "json"):
-        parser.add_argument(f"--{name}", action="store_true")
-    parser.add_argument("--lang")
-    parser.add_argument("--nproc", "--nproc-per-node", "--nproc_per_node", type=int)
-    parser.add_argument("--min-devices", "--min_devices", type=int)
-    parser.add_argument("--min-free-memory", "--min_free_memory", type=float)
-    try:
-        options, words = parser.parse_known_args(arguments[1:] if kind else arguments)
-    except argparse.ArgumentError as error:
-        raise ConfigError(
-            f"{error.argument_name}: {error.message}", where="the command line", fix="see doctor --help"
-        ) from error
-    options.kind = kind
-    if sum((options.quick, options.full, options.launched)) > 1:
-        raise ConfigError("--quick, --full and --launched exclude one another", "the command line", "keep one of them")
-    for name in ("nproc", "min_devices", "min_free_memory"):
-        value = getattr(options, name)
-        if value is not None and not value > 0:
-            raise ConfigError(f"{name} is {value}", f"--{name.replace('_', '-')}", "give a number above 0")
-    return options, words
-
-
-def _launched(options: argparse.Namespace, words: Sequence[str], language: Language) -> int:
-    """In a launched world: the same checks between processes as --full makes, judged on every rank, said by rank 0."""
-    from dataclasses import asdict
-
-    from finetune.commands.doctor.launched import judge
-    from finetune.commands.doctor.launched_worker import work
-    from finetune.commands.doctor.probe import Answer
-    from finetune.runtime import device as devices
-    from finetune.runtime.parent_watchdog import die_with_launcher
-
-    world = devices.launch_world()
-    if not world.launched:
-        raise ConfigError(
-            "--launched is for processes that a launcher started",
-            "the environment has no RANK",
-            "torchrun --nproc_per_node 2 -m finetune doctor --launched, or use --full, which starts them itself",
-        )
-    die_with_launcher(world)
-    parsed = (run_kind(options.kind) if options.kind else kind_of_arguments(words)).parse(words)
-    raise_problems(parsed.problems)
-    devices.probe_torch_npu()
-    device_type = devices.choose_device_type(str(parsed.values.get("device_type", ("auto", ""))[0]))
-    reports = [asdict(report) for report in work(world, device_type, exchange=True)]
-    checks = judge(reports, world.world_size, Answer(None, 0, ""))
-    if world.is_main and options.json:
-        sys.stdout.write(json.dumps(to_json(checks, language), ensure_ascii=False, indent=2) + "\n")
-    elif world.is_main:
-        from rich.console import Console
-
-        show(checks, language, Console(file=sys.stdout, highlight=False))
-    return exit_code(checks)

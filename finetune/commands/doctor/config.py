@@ -13,83 +13,65 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.commands.doctor.check import Check, fail, failed, ok, problems_of, warn
+from finetune.commands.doctor.check import Check, fail, failed, ok, warn
 from finetune.config.kinds import RunKind, kind_of_config
 from finetune.config.paths import is_hub_id
 from finetune.config.resolution import resolve
 from finetune.config.run_config import BaseConfig
 from finetune.errors import FinetuneError
+from finetune.runtime.language import _
 from finetune.storage.run_folder import describe_folder
 from finetune.storage.run_lock import LOCK_NAME
 
 
-def check_config(words: Sequence[str], kind: RunKind, world_size: int) -> tuple[BaseConfig | None, list[Check]]:
+def check_config(arguments: Sequence[str], kind: RunKind, world_size: int) -> tuple[BaseConfig | None, list[Check]]:
     """Resolve a configuration: (what it is, or None), and the checks of its values and batch."""
     try:
-        resolved = resolve(words, world_size=world_size, model_class=kind.config_class)
+        resolved = resolve(arguments, world_size=world_size, model_class=kind.config_class)
     except FinetuneError as error:
-        return None, [failed("config", problem) for problem in problems_of(error)]
-    config = resolved.config
+        return None, failed("config", error)
     doubts = [note.removeprefix("warning: ") for note in resolved.notes if note.startswith("warning: ")]
-    what = f"{kind.name}: the configuration is valid"
-    checks = [ok("config", what, f"{kind.name}：配置有效")]
-    checks += [warn("config", (doubt, doubt), (doubt, doubt)) for doubt in doubts]
-    return config, [*checks, check_batch(config, world_size)]
+    batch, values = resolved.config.describe_batch(world_size)
+    return resolved.config, [
+        ok("config", _("{kind}: the configuration is valid").format(kind=kind.name)),
+        *(warn("config", doubt, doubt) for doubt in doubts),
+        ok("batch", batch, **values),
+    ]
 
 
-def check_batch(config: BaseConfig, world_size: int) -> Check:
-    """The batch as it comes out: whole numbers, which resolving has made sure of."""
-    said, values = config.describe_batch(world_size)
-    return ok("batch", said, said, **values)
-
-
-def check_places(config: BaseConfig, *, waits: bool = False) -> list[Check]:
+def check_locations(config: BaseConfig, *, waits: bool = False) -> list[Check]:
     """Files and folders that the configuration names, and what the output folder holds.
 
     Args:
         waits: the run will be started, and waits a while for another one to leave the output folder.
     """
     problems = kind_of_config(config).check(config)
-    checks = [failed("paths", problem) for problem in problems]
-    if not checks:
-        checks = [ok("paths", "files and folders of the configuration are there", "配置中的文件与目录均存在")]
-    return [*checks, check_output(config, waits=waits)]
+    checks = [check for problem in problems for check in failed("paths", problem)]
+    checks = checks or [ok("paths", _("files and folders of the configuration are there"))]
+    return [*checks, *check_output(config, waits=waits)]
 
 
-def check_output(config: BaseConfig, *, waits: bool = False) -> Check:
-    """Whether the output folder is free, a run to go on with, taken, or somebody else's."""
+def check_output(config: BaseConfig, *, waits: bool = False) -> list[Check]:
+    """Whether the output folder is free, a run to resume, taken, or somebody else's."""
     name, folder = "output_folder", Path(config.output_dir)
-    other = ("choose an empty or new --output-dir", "请选择空的或新的 --output-dir")
     try:
         found = describe_folder(folder)
     except FinetuneError as problem:
         return failed(name, problem)
     if found.kind == "empty":
-        return ok(name, f"{folder} is free", f"{folder} 可用")
+        return [ok(name, _("{folder} is free").format(folder=folder))]
     if found.kind == "other":
-        return fail(
-            name,
-            (f"{folder} is not empty and holds no run", f"{folder} 非空，且不是本软件的训练目录"),
-            other,
-        )
+        what = _("{folder} is not empty and holds no run").format(folder=folder)
+        return [fail(name, what, _("choose an empty or new --output-dir"))]
     holder = lock_holder(folder / LOCK_NAME)
     if holder is not None:
-        verdict = warn if waits else fail
-        return verdict(
-            name,
-            (f"{folder} is in use by another run ({holder})", f"{folder} 正被另一个训练使用（{holder}）"),
-            ("wait for it, or choose another --output-dir", "请等待其结束，或选择其他 --output-dir"),
-        )
-    state = (found.status or {}).get("state", "unknown")
-    step = (found.status or {}).get("step")
-    at = "" if step is None else f" at step {step}"
-    at_zh = "" if step is None else f"，第 {step} 步"
-    return ok(
-        name,
-        f"{folder} holds a run ({state}{at}): the same run goes on there, another is refused",
-        f"{folder} 中有一个训练（{state}{at_zh}）：同一训练会继续，不同的训练会被拒绝",
-        state=state,
-    )
+        what = _("{folder} is in use by another run ({holder})").format(folder=folder, holder=holder)
+        return [(warn if waits else fail)(name, what, _("wait for it, or choose another --output-dir"))]
+    status = found.status or {}
+    state, step = status.get("state", "unknown"), status.get("step")
+    shown = state if step is None else _("{state} at step {step}").format(state=state, step=step)
+    what = _("{folder} holds a run ({state}): the same run is resumed there, another is refused")
+    return [ok(name, what.format(folder=folder, state=shown), state=state)]
 
 
 def lock_holder(path: Path) -> str | None:
@@ -103,9 +85,9 @@ def lock_holder(path: Path) -> str | None:
     except BlockingIOError:
         try:
             signed = json.loads(os.pread(descriptor, 4096, 0))
-            return f"pid {signed['pid']} on {signed['host']}"
+            return _("pid {pid} on {host}").format(pid=signed["pid"], host=signed["host"])
         except (ValueError, KeyError, TypeError):
-            return "unknown process"
+            return _("unknown process")
     except OSError:
         return None  # a file system without locks
     finally:
@@ -125,7 +107,7 @@ class Demands:
         cpu_adam: the optimizer is DeepSpeed's CPU Adam, which has to be built.
         pinned: host memory is pinned for offload.
         loader_workers: loader processes of each process.
-        host_bytes: host memory of this machine, and what for, in English and Chinese.
+        host_bytes: host memory of this machine; `host_for` is what for, in the spoken language.
         disk_bytes: space in the output folder.
     """
 
@@ -134,7 +116,7 @@ class Demands:
     pinned: bool = False
     loader_workers: int = 0
     host_bytes: int = 0
-    host_for: tuple[str, str] = ("", "")
+    host_for: str = ""
     disk_bytes: int = 0
 
 
@@ -147,16 +129,16 @@ def demands_of(config: BaseConfig | None, device_type: str, processes: int, node
     optimizer, parameters = (zero.get(name) or {} for name in ("offload_optimizer", "offload_param"))
     weights = weight_bytes(config.base_model) if config.base_model is not None else 0
     full = config.trains_all_weights
-    host_bytes, host_for = 0, ("", "")
+    host_bytes, host_for = 0, ""
     if device_type == "cpu" and weights:
         host_bytes = weights // nodes if zero.get("stage") == 3 else weights * processes
-        host_for = ("the model's weights", "模型权重")
+        host_for = _("the model's weights")
     if parameters.get("device") == "cpu":
-        host_bytes, host_for = weights // nodes, ("offloaded weights", "卸载到主机的权重")
+        host_bytes, host_for = weights // nodes, _("offloaded weights")
     if full and optimizer.get("device") == "cpu":
         # float32 weights, gradients and two moments: 16 bytes for each parameter of 2 bytes on disk.
         host_bytes += 8 * weights // nodes
-        host_for = ("offloaded weights and optimizer", "卸载到主机的权重与优化器")
+        host_for = _("offloaded weights and optimizer")
     # Float32 weights and two moments in each checkpoint, of which there is one too many while the next is written.
     disk_bytes = (6 * weights * (config.save_total_limit + 1) + weights) if full else 0
     return Demands(

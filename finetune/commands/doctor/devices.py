@@ -1,19 +1,21 @@
-"""Accelerators: how many a run sees, how much of their memory is free, who holds the rest, and whether they are "
-"well."""
+"""Accelerators: how many a run sees, how much of their memory is free, who holds the rest, and their health."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from finetune.commands.doctor.check import GIB, Check, fail, gib, ok, skip, warn
+from finetune.commands.doctor.check import Check, fail, ok, skip, warn
 from finetune.runtime.device import DEVICE_KINDS
+from finetune.runtime.language import _
 from finetune.runtime.smi import SmiDevice, SmiProcess, SmiReport, visible
+from finetune.storage.durable_files import format_bytes
 
 TOOLS = {"npu": "npu-smi", "cuda": "nvidia-smi"}
-# Memory that others may hold on a device before it is worth a word; drivers and idle contexts hold a few GiB on an NPU.
+# Memory that others may hold on a device before it is worth a warning; drivers and idle contexts hold a few GiB on an
+# NPU.
 HELD_SHARE = 0.15
-# npu-smi's words, from bad to worse.
+# npu-smi's own names for a device that cannot be used.
 SICK = ("alarm", "critical", "fault", "offline")
 
 
@@ -33,12 +35,11 @@ def accelerator(reports: Sequence[SmiReport], wanted: str, usable: Sequence[str]
     return "cuda" if "cuda" in listed and "cuda" in usable else "cpu"
 
 
-def visible_devices(reports: Sequence[SmiReport], device_type: str, environment: Mapping[str, str]) -> list[SmiDevice]:
-    """The devices of a type that a program started with these variables would see."""
-    report = next((one for one in reports if one.device_type == device_type), None)
+def visible_devices(report: SmiReport | None, environment: Mapping[str, str]) -> list[SmiDevice]:
+    """The devices that a program started with these variables would see."""
     if report is None:
         return []
-    return visible(report.devices, environment.get(DEVICE_KINDS[device_type].visible_variable))
+    return visible(report.devices, environment.get(DEVICE_KINDS[report.device_type].visible_variable))
 
 
 def check_devices(
@@ -57,94 +58,61 @@ def check_devices(
         min_devices: least number of devices; None: as many as processes.
     """
     name = "devices"
-    needed = max(min_devices or 0, processes or 0, 1)
     if device_type not in TOOLS:
-        if min_devices:
-            return fail(
-                name,
-                (
-                    f"{min_devices} devices are needed, and there is no accelerator here",
-                    f"需要 {min_devices} 个设备，而本机没有加速卡",
-                ),
-                (
-                    "use a machine with accelerators, or a preset for one device",
-                    "请使用带加速卡的机器，或改用单设备预设",
-                ),
-            )
-        problems = "; ".join(f"{TOOLS[one.device_type]}: {one.problem}" for one in reports if one.problem)
-        if problems:
-            return warn(
-                name,
-                (f"no device answers, the run takes the CPU: {problems}", f"没有设备应答，训练将使用 CPU：{problems}"),
-                _DRIVER_FIX,
-            )
-        return ok(name, f"the run takes the {device_type}", f"训练将使用 {device_type}")
+        return _without_accelerator(name, reports, device_type, min_devices)
+    tool = TOOLS[device_type]
     report = next((one for one in reports if one.device_type == device_type), None)
     if report is None:
-        return warn(
-            name,
-            (
-                f"{TOOLS[device_type]} is not on the path: devices and their memory are not known",
-                f"路径中没有 {TOOLS[device_type]}：无法得知设备与显存",
-            ),
-            (
-                f"install the driver's tools, or add {TOOLS[device_type]}'s folder to PATH",
-                f"安装驱动工具，或将 {TOOLS[device_type]} 所在目录加入 PATH",
-            ),
-        )
-    if not report.devices:  # torch says whether it is the tool alone, as in a container that it was not made for
-        return warn(
-            name,
-            (
-                f"devices and their memory are not known: {TOOLS[device_type]}: {report.problem}",
-                f"无法得知设备与显存：{TOOLS[device_type]}：{report.problem}",
-            ),
-            _DRIVER_FIX,
-        )
-    seen = visible_devices(reports, device_type, environment)
-    variable = DEVICE_KINDS[device_type].visible_variable
+        what = _("{tool} is not on the path: devices and their memory are not known").format(tool=tool)
+        return warn(name, what, _("install the driver's tools, or add {tool}'s folder to PATH").format(tool=tool))
+    if not report.devices:  # torch tells whether it is the tool alone, as in a container that it was not made for
+        what = _("devices and their memory are not known: {tool}: {problem}")
+        return warn(name, what.format(tool=tool, problem=report.problem), _driver_fix())
+    return _enough_devices(name, report, environment, max(min_devices or 0, processes or 0, 1))
+
+
+def _without_accelerator(name: str, reports: Sequence[SmiReport], device_type: str, min_devices: int | None) -> Check:
+    if min_devices:
+        what = _("{count} devices are needed, and there is no accelerator here").format(count=min_devices)
+        return fail(name, what, _("use a machine with accelerators, or a preset for one device"))
+    problems = "; ".join(f"{TOOLS[one.device_type]}: {one.problem}" for one in reports if one.problem)
+    if problems:
+        what = _("no device answers, the run takes the CPU: {problems}").format(problems=problems)
+        return warn(name, what, _driver_fix())
+    return ok(name, _("the run takes the {device_type}").format(device_type=device_type))
+
+
+def _driver_fix() -> str:
+    return _(
+        "as root look at the driver (dmesg, lsmod), reload it or restart the machine; in a container pass the devices "
+        "in"
+    )
+
+
+def _enough_devices(name: str, report: SmiReport, environment: Mapping[str, str], needed: int) -> Check:
+    seen = visible_devices(report, environment)
+    names = [one.name for one in seen]
+    values = {"visible": len(seen), "here": len(report.devices), "names": names, "driver": report.driver_version}
+    variable = DEVICE_KINDS[report.device_type].visible_variable
     shown = f" ({variable}={environment[variable]})" if variable in environment else ""
-    values = {
-        "visible": len(seen),
-        "here": len(report.devices),
-        "names": [one.name for one in seen],
-        "driver": report.driver_version,
-    }
     if len(seen) < needed:
+        what = _("{visible} of {here} devices are visible{variable}; {needed} are needed")
+        fix = _("make more devices visible, or start at most {count} processes (--nproc {count})")
         return fail(
             name,
-            (
-                f"{len(seen)} of {len(report.devices)} devices are visible{shown}; {needed} are needed",
-                f"{len(report.devices)} 个设备中可见 {len(seen)} 个{shown}；需要 {needed} 个",
-            ),
-            (
-                f"make more devices visible, or start at most {max(1, len(seen))} processes (--nproc "
-                f"{max(1, len(seen))})",
-                f"放开更多设备，或最多启动 {max(1, len(seen))} 个进程（--nproc {max(1, len(seen))}）",
-            ),
+            what.format(visible=len(seen), here=len(report.devices), variable=shown, needed=needed),
+            fix.format(count=max(1, len(seen))),
             **values,
         )
-    kinds = " + ".join(
-        f"{sum(one.name == kind for one in seen)} x {kind}" for kind in dict.fromkeys(one.name for one in seen)
-    )
-    if len({one.name for one in seen}) > 1:
-        return warn(
-            name,
-            (
-                f"devices of different kinds: {kinds}; all wait for the slowest",
-                f"设备型号不一：{kinds}；所有设备都会等待最慢的一个",
-            ),
-            (f"choose equal ones with {variable}", f"用 {variable} 选择相同型号"),
-            **values,
-        )
-    said = f"{kinds}, driver {report.driver_version}{shown}"
-    return ok(name, said, f"{kinds}，驱动 {report.driver_version}{shown}", **values)
+    kinds = " + ".join(f"{names.count(kind)} x {kind}" for kind in dict.fromkeys(names))
+    if len(set(names)) > 1:
+        what = _("devices of different kinds: {kinds}; all wait for the slowest").format(kinds=kinds)
+        return warn(name, what, _("choose equal ones with {variable}").format(variable=variable), **values)
+    what = _("{kinds}, driver {driver}{variable}")
+    return ok(name, what.format(kinds=kinds, driver=report.driver_version, variable=shown), **values)
 
 
-_DRIVER_FIX = (
-    "as root look at the driver (dmesg, lsmod), reload it or restart the machine; in a container pass the devices in",
-    "以 root 检查驱动（dmesg、lsmod），重新加载驱动或重启机器；在容器中请映射设备",
-)
+# ---------------------------------------------------------------- memory
 
 
 def check_device_memory(
@@ -160,38 +128,31 @@ def check_device_memory(
     name = "device_memory"
     known = [one for one in devices if one.free_bytes is not None]
     if not known:
-        return skip(name, "no device tells its memory", "没有设备报告显存")
+        return skip(name, _("no device reports its memory"))
     count = len(known) if needed_devices is None else needed_devices
     first = known[:count]
     values = {"devices": [_numbers(one) for one in devices], "needed_bytes": needed_bytes, "needed_devices": count}
     if needed_bytes is None:
         held = [one for one in first if (one.used_bytes or 0) > HELD_SHARE * (one.total_bytes or 1)]
         if held:
-            what = (f"memory is held already: {_held(held)}", f"显存已被占用：{_held(held)}")
+            what = _("memory is held already: {devices}").format(devices=_held(held))
             return warn(name, what, _holders_fix(held, devices), **values)
     else:
         enough = [one for one in known if (one.free_bytes or 0) >= needed_bytes]
         short = [one for one in first if one not in enough]
+        texts = {"count": count, "needed": format_bytes(needed_bytes), "devices": _held(short)}
         if len(enough) < count:
-            what = (
-                f"{len(enough)} devices have {gib(needed_bytes)} free, {count} are needed: {_held(short)}",
-                f"空闲显存达到 {gib(needed_bytes)} 的设备有 {len(enough)} 个，需要 {count} 个：{_held(short)}",
-            )
-            return fail(name, what, _holders_fix(short, devices), **values)
+            what = _("{enough} devices have {needed} free, {count} are needed: {devices}")
+            return fail(name, what.format(enough=len(enough), **texts), _holders_fix(short, devices), **values)
         if short:
-            chosen = ",".join(str(one.index) for one in enough[:count])
-            what = (
-                f"the run takes the first {count} devices, and not all have {gib(needed_bytes)} free: {_held(short)}",
-                f"训练使用前 {count} 个设备，但并非都有 {gib(needed_bytes)} 空闲显存：{_held(short)}",
-            )
-            fix = (
-                f"show it the free ones: {chosen} of those that are visible now",
-                f"让其只看到空闲设备：当前可见设备中的 {chosen}",
-            )
-            return warn(name, what, fix, **values)
-    least = min(one.free_bytes or 0 for one in first)
-    said = f"at least {gib(least)} free on each of {len(first)} devices"
-    return ok(name, said, f"{len(first)} 个设备，每个至少空闲 {gib(least)}", **values)
+            what = _("the run takes the first {count} devices, and not all have {needed} free: {devices}")
+            fix = _("show it the free ones: {ids} of those that are visible now")
+            ids = ",".join(str(one.index) for one in enough[:count])
+            return warn(name, what.format(**texts), fix.format(ids=ids), **values)
+    least = format_bytes(min(one.free_bytes or 0 for one in first))
+    return ok(
+        name, _("at least {least} free on each of {count} devices").format(least=least, count=len(first)), **values
+    )
 
 
 def _numbers(device: SmiDevice) -> dict[str, Any]:
@@ -205,60 +166,55 @@ def _numbers(device: SmiDevice) -> dict[str, Any]:
 
 
 def _held(devices: Sequence[SmiDevice]) -> str:
-    """`NPU 1: 6.0 of 64.0 GiB free (pid 208841 python3 54.6 GiB)`."""
-    said = []
+    """`NPU 1: 6.0 GiB of 64.0 GiB free (pid 208841 python3 54.6 GiB)`."""
+    shown = []
     for one in devices:
         holders = sorted(one.processes or (), key=lambda process: -(process.memory_bytes or 0))[:4]
-        by = f" ({', '.join(map(_holder, holders))})" if holders else ""
-        said.append(f"{one.label}: {(one.free_bytes or 0) / GIB:.1f} of {gib(one.total_bytes or 0)} free{by}")
-    return "; ".join(said)
+        text = _("{label}: {free} of {total} free").format(
+            label=one.label, free=format_bytes(one.free_bytes or 0), total=format_bytes(one.total_bytes or 0)
+        )
+        shown.append(f"{text} ({', '.join(map(_holder, holders))})" if holders else text)
+    return "; ".join(shown)
 
 
 def _holder(process: SmiProcess) -> str:
-    memory = "" if process.memory_bytes is None else f" {gib(process.memory_bytes)}"
-    return f"pid {process.pid}{' ' + process.name if process.name else ''}{memory}"
+    memory = "" if process.memory_bytes is None else format_bytes(process.memory_bytes)
+    return " ".join(filter(None, (f"pid {process.pid}", process.name, memory)))
 
 
-def _holders_fix(short: Sequence[SmiDevice], devices: Sequence[SmiDevice]) -> tuple[str, str]:
+def _holders_fix(short: Sequence[SmiDevice], devices: Sequence[SmiDevice]) -> str:
     pids = sorted({process.pid for one in short for process in one.processes or ()})
     free = [str(one.index) for one in devices if one not in short]
-    english, chinese = [], []
+    steps = []
     if pids:
-        shown = ", ".join(map(str, pids[:8]))
-        english.append(f"end what is yours of the processes {shown} (python -m finetune clean ends what our runs left)")
-        chinese.append(f"结束其中属于你的进程 {shown}（python -m finetune clean 可清理本软件遗留的进程）")
+        step = _("end what is yours of the processes {pids} (python -m finetune clean ends what our runs left)")
+        steps.append(step.format(pids=", ".join(map(str, pids[:8]))))
     elif any(one.processes is not None for one in short):
-        english.append(
-            "nobody is listed as holder: a process of another container, or one that ended badly; look there"
+        steps.append(
+            _("nobody is listed as holder: a process of another container, or one that ended badly; look there")
         )
-        chinese.append("未列出占用者：可能是其他容器的进程或异常退出的进程，请排查")
     if free:
-        english.append(f"or take the other devices: {','.join(free)}")
-        chinese.append(f"或使用其他设备：{','.join(free)}")
-    if not english:
-        english, chinese = ["use smaller rows, or wait until the devices are free"], ["减小批量，或等待设备空闲"]
-    return "; ".join(english), "；".join(chinese)
+        steps.append(_("or take the other devices: {ids}").format(ids=",".join(free)))
+    return "; ".join(steps) or _("use a smaller batch, or wait until the devices are free")
+
+
+# ---------------------------------------------------------------- health
 
 
 def check_device_health(devices: Sequence[SmiDevice]) -> Check:
-    """What the driver says about the devices' health."""
+    """What the driver reports about the devices' health."""
     name = "device_health"
-    told = [one for one in devices if one.health]
-    if not told:
-        return skip(name, "no device tells its health", "没有设备报告健康状态")
-    values = {one.label: one.health for one in told}
-    unwell = [one for one in told if one.health.upper() != "OK"]
+    values = {one.label: one.health for one in devices if one.health}
+    if not values:
+        return skip(name, _("no device reports its health"))
+    unwell = {label: health for label, health in values.items() if health.upper() != "OK"}
     if not unwell:
-        return ok(name, f"{len(told)} devices are well", f"{len(told)} 个设备状态正常", **values)
-    said = ", ".join(f"{one.label}: {one.health}" for one in unwell)
-    verdict = fail if any(one.health.lower() in SICK or "ECC" in one.health for one in unwell) else warn
-    return verdict(
-        name,
-        (f"the driver reports {said}", f"驱动报告：{said}"),
-        (
-            "leave these devices out (visible-device variable), and have them looked at: npu-smi info -t health, or "
-            "nvidia-smi -q -d ECC",
-            "请用可见设备变量避开这些设备，并排查：npu-smi info -t health，或 nvidia-smi -q -d ECC",
-        ),
-        **values,
+        return ok(name, _("{count} devices are well").format(count=len(values)), **values)
+    verdict = fail if any(health.lower() in SICK or "ECC" in health for health in unwell.values()) else warn
+    what = _("the driver reports {healths}")
+    fix = _(
+        "leave these devices out (visible-device variable), and have them looked at: npu-smi info -t health, or "
+        "nvidia-smi -q -d ECC"
     )
+    shown = ", ".join(f"{label}: {health}" for label, health in unwell.items())
+    return verdict(name, what.format(healths=shown), fix, **values)

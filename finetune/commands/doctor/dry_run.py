@@ -1,4 +1,4 @@
-"""One step for real: `finetune.sft` on a tiny made model, saved, and gone on with from the checkpoint.
+"""One step for real: `finetune.sft` on a tiny made model, saved, and resumed from the checkpoint.
 
     python -m finetune.commands.doctor.dry_run FOLDER
 
@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from finetune.commands.doctor.check import Check, fail, ok
-from finetune.commands.doctor.launched import clean
-from finetune.commands.doctor.probe import Answer, run_to_end, what_now
+from finetune.commands.doctor.launched import without_launcher
+from finetune.commands.doctor.probe import Answer, run_to_end
 from finetune.config.run_config import BaseConfig
+from finetune.runtime.language import _
 
+MODULE = "finetune.commands.doctor.dry_run"
 RUN_TIMEOUT_SECONDS = 600.0
 STEPS = 2
 # The resumed step is the uninterrupted one up to rounding; kernels of accelerators may add in another order.
@@ -26,23 +28,22 @@ LOSS_TOLERANCE = 1e-3
 
 
 def check_dry_run(processes: int, device_type: str, config: BaseConfig | None, environment: Mapping[str, str]) -> Check:
-    """Train two steps with a checkpoint after each; then go on from the first, and compare the second step."""
+    """Train two steps with a checkpoint after each; then resume from the first, and compare the second step."""
     with tempfile.TemporaryDirectory(prefix="finetune-doctor-") as temporary:
         folder = Path(temporary)
-        words = [sys.executable, "-m", "finetune.commands.doctor.dry_run", str(folder)]
-        code, messages = run_to_end(words, environment=environment, timeout_seconds=RUN_TIMEOUT_SECONDS)
-        if code != 0:
-            return _failed("making a tiny model", "生成微型模型", Answer(None, code, messages))
+        command = [sys.executable, "-m", MODULE, str(folder)]
+        answer = run_to_end(command, environment=environment, timeout_seconds=RUN_TIMEOUT_SECONDS)
+        if answer.code != 0:
+            return _failed(_("making a tiny model failed: {reason}"), answer)
         settings = _settings(folder, processes, device_type, config)
         (folder / "run.json").write_text(json.dumps(settings), encoding="utf-8")
         first, second = folder / "first", folder / "second"
-        for output, more in ((first, []), (second, ["--resume", str(first / "checkpoint-1")])):
-            code, messages = _train(folder, output, processes, more, environment)
-            if code != 0:
-                stage, chinese = (
-                    ("one step and saving", "训练一步并保存") if output == first else ("resuming", "恢复训练")
-                )
-                return _failed(stage, chinese, Answer(None, code, messages))
+        answer = _train(first, processes, environment)
+        if answer.code != 0:
+            return _failed(_("one step and saving failed: {reason}"), answer)
+        answer = _train(second, processes, environment, "--resume", str(first / "checkpoint-1"))
+        if answer.code != 0:
+            return _failed(_("resuming failed: {reason}"), answer)
         return compare(_loss(first), _loss(second), processes)
 
 
@@ -50,17 +51,12 @@ def compare(whole: float, resumed: float, processes: int) -> Check:
     """Whether step 2 after a resume is step 2."""
     name, values = "dry_run", {"loss": whole, "resumed_loss": resumed, "processes": processes}
     if not abs(whole - resumed) <= LOSS_TOLERANCE * abs(whole):
-        return fail(
-            name,
-            (
-                f"step 2 has loss {resumed:.6f} after a resume, and {whole:.6f} without: the saved state is not whole",
-                f"恢复后第 2 步损失为 {resumed:.6f}，不中断时为 {whole:.6f}：保存的状态不完整",
-            ),
-            ("report this with the versions above", "请附上以上版本信息反馈"),
-            **values,
+        what = _(
+            "step 2 has loss {resumed:.6f} after a resume, and {whole:.6f} without: the saved state is not complete"
         )
-    said = f"{processes} processes trained, saved and resumed: step 2 has loss {resumed:.4f} both ways"
-    return ok(name, said, f"{processes} 个进程完成训练、保存与恢复：两种方式第 2 步损失均为 {resumed:.4f}", **values)
+        return fail(name, what.format(resumed=resumed, whole=whole), _("report this with the versions above"), **values)
+    what = _("{processes} processes trained, saved and resumed: step 2 has loss {loss:.4f} both ways")
+    return ok(name, what.format(processes=processes, loss=resumed), **values)
 
 
 def _settings(folder: Path, processes: int, device_type: str, config: BaseConfig | None) -> dict[str, Any]:
@@ -87,31 +83,30 @@ def _settings(folder: Path, processes: int, device_type: str, config: BaseConfig
     return settings
 
 
-def _train(
-    folder: Path, output: Path, processes: int, more: list[str], environment: Mapping[str, str]
-) -> tuple[int | None, str]:
+def _train(output: Path, processes: int, environment: Mapping[str, str], *more: str) -> Answer:
     start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
-    words = ["-m", "finetune.sft", "--config", str(folder / "run.json"), "--output-dir", str(output), *more]
+    run = ["-m", "finetune.sft", "--config", str(output.parent / "run.json"), "--output-dir", str(output), *more]
     return run_to_end(
-        [sys.executable, *start, *words], environment=clean(environment), timeout_seconds=RUN_TIMEOUT_SECONDS
+        [sys.executable, *start, *run],
+        environment=without_launcher(environment),
+        timeout_seconds=RUN_TIMEOUT_SECONDS,
     )
 
 
 def _loss(output: Path) -> float:
     lines = (output / "trainer_log.jsonl").read_text(encoding="utf-8").splitlines()
-    return next(record["loss"] for record in map(json.loads, lines) if record["step"] == STEPS)
+    return next(event["loss"] for event in map(json.loads, lines) if event["step"] == STEPS)
 
 
-def _failed(stage: str, chinese: str, answer: Answer) -> Check:
-    what = (f"{stage} failed: {answer.reason}", f"{chinese}失败：{answer.reason}")
-    return fail("dry_run", what, what_now(answer), messages=answer.last_words)
+def _failed(what: str, answer: Answer) -> Check:
+    return fail("dry_run", what.format(reason=answer.reason), answer.fix, messages=answer.last_lines)
 
 
 # ---------------------------------------------------------------- what is trained, made in a process of its own
 
 
 def make(folder: Path) -> None:
-    """A Qwen3 of two layers, 32 wide, a tokenizer of bytes with a ChatML template, and 16 rows."""
+    """A Qwen3 of two layers, 32 wide, a tokenizer of bytes with a ChatML template, and 16 records."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -142,8 +137,8 @@ def make(folder: Path) -> None:
         eos_token_id=fast.eos_token_id,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder / "model")
-    rows = [{"instruction": f"add {n} and {n + 1}", "output": f"{2 * n + 1}" * (n % 5 + 1)} for n in range(16)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    records = [{"instruction": f"add {n} and {n + 1}", "output": f"{2 * n + 1}" * (n % 5 + 1)} for n in range(16)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-TRUE = ("1", "true", "on", "yes")
-
 
 @dataclass(frozen=True)
 class Facts:
@@ -20,7 +18,6 @@ class Facts:
         devices_here: devices of that type on this machine, before any is hidden; None where not known.
         deepspeed: the run is under DeepSpeed.
         processes: processes of the run on this machine.
-        nodes: machines of the run.
         cores: CPU cores for this process.
         timeout_seconds: the process group's timeout.
         ephemeral_ports: ports that the kernel gives to outgoing connections; None where not known.
@@ -41,9 +38,13 @@ class Facts:
         return self.environment.get(name, "").strip()
 
     def on(self, name: str) -> bool:
-        return self.get(name).lower() in TRUE
+        return self.get(name).lower() in ("1", "true", "on", "yes")
 
     def whole(self, name: str) -> int | None:
         """A variable that holds a whole number; None where it is not set or none."""
         text = self.get(name)
         return int(text) if re.fullmatch(r"-?\d{1,12}", text) else None
+
+    def shown(self, name: str) -> str:
+        """`NAME=value`, as the messages show a variable."""
+        return f"{name}={self.get(name)}"

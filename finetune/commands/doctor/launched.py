@@ -1,37 +1,67 @@
-"""Checks that need several processes: started with torch elastic as a run is, or asked in the world that we are in."""
+"""Checks that need several processes: started with torch elastic as a run is, or asked in the world that we are in.
+
+    torchrun --nproc_per_node 2 -m finetune.commands.doctor.launched FOLDER DEVICE_TYPE
+
+is one process of the world that doctor starts. Each rank writes FOLDER/rank-N.json; a rank that is missing there died
+or hung, and its launcher's messages tell how.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
+import os
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.commands.doctor.check import Check, fail, ok, warn
-from finetune.commands.doctor.probe import Answer, run_to_end, what_now
+from finetune.commands.doctor.probe import Answer, run_to_end
+from finetune.runtime import device as devices
+from finetune.runtime.device import LaunchWorld, launch_world
+from finetune.runtime.language import _
+from finetune.runtime.parent_watchdog import die_with_launcher
 
-WORKER = "finetune.commands.doctor.launched_worker"
+if TYPE_CHECKING:
+    import torch
+
+MODULE = "finetune.commands.doctor.launched"
 LAUNCH_TIMEOUT_SECONDS = 300.0
+COLLECTIVE_TIMEOUT_SECONDS = 60
 # Of a product of random numbers, relative to its largest: rounding of inputs is not in it, of results and sums it is.
 MATMUL_TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-2, "float16": 2e-3}
+MATMUL_SIZE = 512
+# Numbers whose float32 sums over up to 2**15 ranks are exact: a wrong sum is wrong, and not rounding.
+REDUCED_NUMBERS = 1 << 18
 
 
 def check_launched(processes: int, device_type: str, environment: Mapping[str, str]) -> list[Check]:
-    """Start as many processes as a run would, on this machine, and judge what they say."""
+    """Start as many processes as a run would, on this machine, and judge what they report."""
     with tempfile.TemporaryDirectory(prefix="finetune-doctor-") as folder:
-        words = [
+        command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"),
-            *("-m", WORKER, folder, device_type),
+            *("-m", MODULE, folder, device_type),
         ]
-        code, messages = run_to_end(words, environment=clean(environment), timeout_seconds=LAUNCH_TIMEOUT_SECONDS)
-        reports = read_reports(Path(folder))
-    return judge(reports, processes, Answer(None, code, messages))
+        answer = run_to_end(command, environment=without_launcher(environment), timeout_seconds=LAUNCH_TIMEOUT_SECONDS)
+        return judge(read_reports(Path(folder)), processes, answer)
 
 
-def clean(environment: Mapping[str, str]) -> dict[str, str]:
+def check_this_world(device_type: str) -> tuple[LaunchWorld, list[Check]]:
+    """The same checks in the world that this process was started in, judged on every rank."""
+    world = launch_world()
+    die_with_launcher(world)
+    devices.probe_torch_npu()
+    reports = [asdict(report) for report in work(world, devices.choose_device_type(device_type), exchange=True)]
+    return world, judge(reports, world.world_size, Answer(None, 0, ""))
+
+
+def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     """Without what a launcher sets: ours sets it anew."""
     launchers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return {name: value for name, value in environment.items() if name not in launchers}
@@ -44,99 +74,147 @@ def read_reports(folder: Path) -> list[dict[str, Any]]:
         try:
             reports.append(json.loads(path.read_text(encoding="utf-8")))
         except ValueError:
-            continue  # half written: its rank counts as one that said nothing
+            continue  # half written: its rank counts as one without a report
     return sorted(reports, key=lambda report: report["rank"])
 
 
+# ---------------------------------------------------------------- what the ranks report, judged
+
+
 def judge(reports: Sequence[Mapping[str, Any]], processes: int, answer: Answer) -> list[Check]:
-    """Meeting, collectives and arithmetic, from what the ranks wrote."""
-    silent = sorted(set(range(processes)) - {report["rank"] for report in reports})
-    if silent:
-        ranks = ", ".join(map(str, silent))
-        return [
-            fail(
-                "launched_world",
-                (
-                    f"rank {ranks} of {processes} said nothing: {answer.reason}",
-                    f"{processes} 个进程中 {ranks} 号没有结果：{answer.reason}",
-                ),
-                what_now(answer),
-                silent=silent,
-                messages=answer.last_words,
-            )
-        ]
+    """Rendezvous, collectives and arithmetic, from the reports of the ranks."""
+    missing = sorted(set(range(processes)) - {report["rank"] for report in reports})
+    if missing:
+        what = _("rank {ranks} of {processes} reported nothing: {reason}")
+        what = what.format(ranks=_joined(missing), processes=processes, reason=answer.reason)
+        return [fail("launched_world", what, answer.fix, silent=missing, messages=answer.last_lines)]
     backends = "/".join(sorted({report["backend"] for report in reports}))
-    said = f"{processes} processes met ({backends})"
-    return [
-        ok("launched_world", said, f"{processes} 个进程已汇合（{backends}）", backend=backends),
-        judge_collectives(reports),
-        judge_matmul(reports),
-    ]
+    what = _("{processes} processes met ({backends})").format(processes=processes, backends=backends)
+    return [ok("launched_world", what, backend=backends), _judge_collectives(reports), _judge_matmul(reports)]
 
 
-def judge_collectives(reports: Sequence[Mapping[str, Any]]) -> Check:
+def _joined(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _judge_collectives(reports: Sequence[Mapping[str, Any]]) -> Check:
     """All-reduce and all-gather are exact: the numbers are small whole ones."""
     name, expected = "collectives", list(range(len(reports)))
     wrong = [r["rank"] for r in reports if r["sum_error"] != 0 or list(r["gathered_ranks"]) != expected]
-    if wrong:
-        ranks = ", ".join(map(str, wrong))
-        return fail(
-            name,
-            (
-                f"all-reduce or all-gather is wrong on rank {ranks}",
-                f"{ranks} 号进程的 all-reduce 或 all-gather 结果错误",
-            ),
-            (
-                "the link or a device is broken: leave that device out, and try NCCL_P2P_DISABLE=1 or another "
-                "interface",
-                "链路或设备有故障：避开该设备，或尝试 NCCL_P2P_DISABLE=1、更换网卡",
-            ),
-            wrong=wrong,
-        )
-    return ok(
-        name,
-        f"all-reduce and all-gather are exact on {len(reports)} ranks",
-        f"{len(reports)} 个进程的 all-reduce 与 all-gather 完全正确",
-    )
+    if not wrong:
+        return ok(name, _("all-reduce and all-gather are exact on {count} ranks").format(count=len(reports)))
+    what = _("all-reduce or all-gather is wrong on rank {ranks}").format(ranks=_joined(wrong))
+    fix = _("the link or a device is broken: leave that device out, and try NCCL_P2P_DISABLE=1 or another interface")
+    return fail(name, what, fix, wrong=wrong)
 
 
-def judge_matmul(reports: Sequence[Mapping[str, Any]]) -> Check:
+def _judge_matmul(reports: Sequence[Mapping[str, Any]]) -> Check:
     """One product, bit for bit equal on equal devices, and near the exact one everywhere."""
-    name = "matmul"
+    name, dtype = "matmul", reports[0]["dtype"]
+    errors = [report["matmul_error"] for report in reports]
+    values = {"errors": errors, "dtype": dtype}
     far = [r["rank"] for r in reports if not r["matmul_error"] <= MATMUL_TOLERANCE[r["dtype"]]]
-    values = {"errors": [report["matmul_error"] for report in reports], "dtype": reports[0]["dtype"]}
     if far:
-        ranks = ", ".join(map(str, far))
-        worst = max(report["matmul_error"] for report in reports)
-        return fail(
-            name,
-            (
-                f"a matrix product is wrong on rank {ranks}: off by {worst:.1e} of its largest number",
-                f"{ranks} 号进程的矩阵乘法错误：偏差为最大值的 {worst:.1e}",
-            ),
-            ("this device computes wrong: leave it out and have it replaced", "该设备计算有误：请避开并更换"),
-            wrong=far,
-            **values,
-        )
+        what = _("a matrix product is wrong on rank {ranks}: off by {error:.1e} of its largest number")
+        fix = _("this device computes wrong: leave it out and have it replaced")
+        return fail(name, what.format(ranks=_joined(far), error=max(errors)), fix, wrong=far, **values)
     odd = []
     for device in {report["device"] for report in reports}:
         alike = [report for report in reports if report["device"] == device]
         usual = Counter(report["matmul_digest"] for report in alike).most_common(1)[0][0]
         odd += [report["rank"] for report in alike if report["matmul_digest"] != usual]
     if odd:
-        ranks = ", ".join(map(str, sorted(odd)))
-        return warn(
-            name,
-            (
-                f"equal devices give different bits for one product: rank {ranks} differs",
-                f"相同型号设备的同一乘积逐位不同：{ranks} 号进程不一致",
-            ),
-            (
-                "look at that device's ECC and health; other drivers or kernels on the nodes differ in bits too",
-                "检查该设备的 ECC 与健康状态；各节点驱动或算子版本不同也会造成差异",
-            ),
-            odd=sorted(odd),
-            **values,
-        )
-    said = f"one {reports[0]['dtype']} product has the same bits on {len(reports)} ranks"
-    return ok(name, said, f"同一 {reports[0]['dtype']} 乘积在 {len(reports)} 个进程上逐位相同", **values)
+        what = _("equal devices give different bits for one product: rank {ranks} differs")
+        fix = _("look at that device's ECC and health; other drivers or kernels on the nodes differ in bits too")
+        return warn(name, what.format(ranks=_joined(sorted(odd))), fix, odd=sorted(odd), **values)
+    what = _("one {dtype} product has the same bits on {count} ranks").format(dtype=dtype, count=len(reports))
+    return ok(name, what, **values)
+
+
+# ---------------------------------------------------------------- one rank
+
+
+@dataclass
+class RankReport:
+    """What one rank saw.
+
+    Attributes:
+        sum_error: difference of the all-reduced numbers from their exact sum; 0 is right.
+        gathered_ranks: the ranks that an all-gather brought, in order.
+        matmul_digest: SHA-256 of the bits of a seeded matrix product; equal on equal devices.
+        matmul_error: largest difference from the product in float64 on the host, relative to its largest number.
+    """
+
+    rank: int
+    world_size: int
+    host: str
+    device: str
+    backend: str
+    dtype: str = ""
+    sum_error: float = -1.0
+    gathered_ranks: list[int] = field(default_factory=list)
+    matmul_digest: str = ""
+    matmul_error: float = -1.0
+
+
+def work(world: LaunchWorld, device_type: str, *, exchange: bool = False) -> list[RankReport]:
+    """Meet the other ranks, reduce, gather, multiply. The process group is made and taken down here.
+
+    Args:
+        exchange: give every rank all reports, by the same collectives; else this rank's alone.
+    """
+    import torch
+    import torch.distributed as dist
+
+    devices.check_local_ranks(device_type, world)
+    backend = devices.DEVICE_KINDS[device_type].backend
+    device = torch.device(device_type)
+    if device_type in ("npu", "cuda"):
+        getattr(torch, device_type).set_device(world.local_rank)
+        device = torch.device(device_type, world.local_rank)
+    able = devices.capabilities(device_type)
+    dist.init_process_group(
+        backend, rank=world.rank, world_size=world.world_size, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
+    )
+    report = RankReport(world.rank, world.world_size, os.uname().nodename, able.name, backend)
+    numbers = torch.full((REDUCED_NUMBERS,), float(world.rank + 1), device=device)
+    dist.all_reduce(numbers)
+    expected = world.world_size * (world.world_size + 1) / 2
+    report.sum_error = float((numbers.cpu() - expected).abs().max())
+    mine = torch.tensor([world.rank], dtype=torch.int64, device=device)
+    gathered = [torch.empty_like(mine) for _rank in range(world.world_size)]
+    dist.all_gather(gathered, mine)
+    report.gathered_ranks = [int(one.cpu()) for one in gathered]
+    _multiply(report, device, torch.bfloat16 if able.bfloat16 and device_type != "cpu" else torch.float32)
+    reports: list[RankReport] = [report]
+    if exchange:
+        reports = [report] * world.world_size
+        dist.all_gather_object(reports, report)
+    dist.barrier()
+    dist.destroy_process_group()
+    return reports
+
+
+def _multiply(report: RankReport, device: torch.device, dtype: torch.dtype) -> None:
+    """A product in the dtype that training takes, from numbers made on the host: the same on every rank."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, generator=generator).to(dtype) for _side in range(2))
+    product = (left.to(device) @ right.to(device)).cpu().float()
+    exact = left.double() @ right.double()
+    report.dtype = str(dtype).removeprefix("torch.")
+    report.matmul_digest = hashlib.sha256(product.numpy().tobytes()).hexdigest()
+    report.matmul_error = float((product.double() - exact).abs().max() / exact.abs().max())
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.WARNING)
+    world = launch_world()
+    die_with_launcher(world)
+    (report,) = work(world, devices.choose_device_type(sys.argv[2]))
+    (Path(sys.argv[1]) / f"rank-{world.rank}.json").write_text(json.dumps(asdict(report)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,34 +1,101 @@
-"""The nodes of a run: who they are, the master's address, and whether it answers."""
+"""The nodes of a run: who they are, the port and address at which they meet, and whether the first one answers."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import os
+import re
 import socket
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-from finetune.commands.doctor.check import Check, fail, failed, ok, problems_of, skip, warn
-from finetune.errors import FinetuneError
+from finetune.commands.doctor.check import Check, fail, failed, ok, skip, warn
+from finetune.errors import FinetuneError, StateError
+from finetune.runtime.language import _
 from finetune.runtime.nodes import Nodes, nodes_here
-from finetune.runtime.ports import DEFAULT_PORT
+from finetune.runtime.ports import DEFAULT_PORT, hold_port
 
 CONNECT_TIMEOUT_SECONDS = 3.0
 _LOOPBACK = ("127.", "::1", "localhost")
 
 
 def check_nodes(environment: Mapping[str, str]) -> tuple[Nodes | None, list[Check]]:
-    """The nodes of the run as the shell's variables (or Slurm's) say, and the checks of that."""
+    """The nodes of the run by the shell's variables (or Slurm's), and the checks of that."""
     name = "nodes"
     try:
         nodes = nodes_here(environment)
     except FinetuneError as error:
-        return None, [failed(name, problem) for problem in problems_of(error)]
+        return None, failed(name, error)
     if nodes.count == 1:
-        return nodes, [ok(name, "one node", "单节点")]
-    said = f"node {nodes.rank} of {nodes.count}, meeting at {nodes.address}:{nodes.port}"
-    chinese = f"{nodes.count} 个节点中的第 {nodes.rank} 个（从 0 起），汇合地址 {nodes.address}:{nodes.port}"
-    return nodes, [ok(name, said, chinese, count=nodes.count, rank=nodes.rank)]
+        return nodes, [ok(name, _("one node"))]
+    what = _("node {rank} of {count}, meeting at {address}:{port}")
+    what = what.format(rank=nodes.rank, count=nodes.count, address=nodes.address, port=nodes.port)
+    return nodes, [ok(name, what, count=nodes.count, rank=nodes.rank)]
+
+
+# ---------------------------------------------------------------- ports
+
+
+def first_free_port(first: int) -> int | None:
+    """The first port from there on that can be bound, in as many tries as the launcher makes; None where none can."""
+    try:
+        held = hold_port(first, loopback=False)
+    except StateError:
+        return None
+    held.close()
+    return held.number
+
+
+def holder_of(port: int) -> int | None:
+    """The process that listens on a port; None where it cannot be seen."""
+    import psutil
+
+    try:
+        connections = psutil.net_connections(kind="tcp")
+    except (psutil.AccessDenied, OSError):
+        return None
+    listening = [one for one in connections if one.laddr and one.laddr.port == port and one.status == "LISTEN"]
+    return listening[0].pid if listening else None
+
+
+def check_port(
+    nodes: Nodes,
+    find: Callable[[int], int | None] = first_free_port,
+    holder: Callable[[int], int | None] = holder_of,
+) -> Check:
+    """Whether the processes can meet at MASTER_PORT; asked where it will be bound, on the first node."""
+    name, port = "port", nodes.port or DEFAULT_PORT
+    if nodes.rank != 0:
+        return skip(name, _("port {port} is taken on the first node, not here").format(port=port))
+    free = find(port)
+    if free == port:
+        return ok(name, _("port {port} is free").format(port=port), port=port)
+    pid = holder(port)
+    values = {"port": port, "holder": pid, "next_free": free}
+    what = _("port {port} is taken by pid {pid}") if pid else _("port {port} is taken")
+    what = what.format(port=port, pid=pid)
+    if free is None:
+        return fail(name, what, _("choose a MASTER_PORT far from {port}").format(port=port), **values)
+    fix = _("export MASTER_PORT={free} on every node") if nodes.count > 1 else _("export MASTER_PORT={free}")
+    if nodes.port is not None:
+        return fail(name, what, fix.format(free=free), **values)
+    itself = _("{fix}; python -m finetune launch takes a free one by itself")
+    return warn(name, what, itself.format(fix=fix.format(free=free)), **values)
+
+
+def ephemeral_ports(root: Path = Path("/")) -> tuple[int, int] | None:
+    """The ports that the kernel gives away; None where it does not tell, or where some are reserved already."""
+    folder = root / "proc/sys/net/ipv4"
+    try:
+        low, high = map(int, (folder / "ip_local_port_range").read_text().split())
+        reserved = (folder / "ip_local_reserved_ports").read_text().strip()
+    except (OSError, ValueError):
+        return None
+    return None if re.search(r"\d", reserved) else (low, high)
+
+
+# ---------------------------------------------------------------- addresses
 
 
 def local_addresses() -> dict[str, list[str]]:
@@ -65,58 +132,31 @@ def check_master_address(
     interfaces: Mapping[str, Iterable[str]],
     resolve: Callable[[str], list[str]] = lookup,
 ) -> Check:
-    """Whether the master's address has meaning here: resolves, is this machine's on node 0, is no loopback for "
-    "several."""
+    """Whether the master's address resolves, is no loopback for several nodes, and is this machine's on node 0."""
     name = "master_address"
     if nodes.count < 2:
-        return skip(name, "one node", "单节点")
+        return skip(name, _("one node"))
     addresses = resolve(nodes.address)
     values = {"address": nodes.address, "resolved": addresses}
     if not addresses:
-        return fail(
-            name,
-            (f"MASTER_ADDR {nodes.address} does not resolve", f"MASTER_ADDR {nodes.address} 无法解析"),
-            (
-                "export MASTER_ADDR as the first node's IP address, or add the name to /etc/hosts on every node",
-                "将 MASTER_ADDR 设为首节点的 IP，或在每个节点的 /etc/hosts 中加入该主机名",
-            ),
-            **values,
-        )
+        what = _("MASTER_ADDR {address} does not resolve").format(address=nodes.address)
+        fix = _("export MASTER_ADDR as the first node's IP address, or add the name to /etc/hosts on every node")
+        return fail(name, what, fix, **values)
     if all(map(is_loopback, addresses)):
-        return fail(
-            name,
-            (
-                f"MASTER_ADDR {nodes.address} is {addresses[0]}: other nodes would look for it on themselves",
-                f"MASTER_ADDR {nodes.address} 即 {addresses[0]}：其他节点会在自己身上寻找它",
-            ),
-            (
-                "export MASTER_ADDR as the address of the first node that the others reach",
-                "将 MASTER_ADDR 设为其他节点可达的首节点地址",
-            ),
-            **values,
-        )
+        what = _("MASTER_ADDR {address} is {resolved}: other nodes would look for it on themselves")
+        fix = _("export MASTER_ADDR as the address of the first node that the others reach")
+        return fail(name, what.format(address=nodes.address, resolved=addresses[0]), fix, **values)
     own = {address for several in interfaces.values() for address in several}
-    here = any(address in own or is_loopback(address) for address in addresses)
-    if nodes.rank == 0 and not here:
-        return fail(
-            name,
-            (
-                f"MASTER_ADDR {nodes.address} ({', '.join(addresses)}) is no address of this machine, which is the "
-                "first node",
-                f"MASTER_ADDR {nodes.address}（{', '.join(addresses)}）不是本机地址，而本机是首节点",
-            ),
-            (
-                "start NODE_RANK=0 on the machine that MASTER_ADDR names, or correct MASTER_ADDR",
-                "请在 MASTER_ADDR 所指机器上以 NODE_RANK=0 启动，或更正 MASTER_ADDR",
-            ),
-            **values,
-        )
-    shown = f"MASTER_ADDR {nodes.address} is {addresses[0]}"
-    return ok(name, shown, f"MASTER_ADDR {nodes.address} 为 {addresses[0]}", **values)
+    if nodes.rank == 0 and not any(address in own or is_loopback(address) for address in addresses):
+        what = _("MASTER_ADDR {address} ({resolved}) is no address of this machine, which is the first node")
+        fix = _("start NODE_RANK=0 on the machine that MASTER_ADDR names, or correct MASTER_ADDR")
+        return fail(name, what.format(address=nodes.address, resolved=", ".join(addresses)), fix, **values)
+    what = _("MASTER_ADDR {address} is {resolved}").format(address=nodes.address, resolved=addresses[0])
+    return ok(name, what, **values)
 
 
 def reach(host: str, port: int, timeout_seconds: float = CONNECT_TIMEOUT_SECONDS) -> str:
-    """ "open", "refused" (the host answers, nobody listens yet), or why it cannot be reached."""
+    """How connecting ends: "open", "refused" (the host answers, nobody listens yet), or why it cannot be reached."""
     try:
         with socket.create_connection((host, port), timeout_seconds):
             return "open"
@@ -129,38 +169,24 @@ def reach(host: str, port: int, timeout_seconds: float = CONNECT_TIMEOUT_SECONDS
 
 
 def check_master_reachable(nodes: Nodes, connect: Callable[[str, int], str] = reach) -> Check:
-    """Whether the first node answers; asked on the others. A refused connection is an answer: it has not started "
-    "yet."""
-    name = "master_reachable"
+    """Whether the first node answers; asked on the others. Refused is an answer too: it has not started yet."""
+    name, address, port = "master_reachable", nodes.address, nodes.port
     if nodes.count < 2:
-        return skip(name, "one node", "单节点")
+        return skip(name, _("one node"))
     if nodes.rank == 0:
-        return skip(name, "this is the first node: ask on the others", "本机是首节点：请在其他节点上检查")
-    result = connect(nodes.address, nodes.port or DEFAULT_PORT)
-    values: dict[str, Any] = {"address": nodes.address, "port": nodes.port, "result": result}
+        return skip(name, _("this is the first node: ask on the others"))
+    result = connect(address, port or DEFAULT_PORT)
+    values: dict[str, Any] = {"address": address, "port": port, "result": result}
     if result == "open":
-        said = f"{nodes.address}:{nodes.port} answers"
-        return ok(name, said, f"{nodes.address}:{nodes.port} 可连通", **values)
+        return ok(name, _("{address}:{port} answers").format(address=address, port=port), **values)
     if result == "refused":
-        return ok(
-            name,
-            f"{nodes.address} answers; nobody listens on {nodes.port} yet",
-            f"{nodes.address} 可达；端口 {nodes.port} 尚无监听",
-            **values,
-        )
-    return fail(
-        name,
-        (
-            f"the first node {nodes.address}:{nodes.port} cannot be reached: {result}",
-            f"无法连接首节点 {nodes.address}:{nodes.port}：{result}",
-        ),
-        (
-            f"open port {nodes.port} and the ports above 1024 between the nodes (firewall), and check the address "
-            "and cable",
-            f"请在节点间放行端口 {nodes.port} 及 1024 以上端口（防火墙），并检查地址与网线",
-        ),
-        **values,
-    )
+        what = _("{address} answers; nobody listens on {port} yet").format(address=address, port=port)
+        return ok(name, what, **values)
+    what = _("the first node {address}:{port} cannot be reached: {result}")
+    fix = _(
+        "open port {port} and the ports above 1024 between the nodes (firewall), and check the address and cable"
+    ).format(port=port)
+    return fail(name, what.format(address=address, port=port, result=result), fix, **values)
 
 
 def check_own_name(
@@ -172,28 +198,19 @@ def check_own_name(
     """Whether this machine's name leads to an address that others reach: gloo takes it where no interface is named."""
     name = "own_address"
     if nodes.count < 2:
-        return skip(name, "one node", "单节点")
+        return skip(name, _("one node"))
     if environment.get("GLOO_SOCKET_IFNAME"):
-        return ok(
-            name,
-            f"GLOO_SOCKET_IFNAME={environment['GLOO_SOCKET_IFNAME']}",
-            f"GLOO_SOCKET_IFNAME={environment['GLOO_SOCKET_IFNAME']}",
-        )
+        return ok(name, f"GLOO_SOCKET_IFNAME={environment['GLOO_SOCKET_IFNAME']}")
     host = host_name or socket.gethostname()
     addresses = resolve(host)
     if addresses and not all(map(is_loopback, addresses)):
-        return ok(name, f"{host} is {addresses[0]}", f"{host} 为 {addresses[0]}", resolved=addresses)
-    what = f"is {addresses[0]}" if addresses else "does not resolve"
-    what_zh = f"解析为 {addresses[0]}" if addresses else "无法解析"
-    return warn(
-        name,
-        (
-            f"this machine's name {host} {what}: gloo would offer the others an address that they cannot reach",
-            f"本机名 {host} {what_zh}：gloo 会给其他节点一个不可达的地址",
-        ),
-        (
-            "export GLOO_SOCKET_IFNAME=<the interface between the nodes> (ip -br addr shows them)",
-            "export GLOO_SOCKET_IFNAME=<节点间网卡>（用 ip -br addr 查看）",
-        ),
-        resolved=addresses,
-    )
+        what = _("{host} is {address}").format(host=host, address=addresses[0])
+        return ok(name, what, resolved=addresses)
+    if addresses:
+        what = _("this machine's name {host} is {address}: gloo would offer the others an address they cannot reach")
+        what = what.format(host=host, address=addresses[0])
+    else:
+        what = _("this machine's name {host} does not resolve: gloo would have no address to offer the others")
+        what = what.format(host=host)
+    fix = _("export GLOO_SOCKET_IFNAME=<the interface between the nodes> (ip -br addr shows them)")
+    return warn(name, what, fix, resolved=addresses)

@@ -11,10 +11,13 @@ import re
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 from finetune.commands.doctor.check import Check, fail, ok
-from finetune.commands.doctor.probe import BUILD_TIMEOUT_SECONDS, Answer, run_to_end
+from finetune.commands.doctor.probe import Answer, run_to_end
+from finetune.runtime.language import _
 
+BUILD_TIMEOUT_SECONDS = 600.0
 _PREPARE = """
 import json, os, sys
 os.environ.setdefault("DS_ACCELERATOR", sys.argv[1])
@@ -61,10 +64,9 @@ def check_shared_memory_operator(environment: Mapping[str, str]) -> Check:
     name = "shared_memory_operator"
     answer, seconds = _run(_SHARED_MEMORY, "cpu", environment)
     if answer.report is None:
-        return _not_built(name, answer)
-    return ok(
-        name, f"built and loaded ({seconds:.0f} s)", f"已编译并加载（{seconds:.0f} 秒）", seconds=round(seconds, 1)
-    )
+        return not_built(name, answer)
+    what = _("built and loaded ({seconds:.0f} s)").format(seconds=seconds)
+    return ok(name, what, seconds=round(seconds, 1))
 
 
 def check_cpu_adam(device_type: str, environment: Mapping[str, str]) -> Check:
@@ -72,53 +74,35 @@ def check_cpu_adam(device_type: str, environment: Mapping[str, str]) -> Check:
     name = "cpu_adam"
     answer, seconds = _run(_CPU_ADAM, device_type, environment)
     if answer.report is None:
-        return _not_built(name, answer)
+        return not_built(name, answer)
     difference = answer.report["difference"]
     if not difference <= ADAM_TOLERANCE:
-        return fail(
-            name,
-            (
-                f"three steps differ from torch's AdamW by {difference:.1e}",
-                f"三步结果与 torch 的 AdamW 相差 {difference:.1e}",
-            ),
-            (
-                "remove the built operators (TORCH_EXTENSIONS_DIR) and try again; or leave "
-                "zero_force_ds_cpu_optimizer out",
-                "删除已编译的算子（TORCH_EXTENSIONS_DIR）后重试；或去掉 zero_force_ds_cpu_optimizer",
-            ),
-            difference=difference,
+        what = _("three steps differ from torch's AdamW by {difference:.1e}").format(difference=difference)
+        fix = _(
+            "remove the built operators (TORCH_EXTENSIONS_DIR) and try again; or leave zero_force_ds_cpu_optimizer out"
         )
-    said = f"built, three steps agree with torch's AdamW to {difference:.0e} ({seconds:.0f} s)"
-    chinese = f"已编译，三步结果与 torch 的 AdamW 相差不超过 {difference:.0e}（{seconds:.0f} 秒）"
-    return ok(name, said, chinese, difference=difference, seconds=round(seconds, 1))
+        return fail(name, what, fix, difference=difference)
+    what = _("built, three steps agree with torch's AdamW to {difference:.0e} ({seconds:.0f} s)")
+    what = what.format(difference=difference, seconds=seconds)
+    return ok(name, what, difference=difference, seconds=round(seconds, 1))
 
 
 def _run(script: str, device_type: str, environment: Mapping[str, str]) -> tuple[Answer, float]:
     started = time.monotonic()
-    code, messages = run_to_end(
-        [sys.executable, "-c", script, device_type], environment=environment, timeout_seconds=BUILD_TIMEOUT_SECONDS
-    )
-    reports = [line for line in messages.splitlines() if line.startswith("REPORT ")]
-    report = json.loads(reports[-1].removeprefix("REPORT ")) if code == 0 and reports else None
-    return Answer(report, code, messages), time.monotonic() - started
+    command = [sys.executable, "-c", script, device_type]
+    answer = run_to_end(command, environment=environment, timeout_seconds=BUILD_TIMEOUT_SECONDS)
+    reports = [line for line in answer.messages.splitlines() if line.startswith("REPORT ")]
+    if answer.code == 0 and reports:
+        answer = replace(answer, report=json.loads(reports[-1].removeprefix("REPORT ")))
+    return answer, time.monotonic() - started
 
 
-def _not_built(name: str, answer: Answer) -> Check:
-    missing_compiler = re.search(r"(c\+\+|g\+\+).*(not found|No such file)", answer.messages) is not None
-    fix = (
-        "install a C++ compiler (apt-get install g++) and ninja (pip install ninja)",
-        "安装 C++ 编译器（apt-get install g++）与 ninja（pip install ninja）",
-    )
-    if not missing_compiler:
-        fix = (
-            f"mend what the reason says, or {fix[0]}; on Ascend source CANN's set_env.sh first",
-            f"按上述原因处理，或{fix[1]}；在昇腾上请先 source CANN 的 set_env.sh",
-        )
-    reason = _first_cause(answer)
-    return fail(name, (f"cannot be built or loaded: {reason}", f"无法编译或加载：{reason}"), fix)
-
-
-def _first_cause(answer: Answer) -> str:
-    """The first error among the messages: what follows is torch and DeepSpeed passing it on."""
+def not_built(name: str, answer: Answer) -> Check:
+    """An operator that cannot be built: the first error of its messages, and whether a compiler is missing."""
+    fix = _("install a C++ compiler (apt-get install g++) and ninja (pip install ninja)")
+    if re.search(r"(c\+\+|g\+\+).*(not found|No such file)", answer.messages) is None:
+        fix = _("fix what the reason names, or {fix}; on Ascend source CANN's set_env.sh first").format(fix=fix)
+    # What follows the first error is torch and DeepSpeed passing it on.
     causes = re.findall(r"^(?:.*\berror: .*|\w+Error: .*)$", answer.messages, re.M)
-    return causes[0].strip() if causes and answer.code is not None else answer.reason
+    reason = causes[0].strip() if causes and answer.code is not None else answer.reason
+    return fail(name, _("cannot be built or loaded: {reason}").format(reason=reason), fix)

@@ -1,5 +1,4 @@
-"""Questions that need torch, asked in a process of its own: an import that dies, hangs or is killed is an answer "
-"too."""
+"""Questions asked in a process of their own: an import that dies, hangs or is killed is an answer too."""
 
 from __future__ import annotations
 
@@ -10,26 +9,33 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-TORCH_TIMEOUT_SECONDS = 120.0
-DATA_TIMEOUT_SECONDS = 300.0
-BUILD_TIMEOUT_SECONDS = 600.0
+from finetune.runtime.language import _, speak, spoken
+
+# How long a process may take to end after a signal.
+GRACE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a subprocess said: its report (None if it wrote none), how it ended, and the end of its messages."""
+    """How a subprocess ended.
+
+    Attributes:
+        report: None if it wrote none.
+        code: exit code; None where it did not end in time.
+        messages: what it printed.
+    """
 
     report: Any
     code: int | None
     messages: str
 
     @property
-    def last_words(self) -> list[str]:
+    def last_lines(self) -> list[str]:
         """The end of its messages, for people who want to see more than the reason."""
         return self.messages.splitlines()[-30:]
 
@@ -37,66 +43,57 @@ class Answer:
     def reason(self) -> str:
         """Why there is no report, in one line."""
         if self.code is None:
-            return "it did not answer in time"
+            return _("it did not answer in time")
         lines = [line.strip() for line in self.messages.splitlines() if line.strip()]
         if self.code < 0:
-            return f"it was ended by {signal.Signals(-self.code).name}" + (f": {lines[-1]}" if lines else "")
-        said = [line for line in lines if "Error" in line] or lines
-        return said[-1] if said else f"it ended with exit code {self.code}"
+            ended = _("it was ended by {signal}").format(signal=signal.Signals(-self.code).name)
+            return f"{ended}: {lines[-1]}" if lines else ended
+        errors = [line for line in lines if "Error" in line] or lines
+        return errors[-1] if errors else _("it ended with exit code {code}").format(code=self.code)
+
+    @property
+    def fix(self) -> str:
+        """What to do about processes that failed."""
+        if self.code is None:
+            return _(
+                "the machine may be too busy, or a device hangs: look (top, npu-smi info, nvidia-smi), and try again"
+            )
+        return _("the checks above may tell why; --json has the last messages of the processes (values.messages)")
 
 
-def what_now(answer: Answer) -> tuple[str, str]:
-    """What to do about processes that failed, in English and Chinese."""
-    if answer.code is None:
-        return (
-            "the machine may be too busy, or a device hangs: look (top, npu-smi info, nvidia-smi), and try again",
-            "机器可能过于繁忙，或设备卡死：请查看 top、npu-smi info、nvidia-smi 后重试",
-        )
-    return (
-        "the checks above may say why; --json has the last words of the processes (values.messages)",
-        "上面的检查项可能已说明原因；--json 中有进程最后的输出（values.messages）",
-    )
-
-
-def ask(
-    module: str,
-    request: Mapping[str, Any],
-    *,
-    environment: Mapping[str, str],
-    timeout_seconds: float,
-) -> Answer:
-    """Run `python -m MODULE REPORT` with the request as JSON on its standard input; the report is JSON in that file."""
+def ask(module: str, request: Mapping[str, Any], *, environment: Mapping[str, str], timeout_seconds: float) -> Answer:
+    """Run `python -m MODULE REPORT`, whose `main` is `answer_with`, with the request on its standard input."""
     with tempfile.TemporaryDirectory(prefix="finetune-doctor-") as folder:
         report = Path(folder) / "report.json"
-        code, messages = run_to_end(
+        answer = run_to_end(
             [sys.executable, "-m", module, str(report)],
             environment=environment,
             timeout_seconds=timeout_seconds,
-            given=json.dumps(request),
+            standard_input=json.dumps({**request, "language": spoken()}),
         )
         try:
-            said = json.loads(report.read_text(encoding="utf-8"))
+            return replace(answer, report=json.loads(report.read_text(encoding="utf-8")))
         except (OSError, ValueError):
-            said = None
-    return Answer(said, code, messages)
+            return answer
+
+
+def answer_with(probe: Callable[..., Any]) -> None:
+    """The other side of `ask`: call the probe with what the request holds, and write what it returns as JSON."""
+    request = json.load(sys.stdin)
+    speak(request.pop("language"))
+    Path(sys.argv[1]).write_text(json.dumps(probe(**request), ensure_ascii=False), encoding="utf-8")
 
 
 def run_to_end(
-    words: Sequence[str],
-    *,
-    environment: Mapping[str, str],
-    timeout_seconds: float,
-    given: str = "",
-    folder: Path | None = None,
-) -> tuple[int | None, str]:
-    """(exit code, both streams) of a process; None for one that had to be ended, with SIGTERM first, then SIGKILL.
+    command: Sequence[str], *, environment: Mapping[str, str], timeout_seconds: float, standard_input: str = ""
+) -> Answer:
+    """How a process ended, and both of its streams. One that takes too long gets SIGTERM, then SIGKILL.
 
     A launcher ends its own workers at SIGTERM, and they end themselves when it is gone.
     """
     process = subprocess.Popen(
-        list(words),
+        list(command),
         env={**environment, "PYTHONUNBUFFERED": "1"},
-        cwd=folder,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -105,21 +102,21 @@ def run_to_end(
         start_new_session=True,
     )
     try:
-        messages, _ = process.communicate(given, timeout=timeout_seconds)
-        return process.returncode, messages
+        messages, _errors = process.communicate(standard_input, timeout=timeout_seconds)
+        return Answer(None, process.returncode, messages)
     except subprocess.TimeoutExpired:
-        return None, _end(process)
+        return Answer(None, None, _end(process))
     except BaseException:
         _end(process)
         raise
 
 
 def _end(process: subprocess.Popen[str]) -> str:
-    for number, patience_seconds in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
+    for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         try:
-            return process.communicate(timeout=patience_seconds)[0]
+            return process.communicate(timeout=GRACE_SECONDS)[0]
         except subprocess.TimeoutExpired:
             continue
     return ""

@@ -1,45 +1,53 @@
-"""Which checks are asked, in which order: those that cost nothing, those that need torch, those that need processes."""
+"""Which checks are made, in which order: those that cost nothing, those that need torch, those that need processes."""
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from finetune.commands.doctor import ascend, cann, devices, host, network, ports, versions
-from finetune.commands.doctor import config as run_config
-from finetune.commands.doctor.check import GIB, Check, fail, skip
-from finetune.commands.doctor.config import Demands
+from finetune.commands.doctor import ascend, devices, host, network, versions
+from finetune.commands.doctor.check import Check, fail, skip
+from finetune.commands.doctor.config import Demands, check_locations, demands_of
+from finetune.commands.doctor.dry_run import check_dry_run
 from finetune.commands.doctor.facts import Facts
+from finetune.commands.doctor.launched import check_launched
+from finetune.commands.doctor.operators import check_cpu_adam, check_shared_memory_operator
+from finetune.commands.doctor.probe import ask
+from finetune.commands.doctor.torch_device import check_torch
 from finetune.commands.doctor.variables import check_variables
 from finetune.config.kinds import RunKind, run_kinds
 from finetune.config.run_config import BaseConfig
 from finetune.runtime.host import HostMeter
+from finetune.runtime.language import _
 from finetune.runtime.smi import SmiReport, read_devices
+
+DATA_TIMEOUT_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
-class Subject:
+class CheckContext:
     """What is examined: a machine, and a run that is to start on it.
 
     Attributes:
         config: the resolved configuration; None where there is none, or it is wrong.
-        words: the training command's words, for checks in processes of their own.
+        arguments: the run's command line, for checks in processes of their own.
         processes: processes that will be started on this machine.
-        whole_machine: nobody said how many; then all devices are looked at.
+        whole_machine: the number of processes is not given; then all devices are looked at.
         min_devices, min_free_memory_gib: what the preset asks for; None where it does not.
-        reports: what npu-smi and nvidia-smi say.
-        device_type: what the run takes, as far as is known.
+        reports: of npu-smi and nvidia-smi.
+        wanted_device: the device type that is asked for, or auto.
+        torch_device: the one that torch takes; None where torch was not asked.
     """
 
     environment: Mapping[str, str]
     config: BaseConfig | None = None
     kind: RunKind = field(default_factory=lambda: next(run_kinds()))
-    words: Sequence[str] = ()
+    arguments: Sequence[str] = ()
     processes: int = 1
     whole_machine: bool = False
     nodes: int = 1
@@ -47,214 +55,191 @@ class Subject:
     min_free_memory_gib: float | None = None
     reports: Sequence[SmiReport] = field(default_factory=read_devices)
     wanted_device: str = "auto"
-    device_type: str = ""
+    torch_device: str | None = None
 
-    def __post_init__(self) -> None:
-        if not self.device_type:
-            torch_version, cuda = versions.torch_build()
-            usable = [
-                *(["npu"] if find_spec("torch_npu") is not None else []),
-                *(["cuda"] if cuda or not torch_version else []),
-            ]
-            object.__setattr__(self, "device_type", devices.accelerator(self.reports, self.wanted_device, usable))
+    @cached_property
+    def device_type(self) -> str:
+        """What the run takes, as far as is known."""
+        if self.torch_device is not None:
+            return self.torch_device
+        torch_version, cuda = versions.torch_build()
+        usable = ["npu"] if find_spec("torch_npu") is not None else []
+        usable += ["cuda"] if cuda or not torch_version else []
+        return devices.accelerator(self.reports, self.wanted_device, usable)
 
-    @property
+    @cached_property
     def demands(self) -> Demands:
-        return run_config.demands_of(self.config, self.device_type, self.processes, self.nodes)
+        return demands_of(self.config, self.device_type, self.processes, self.nodes)
 
     def report(self, device_type: str) -> SmiReport | None:
         return next((report for report in self.reports if report.device_type == device_type), None)
 
 
-def software(subject: Subject) -> Iterator[Check]:
+# ---------------------------------------------------------------- neither torch nor another machine
+
+
+def quick(context: CheckContext, *, waits: bool = False) -> Iterator[Check]:
+    """Everything that needs neither torch nor another machine nor a process of its own.
+
+    Args:
+        waits: see `check_locations`.
+    """
+    yield from software(context)
+    yield from accelerators(context)
+    yield from machine(context)
+    yield from variables(context)
+    if context.config is not None:
+        yield from check_locations(context.config, waits=waits)
+
+
+def software(context: CheckContext) -> Iterator[Check]:
     """Python, packages, and what goes with the devices."""
-    requirements = versions.own_requirements(("deepspeed",) if subject.demands.deepspeed else ())
+    requirements = versions.own_requirements(("deepspeed",) if context.demands.deepspeed else ())
     yield versions.check_python()
     yield versions.check_packages(requirements)
     torch_version, cuda = versions.torch_build()
-    npu, npus_here = subject.report("npu"), cann.npus_present()
+    npu = context.report("npu")
+    npus_here = ascend.npus_present() or bool(npu and npu.devices)
     importable = find_spec("torch_npu") is not None
-    here = npus_here or bool(npu and npu.devices)
-    home = cann.cann_home(subject.environment)
-    yield cann.check_ascend_home(
-        subject.environment, needed=importable or here, builds_operators=subject.demands.cpu_adam and importable
+    yield ascend.check_ascend_home(
+        context.environment,
+        needed=importable or npus_here,
+        builds_operators=context.demands.cpu_adam and importable,
     )
-    yield ascend.check_pairing(
+    home = ascend.cann_home(context.environment)
+    installed = ascend.AscendSoftware(
         torch=torch_version,
-        torch_cuda=cuda,
         torch_npu=versions.installed_version("torch_npu"),
-        importable=importable,
-        cann=cann.cann_version(Path(home)) if home else None,
-        npus_here=here,
+        cann=ascend.cann_version(Path(home)) if home else None,
         floor=versions.lowest_torch(requirements),
     )
-    wanted = subject.wanted_device == "cuda"
-    yield versions.check_cuda_build(torch_version, cuda, subject.report("cuda"), wanted)
+    yield ascend.check_pairing(installed, torch_cuda=cuda, importable=importable, npus_here=npus_here)
+    yield versions.check_cuda_build(torch_version, cuda, context.report("cuda"), context.wanted_device == "cuda")
 
 
-def accelerators(subject: Subject) -> Iterator[Check]:
+def accelerators(context: CheckContext) -> Iterator[Check]:
     """Devices, their memory and health."""
-    kind = subject.device_type
     yield devices.check_devices(
-        subject.reports,
-        kind,
-        subject.environment,
-        processes=subject.processes,
-        min_devices=subject.min_devices,
+        context.reports,
+        context.device_type,
+        context.environment,
+        processes=context.processes,
+        min_devices=context.min_devices,
     )
-    if kind not in devices.TOOLS:
+    if context.device_type not in devices.TOOLS:
         return
-    seen = devices.visible_devices(subject.reports, kind, subject.environment)
-    needed, used = subject.min_free_memory_gib, max(subject.processes, subject.min_devices or 0)
-    if subject.whole_machine and not subject.min_devices:
+    seen = devices.visible_devices(context.report(context.device_type), context.environment)
+    used = max(context.processes, context.min_devices or 0)
+    if context.whole_machine and not context.min_devices:
         used = len(seen)
-    yield devices.check_device_memory(
-        seen,
-        needed_devices=used,
-        needed_bytes=None if needed is None else int(needed * GIB),
-    )
+    needed = context.min_free_memory_gib
+    needed_bytes = None if needed is None else int(needed * 2**30)
+    yield devices.check_device_memory(seen, needed_devices=used, needed_bytes=needed_bytes)
     yield devices.check_device_health(seen[:used])
 
 
-def machine(subject: Subject) -> Iterator[Check]:
+def machine(context: CheckContext) -> Iterator[Check]:
     """Host memory, limits, disk, compiler."""
-    demands, config = subject.demands, subject.config
+    demands, config = context.demands, context.config
     yield host.check_host_memory(HostMeter().look(), demands.host_bytes, demands.host_for)
-    yield host.check_shared_memory(subject.processes, demands.loader_workers)
-    yield host.check_locked_memory(demands.pinned, subject.nodes)
+    yield host.check_shared_memory(context.processes, demands.loader_workers)
+    yield host.check_locked_memory(demands.pinned, context.nodes)
     yield host.check_open_files()
     output = Path(config.output_dir) if config is not None else Path.cwd()
     yield host.check_disk("output", output, demands.disk_bytes)
     if config is not None and config.cache_dir is not None:
         yield host.check_disk("cache", Path(config.cache_dir))
-    yield host.check_compiler(built_here(subject), subject.environment)
+    built = ""
+    if demands.cpu_adam:
+        built = _("DeepSpeed's CPU Adam")
+    elif demands.deepspeed and context.device_type == "cpu":
+        built = _("DeepSpeed's operator for processes on one CPU")
+    yield host.check_compiler(built, context.environment)
 
 
-def built_here(subject: Subject) -> tuple[str, str] | None:
-    """What DeepSpeed has to build for this run; None for nothing."""
-    if subject.demands.cpu_adam:
-        return ("DeepSpeed's CPU Adam", "DeepSpeed 的 CPU Adam")
-    if subject.demands.deepspeed and subject.device_type == "cpu":
-        return ("DeepSpeed's operator for processes on one CPU", "DeepSpeed 的 CPU 多进程算子")
-    return None
-
-
-def variables(subject: Subject) -> list[Check]:
+def variables(context: CheckContext) -> list[Check]:
     """Variables that contradict one another, or this machine."""
-    report = subject.report(subject.device_type)
+    report = context.report(context.device_type)
     return check_variables(
         Facts(
-            subject.environment,
+            context.environment,
             interfaces=network.local_addresses(),
-            device_type=subject.device_type,
+            device_type=context.device_type,
             devices_here=len(report.devices) if report is not None and report.devices else None,
-            deepspeed=subject.demands.deepspeed,
-            processes=subject.processes,
-            nodes=subject.nodes,
+            deepspeed=context.demands.deepspeed,
+            processes=context.processes,
+            nodes=context.nodes,
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-            timeout_seconds=subject.config.timeout_seconds if subject.config is not None else 1800,
-            ephemeral_ports=ephemeral_ports(),
+            timeout_seconds=context.config.timeout_seconds if context.config is not None else 1800,
+            ephemeral_ports=network.ephemeral_ports(),
         )
     )
 
 
-def ephemeral_ports(root: Path = Path("/")) -> tuple[int, int] | None:
-    """The ports that the kernel gives away; None where it does not say, or where some are reserved already."""
-    folder = root / "proc/sys/net/ipv4"
-    try:
-        low, high = map(int, (folder / "ip_local_port_range").read_text().split())
-        reserved = (folder / "ip_local_reserved_ports").read_text().strip()
-    except (OSError, ValueError):
-        return None
-    return None if re.search(r"\d", reserved) else (low, high)
-
-
-def meeting(subject: Subject) -> Iterator[Check]:
+def rendezvous(context: CheckContext) -> Iterator[Check]:
     """Nodes, port and addresses."""
-    nodes, checks = network.check_nodes(subject.environment)
+    nodes, checks = network.check_nodes(context.environment)
     yield from checks
     if nodes is None:
         return
-    yield ports.check_port(nodes)
+    yield network.check_port(nodes)
     yield network.check_master_address(nodes, network.local_addresses())
     yield network.check_master_reachable(nodes)
-    yield network.check_own_name(nodes, subject.environment)
+    yield network.check_own_name(nodes, context.environment)
 
 
-def quick(subject: Subject, *, waits: bool = False) -> Iterator[Check]:
-    """Everything that needs neither torch nor another machine nor a process of its own."""
-    yield from software(subject)
-    yield from accelerators(subject)
-    yield from machine(subject)
-    yield from variables(subject)
-    if subject.config is not None:
-        yield from run_config.check_places(subject.config, waits=waits)
+# ---------------------------------------------------------------- in processes of their own
 
 
-def with_torch(subject: Subject) -> tuple[list[Check], Subject]:
-    """What torch sees; and the subject, with the device type that torch takes."""
-    from finetune.commands.doctor.torch_device import check_torch
-
-    listed = sum(len(report.devices) for report in subject.reports)
-    checks, taken = check_torch(subject.environment, subject.wanted_device, subject.config, listed, subject.processes)
-    return checks, replace(subject, device_type=taken or subject.device_type)
+def with_torch(context: CheckContext) -> tuple[list[Check], CheckContext]:
+    """What torch sees; and the context, with the device type that torch takes."""
+    listed = sum(len(report.devices) for report in context.reports)
+    checks, taken = check_torch(context.environment, context.wanted_device, context.config, listed, context.processes)
+    return checks, replace(context, torch_device=taken)
 
 
-def with_data(subject: Subject) -> Iterator[Check]:
+def with_data(context: CheckContext) -> list[Check]:
     """Model folder, tokenizer, template and data, read as a run would."""
-    from finetune.commands.doctor.probe import DATA_TIMEOUT_SECONDS, ask
-
     request: dict[str, Any] = {
-        "kind": subject.kind.name,
-        "module": subject.kind.module,
-        "words": list(subject.words),
-        "world_size": subject.processes * subject.nodes,
+        "kind": context.kind.name,
+        "module": context.kind.module,
+        "arguments": list(context.arguments),
+        "world_size": context.processes * context.nodes,
     }
-    environment = {**subject.environment, "TOKENIZERS_PARALLELISM": "false"}
     answer = ask(
-        "finetune.commands.doctor.data_probe", request, environment=environment, timeout_seconds=DATA_TIMEOUT_SECONDS
+        "finetune.commands.doctor.data_probe",
+        request,
+        environment={**context.environment, "TOKENIZERS_PARALLELISM": "false"},
+        timeout_seconds=DATA_TIMEOUT_SECONDS,
     )
     if answer.report is None:
-        yield fail(
-            "data",
-            (f"model and data could not be read: {answer.reason}", f"无法读取模型与数据：{answer.reason}"),
-            (
-                "python -m finetune inspect shows the rows and what is wrong with them",
-                "用 python -m finetune inspect 查看数据及其问题",
-            ),
-        )
-        return
-    for found in answer.report:
-        yield Check(**found)
+        what = _("model and data could not be read: {reason}").format(reason=answer.reason)
+        return [fail("data", what, _("python -m finetune inspect shows the records and what is wrong with them"))]
+    return [Check(**found) for found in answer.report]
 
 
-def with_processes(subject: Subject) -> Iterator[Check]:
+def with_processes(context: CheckContext) -> Iterator[Check]:
     """--full: operators built and tried, a world started, a step trained, saved and resumed."""
-    from finetune.commands.doctor.dry_run import check_dry_run
-    from finetune.commands.doctor.launched import check_launched
-
-    yield from with_operators(subject, everything=True)
-    yield from check_launched(subject.processes, subject.device_type, subject.environment)
-    yield check_dry_run(subject.processes, subject.device_type, subject.config, subject.environment)
+    yield from with_operators(context, everything=True)
+    yield from check_launched(context.processes, context.device_type, context.environment)
+    yield check_dry_run(context.processes, context.device_type, context.config, context.environment)
 
 
-def with_operators(subject: Subject, *, everything: bool = False) -> Iterator[Check]:
+def with_operators(context: CheckContext, *, everything: bool = False) -> Iterator[Check]:
     """DeepSpeed's operators, as far as the run builds them.
 
     Args:
         everything: also those that the run does not need, wherever DeepSpeed is installed; then a failure is a warning.
     """
-    from finetune.commands.doctor.operators import check_cpu_adam, check_shared_memory_operator
-
-    demands = subject.demands
+    demands = context.demands
     if find_spec("deepspeed") is None:
         if everything:
-            yield skip("cpu_adam", "DeepSpeed is not installed", "未安装 DeepSpeed")
+            yield skip("cpu_adam", _("DeepSpeed is not installed"))
         return
-    if subject.device_type == "cpu" and (everything or demands.deepspeed):
-        yield _as_needed(check_shared_memory_operator(subject.environment), demands.deepspeed)
+    if context.device_type == "cpu" and (everything or demands.deepspeed):
+        yield _as_needed(check_shared_memory_operator(context.environment), demands.deepspeed)
     if everything or demands.cpu_adam:
-        yield _as_needed(check_cpu_adam(subject.device_type, subject.environment), demands.cpu_adam)
+        yield _as_needed(check_cpu_adam(context.device_type, context.environment), demands.cpu_adam)
 
 
 def _as_needed(check: Check, needed: bool) -> Check:

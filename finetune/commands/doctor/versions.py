@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from finetune.commands.doctor.check import Check, fail, ok, skip, warn
+from finetune.runtime.language import _
 from finetune.runtime.smi import SmiReport
 
 # What the tests of this version ran with (constraints.txt; a test compares the two).
@@ -44,7 +45,7 @@ def installed_version(name: str) -> str | None:
 
 
 def own_requirements(extras: Sequence[str] = ()) -> list[Requirement]:
-    """What the installed package says it needs; from a checkout that is not installed, the tested names alone."""
+    """What the installed package needs; from a checkout that is not installed, the tested names alone."""
     try:
         lines = metadata.requires("finetune") or []
     except metadata.PackageNotFoundError:
@@ -61,29 +62,17 @@ def lowest_torch(requirements: Sequence[Requirement]) -> str:
 
 def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Check:
     """Whether this Python is within what the package needs and was tested with."""
-    shown = ".".join(map(str, version))
+    name, shown = "python", ".".join(map(str, version))
     low, high = (".".join(map(str, one)) for one in TESTED_PYTHON)
     if version[:2] < TESTED_PYTHON[0]:
-        return fail(
-            "python",
-            (f"Python {shown}; at least {low} is needed", f"Python {shown}；至少需要 {low}"),
-            (f"make an environment with Python {low} to {high}", f"用 Python {low} 至 {high} 新建环境"),
-            version=shown,
-        )
+        what = _("Python {version}; at least {low} is needed").format(version=shown, low=low)
+        fix = _("make an environment with Python {low} to {high}").format(low=low, high=high)
+        return fail(name, what, fix, version=shown)
     if version[:2] > TESTED_PYTHON[1]:
-        return warn(
-            "python",
-            (
-                f"Python {shown} is newer than what was tested ({low} to {high})",
-                f"Python {shown} 比测试过的版本（{low} 至 {high}）新",
-            ),
-            (
-                f"if packages fail to install or import, use Python {high}",
-                f"若依赖安装或导入失败，请改用 Python {high}",
-            ),
-            version=shown,
-        )
-    return ok("python", f"Python {shown}", f"Python {shown}", version=shown)
+        what = _("Python {version} is newer than what was tested ({low} to {high})")
+        fix = _("if packages fail to install or import, use Python {high}").format(high=high)
+        return warn(name, what.format(version=shown, low=low, high=high), fix, version=shown)
+    return ok(name, f"Python {shown}", version=shown)
 
 
 def check_packages(
@@ -92,37 +81,28 @@ def check_packages(
     tested: Mapping[str, str] = TESTED,
 ) -> Check:
     """Required packages: there, within the stated range, and whether those leaned on are the tested ones."""
-    versions = {one.name: installed(one.name) for one in requirements}
+    name, versions = "packages", {one.name: installed(one.name) for one in requirements}
     missing = [one for one in requirements if versions[one.name] is None]
     outside = [one for one in requirements if not _within(one, versions[one.name])]
     if missing or outside:
-        said = [f"{one.name} is not installed" for one in missing]
-        said += [f"{one.name} {versions[one.name]} is outside {one.specifier}" for one in outside]
-        chinese = [f"未安装 {one.name}" for one in missing]
-        chinese += [f"{one.name} {versions[one.name]} 不在 {one.specifier} 范围内" for one in outside]
-        pins = " ".join(
-            f"{one.name}=={tested[one.name]}" if one.name in tested else f"'{one}'" for one in (*missing, *outside)
-        )
-        return fail("packages", ("; ".join(said), "；".join(chinese)), (f"pip install {pins}",) * 2, versions=versions)
-    others = [name for name in LEANED_ON if versions.get(name) and _minor(versions[name]) != _minor(tested[name])]
+        problems = [_("{name} is not installed").format(name=one.name) for one in missing]
+        text = _("{name} {version} is outside {range}")
+        problems += [text.format(name=one.name, version=versions[one.name], range=one.specifier) for one in outside]
+        pins = (f"{one.name}=={tested[one.name]}" if one.name in tested else f"'{one}'" for one in missing + outside)
+        return fail(name, "; ".join(problems), f"pip install {' '.join(pins)}", versions=versions)
+    others = [one for one in LEANED_ON if versions.get(one) and _minor(versions[one]) != _minor(tested[one])]
     if others:
-        said = [f"{name} {versions[name]} (tested {tested[name]})" for name in others]
-        return warn(
-            "packages",
-            (f"other versions than the tested ones: {', '.join(said)}", f"与测试过的版本不同：{'，'.join(said)}"),
-            (
-                "to be sure: pip install " + " ".join(f"{name}=={tested[name]}" for name in others),
-                "稳妥起见：pip install " + " ".join(f"{name}=={tested[name]}" for name in others),
-            ),
-            versions=versions,
-        )
-    shown = ", ".join(f"{name} {versions[name]}" for name in LEANED_ON if versions.get(name))
-    return ok("packages", shown, shown, versions=versions)
+        text = _("{name} {version} (tested {tested})")
+        shown = ", ".join(text.format(name=one, version=versions[one], tested=tested[one]) for one in others)
+        what = _("other versions than the tested ones: {packages}").format(packages=shown)
+        fix = _("to be sure: pip install {pins}").format(pins=" ".join(f"{one}=={tested[one]}" for one in others))
+        return warn(name, what, fix, versions=versions)
+    return ok(name, ", ".join(f"{one} {versions[one]}" for one in LEANED_ON if versions.get(one)), versions=versions)
 
 
 def _within(requirement: Requirement, version: str | None) -> bool:
     if version is None:
-        return True  # said as missing
+        return True  # reported as missing
     try:
         return requirement.specifier.contains(Version(version), prereleases=True)
     except InvalidVersion:
@@ -154,49 +134,29 @@ def check_cuda_build(torch_version: str, cuda: str | None, report: SmiReport | N
 
     Args:
         torch_version, cuda: see `torch_build`.
-        report: what the NVIDIA driver says; None where there is none.
+        report: of the NVIDIA driver; None where there is none.
         wanted: the configuration asks for cuda by name.
     """
     name = "cuda_driver"
     if report is None or not report.devices:
-        return skip(name, "no NVIDIA GPU here", "本机没有 NVIDIA GPU")
-    values = {
-        "torch": torch_version,
-        "torch_cuda": cuda,
-        "driver": report.driver_version,
-        "driver_cuda": report.runtime_version,
-    }
+        return skip(name, _("no NVIDIA GPU here"))
+    driver, driver_cuda = report.driver_version, report.runtime_version
+    values = {"torch": torch_version, "torch_cuda": cuda, "driver": driver, "driver_cuda": driver_cuda}
     if cuda is None:
-        verdict = fail if wanted else warn
-        return verdict(
+        what = _("{count} NVIDIA GPUs are here, but torch {torch} is built without CUDA")
+        fix = _(
+            "install a CUDA build of the same torch version (pip uninstall torch, then pip install torch=={release})"
+        )
+        return (fail if wanted else warn)(
             name,
-            (
-                f"{len(report.devices)} NVIDIA GPUs are here, but torch {torch_version} is built without CUDA",
-                f"本机有 {len(report.devices)} 个 NVIDIA GPU，但 torch {torch_version} 不含 CUDA",
-            ),
-            (
-                "install a CUDA build of the same torch version (pip uninstall torch, then pip install torch=="
-                f"{torch_version.split('+')[0]})",
-                "安装同版本的 CUDA 版 torch（先 pip uninstall torch，再 pip install "
-                f"torch=={torch_version.split('+')[0]}）",
-            ),
+            what.format(count=len(report.devices), torch=torch_version),
+            fix.format(release=torch_version.split("+")[0]),
             **values,
         )
-    driver_major = int(report.runtime_version.split(".")[0]) if report.runtime_version else None
-    if driver_major is not None and driver_major < int(cuda.split(".")[0]):
-        return fail(
-            name,
-            (
-                f"torch is built for CUDA {cuda}, the driver {report.driver_version} runs CUDA up to "
-                f"{report.runtime_version}",
-                f"torch 面向 CUDA {cuda} 构建，而驱动 {report.driver_version} 最高支持 CUDA {report.runtime_version}",
-            ),
-            (
-                "update the NVIDIA driver, or install the torch that is built for CUDA "
-                f"{report.runtime_version.split('.')[0]}",
-                f"升级 NVIDIA 驱动，或安装面向 CUDA {report.runtime_version.split('.')[0]} 的 torch",
-            ),
-            **values,
-        )
-    shown = f"torch CUDA {cuda}, driver {report.driver_version} (CUDA {report.runtime_version or '?'})"
-    return ok(name, shown, shown, **values)
+    major = driver_cuda.split(".")[0]
+    if major and int(major) < int(cuda.split(".")[0]):
+        what = _("torch is built for CUDA {cuda}, the driver {driver} runs CUDA up to {driver_cuda}")
+        fix = _("update the NVIDIA driver, or install the torch that is built for CUDA {major}").format(major=major)
+        return fail(name, what.format(cuda=cuda, driver=driver, driver_cuda=driver_cuda), fix, **values)
+    what = _("torch CUDA {cuda}, driver {driver} (CUDA {driver_cuda})")
+    return ok(name, what.format(cuda=cuda, driver=driver, driver_cuda=driver_cuda or "?"), **values)

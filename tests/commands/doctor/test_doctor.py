@@ -24,11 +24,15 @@ from finetune.commands.doctor import config as run_config
 from finetune.commands.doctor import data_probe, torch_device
 from finetune.commands.doctor.ascend import PAIRS
 from finetune.commands.doctor.check import Check, fail, ok, skip, warn, worst
-from finetune.commands.doctor.command import exit_code, quick_checks, summary, to_json
+from finetune.commands.doctor.command import DoctorOptions, exit_code, quick_checks, summary, to_json
 from finetune.commands.doctor.config import check_output, demands_of
+from finetune.commands.doctor.probe import answer_with
+from finetune.config.flags import flags_of
 from finetune.config.kinds import kind_of_arguments, run_kind
+from finetune.config.options import read_known_options
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve
+from finetune.config.rules import flag
 from finetune.config.run_config import RunConfig
 from finetune.errors import ConfigError, FinetuneError
 
@@ -143,7 +147,7 @@ def test_a_device_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(torch_device, "TORCH_TIMEOUT_SECONDS", 1.0)
     (check,), device_type = torch_device.check_torch({**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}, "auto", None)
     assert device_type is None and (check.name, check.verdict) == ("torch_import", "fail")
-    assert "did not end in 1 s" in check.what["en"] and "npu-smi" in check.fix["en"]
+    assert "did not end in 1 s" in check.what and "npu-smi" in check.fix
 
 
 # ---------------------------------------------------------------- real faults
@@ -191,12 +195,12 @@ def test_wrong_versions(tmp_path: Path):
 
 
 def probed(words: Sequence[object], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the data probe says of a command line, asked in this process (torch is loaded here already)."""
-    request = {"kind": kind, "module": f"finetune.{kind}", "words": [str(word) for word in words], "world_size": 1}
-    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(request)))
+    """The data probe's report of a command line, asked in this process (torch is loaded here already)."""
+    request = {"kind": kind, "module": f"finetune.{kind}", "arguments": [str(word) for word in words], "world_size": 1}
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps({**request, "language": "en"})))
     monkeypatch.setattr("sys.argv", ["data_probe", str(tmp_path / "report.json")])
     monkeypatch.setattr(logging.getLogger("finetune"), "level", logging.NOTSET)
-    data_probe.main()
+    answer_with(data_probe.probe)
     return json.loads((tmp_path / "report.json").read_text())
 
 
@@ -205,15 +209,15 @@ def test_bad_data(tiny_model: Path, tiny_data: Path, tmp_path: Path, monkeypatch
     broken = ROOT / "data_samples" / "broken.jsonl"
     found = probed([*model, "--data", broken], "sft", tmp_path, monkeypatch)
     assert [check["verdict"] for check in found] == ["ok", "ok", "fail"]
-    assert found[-1]["name"] == "data" and "broken.jsonl" in found[-1]["what"]["en"]
+    assert found[-1]["name"] == "data" and "broken.jsonl" in found[-1]["what"]
     short = [*model, "--data", tiny_data, "--cutoff-len", 40]
     (data,) = [check for check in probed(short, "sft", tmp_path, monkeypatch) if check["name"] == "data"]
-    assert data["verdict"] == "warn" and "lost the end of an answer" in data["what"]["en"]
+    assert data["verdict"] == "warn" and "lost the end of an answer" in data["what"]
     layers = [*model, "--data", tiny_data, "--lora-target-modules", "no_such_layer"]
     assert [check["name"] for check in probed(layers, "sft", tmp_path, monkeypatch)] == ["model"]
     monkeypatch.setattr(data_probe, "LARGE_BYTES", 100)
     large = probed([*model, "--data", tiny_data], "sft", tmp_path, monkeypatch)[-1]
-    assert large["verdict"] == "ok" and "they were not tokenized" in large["what"]["en"]
+    assert large["verdict"] == "ok" and "they were not tokenized" in large["what"]
     assert probed([*model, "--data", broken], "sft", tmp_path, monkeypatch)[-1]["verdict"] == "fail"
 
 
@@ -228,7 +232,7 @@ def test_token_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert [(check["name"], check["verdict"]) for check in found] == [("tokenizer", "warn"), ("data", "ok")]
     assert found[-1]["values"]["tokens"] == 4096
     few = probed([*words, "--total-batch-size", 8192], "pretrain", tmp_path, monkeypatch)[-1]
-    assert (few["name"], few["verdict"]) == ("data", "fail") and "fewer than the 128" in few["what"]["en"]
+    assert (few["name"], few["verdict"]) == ("data", "fail") and "fewer than the 128" in few["what"]
 
 
 def test_a_wrong_configuration(tiny_model: Path, tmp_path: Path):
@@ -245,11 +249,16 @@ def test_a_wrong_configuration(tiny_model: Path, tmp_path: Path):
 
 
 def test_help_and_wrong_command_lines(capsys: pytest.CaptureFixture[str]):
-    assert doctor.main(["--help"]) == 0
+    with pytest.raises(SystemExit) as ended:
+        doctor.main(["--help"])
+    assert ended.value.code == 0
     assert "--min-free-memory" in capsys.readouterr().out
-    for words in (["--nproc", "0"], ["--nproc", "two"], ["--quick", "--full"], ["--lang", "fr"], ["--launched"]):
+    wrong = (["--nproc", "0"], ["--nproc", "two"], ["--quick", "--full"], ["--lang", "fr"], ["--launched"], ["tune"])
+    for words in (*wrong, ["--min-free-memory", "-1"], ["--min-devices", "0"]):
         with pytest.raises(ConfigError):
             doctor.main(words)
+    options, rest = read_known_options(DoctorOptions, ["pretrain", "--nproc_per_node", "2", "--depth", "4", "--quick"])
+    assert (options.kind, options.nproc, options.quick, rest) == ("pretrain", 2, True, ["--depth", "4"])
     with pytest.raises(FinetuneError, match="quik"):
         doctor.main(["--quik"])
     assert run_cli(["doctor", "--min-device", "2"], module="finetune").returncode == 2
@@ -258,7 +267,7 @@ def test_help_and_wrong_command_lines(capsys: pytest.CaptureFixture[str]):
 def test_lines_in_both_languages():
     english = run_cli(["doctor", "--quick", "--lang", "en"], module="finetune", env={"MASTER_PORT": "x"})
     assert english.returncode == 1 and "[ERROR]" in english.stdout and "fix: " in english.stdout
-    assert "mend the errors first" in english.stdout and "[SKIP]" in english.stdout
+    assert "fix the errors first" in english.stdout and "[SKIP]" in english.stdout
     chinese = run_cli(["doctor", "--quick"], module="finetune", env={"LC_ALL": "zh_CN.UTF-8", "MASTER_PORT": "x"})
     assert "请先修复错误" in chinese.stdout and "修复：" in chinese.stdout
 
@@ -269,22 +278,21 @@ def test_a_terminal_gets_a_table():
     from rich.console import Console
 
     screen = Console(file=StringIO(), force_terminal=True, width=60)
-    made = doctor.show([ok("a", "x" * 70, "x"), fail("b", ("bad", "坏"), ("mend it", "修好"))], "en", screen)
+    made = doctor.show([ok("a", "x" * 70), fail("b", "bad", "repair it")], screen)
     text = screen.file.getvalue()  # type: ignore[attr-defined]
-    assert len(made) == 2 and "\x1b[" in text and "mend it" in text
+    assert len(made) == 2 and "\x1b[" in text and "repair it" in text
     assert all(len(line.replace("\x1b", "")) < 100 for line in text.splitlines())
 
 
 def test_form_of_json_and_exit_codes():
-    checks = [ok("a", "fine", "好", number=1), warn("b", ("hm", "嗯"), ("do", "做")), skip("c", "no", "无")]
-    assert exit_code(checks) == 0 and exit_code([*checks, fail("d", ("x", "x"), ("y", "y"))]) == 1
+    checks = [ok("a", "fine", number=1), warn("b", "hm", "do"), skip("c", "no")]
+    assert exit_code(checks) == 0 and exit_code([*checks, fail("d", "x", "y")]) == 1
     assert worst([]) == "skip" and worst(checks) == "warn"
-    report = to_json(checks, "zh")
-    assert report["checks"][1] == {"name": "b", "verdict": "warn", "what": "嗯", "fix": "做", "values": {}}
-    assert summary(checks, "en") == "1 ok, 1 warnings, 0 errors, 1 skipped: ready to start"
+    report = to_json(checks)
+    assert report["checks"][1] == {"name": "b", "verdict": "warn", "what": "hm", "fix": "do", "values": {}}
+    assert summary(checks) == "1 ok, 1 warnings, 0 errors, 1 skipped: ready to start"
     keys = {"report": sorted(report), "check": sorted(report["checks"][0]), "verdicts": sorted(doctor.TAGS)}
-    own = doctor.USAGE[doctor.USAGE.index("  --quick ") :].split("The other flags")[0]
-    keys["flags"] = sorted(re.findall(r"^  (--[a-z-]+)", own, re.M))
+    keys["flags"] = sorted(flag(name) for name in set(flags_of(DoctorOptions)) - set(DoctorOptions.positional))
     source = "".join(path.read_text() for path in (ROOT / "finetune/commands/doctor").glob("*.py"))
     frozen = FROZEN.read_text().splitlines()
     assert [f"{name}: {' '.join(values)}" for name, values in keys.items()] == frozen[:4]
@@ -309,7 +317,7 @@ def test_every_check_is_documented():
 # ---------------------------------------------------------------- what a configuration asks for
 
 
-def test_which_command_the_words_are_for(tmp_path: Path):
+def test_which_kind_the_arguments_are_for(tmp_path: Path):
     def kind_of(words: list[str]) -> str:
         return kind_of_arguments(words).name
 
@@ -327,13 +335,13 @@ def test_which_command_the_words_are_for(tmp_path: Path):
 
 def test_batch_arithmetic_of_a_preset():
     config, checks = run_config.check_config(
-        ["--config", str(ROOT / "ds_configs/pretrain_npu4_standard.json")], "pretrain", 4
+        ["--config", str(ROOT / "ds_configs/pretrain_npu4_standard.json")], run_kind("pretrain"), 4
     )
-    assert config is not None and checks[-1].what["en"] == "65,536 tokens a step = 4 x 1024 x 4 processes x 4"
+    assert config is not None and checks[-1].what == "65,536 tokens a step = 4 x 1024 x 4 processes x 4"
     words = ["--model", "m", "--data", "d", "--output-dir", "o", "--micro-batch-size", "3", "--global-batch-size", "16"]
     config, checks = run_config.check_config(words, run_kind("sft"), 1)
     assert config is None and [check.verdict for check in checks] == ["fail"]
-    assert "nearest that agree" in checks[0].fix["en"]
+    assert "nearest that agree" in checks[0].fix
 
 
 def test_demands_of_offload(tmp_path: Path):
@@ -362,7 +370,8 @@ def test_demands_of_offload(tmp_path: Path):
 def test_output_folders(tmp_path: Path):
     def look(folder: Path, **more: Any) -> Check:
         words = ["--model", "m", "--data", "d", "--output-dir", str(folder)]
-        return check_output(resolve(words, world_size=1).config, **more)
+        (check,) = check_output(resolve(words, world_size=1).config, **more)
+        return check
 
     assert look(tmp_path / "new").verdict == "ok"
     (tmp_path / "photos").mkdir()
@@ -372,11 +381,11 @@ def test_output_folders(tmp_path: Path):
     run.mkdir()
     (run / "run_identity.json").write_text("{}")
     (run / "status.json").write_text('{"state": "stopped", "step": 7}')
-    assert look(run).verdict == "ok" and "stopped at step 7" in look(run).what["en"]
+    assert look(run).verdict == "ok" and "stopped at step 7" in look(run).what
     with (run / ".lock").open("w") as lock:
         lock.write(json.dumps({"pid": 77, "host": "box"}))
         lock.flush()
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert look(run).verdict == "fail" and "pid 77 on box" in look(run).what["en"]
+        assert look(run).verdict == "fail" and "pid 77 on box" in look(run).what
         assert look(run, waits=True).verdict == "warn"
     assert look(run).verdict == "ok"

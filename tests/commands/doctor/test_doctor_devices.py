@@ -15,6 +15,7 @@ from finetune.commands.doctor.devices import (
 )
 from finetune.commands.doctor.torch_device import check_capabilities, check_device_type
 from finetune.config.run_config import RunConfig
+from finetune.runtime.language import speaking
 from finetune.runtime.smi import Output, SmiDevice, SmiReport
 from finetune.runtime.smi_npu import parse_info
 from finetune.runtime.smi_nvidia import parse_table
@@ -69,32 +70,32 @@ def test_what_a_run_takes(reports: list[SmiReport], wanted: str, usable: list[st
 )
 def test_enough_devices(reports, device_type, environment, processes, min_devices, verdict, said):
     check = check_devices(reports, device_type, environment, processes=processes, min_devices=min_devices)
-    assert check.verdict == verdict and said in check.what["en"]
+    assert check.verdict == verdict and said in check.what
 
 
 def test_devices_of_two_kinds_wait_for_one_another():
     mixed = SmiReport("cuda", devices=(SmiDevice(0, "A100", "GPU 0"), SmiDevice(1, "L4", "GPU 1")))
     check = check_devices([mixed], "cuda", {}, processes=2)
-    assert check.verdict == "warn" and "1 x A100 + 1 x L4" in check.what["en"]
+    assert check.verdict == "warn" and "1 x A100 + 1 x L4" in check.what
 
 
 def test_no_memory_names_who_holds_it():
-    """Guide 004's condition: so many devices with 20 GB free."""
+    """A preset for four devices with 20 GB free each."""
     check = check_device_memory(BUSY.devices, needed_devices=4, needed_bytes=20 * GIB)
     assert check.verdict == "fail" and check.fix is not None
-    assert "2 devices have 20.0 GiB free, 4 are needed" in check.what["en"]
-    assert "NPU 1: 6.0 of 64.0 GiB free (pid 208841 python3 54.6 GiB)" in check.what["en"]
-    assert "NPU 2: 0.4 of 64.0 GiB free (pid 31337 VLLMWorker_TP" in check.what["en"]
-    assert "31337, 208841, 208842" in check.fix["en"] and "0,3" in check.fix["en"]
+    assert "2 devices have 20.0 GiB free, 4 are needed" in check.what
+    assert "NPU 1: 6.0 GiB of 64.0 GiB free (pid 208841 python3 54.6 GiB)" in check.what
+    assert "NPU 2: 434.0 MiB of 64.0 GiB free (pid 31337 VLLMWorker_TP" in check.what
+    assert "31337, 208841, 208842" in check.fix and "0,3" in check.fix
     assert [device["holders"] for device in check.values["devices"]] == [[], [208841], [208842, 31337], []]
     two = check_device_memory(BUSY.devices, needed_devices=2, needed_bytes=20 * GIB)
-    assert two.verdict == "warn" and two.fix is not None and "0,3" in two.fix["en"]
+    assert two.verdict == "warn" and two.fix is not None and "0,3" in two.fix
 
 
 def test_memory_without_a_number_asks_that_nobody_else_is_there():
     assert check_device_memory(BUSY.devices).verdict == "warn"
     assert check_device_memory(BUSY.devices, needed_devices=1).verdict == "ok"  # the held ones are not taken
-    assert check_device_memory(BUSY.devices[:1]).verdict == "ok"  # what the driver itself holds is no word worth
+    assert check_device_memory(BUSY.devices[:1]).verdict == "ok"  # what the driver itself holds is not worth a warning
     assert check_device_memory(IDLE.devices, needed_bytes=20 * GIB, needed_devices=2).verdict == "ok"
     assert check_device_memory(gpus("nvidia_580_GB10_no_memory.txt").devices).verdict == "skip"
 
@@ -103,11 +104,11 @@ def test_memory_of_somebody_who_is_not_listed():
     """A process of another container holds memory, and the tool does not list it."""
     hidden = SmiDevice(0, "910B3", "NPU 0", "OK", 64 * GIB, 60 * GIB, processes=())
     check = check_device_memory([hidden], needed_bytes=20 * GIB)
-    assert check.verdict == "fail" and check.fix is not None and "another container" in check.fix["en"]
+    assert check.verdict == "fail" and check.fix is not None and "another container" in check.fix
 
 
 def test_visible_devices_are_the_runs():
-    seen = visible_devices([BUSY], "npu", {"ASCEND_RT_VISIBLE_DEVICES": "2,3"})
+    seen = visible_devices(BUSY, {"ASCEND_RT_VISIBLE_DEVICES": "2,3"})
     assert [device.label for device in seen] == ["NPU 2", "NPU 3"]
     assert check_device_memory(seen, needed_devices=2, needed_bytes=20 * GIB).verdict == "fail"
 
@@ -129,8 +130,10 @@ def test_health(healths: list[str], verdict: str):
 
 
 def test_health_of_a_real_layout():
-    assert "NPU 1: Alarm" in check_device_health(npus("npu_24.1_910B2_alarm.txt").devices).what["en"]
-    assert "GPU 2: ECC errors: 4" in check_device_health(gpus("nvidia_535_A100.txt").devices).what["zh"]
+    assert "NPU 1: Alarm" in check_device_health(npus("npu_24.1_910B2_alarm.txt").devices).what
+    assert "GPU 2: ECC errors: 4" in check_device_health(gpus("nvidia_535_A100.txt").devices).what
+    with speaking("zh"):
+        assert "驱动报告：GPU 2: ECC errors: 4" in check_device_health(gpus("nvidia_535_A100.txt").devices).what
 
 
 # ---------------------------------------------------------------- what torch says
@@ -156,7 +159,7 @@ def torch_report(**changed):
 )
 def test_torch_sees_the_devices(changed, wanted, listed, processes, verdict, said):
     check = check_device_type(torch_report(**changed), wanted, listed, processes)
-    assert check.verdict == verdict and said in check.what["en"]
+    assert check.verdict == verdict and said in check.what
 
 
 def run_config(**settings) -> RunConfig:
@@ -183,5 +186,5 @@ def test_fp8_is_ignored_in_words():
 
     config = PretrainConfig(train_data_path=("x",), output_dir="o", fp8=True)
     check = check_capabilities(torch_report(), config)
-    assert check.verdict == "warn" and "fp8" in check.what["en"]
-    assert check_capabilities(torch_report(), None).what["en"].endswith("no fp8")
+    assert check.verdict == "warn" and "fp8" in check.what
+    assert check_capabilities(torch_report(), None).what.endswith("no fp8")

@@ -1,5 +1,4 @@
-"""Doctor between processes: a real world of two, a rank that dies in it, ranks that compute wrong, and a real dry "
-"run."""
+"""Doctor between processes: a real world of two, a rank that dies in it, ranks that compute wrong, a real dry run."""
 
 from __future__ import annotations
 
@@ -15,8 +14,9 @@ from launching import ROOT, environment, run_cli, said
 
 from finetune.commands.doctor.dry_run import check_dry_run, compare
 from finetune.commands.doctor.launched import check_launched, judge, read_reports
-from finetune.commands.doctor.operators import _not_built
+from finetune.commands.doctor.operators import not_built
 from finetune.commands.doctor.probe import Answer, ask, run_to_end
+from finetune.runtime.language import speaking
 
 FAKE_NPU = ROOT / "tests" / "fake_npu"
 FINE = Answer(None, 0, "")
@@ -53,11 +53,11 @@ def test_a_dry_run_that_fails_says_why(tmp_path: Path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('this torch is broken')\n")
     check = check_dry_run(1, "cpu", None, environment({"PYTHONPATH": f"{tmp_path}:{ROOT}"}))
-    assert check.verdict == "fail" and "this torch is broken" in check.what["en"]
-    assert "making a tiny model" in check.what["en"] and check.values["messages"]
+    assert check.verdict == "fail" and "this torch is broken" in check.what
+    assert "making a tiny model" in check.what and check.values["messages"]
 
 
-# ---------------------------------------------------------------- what ranks say, judged
+# ---------------------------------------------------------------- what ranks report, judged
 
 
 def reports(count: int = 4, **changed: dict[int, Any]) -> list[dict[str, Any]]:
@@ -95,7 +95,7 @@ def reports(count: int = 4, **changed: dict[int, Any]) -> list[dict[str, Any]]:
 )
 def test_a_rank_that_is_wrong_is_named(changed: dict, name: str, verdict: str, ranks: str):
     found = {check.name: check for check in judge(reports(**changed), 4, FINE)}
-    assert found[name].verdict == verdict and ranks in found[name].what["en"]
+    assert found[name].verdict == verdict and ranks in found[name].what
     assert {check.verdict for check in found.values() if check.name != name} == {"ok"}
 
 
@@ -110,10 +110,10 @@ def test_missing_ranks_and_half_written_reports(tmp_path: Path):
     (tmp_path / "rank-2.json").write_text('{"rank": 2, "wor')
     (check,) = judge(read_reports(tmp_path), 4, Answer(None, 1, "x\ntorch.OutOfMemoryError: no memory\nbye"))
     assert check.verdict == "fail" and check.values["silent"] == [2, 3]
-    assert "rank 2, 3 of 4" in check.what["en"] and "OutOfMemoryError" in check.what["en"]
-    assert check.values["messages"][-1] == "bye" and "--json" in check.fix["en"]
+    assert "rank 2, 3 of 4" in check.what and "OutOfMemoryError" in check.what
+    assert check.values["messages"][-1] == "bye" and "--json" in check.fix
     (hung,) = judge([], 2, Answer(None, None, ""))
-    assert hung.verdict == "fail" and "too busy" in hung.fix["en"]
+    assert hung.verdict == "fail" and "too busy" in hung.fix
 
 
 @pytest.mark.parametrize(("resumed", "verdict"), [(2.0, "ok"), (2.001, "ok"), (2.01, "fail"), (float("nan"), "fail")])
@@ -125,27 +125,38 @@ def test_a_resumed_step_must_be_the_step(resumed: float, verdict: str):
 
 
 def test_a_process_that_does_not_end_is_ended():
-    words = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)"]
-    code, messages = run_to_end(words, environment=environment(), timeout_seconds=1.0)
-    assert code is None and messages == "here\n"
-    assert Answer(None, code, messages).reason == "it did not answer in time"
+    command = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)"]
+    answer = run_to_end(command, environment=environment(), timeout_seconds=1.0)
+    assert answer == Answer(None, None, "here\n")
+    assert answer.reason == "it did not answer in time"
 
 
 def test_a_process_that_is_killed_says_by_what():
-    words = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
-    code, messages = run_to_end(words, environment=environment(), timeout_seconds=30)
-    assert code == -signal.SIGKILL and "SIGKILL" in Answer(None, code, messages).reason
+    command = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    killed = run_to_end(command, environment=environment(), timeout_seconds=30)
+    assert killed.code == -signal.SIGKILL and "SIGKILL" in killed.reason
     answer = ask("finetune.no_such_module", {}, environment=dict(os.environ), timeout_seconds=30)
     assert answer.report is None and "no_such_module" in answer.reason
 
 
+def test_a_process_that_is_asked_speaks_the_language(tmp_path: Path):
+    (tmp_path / "asked.py").write_text(
+        "from finetune.commands.doctor.probe import answer_with\n"
+        "from finetune.runtime.language import spoken\n"
+        "answer_with(lambda number: [number, spoken()])\n"
+    )
+    env = environment({"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    with speaking("zh"):
+        assert ask("asked", {"number": 7}, environment=env, timeout_seconds=30).report == [7, "zh"]
+
+
 def test_an_operator_that_cannot_be_built():
     messages = "/bin/sh: 1: c++: not found\nRuntimeError: Error building extension 'cpu_adam'\nRuntimeError: it failed"
-    missing = _not_built("cpu_adam", Answer(None, 1, messages))
+    missing = not_built("cpu_adam", Answer(None, 1, messages))
     assert missing.verdict == "fail" and missing.fix is not None
-    assert missing.fix["en"].startswith("install a C++ compiler")
+    assert missing.fix.startswith("install a C++ compiler")
     messages = "Traceback\nKeyError: 'ASCEND_HOME_PATH'\nThe above ...\nRuntimeError: DeepSpeedCPUAdam requires the op"
-    other = _not_built("cpu_adam", Answer(None, 1, messages))
-    assert other.what["en"].endswith("KeyError: 'ASCEND_HOME_PATH'") and "set_env.sh" in other.fix["en"]
-    broken = _not_built("cpu_adam", Answer(None, 1, "a.cpp:3:1: error: no type named x\nninja: build stopped"))
-    assert "a.cpp:3:1: error: no type named x" in broken.what["zh"]
+    other = not_built("cpu_adam", Answer(None, 1, messages))
+    assert other.what.endswith("KeyError: 'ASCEND_HOME_PATH'") and "set_env.sh" in other.fix
+    broken = not_built("cpu_adam", Answer(None, 1, "a.cpp:3:1: error: no type named x\nninja: build stopped"))
+    assert "a.cpp:3:1: error: no type named x" in broken.what

@@ -10,8 +10,7 @@ from launching import ROOT
 from packaging.requirements import Requirement
 
 from finetune.commands.doctor import ascend, versions
-from finetune.commands.doctor.ascend import check_pairing
-from finetune.commands.doctor.cann import cann_version, check_ascend_home
+from finetune.commands.doctor.ascend import AscendSoftware, cann_version, check_ascend_home, check_pairing
 from finetune.commands.doctor.versions import (
     TESTED,
     check_cuda_build,
@@ -21,6 +20,7 @@ from finetune.commands.doctor.versions import (
     own_requirements,
     torch_build,
 )
+from finetune.runtime.language import speaking
 from finetune.runtime.smi import SmiDevice, SmiReport
 
 # ---------------------------------------------------------------- Python and packages
@@ -66,10 +66,10 @@ NEEDS = [Requirement(line) for line in ("torch>=2.10", "transformers<6,>=5.23", 
 def test_packages(changed: dict[str, str | None], verdict: str, said: str):
     installed = {"torch": "2.13.0", "transformers": "5.23.0", "rich": "15.0.0"} | changed
     check = check_packages(NEEDS, installed.get)
-    assert check.verdict == verdict and said in check.what["en"]
+    assert check.verdict == verdict and said in check.what
     if verdict == "fail":
         (name,) = changed
-        assert check.fix is not None and f"{name}==" in check.fix["en"]
+        assert check.fix is not None and f"{name}==" in check.fix
 
 
 # ---------------------------------------------------------------- CUDA
@@ -138,13 +138,13 @@ def test_ascend_home(tmp_path: Path):
     found = check_ascend_home({"ASCEND_HOME_PATH": str(home)}, needed=True)
     assert found.verdict == "ok" and found.values["cann"] == "9.1.0"
     gone = check_ascend_home({"ASCEND_HOME_PATH": str(tmp_path / "old")}, needed=True)
-    assert gone.verdict == "fail" and str(tmp_path / "old") in gone.what["en"]
+    assert gone.verdict == "fail" and str(tmp_path / "old") in gone.what
     assert check_ascend_home({}, needed=True, root=tmp_path).verdict == "warn"
     assert check_ascend_home({}, needed=True, builds_operators=True, root=tmp_path).verdict == "fail"
     installed = tmp_path / "usr/local/Ascend/ascend-toolkit/latest"
     installed.mkdir(parents=True)
     unsourced = check_ascend_home({}, needed=True, root=tmp_path)
-    assert unsourced.fix is not None and unsourced.fix["en"] == f"source {installed.parent}/set_env.sh"
+    assert unsourced.fix is not None and unsourced.fix == f"source {installed.parent}/set_env.sh"
 
 
 def pairing(**changed):
@@ -152,7 +152,8 @@ def pairing(**changed):
         "torch": "2.12.0+cpu", "torch_cuda": None, "torch_npu": "2.12.0", "importable": True,
         "cann": "9.1.0", "npus_here": True, "floor": "2.10",
     } | changed  # fmt: skip
-    return check_pairing(**facts)
+    installed = AscendSoftware(**{name: facts.pop(name) for name in ("torch", "torch_npu", "cann", "floor")})
+    return check_pairing(installed, **facts)
 
 
 @pytest.mark.parametrize(
@@ -174,25 +175,27 @@ def pairing(**changed):
 )
 def test_pairs(changed: dict, verdict: str, said: str):
     check = pairing(**changed)
-    assert check.verdict == verdict and said in check.what["en"]
+    assert check.verdict == verdict and said in check.what
 
 
-def test_the_machine_of_the_guide_is_told_the_way_up():
+def test_cann_8_2_is_told_what_to_upgrade():
     """CANN 8.2.RC1 has torch_npu 2.5.1 and 2.6 only: below the floor, whichever is installed."""
     for torch_npu in ("2.5.1.post1", "2.6.0"):
         check = pairing(torch=torch_npu[:5], torch_npu=torch_npu, cann="8.2.RC1")
         assert check.verdict == "fail"
-        assert "below this package's floor, 2.10" in check.what["en"]
-        assert "CANN 8.2.RC1 has torch_npu 2.6.0, 2.5.1.post1 only" in check.what["en"]
-        assert check.fix is not None and "CANN 9.1" in check.fix["en"] and "torch_npu==2.12.0" in check.fix["en"]
-        assert "CANN 9.1" in check.fix["zh"] and "torch_npu==2.12.0" in check.fix["zh"]
+        assert "below this package's floor, 2.10" in check.what
+        assert "CANN 8.2.RC1 has torch_npu 2.6.0, 2.5.1.post1 only" in check.what
+        assert check.fix is not None and "CANN 9.1" in check.fix and "torch_npu==2.12.0" in check.fix
+        with speaking("zh"):
+            fix = pairing(torch=torch_npu[:5], torch_npu=torch_npu, cann="8.2.RC1").fix or ""
+        assert "升级路径" in fix and "CANN 9.1" in fix and "torch_npu==2.12.0" in fix
 
 
 def test_what_this_cann_has_is_offered_first():
     check = pairing(torch_npu=None, importable=False, cann="9.0.0")
-    assert check.fix is not None and check.fix["en"] == "pip install torch==2.10.0 torch_npu==2.10.0"
+    assert check.fix is not None and check.fix == "pip install torch==2.10.0 torch_npu==2.10.0"
     old = pairing(torch="2.9.0", torch_npu="2.9.0.post8", cann="9.1.0")
-    assert old.verdict == "fail" and old.fix is not None and "torch_npu==2.12.0.post2" in old.fix["en"]
+    assert old.verdict == "fail" and old.fix is not None and "torch_npu==2.12.0.post2" in old.fix
 
 
 def test_the_table_is_ordered_and_every_release_stands_once():

@@ -8,6 +8,7 @@ from finetune.commands.doctor.check import Check
 from finetune.commands.doctor.collectives import matching_interfaces
 from finetune.commands.doctor.facts import Facts
 from finetune.commands.doctor.variables import RULES, RULES_FOR, check_variables
+from finetune.runtime.language import speaking
 
 INTERFACES = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"], "eth1": ["10.1.0.1"], "docker0": ["172.17.0.1"]}
 
@@ -94,13 +95,15 @@ RIGHT = [
 @pytest.mark.parametrize(("name", "verdict", "environment", "facts"), BROKEN)
 def test_a_contradiction_is_found_by_its_rule_alone(name: str, verdict: str, environment: dict, facts: dict):
     (check,) = found(environment, **facts)
-    assert (check.name, check.verdict) == (name, verdict)
-    assert check.fix is not None and check.fix["en"] and check.fix["zh"]
+    with speaking("zh"):
+        (chinese,) = found(environment, **facts)
+    assert (check.name, check.verdict) == (chinese.name, chinese.verdict) == (name, verdict)
+    assert check.fix and chinese.fix and chinese.what != check.what
     for variable, value in environment.items():
-        if variable in check.what["en"] and not variable.endswith("KEY"):
-            assert value in check.what["en"] and value in check.what["zh"], "the words carry the value"
+        if variable in check.what and not variable.endswith("KEY"):
+            assert value in check.what and value in chinese.what, "the texts carry the value"
         if variable.endswith("KEY"):
-            assert f"={value}" not in check.what["en"] + check.fix["en"], "a secret is not shown"
+            assert f"={value}" not in check.what + check.fix, "a secret is not shown"
 
 
 @pytest.mark.parametrize(("environment", "facts"), RIGHT)
@@ -109,14 +112,14 @@ def test_what_is_right_is_silent(environment: dict, facts: dict):
     assert (check.name, check.verdict) == ("variables", "ok")
 
 
-def test_several_are_said_together():
+def test_several_are_reported_together():
     names = {check.name for check in found({"WORLD_SIZE": "2", "HCCL_IF_IP": "10.0.0.9", "HCCL_IF_BASE_PORT": "80"})}
     assert names == {"stale_world_size", "hccl_if_ip", "hccl_if_base_port"}
 
 
 def test_variables_of_another_device_do_not_matter():
     """A machine's profile may set HCCL's variables for all; a run on its CPU does not read them."""
-    for name, _, environment, facts in BROKEN:
+    for name, _verdict, environment, facts in BROKEN:
         if name.startswith(("hccl", "npu", "nccl", "cuda")):
             (check,) = found(environment, **facts | {"device_type": "cpu"})
             assert check.name == "variables", environment
@@ -125,7 +128,7 @@ def test_variables_of_another_device_do_not_matter():
 def test_every_rule_has_an_example():
     """Each rule finds one of the broken examples, so none is there for nothing."""
     settings = {"interfaces": INTERFACES, "device_type": "npu", "cores": 64}
-    examples = [Facts(environment, **settings | facts) for _, _, environment, facts in BROKEN]
+    examples = [Facts(environment, **settings | facts) for _name, _verdict, environment, facts in BROKEN]
     for rule in (*RULES, *(rule for rules in RULES_FOR.values() for rule in rules)):
         assert any(rule(facts) is not None for facts in examples), rule.__name__
 
