@@ -28,6 +28,11 @@ class HostUse:
     memory_total_bytes: int
 
 
+def usable_cores() -> int:
+    """Cores that this process may use, quotas aside."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class HostMeter:
     """Looks at this machine; `look` compares with the time before.
 
@@ -43,7 +48,7 @@ class HostMeter:
     def look(self) -> HostUse:
         import psutil
 
-        cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        cores = float(usable_cores())
         busy = psutil.cpu_percent() / 100
         first, self._first = self._first, False
         memory = psutil.virtual_memory()
