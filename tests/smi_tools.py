@@ -38,7 +38,6 @@ class FakeGpu:
     used: int | None = 40
     use: int | None = 7
     celsius: int | None = 50
-    milliwatts: int | None = None
     ecc: int | None = 0
     computing: list[tuple[int, int | None]] | None = field(default_factory=list)
     drawing: list[tuple[int, int | None]] = field(default_factory=list)
@@ -111,12 +110,6 @@ class FakeNvml:
     def nvmlDeviceGetTemperature(self, handle: FakeGpu, sensor: int) -> int:
         assert sensor == pynvml.NVML_TEMPERATURE_GPU
         return self._asked(handle, "temperature", handle.celsius)
-
-    def nvmlDeviceGetPowerUsage(self, handle: FakeGpu) -> int:
-        return self._asked(handle, "power", handle.milliwatts)
-
-    def nvmlDeviceGetPciInfo(self, handle: FakeGpu) -> SimpleNamespace:
-        return SimpleNamespace(busId=self._asked(handle, "pci", "00000000:07:00.0"))
 
     def nvmlDeviceGetTotalEccErrors(self, handle: FakeGpu, kind: int, counter: int) -> int:
         assert (kind, counter) == (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)

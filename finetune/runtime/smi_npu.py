@@ -28,23 +28,12 @@ class _Chip:
     npu: int
     name: str
     health: str
-    power: float | None
     temperature: float | None
     chip: int = 0
-    bus_id: str = ""
     utilization: float | None = None
     used_bytes: int | None = None
     total_bytes: int | None = None
     processes: list[SmiProcess] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Output:
-    """What npu-smi printed: exit code, and both streams."""
-
-    code: int
-    text: str
-    errors: str = ""
 
 
 def read_npus(timeout_seconds: float = TIMEOUT_SECONDS) -> SmiReport | None:
@@ -66,15 +55,15 @@ def read_npus(timeout_seconds: float = TIMEOUT_SECONDS) -> SmiReport | None:
         return SmiReport("npu", problem=f"npu-smi did not answer in {timeout_seconds:g} s")
     except OSError as error:
         return SmiReport("npu", problem=f"npu-smi cannot be run: {error.strerror or error}")
-    return parse_info(Output(done.returncode, done.stdout, done.stderr))
+    return parse_info(done.stdout, done.stderr, done.returncode)
 
 
-def parse_info(output: Output) -> SmiReport:
-    """A report from the output of `npu-smi info`."""
+def parse_info(text: str, errors: str = "", exit_code: int = 0) -> SmiReport:
+    """A report from what `npu-smi info` printed, to both streams."""
     chips: list[_Chip] = []
     pending: _Chip | None = None
     in_processes = has_process_table = False
-    for line in output.text.splitlines():
+    for line in text.splitlines():
         cells = _cells(line)
         if not cells:
             continue
@@ -87,9 +76,14 @@ def parse_info(output: Output) -> SmiReport:
             pending = None
         else:
             pending = _first_line(cells)
-    version = _VERSION.search(output.text)
+    version = _VERSION.search(text)
     devices = tuple(_device(index, chip, chips, has_process_table) for index, chip in enumerate(chips))
-    return SmiReport("npu", version[2] if version else "", devices=devices, problem="" if devices else _problem(output))
+    return SmiReport(
+        "npu",
+        version[2] if version else "",
+        devices=devices,
+        problem="" if devices else _problem(text, errors, exit_code),
+    )
 
 
 def _cells(line: str) -> list[str]:
@@ -107,9 +101,8 @@ def _first_line(cells: Sequence[str]) -> _Chip | None:
     found = _FIRST.fullmatch(cells[0]) if len(cells) == 3 else None
     if found is None or found[2].startswith("Name"):
         return None
-    numbers = cells[2].split()
-    power, temperature = (_number(word) for word in [*numbers, "-", "-"][:2])
-    return _Chip(int(found[1]), found[2].strip(), cells[1], power, temperature)
+    _power, temperature, *_rest = [*cells[2].split(), "-", "-"]
+    return _Chip(int(found[1]), found[2].strip(), cells[1], _number(temperature))
 
 
 def _second_line(chip: _Chip, cells: Sequence[str]) -> _Chip:
@@ -118,7 +111,6 @@ def _second_line(chip: _Chip, cells: Sequence[str]) -> _Chip:
         cells = [f"{cells[0]} {cells[1]}", *cells[2:]]
     ids = re.findall(r"\d+", cells[0])
     chip.chip = int(ids[0]) if ids else 0
-    chip.bus_id = cells[1] if len(cells) > 1 and cells[1] not in ("NA", "-") else ""
     last = cells[-1]
     chip.utilization = _number(last)
     pairs = _PAIR.findall(last)
@@ -154,20 +146,18 @@ def _device(index: int, chip: _Chip, chips: Sequence[_Chip], has_process_table: 
         used_bytes=chip.used_bytes,
         utilization_percent=chip.utilization,
         temperature_celsius=chip.temperature,
-        power_watts=chip.power,
         processes=tuple(chip.processes) if has_process_table else None,
-        bus_id=chip.bus_id,
     )
 
 
-def _problem(output: Output) -> str:
+def _problem(text: str, errors: str, exit_code: int) -> str:
     """Why there is no device, in the tool's own words."""
-    lines = [line.strip() for line in f"{output.text}\n{output.errors}".splitlines() if line.strip()]
+    lines = [line.strip() for line in f"{text}\n{errors}".splitlines() if line.strip()]
     for word in _FAILURES:
         matching = [line for line in lines if word.lower() in line.lower()]
         if matching:
             return matching[0]
-    return "npu-smi lists no device" if output.code == 0 else (lines or [f"npu-smi ended with {output.code}"])[-1]
+    return "npu-smi lists no device" if exit_code == 0 else (lines or [f"npu-smi ended with {exit_code}"])[-1]
 
 
 def _number(cell: str) -> float | None:

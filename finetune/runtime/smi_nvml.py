@@ -98,8 +98,6 @@ def _slices(handle: Any) -> Iterator[tuple[int, Any]]:
 def _device(index: int, label: str, name: str, handle: Any) -> SmiDevice:
     memory = _if_told(pynvml.nvmlDeviceGetMemoryInfo, handle)
     use = _if_told(pynvml.nvmlDeviceGetUtilizationRates, handle)
-    power = _if_told(pynvml.nvmlDeviceGetPowerUsage, handle)
-    pci = _if_told(pynvml.nvmlDeviceGetPciInfo, handle)
     uncorrected = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
     errors = _if_told(pynvml.nvmlDeviceGetTotalEccErrors, handle, *uncorrected)
     return SmiDevice(
@@ -111,9 +109,7 @@ def _device(index: int, label: str, name: str, handle: Any) -> SmiDevice:
         used_bytes=None if memory is None else memory.used,
         utilization_percent=None if use is None else float(use.gpu),
         temperature_celsius=_if_told(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
-        power_watts=None if power is None else power / 1000,
         processes=_processes(handle),
-        bus_id="" if pci is None else pci.busId,
     )
 
 

@@ -28,7 +28,6 @@ class SmiDevice:
         health: the driver's own word ("OK", "Warning", "Alarm", "Critical", "ECC errors: 3"); empty where unknown.
         total_bytes, used_bytes: device memory; None where the driver does not tell.
         processes: who is on it; None where the driver does not tell.
-        bus_id: PCI address, empty where unknown.
     """
 
     index: int
@@ -39,9 +38,7 @@ class SmiDevice:
     used_bytes: int | None = None
     utilization_percent: float | None = None
     temperature_celsius: float | None = None
-    power_watts: float | None = None
     processes: tuple[SmiProcess, ...] | None = None
-    bus_id: str = ""
 
     @property
     def free_bytes(self) -> int | None:

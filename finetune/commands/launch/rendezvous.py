@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from finetune.runtime.ports import listens
@@ -187,35 +188,37 @@ class Rendezvous:
         if found != ours:
             if found["host"] != ours["host"]:
                 raise RendezvousError("same_rank", rank=self.node.rank, hosts=[found["host"], ours["host"]])
-            self._ask(lambda store: store.set(key, json.dumps(ours)))  # started again by hand
+            self._write(f"node/{self.node.rank}", ours)  # started again by hand
 
     def _gather(self) -> None:
         """Node 0: wait for the others, then give out ranks."""
-        keys = [f"{PREFIX}node/{rank}" for rank in range(self.node.nodes)]
-        while missing := [rank for rank, key in enumerate(keys) if not self._has(key)]:
+        nodes = range(self.node.nodes)
+        while missing := [rank for rank in nodes if not self._has(f"node/{rank}")]:
             if time.monotonic() > self._deadline:
-                self._ask(lambda store: store.set(PREFIX + "missing", json.dumps(missing)))
+                self._write("missing", missing)
                 time.sleep(2 * POLL_SECONDS)  # so that those who are here can read it
                 raise RendezvousError("nodes_missing", nodes=missing)
             time.sleep(POLL_SECONDS)
-        ranks = [0]
-        for key in keys:
-            ranks.append(ranks[-1] + json.loads(self._ask(lambda store, key=key: store.get(key)))["processes"])
-        self._ask(lambda store: store.set(PREFIX + "ranks", json.dumps(ranks)))
+        processes = [self._read(f"node/{rank}")["processes"] for rank in nodes]
+        self._write("ranks", [0, *accumulate(processes)])
 
     def _agreed(self) -> RendezvousResult:
-        while not self._has(PREFIX + "ranks"):
-            if self._has(PREFIX + "missing"):
-                raise RendezvousError("nodes_missing", nodes=json.loads(self._ask(lambda s: s.get(PREFIX + "missing"))))
+        while not self._has("ranks"):
+            if self._has("missing"):
+                raise RendezvousError("nodes_missing", nodes=self._read("missing"))
             self._wait("no_ranks", extra_seconds=CONNECT_SECONDS)
-        ranks = json.loads(self._ask(lambda store: store.get(PREFIX + "ranks")))
-        keys = [f"{PREFIX}node/{rank}" for rank in range(self.node.nodes)]
-        hosts = tuple(json.loads(self._ask(lambda store, key=key: store.get(key)))["host"] for key in keys)
-        launch = json.loads(self._ask(lambda store: store.get(PREFIX + "launch")))
+        ranks, launch = self._read("ranks"), self._read("launch")
+        hosts = tuple(self._read(f"node/{rank}")["host"] for rank in range(self.node.nodes))
         return RendezvousResult(self.port, launch["id"], launch["attempt"], ranks[self.node.rank], ranks[-1], hosts)
 
     def _has(self, key: str) -> bool:
-        return self._ask(lambda store: store.check([key]))
+        return self._ask(lambda store: store.check([PREFIX + key]))
+
+    def _read(self, key: str) -> Any:
+        return json.loads(self._ask(lambda store: store.get(PREFIX + key)))
+
+    def _write(self, key: str, value: Any) -> None:
+        self._ask(lambda store: store.set(PREFIX + key, json.dumps(value)))
 
     def _ask(self, call: Callable[[TCPStore], _T]) -> _T:
         try:
