@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 _CGROUP = Path("/sys/fs/cgroup")
 # cgroup v1 says "no limit" with a number near 2^63.
 _UNLIMITED_BYTES = 1 << 60
@@ -46,8 +48,6 @@ class HostMeter:
         self._first = True
 
     def look(self) -> HostUse:
-        import psutil
-
         cores = float(usable_cores())
         busy = psutil.cpu_percent() / 100
         first, self._first = self._first, False

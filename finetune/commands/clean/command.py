@@ -16,7 +16,9 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import psutil
 
 from finetune.commands.clean.recorded_processes import (
     RecordedProcess,
@@ -42,9 +44,6 @@ from finetune.runs.console_lines import plain_text, print_anything
 from finetune.runs.reader import is_run, runs_in
 from finetune.runtime.language import N_, _
 from finetune.storage.durable_files import format_bytes
-
-if TYPE_CHECKING:
-    import psutil
 
 # A worker whose launcher died saves, and is ended by its own watchdog after 60 s (parent_watchdog.py): a second signal
 # before that would cost it the steps since its last checkpoint.
@@ -162,8 +161,6 @@ def end(orphans: Sequence[RecordedProcess], wait_seconds: float) -> dict[int, bo
 
 def _lives(process: psutil.Process | None) -> bool:
     """By id and start time: the command line of a process that is just ending is gone already."""
-    import psutil
-
     try:
         return process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

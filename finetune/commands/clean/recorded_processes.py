@@ -21,14 +21,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import psutil
 
 from finetune.storage import durable_files
 from finetune.storage.launch_record import SAME_START_SECONDS, VERSION, command_digest
 from finetune.storage.run_lock import LOCK_NAME
-
-if TYPE_CHECKING:
-    import psutil
 
 _RECORD_LIMIT_BYTES = 16 << 20
 _LOG_NAME = re.compile(r"(\d{8}-\d{6})-(\d+)-rank(\d+)\.log")
@@ -131,8 +130,6 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def find(record: RecordedProcess) -> tuple[psutil.Process | None, str]:
     """The process of a record, or None and why a living process of that id is not it ("" where there is none)."""
-    import psutil
-
     if record.host is not None and record.host != socket.gethostname():
         return None, ""
     try:
@@ -190,8 +187,6 @@ def is_orphan(record: RecordedProcess, process: psutil.Process, launches: Iterab
 
 def _may_live(supervisor: RecordedProcess) -> bool:
     """Whether a launcher may be alive: less proof is asked here than of a process that is to be ended."""
-    import psutil
-
     if supervisor.host != socket.gethostname() or supervisor.start_time is None:
         return True
     try:
@@ -205,13 +200,9 @@ def _may_live(supervisor: RecordedProcess) -> bool:
 
 
 def _may_be_launcher(parent: psutil.Process) -> bool:
-    import psutil
-
     try:
         names = {parent.name(), *map(os.path.basename, parent.cmdline()[:2])}
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.AccessDenied:  # another user's: an init, not a launcher of ours
+    except psutil.Error:  # gone, or another user's: an init, not a launcher of ours
         return False
     return any(name.startswith(_LAUNCHER_NAMES) for name in names)
 
@@ -227,8 +218,8 @@ def send_signal(record: RecordedProcess, number: signal.Signals) -> bool:
         handle = os.pidfd_open(record.pid)
     except ProcessLookupError:
         return False
-    except (AttributeError, OSError):  # not Linux, or one without pidfd
-        handle = None
+    except (AttributeError, OSError):
+        pass  # not Linux, or one without pidfd
     try:
         if find(record)[0] is None:
             return False

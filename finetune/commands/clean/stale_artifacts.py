@@ -177,17 +177,13 @@ def _users(path: Path, folder: Path) -> list[int]:
 # ---------------------------------------------------------------- locks of torch's builds
 
 
-def operator_folders() -> list[Path]:
-    """Where torch builds operators for runs of this package (device.py), and where it would by itself."""
-    named = os.environ.get("TORCH_EXTENSIONS_DIR")
-    roots = [Path(named)] if named else [Path(sys.prefix) / "torch_extensions"]
-    return [*roots, Path("~/.cache/torch_extensions").expanduser()]
-
-
-def operator_locks(roots: Sequence[Path] | None = None) -> list[StaleArtifact]:
+def operator_locks() -> list[StaleArtifact]:
     """torch's `lock` files that a killed process of ours left: every later build there would wait without end."""
+    named = os.environ.get("TORCH_EXTENSIONS_DIR")
+    # Where torch builds operators for runs of this package (runtime/device.py), and its own default.
+    roots = [Path(named) if named else Path(sys.prefix) / "torch_extensions", Path("~/.cache/torch_extensions")]
     found = []
-    for root in operator_folders() if roots is None else roots:
+    for root in (root.expanduser() for root in roots):
         for ours in sorted({*root.glob(f"*/{OPERATOR_LOCK_NAME}"), *root.glob(f"*/*/{OPERATOR_LOCK_NAME}")}):
             with _held_if_left(ours) as left:
                 if left:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 from finetune.runtime.host import usable_cores
 from finetune.runtime.language import _
 
@@ -124,8 +126,6 @@ def without_stale(environment: Mapping[str, str]) -> dict[str, str]:
 
 def interface_to(address: str) -> str | None:
     """The network interface that leads to an address; None where none does, or only the loopback."""
-    import psutil
-
     try:
         family, *_rest, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from finetune.config.fields import Text, setting
 from finetune.config.kinds import kind_names
@@ -12,6 +12,11 @@ from finetune.config.options import Options, read_options
 from finetune.runtime.language import pick_language, speak
 
 DEFAULT_RESTARTS = 3
+
+
+def _from_environment(unit: str, default: str, description: str) -> Any:
+    """An option that an environment variable gives where the command line does not."""
+    return setting(None, group="options", unit=unit, shown_default=default, description=description)
 
 
 class LaunchOptions(Options):
@@ -27,47 +32,19 @@ class LaunchOptions(Options):
     aliases: ClassVar[dict[str, str]] = {"nproc_per_node": "nproc"}
 
     kind: Text = setting(group="options", unit="|".join(kind_names()), description="What to run; its flags follow.")
-    nproc: Text | None = setting(
-        None,
-        group="options",
-        unit="N|auto",
-        shown_default="NPROC_PER_NODE, else auto",
-        description="Processes on this node; auto: its visible devices, 1 on a CPU.",
+    nproc: Text | None = _from_environment(
+        "N|auto", "NPROC_PER_NODE, else auto", "Processes on this node; auto: its visible devices, 1 on a CPU."
     )
-    nnodes: int | None = setting(
-        None, group="options", unit="N", shown_default="NNODES, Slurm's, else 1", description="Nodes."
+    nnodes: int | None = _from_environment("N", "NNODES, Slurm's, else 1", "Nodes.")
+    node_rank: int | None = _from_environment("N", "NODE_RANK, Slurm's", "This node, from 0.")
+    master_addr: Text | None = _from_environment("HOST", "MASTER_ADDR, Slurm's", "Node 0 as all nodes reach it.")
+    master_port: int | None = _from_environment(
+        "PORT", "MASTER_PORT, else 29500", "Port of the rendezvous; if it is taken, the next of ten that is free."
     )
-    node_rank: int | None = setting(
-        None, group="options", unit="N", shown_default="NODE_RANK, Slurm's", description="This node, from 0."
+    max_restarts: int | None = _from_environment(
+        "N", f"MAX_RESTARTS, else {DEFAULT_RESTARTS}", "Attempts after the first, for failures that one can cure."
     )
-    master_addr: Text | None = setting(
-        None,
-        group="options",
-        unit="HOST",
-        shown_default="MASTER_ADDR, Slurm's",
-        description="Node 0 as all nodes reach it.",
-    )
-    master_port: int | None = setting(
-        None,
-        group="options",
-        unit="PORT",
-        shown_default="MASTER_PORT, else 29500",
-        description="Port of the rendezvous; if it is taken, the next of ten that is free.",
-    )
-    max_restarts: int | None = setting(
-        None,
-        group="options",
-        unit="N",
-        shown_default=f"MAX_RESTARTS, else {DEFAULT_RESTARTS}",
-        description="Attempts after the first, for failures that another attempt can cure.",
-    )
-    log_dir: Text | None = setting(
-        None,
-        group="output",
-        unit="FOLDER",
-        shown_default="FINETUNE_LOG_DIR, else logs",
-        description="Where the log goes.",
-    )
+    log_dir: Text | None = _from_environment("FOLDER", "FINETUNE_LOG_DIR, else logs", "Where the log goes.")
     lang: Literal["en", "zh"] | None = setting(
         None, group="output", unit="en|zh", shown_default="the locale's", description="Language of the messages."
     )
