@@ -1,7 +1,6 @@
 """The device table and the launch environment: the only file that says torch.cuda, torch.npu or torch.mps.
 
-Order of preference: NPU > CUDA > MPS > CPU. Asking for the NPU first matters because `torch_npu`'s transfer module
-makes CUDA look present (accelerate state.py has the same order for the same reason).
+NPU comes before CUDA because `torch_npu`'s transfer module makes CUDA look present (accelerate has the same order).
 
 Everything above the line "torch from here on" runs before torch is imported: an installed but unloadable torch_npu
 makes `import torch` itself die, so it is probed in a subprocess first.
@@ -15,13 +14,13 @@ import logging
 import os
 import platform
 import shutil
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from finetune.errors import ConfigError
+from finetune.runtime.ports import free_port
 
 if TYPE_CHECKING:
     import torch
@@ -31,28 +30,25 @@ logger = logging.getLogger("finetune")
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """One row of the device table.
+    """One entry of the device table.
 
     Attributes:
-        type: torch's device type.
         backend: the process group's backend.
         visible_variable: environment variable that selects devices; empty where there is none.
         fused_adamw: whether torch.optim.AdamW(fused=True) is right here.
-        pin_memory: whether pinned host memory pays (it is off on NPU by the vendors' advice).
     """
 
-    type: str
     backend: str
     visible_variable: str
     fused_adamw: bool
-    pin_memory: bool
 
 
+# By torch's device type, in order of preference.
 DEVICE_KINDS = {
-    "npu": DeviceKind("npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES", fused_adamw=False, pin_memory=False),
-    "cuda": DeviceKind("cuda", "nccl", "CUDA_VISIBLE_DEVICES", fused_adamw=True, pin_memory=True),
-    "mps": DeviceKind("mps", "gloo", "", fused_adamw=False, pin_memory=False),
-    "cpu": DeviceKind("cpu", "gloo", "", fused_adamw=True, pin_memory=False),
+    "npu": DeviceKind("hccl", "ASCEND_RT_VISIBLE_DEVICES", fused_adamw=False),
+    "cuda": DeviceKind("nccl", "CUDA_VISIBLE_DEVICES", fused_adamw=True),
+    "mps": DeviceKind("gloo", "", fused_adamw=False),
+    "cpu": DeviceKind("gloo", "", fused_adamw=True),
 }
 
 # Errors that a device raises when it runs out of memory but that are not torch.OutOfMemoryError everywhere.
@@ -75,7 +71,7 @@ class LaunchWorld:
 
 
 def launch_world() -> LaunchWorld:
-    """Read RANK, LOCAL_RANK, WORLD_SIZE. A WORLD_SIZE without RANK (an old script's) is ignored, with a warning."""
+    """Who this process is. A WORLD_SIZE without RANK (an old script's) is ignored, with a warning."""
     environment = os.environ
     if "RANK" not in environment:
         if "WORLD_SIZE" in environment:
@@ -90,13 +86,6 @@ def launch_world() -> LaunchWorld:
     return LaunchWorld(
         int(environment["RANK"]), local_rank, world_size, int(environment.get("LOCAL_WORLD_SIZE", world_size)), True
     )
-
-
-def free_port() -> int:
-    """A TCP port that is free now on the loopback interface."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def probe_torch_npu() -> None:
@@ -127,12 +116,13 @@ def prepare_environment(world: LaunchWorld, *, use_deepspeed: bool, timeout_seco
     Raises:
         ConfigError: the launcher asked for DeepSpeed but the configuration has no DeepSpeed keys.
     """
-    said: list[str] = []
+    added: list[str] = []
+    fragmentation = "less fragmentation with microbatches of many lengths"
 
     def default(name: str, value: str, why: str) -> None:
         if name not in os.environ:
             os.environ[name] = value
-            said.append(f"{name}={value}: {why}")
+            added.append(f"{name}={value}: {why}")
 
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true" and not use_deepspeed:
         raise ConfigError(
@@ -145,7 +135,7 @@ def prepare_environment(world: LaunchWorld, *, use_deepspeed: bool, timeout_seco
     if world.world_size > 1:
         default("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world.local_world_size)), "cores per process")
     if use_deepspeed and sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
-        # torch's own place is one for all environments, and each builds anew what another has built, for a minute.
+        # torch's default folder is one for all environments, and each builds anew what another has built.
         default("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"), "built once per environment")
     if use_deepspeed and not world.launched:
         # Without these DeepSpeed looks for mpi4py and dies.
@@ -155,13 +145,13 @@ def prepare_environment(world: LaunchWorld, *, use_deepspeed: bool, timeout_seco
         default("MASTER_ADDR", "127.0.0.1", "one machine")
         default("MASTER_PORT", str(free_port()), "a free port")
     if importlib.util.find_spec("torch_npu") is not None:
-        default("HCCL_CONNECT_TIMEOUT", str(timeout_seconds), "the same limit as the process group's")
-        default("HCCL_EXEC_TIMEOUT", str(timeout_seconds), "the same limit as the process group's")
-        default("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True", "less fragmentation with rows of many lengths")
+        for name in ("HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT"):
+            default(name, str(timeout_seconds), "the same limit as the process group's")
+        default("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True", fragmentation)
     if shutil.which("nvidia-smi"):
-        default("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", "less fragmentation with rows of many lengths")
+        default("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", fragmentation)
     default("TOKENIZERS_PARALLELISM", "false", "tokenising is parallel by processes")
-    return said
+    return added
 
 
 # ---------------------------------------------------------------- torch from here on
@@ -274,12 +264,12 @@ PEAK_FLOPS = (
 
 def peak_flops(name: str) -> float | None:
     """Peak of a device by its name; None for one that is not in the table."""
-    words = f" {name} ".replace("-", " ").lower()
-    return next((flops for known, flops in PEAK_FLOPS if f"{known.lower()} " in words), None)
+    padded = f" {name} ".replace("-", " ").lower()
+    return next((flops for known, flops in PEAK_FLOPS if f"{known.lower()} " in padded), None)
 
 
 def capabilities(device_type: str) -> Capabilities:
-    """The row of this process's device."""
+    """What this process's device can do."""
     import torch
 
     if device_type == "cuda":
@@ -345,14 +335,6 @@ def choose_dtype(requested: str, device_type: str) -> str:
     return requested
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished what was queued."""
-    import torch
-
-    if device.type in ("cuda", "npu", "mps"):
-        getattr(torch, device.type).synchronize()
-
-
 def peak_memory_bytes(device: torch.device) -> int | None:
     """Highest memory allocated on the device so far; on a CPU the process's own high-water mark; None if unknown."""
     import torch
@@ -403,11 +385,11 @@ _M_MMAP_MAX, _M_TRIM_THRESHOLD = -4, -1
 
 
 def keep_freed_memory(device_type: str) -> None:
-    """On a CPU: let the C library keep what is freed for the next step. For runs whose rows are all of one shape.
+    """On a CPU: let the C library keep what is freed for the next step. For runs whose microbatches have one shape.
 
     glibc gives blocks of 32 MiB and more (logits) back at once, and the system clears every page of the next ones at
     its first touch: a tenth of a step's time. What is kept is used again as it is where all steps ask for the same;
-    among rows of many lengths it would be torn into pieces. Nothing on other devices and C libraries.
+    among microbatches of many lengths it would be torn into pieces. Nothing on other devices and C libraries.
     """
     if device_type == "cpu" and platform.libc_ver()[0] == "glibc":
         library = ctypes.CDLL(None)

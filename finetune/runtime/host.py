@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 _CGROUP = Path("/sys/fs/cgroup")
 # cgroup v1 says "no limit" with a number near 2^63.
 _UNLIMITED_BYTES = 1 << 60
@@ -28,6 +30,11 @@ class HostUse:
     memory_total_bytes: int
 
 
+def usable_cores() -> int:
+    """Cores that this process may use, quotas aside."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class HostMeter:
     """Looks at this machine; `look` compares with the time before.
 
@@ -41,9 +48,7 @@ class HostMeter:
         self._first = True
 
     def look(self) -> HostUse:
-        import psutil
-
-        cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        cores = float(usable_cores())
         busy = psutil.cpu_percent() / 100
         first, self._first = self._first, False
         memory = psutil.virtual_memory()

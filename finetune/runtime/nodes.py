@@ -7,10 +7,12 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from finetune.errors import ConfigError, raise_problems
 
 SCONTROL_SECONDS = 20
+_Default = TypeVar("_Default", int, None)
 _GROUP = re.compile(r"([^,\[]*)\[([^\]]+)\]([^,\[]*)")
 
 
@@ -45,11 +47,11 @@ def nodes_here(
         ConfigError: a number is none, or something that several nodes need is not known (`Problems` for several).
     """
     slurm = _slurm(environment)
-    count = _number("NNODES", count, environment, slurm.get("count")) or 1
-    port = _number("MASTER_PORT", port, environment, None)
+    count = number_of("NNODES", count, environment, slurm.get("count")) or 1
+    port = number_of("MASTER_PORT", port, environment, None)
     if count == 1:
         return Nodes(1, 0, "127.0.0.1", port)
-    rank = _number("NODE_RANK", rank, environment, slurm.get("rank"))
+    rank = number_of("NODE_RANK", rank, environment, slurm.get("rank"))
     address = address or environment.get("MASTER_ADDR") or slurm.get("address")
     missing = [name for name, value in (("NODE_RANK", rank), ("MASTER_ADDR", address)) if value in (None, "")]
     raise_problems(
@@ -72,7 +74,8 @@ def nodes_here(
     return Nodes(count, rank, address, 29500 if port is None else port)
 
 
-def _number(name: str, flag: int | None, environment: Mapping[str, str], otherwise: int | None) -> int | None:
+def number_of(name: str, flag: int | None, environment: Mapping[str, str], otherwise: _Default) -> int | _Default:
+    """A number of the launch: the flag, else the variable of that name, else the default."""
     if flag is not None:
         return flag
     text = environment.get(name, "")
@@ -83,7 +86,7 @@ def _number(name: str, flag: int | None, environment: Mapping[str, str], otherwi
     return int(text)
 
 
-def _slurm(environment: Mapping[str, str]) -> dict:
+def _slurm(environment: Mapping[str, str]) -> dict[str, Any]:
     """The nodes of an srun step, whose tasks are one per node; nothing outside a step."""
     if "SLURM_STEP_NODELIST" not in environment or "SLURM_NODEID" not in environment:
         return {}
@@ -136,7 +139,7 @@ def _expand(part: str) -> list[str]:
     found = _GROUP.search(part)
     if found is None:
         return [part]
-    before, ranges, _ = found.groups()
+    before, ranges, _after = found.groups()
     start, rest = part[: found.start()] + before, part[found.end(2) + 1 :]
     return [start + number + end for number in _numbers(ranges) for end in _expand(rest)]
 

@@ -1,4 +1,4 @@
-"""The port at which the processes of a launch meet: bound and held until the process that uses it has it.
+"""The port of a launch's rendezvous: bound and held until the process that uses it has it.
 
 Asking whether a port is free and binding it later leaves a gap in which another run takes it. Here the listening socket
 itself is handed over, and the launch keeps its own hold on it from the first attempt to the last.
@@ -79,6 +79,12 @@ def _listen(port: int, loopback: bool) -> socket.socket:
             if error.errno in _NOT_THIS_ONE:
                 raise
     return socket.create_server(("", port))  # the system has IPv6 switched off
+
+
+def free_port() -> int:
+    """A TCP port that is free now on the loopback interface."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
 
 
 def listens(host: str, port: int, timeout_seconds: float) -> bool:

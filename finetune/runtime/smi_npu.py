@@ -1,4 +1,4 @@
-"""Reading `npu-smi`: the table of `npu-smi info` (drivers 22 to 26; 910A, 910B, 910_93, 950, 310P) and `info -t`.
+"""Ascend NPUs: the table of `npu-smi info` (drivers 22 to 26; 910A, 910B, 910_93, 950, 310P), run and read.
 
 The table has two lines for a chip. The second one ends with the memory that a program gets: HBM where there is a column
 for it, else DDR. Cards with two chips count programs' devices by chip ("Phy-ID"); a container may see only some of them
@@ -8,28 +8,19 @@ and counts those from 0, so a device's index is its place in the list.
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from finetune.runtime.smi import (
-    MIB,
-    Output,
-    Runner,
-    SmiDevice,
-    SmiProcess,
-    SmiReport,
-    key_values,
-    mebibytes,
-    number,
-    run_tool,
-)
+from finetune.runtime.smi_report import MIB, TIMEOUT_SECONDS, SmiDevice, SmiProcess, SmiReport
 
 _VERSION = re.compile(r"npu-smi\s+(\S+)\s+Version:\s*(\S+)")
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _PAIR = re.compile(r"(\d+)\s*/\s*(\d+)")
 _FIRST = re.compile(r"(\d+)\s+(\S.*)")  # "0     910B3", "2     Ascend910"
-_PROCESS_OF_TYPE = re.compile(r"Process id:\s*(\d+)\s+Process name:(.*?)\s*Process memory\(MB\):\s*(\d+)")
 # What npu-smi prints instead of a table.
-_FAILURES = ("dcmi", "DrvMngGetConsoleLogLevel", "failed", "error", "did not answer", "cannot be run", "permission")
+_FAILURES = ("dcmi", "DrvMngGetConsoleLogLevel", "failed", "error", "permission")
 
 
 @dataclass
@@ -37,43 +28,62 @@ class _Chip:
     npu: int
     name: str
     health: str
-    power: float | None
     temperature: float | None
     chip: int = 0
-    bus_id: str = ""
     utilization: float | None = None
     used_bytes: int | None = None
     total_bytes: int | None = None
     processes: list[SmiProcess] = field(default_factory=list)
 
 
-def read_npus(run: Runner = run_tool) -> SmiReport | None:
-    """What `npu-smi info` says; None where it is not installed."""
-    output = run(["npu-smi", "info"])
-    return None if output is None else parse_info(output)
+def read_npus(timeout_seconds: float = TIMEOUT_SECONDS) -> SmiReport | None:
+    """What `npu-smi info` tells; None where it is not installed. One that hangs (a lost device) is ended."""
+    program = shutil.which("npu-smi")
+    if program is None:
+        return None
+    try:
+        done = subprocess.run(
+            [program, "info"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_seconds,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return SmiReport("npu", problem=f"npu-smi did not answer in {timeout_seconds:g} s")
+    except OSError as error:
+        return SmiReport("npu", problem=f"npu-smi cannot be run: {error.strerror or error}")
+    return parse_info(done.stdout, done.stderr, done.returncode)
 
 
-def parse_info(output: Output) -> SmiReport:
-    """A report from the output of `npu-smi info`."""
+def parse_info(text: str, errors: str = "", exit_code: int = 0) -> SmiReport:
+    """A report from what `npu-smi info` printed, to both streams."""
     chips: list[_Chip] = []
     pending: _Chip | None = None
     in_processes = has_process_table = False
-    for line in output.text.splitlines():
+    for line in text.splitlines():
         cells = _cells(line)
         if not cells:
             continue
         if "Process id" in line:
             in_processes = has_process_table = True
         elif in_processes:
-            _take_process(cells, chips)
+            _add_process(cells, chips)
         elif pending is not None and len(cells) >= 3:
             chips.append(_second_line(pending, cells))
             pending = None
         else:
             pending = _first_line(cells)
-    version = _VERSION.search(output.text)
+    version = _VERSION.search(text)
     devices = tuple(_device(index, chip, chips, has_process_table) for index, chip in enumerate(chips))
-    return SmiReport("npu", version[2] if version else "", devices=devices, problem="" if devices else _problem(output))
+    return SmiReport(
+        "npu",
+        version[2] if version else "",
+        devices=devices,
+        problem="" if devices else _problem(text, errors, exit_code),
+    )
 
 
 def _cells(line: str) -> list[str]:
@@ -91,9 +101,8 @@ def _first_line(cells: Sequence[str]) -> _Chip | None:
     found = _FIRST.fullmatch(cells[0]) if len(cells) == 3 else None
     if found is None or found[2].startswith("Name"):
         return None
-    numbers = cells[2].split()
-    power, temperature = (number(word) for word in [*numbers, "-", "-"][:2])
-    return _Chip(int(found[1]), found[2].strip(), cells[1], power, temperature)
+    _power, temperature, *_rest = [*cells[2].split(), "-", "-"]
+    return _Chip(int(found[1]), found[2].strip(), cells[1], _number(temperature))
 
 
 def _second_line(chip: _Chip, cells: Sequence[str]) -> _Chip:
@@ -102,17 +111,16 @@ def _second_line(chip: _Chip, cells: Sequence[str]) -> _Chip:
         cells = [f"{cells[0]} {cells[1]}", *cells[2:]]
     ids = re.findall(r"\d+", cells[0])
     chip.chip = int(ids[0]) if ids else 0
-    chip.bus_id = cells[1] if len(cells) > 1 and cells[1] not in ("NA", "-") else ""
     last = cells[-1]
-    chip.utilization = number(last)
+    chip.utilization = _number(last)
     pairs = _PAIR.findall(last)
     if pairs and int(pairs[-1][1]) > 0:
         chip.used_bytes, chip.total_bytes = (int(value) * MIB for value in pairs[-1])
     return chip
 
 
-def _take_process(cells: Sequence[str], chips: Sequence[_Chip]) -> None:
-    """`| 0   0 | 4242 | python | 30784 |` and, on newer drivers, the id in the container; other lines say nothing.
+def _add_process(cells: Sequence[str], chips: Sequence[_Chip]) -> None:
+    """`| 0   0 | 4242 | python | 30784 |` and, on newer drivers, the id in the container; other lines have no process.
 
     On 950 the first cell is the NPU alone. In a container the tool may give the host's process id in the second column.
     """
@@ -120,7 +128,7 @@ def _take_process(cells: Sequence[str], chips: Sequence[_Chip]) -> None:
         return
     ids = [int(word) for word in cells[0].split() if word.isdigit()]
     inside = cells[4] if len(cells) > 4 else ""
-    process = SmiProcess(int(inside) if inside.isdigit() else int(cells[1]), cells[2], mebibytes(cells[3]))
+    process = SmiProcess(int(inside) if inside.isdigit() else int(cells[1]), cells[2], _bytes(cells[3]))
     for chip in chips:
         if ids and chip.npu == ids[0] and (len(ids) < 2 or chip.chip == ids[1]):
             chip.processes.append(process)
@@ -138,66 +146,27 @@ def _device(index: int, chip: _Chip, chips: Sequence[_Chip], has_process_table: 
         used_bytes=chip.used_bytes,
         utilization_percent=chip.utilization,
         temperature_celsius=chip.temperature,
-        power_watts=chip.power,
         processes=tuple(chip.processes) if has_process_table else None,
-        bus_id=chip.bus_id,
     )
 
 
-def _problem(output: Output) -> str:
+def _problem(text: str, errors: str, exit_code: int) -> str:
     """Why there is no device, in the tool's own words."""
-    lines = [line.strip() for line in output.all.splitlines() if line.strip()]
+    lines = [line.strip() for line in f"{text}\n{errors}".splitlines() if line.strip()]
     for word in _FAILURES:
-        said = [line for line in lines if word.lower() in line.lower()]
-        if said:
-            return said[0]
-    return "npu-smi lists no device" if output.code == 0 else (lines or [f"npu-smi ended with {output.code}"])[-1]
+        matching = [line for line in lines if word.lower() in line.lower()]
+        if matching:
+            return matching[0]
+    return "npu-smi lists no device" if exit_code == 0 else (lines or [f"npu-smi ended with {exit_code}"])[-1]
 
 
-# ---------------------------------------------------------------- npu-smi info -t ... -i N
+def _number(cell: str) -> float | None:
+    """The number a cell begins with, e.g. 12 of "12   0 / 0"; None for "-" and "NA"."""
+    found = _NUMBER.match(cell)
+    return None if found is None else float(found[0])
 
 
-def parse_type(text: str) -> list[SmiDevice]:
-    """Devices from `npu-smi info -t usages|memory|health|board|proc-mem -i N`, as far as that type tells.
-
-    `index` is the chip's number on its card here: one call is about one card.
-    """
-    devices: list[SmiDevice] = []
-    card = "?"
-    for block in _chip_blocks(text):
-        card = block.get("NPU ID", card)
-        chip = number(block.get("Chip ID", "0"))
-        total = mebibytes(block.get("HBM Capacity(MB)", "")) or mebibytes(block.get("DDR Capacity(MB)", ""))
-        kind = "HBM" if mebibytes(block.get("HBM Capacity(MB)", "")) else "DDR"
-        rate = number(block.get(f"{kind} Usage Rate(%)", block.get("Memory Usage Rate(%)", "")))
-        devices.append(
-            SmiDevice(
-                index=int(chip or 0),
-                name=block.get("Chip Name", block.get("Product Name", "")),
-                label=f"NPU {card}",
-                health=block.get("Health", block.get("Health Status", "")),
-                total_bytes=total,
-                used_bytes=None if total is None or rate is None else int(total * rate / 100),
-                utilization_percent=number(block.get("Aicore Usage Rate(%)", "")),
-                temperature_celsius=number(block.get("Temperature(C)", block.get("Temperature (C)", ""))),
-                power_watts=number(block.get("NPU Real-time Power(W)", block.get("Power Dissipation(W)", ""))),
-            )
-        )
-    processes = tuple(
-        SmiProcess(int(pid), name.strip(), int(memory) * MIB) for pid, name, memory in _PROCESS_OF_TYPE.findall(text)
-    )
-    if not processes and "Process id" not in text and "running process" not in text:
-        return devices
-    devices = devices or [SmiDevice(0, "", f"NPU {card}")]
-    return [replace(devices[0], processes=processes), *devices[1:]]
-
-
-def _chip_blocks(text: str) -> list[dict[str, str]]:
-    """One mapping per chip. "Chip ID" closes a chip's block in most types, and opens it in none."""
-    blocks: list[dict[str, str]] = []
-    for block in key_values(text):
-        if blocks and "Chip ID" not in blocks[-1]:
-            blocks[-1].update(block)
-        else:
-            blocks.append(dict(block))
-    return blocks
+def _bytes(cell: str) -> int | None:
+    """Bytes of a cell that counts MiB; None where it is no number."""
+    value = _number(cell)
+    return None if value is None else int(value * MIB)

@@ -1,75 +1,131 @@
-"""NVIDIA devices from the driver's own library, where pynvml is installed: faster than starting nvidia-smi."""
+"""NVIDIA GPUs and their MIG slices, as the driver's library tells them (NVML, by nvidia-ml-py)."""
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
-from finetune.runtime.smi import SmiDevice, SmiProcess, SmiReport
-from finetune.runtime.smi_nvidia import health_of
+import psutil
+import pynvml
+
+from finetune.runtime.smi_report import TIMEOUT_SECONDS, SmiDevice, SmiProcess, SmiReport
+from finetune.runtime.timeouts import call_with_timeout
+
+_T = TypeVar("_T")
+
+# Where the library's own words leave open what to do.
+_PROBLEMS = {
+    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "the NVIDIA driver is not loaded",
+    pynvml.NVML_ERROR_NO_PERMISSION: "no permission to ask the NVIDIA driver",
+    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: "Driver/library version mismatch: the driver was changed under the "
+    "loaded kernel module",
+}
+# The device does not answer any more: nothing else that it says is worth having.
+_LOST = (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED)
 
 
-def read_nvml() -> SmiReport | None:
-    """What pynvml says; None where the driver's library cannot be used, and nvidia-smi may say why."""
-    import pynvml
+def read_gpus(timeout_seconds: float = TIMEOUT_SECONDS) -> SmiReport | None:
+    """What the NVIDIA driver tells; None where it is not installed. A call on a lost device may never return."""
+    try:
+        return call_with_timeout(_read, timeout_seconds)
+    except TimeoutError:
+        return SmiReport("cuda", problem=f"the NVIDIA driver did not answer in {timeout_seconds:g} s")
 
+
+def _read() -> SmiReport | None:
+    driver = cuda = ""
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
+    except pynvml.NVMLError as error:
+        no_driver = error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
+        return None if no_driver else SmiReport("cuda", problem=_reason(error))
     try:
-        cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
-        devices = [_nvml_device(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
-        driver = _text(pynvml.nvmlSystemGetDriverVersion())
-    except pynvml.NVMLError:
-        return None
+        driver = _if_told(pynvml.nvmlSystemGetDriverVersion) or ""
+        version = _if_told(pynvml.nvmlSystemGetCudaDriverVersion_v2)
+        cuda = "" if version is None else f"{version // 1000}.{version % 1000 // 10}"
+        devices = _devices()
+    except pynvml.NVMLError as error:
+        return SmiReport("cuda", driver, cuda, problem=_reason(error))
     finally:
-        pynvml.nvmlShutdown()
-    if not devices or any(device is None for device in devices):
-        return None  # MIG, or a device that does not answer: the table tells more
-    return SmiReport("cuda", driver, f"{cuda // 1000}.{cuda % 1000 // 10}", tuple(filter(None, devices)))
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+    return SmiReport("cuda", driver, cuda, devices, problem="" if devices else "No devices were found")
 
 
-def _nvml_device(pynvml: Any, index: int) -> SmiDevice | None:
-    """One GPU; None where MIG is on."""
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+def _reason(error: pynvml.NVMLError) -> str:
+    return f"NVML: {_PROBLEMS.get(error.value, error)}"
 
-    def ask(question: str, *arguments: Any) -> Any:
-        try:
-            return getattr(pynvml, question)(handle, *arguments)
-        except pynvml.NVMLError:  # not supported by this device, or no permission
-            return None
 
-    mig = ask("nvmlDeviceGetMigMode")
-    if mig is not None and mig[0]:
+def _if_told(question: Callable[..., _T], *arguments: Any) -> _T | None:
+    """The answer; None where the device or driver does not support the question, or there is no permission."""
+    try:
+        return question(*arguments)
+    except pynvml.NVMLLibraryMismatchError:  # a driver from before this function
         return None
-    memory, running = ask("nvmlDeviceGetMemoryInfo"), ask("nvmlDeviceGetComputeRunningProcesses")
-    errors = ask("nvmlDeviceGetTotalEccErrors", pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
-    use, power = ask("nvmlDeviceGetUtilizationRates"), ask("nvmlDeviceGetPowerUsage")
+    except pynvml.NVMLError as error:
+        if error.value in _LOST:
+            raise
+        return None
+
+
+def _devices() -> tuple[SmiDevice, ...]:
+    """The GPUs; where some have MIG slices, the slices in place of all GPUs, as CUDA counts them."""
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    slices = [
+        (f"GPU {gpu} MIG {number}", f"{_name(handle)} MIG", slice_handle)
+        for gpu, handle in enumerate(handles)
+        for number, slice_handle in _slices(handle)
+    ]
+    gpus = [(f"GPU {index}", _name(handle), handle) for index, handle in enumerate(handles)]
+    return tuple(_device(index, *found) for index, found in enumerate(slices or gpus))
+
+
+def _name(handle: Any) -> str:
+    return _if_told(pynvml.nvmlDeviceGetName, handle) or ""
+
+
+def _slices(handle: Any) -> Iterator[tuple[int, Any]]:
+    """(number, handle) of a GPU's MIG slices; numbers may have gaps."""
+    mode = _if_told(pynvml.nvmlDeviceGetMigMode, handle)
+    if not mode or not mode[0]:
+        return
+    for number in range(_if_told(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+        if (found := _if_told(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)) is not None:
+            yield number, found
+
+
+def _device(index: int, label: str, name: str, handle: Any) -> SmiDevice:
+    memory = _if_told(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    use = _if_told(pynvml.nvmlDeviceGetUtilizationRates, handle)
+    uncorrected = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
+    errors = _if_told(pynvml.nvmlDeviceGetTotalEccErrors, handle, *uncorrected)
     return SmiDevice(
         index=index,
-        name=_text(ask("nvmlDeviceGetName") or ""),
-        label=f"GPU {index}",
-        health=health_of(errors),
+        name=name,
+        label=label,
+        health="" if errors is None else f"ECC errors: {errors}" if errors else "OK",
         total_bytes=None if memory is None else memory.total,
         used_bytes=None if memory is None else memory.used,
         utilization_percent=None if use is None else float(use.gpu),
-        temperature_celsius=ask("nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU),
-        power_watts=None if power is None else power / 1000,
-        processes=None
-        if running is None
-        else tuple(SmiProcess(one.pid, _name(one.pid), one.usedGpuMemory) for one in running),
+        temperature_celsius=_if_told(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
+        processes=_processes(handle),
     )
 
 
-def _name(pid: int) -> str:
-    """The name of a process; empty where it cannot be seen (another container's)."""
-    import psutil
+def _processes(handle: Any) -> tuple[SmiProcess, ...] | None:
+    """Those that compute or draw; one that does both once."""
+    computing = _if_told(pynvml.nvmlDeviceGetComputeRunningProcesses, handle)
+    if computing is None:
+        return None
+    drawing = _if_told(pynvml.nvmlDeviceGetGraphicsRunningProcesses, handle) or []
+    found = {process.pid: process for process in (*drawing, *computing)}
+    return tuple(SmiProcess(pid, _process_name(pid), process.usedGpuMemory) for pid, process in found.items())
 
+
+def _process_name(pid: int) -> str:
+    """The name of a process; empty where it cannot be seen (another container's)."""
     try:
         return psutil.Process(pid).name()
     except psutil.Error:
         return ""
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value

@@ -308,14 +308,14 @@ def test_two_processes_cannot_share_an_mps_device(monkeypatch: pytest.MonkeyPatc
 
 def test_the_table():
     """Facts that other parts rely on; the fused AdamW differed on the simulated npu, and stays off there."""
-    assert [kind.type for kind in DEVICE_KINDS.values()] == list(DEVICE_KINDS) == ["npu", "cuda", "mps", "cpu"]
+    assert list(DEVICE_KINDS) == ["npu", "cuda", "mps", "cpu"]
     assert {name: kind.backend for name, kind in DEVICE_KINDS.items()} == {
         "npu": "hccl",
         "cuda": "nccl",
         "mps": "gloo",
         "cpu": "gloo",
     }
-    assert not DEVICE_KINDS["npu"].fused_adamw and not DEVICE_KINDS["npu"].pin_memory
+    assert not DEVICE_KINDS["npu"].fused_adamw
 
 
 # ---------------------------------------------------------------- memory
@@ -338,10 +338,9 @@ def test_out_of_memory_is_told_from_other_errors(error: BaseException, is_one: b
     assert devices.is_out_of_memory(error) is is_one
 
 
-def test_memory_and_waiting_on_a_cpu():
+def test_memory_on_a_cpu():
     cpu = torch.device("cpu")
     assert 10 * 2**20 < devices.peak_memory_bytes(cpu) < 2**43
-    devices.synchronize(cpu)
     devices.empty_cache(cpu)
 
 

@@ -21,14 +21,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import psutil
 
 from finetune.storage import durable_files
 from finetune.storage.launch_record import SAME_START_SECONDS, VERSION, command_digest
 from finetune.storage.run_lock import LOCK_NAME
-
-if TYPE_CHECKING:
-    import psutil
 
 _RECORD_LIMIT_BYTES = 16 << 20
 _LOG_NAME = re.compile(r"(\d{8}-\d{6})-(\d+)-rank(\d+)\.log")
@@ -37,7 +36,7 @@ _LAUNCHER_NAMES = ("python", "torchrun", "accelerate", "deepspeed", "finetune", 
 
 
 @dataclass(frozen=True)
-class Record:
+class RecordedProcess:
     """A process as a run recorded it.
 
     Attributes:
@@ -65,29 +64,31 @@ class Record:
 # ---------------------------------------------------------------- reading
 
 
-def records_of_run(run: Path) -> list[Record]:
+def records_of_run(run: Path) -> list[RecordedProcess]:
     """What the run folder itself records: its lock, and the logs of its ranks."""
     found = []
     lock = _read_object(run / LOCK_NAME)
     try:
         since = datetime.fromisoformat(lock["since"]).timestamp()
         found.append(
-            Record(
+            RecordedProcess(
                 int(lock["pid"]), "worker", run, str(lock["host"]), 0, seen_time=since, open_file=run / LOCK_NAME
             )
-        )  # fmt: skip
+        )
     except (KeyError, TypeError, ValueError):
         pass  # no run has signed it yet
     for path in sorted((run / "logs").glob("*-rank*.log")) if (run / "logs").is_dir() else []:
         if name := _LOG_NAME.fullmatch(path.name):
             seen = datetime.strptime(name[1], "%Y%m%d-%H%M%S").timestamp()
-            found.append(Record(int(name[2]), "worker", run, rank=int(name[3]), seen_time=seen, open_file=path))
+            found.append(
+                RecordedProcess(int(name[2]), "worker", run, rank=int(name[3]), seen_time=seen, open_file=path)
+            )
     return found
 
 
-def records_of_launches(folders: Iterable[Path], run: Path | None = None) -> list[Record]:
+def records_of_launches(folders: Iterable[Path], run: Path | None = None) -> list[RecordedProcess]:
     """What launchers recorded in `*.processes.json` in these folders: of one run, or of all."""
-    found: list[Record] = []
+    found: list[RecordedProcess] = []
     for path in sorted({path for folder in folders if folder.is_dir() for path in folder.glob("*.processes.json")}):
         launch = _read_object(path)
         output_dir, processes = launch.get("output_dir"), launch.get("processes")
@@ -99,10 +100,10 @@ def records_of_launches(folders: Iterable[Path], run: Path | None = None) -> lis
     return found
 
 
-def _launched(process: Any, run: Path, launch: Path) -> Record | None:
+def _launched(process: Any, run: Path, launch: Path) -> RecordedProcess | None:
     """A record of the launcher's list; None for one that is not whole, which then proves nothing."""
     try:
-        return Record(
+        return RecordedProcess(
             pid=int(process["pid"]),
             role=str(process["role"]),
             run=run,
@@ -127,10 +128,8 @@ def _read_object(path: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------- a process of today
 
 
-def find(record: Record) -> tuple[psutil.Process | None, str]:
+def find(record: RecordedProcess) -> tuple[psutil.Process | None, str]:
     """The process of a record, or None and why a living process of that id is not it ("" where there is none)."""
-    import psutil
-
     if record.host is not None and record.host != socket.gethostname():
         return None, ""
     try:
@@ -145,7 +144,7 @@ def find(record: Record) -> tuple[psutil.Process | None, str]:
     return (None, why) if why else (process, "")
 
 
-def _difference(record: Record, process: psutil.Process) -> str:
+def _difference(record: RecordedProcess, process: psutil.Process) -> str:
     """In what a process is not the recorded one; "" where it is."""
     if process.uids().real != os.getuid():
         return "it belongs to another user"
@@ -154,10 +153,10 @@ def _difference(record: Record, process: psutil.Process) -> str:
         return "it has another start time: the process id was used again"
     if record.seen_time is not None and began > record.seen_time + SAME_START_SECONDS:
         return "it is younger than the record: the process id was used again"
-    words = process.cmdline()
+    command = process.cmdline()
     if record.command_digest is not None:
-        return "" if command_digest(words) == record.command_digest else "it runs another command"
-    if not _TRAINS.search(" ".join(words)):
+        return "" if command_digest(command) == record.command_digest else "it runs another command"
+    if not _TRAINS.search(" ".join(command)):
         return "it does not run a training command"
     if record.open_file is None or not _has_open(process, record.open_file):
         return "it does not have the run's file open"
@@ -169,7 +168,7 @@ def _has_open(process: psutil.Process, path: Path) -> bool:
     return any(os.path.realpath(file.path) == wanted for file in process.open_files())
 
 
-def is_orphan(record: Record, process: psutil.Process, launches: Iterable[Record]) -> bool:
+def is_orphan(record: RecordedProcess, process: psutil.Process, launches: Iterable[RecordedProcess]) -> bool:
     """Whether the launcher of a process is gone. Where that cannot be known, it is not.
 
     Args:
@@ -186,10 +185,8 @@ def is_orphan(record: Record, process: psutil.Process, launches: Iterable[Record
     return parent is None or not _may_be_launcher(parent)
 
 
-def _may_live(supervisor: Record) -> bool:
-    """Whether a launcher may be alive: less is asked here than of a process that is to be ended."""
-    import psutil
-
+def _may_live(supervisor: RecordedProcess) -> bool:
+    """Whether a launcher may be alive: less proof is asked here than of a process that is to be ended."""
     if supervisor.host != socket.gethostname() or supervisor.start_time is None:
         return True
     try:
@@ -203,18 +200,14 @@ def _may_live(supervisor: Record) -> bool:
 
 
 def _may_be_launcher(parent: psutil.Process) -> bool:
-    import psutil
-
     try:
-        names = {parent.name(), *(os.path.basename(word) for word in parent.cmdline()[:2])}
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.AccessDenied:  # another user's: an init, not a launcher of ours
+        names = {parent.name(), *map(os.path.basename, parent.cmdline()[:2])}
+    except psutil.Error:  # gone, or another user's: an init, not a launcher of ours
         return False
     return any(name.startswith(_LAUNCHER_NAMES) for name in names)
 
 
-def send_signal(record: Record, number: signal.Signals) -> bool:
+def send_signal(record: RecordedProcess, number: signal.Signals) -> bool:
     """Send a signal to the recorded process and to no other; False where it is gone.
 
     The process is looked at once more after a handle on it (pidfd) is held, so that its id cannot pass to another
@@ -225,8 +218,8 @@ def send_signal(record: Record, number: signal.Signals) -> bool:
         handle = os.pidfd_open(record.pid)
     except ProcessLookupError:
         return False
-    except (AttributeError, OSError):  # not Linux, or one without pidfd
-        handle = None
+    except (AttributeError, OSError):
+        pass  # not Linux, or one without pidfd
     try:
         if find(record)[0] is None:
             return False

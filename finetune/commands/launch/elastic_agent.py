@@ -1,9 +1,9 @@
-"""The process between the supervisor and the workers: meets the other nodes, starts this node's workers, says how they
-ended. One process per attempt, so that nothing of a failed attempt is left in it.
+"""The process between the supervisor and the workers: joins the other nodes, starts this node's workers, reports how
+they ended. One process per attempt, so that nothing of a failed attempt is left in it.
 
 Workers are torch elastic's (`torch.distributed.elastic.multiprocessing.start_processes`), with the environment that
 torchrun gives. Its own rendezvous and restarts are not used: they restart whatever the failure was, and a static
-rendezvous cannot go to the next port. Talks to the supervisor in JSON lines: orders on standard input, reports on the
+rendezvous cannot go to the next port. Talks to the supervisor in JSON lines: requests on standard input, reports on the
 descriptor named on the command line. Standard output and error are the log.
 """
 
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from finetune.commands.launch.heartbeat import Watch
-from finetune.commands.launch.rendezvous import Meeting, MeetingError, Met, Place
-from finetune.commands.launch.restart_policy import Ended
+from finetune.commands.launch.attempt_result import AttemptResult
+from finetune.commands.launch.heartbeat import Heartbeat
+from finetune.commands.launch.rendezvous import LaunchNode, Rendezvous, RendezvousError, RendezvousResult
 from finetune.runtime.device import LaunchWorld
 from finetune.runtime.parent_watchdog import die_with_launcher
 
@@ -29,28 +29,28 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext
 
 POLL_SECONDS = 0.2
-# After another node's workers ended: time for ours to end by themselves, with their own exit code and words.
+# After another node's workers ended: time for ours to end by themselves, with their own exit code and message.
 PEER_GRACE_SECONDS = 15.0
-# From SIGTERM to SIGKILL for workers that cannot go on; one that waits in a collective does not hear the first.
+# From SIGTERM to SIGKILL for workers that cannot continue; one that waits in a collective does not notice the first.
 CLOSE_SECONDS = 10
-# How long nodes wait for each other's verdict; one that has not been heard for so long is not waited for.
-VERDICT_SECONDS = 60.0
-SILENT_SECONDS = 15.0
+# How long nodes wait for each other's decision; one without a heartbeat for so long is not waited for.
+DECISION_SECONDS = 60.0
+HEARTBEAT_LOST_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
-class Orders:
+class AgentRequest:
     """What the supervisor wants started.
 
     Attributes:
-        words: of a worker's command line.
+        arguments: a worker's command line after the interpreter.
         shutdown_seconds: from the signal to stop to SIGKILL.
     """
 
     supervisor_pid: int
-    words: list[str]
+    arguments: list[str]
     shutdown_seconds: float
-    place: Place
+    node: LaunchNode
 
 
 class Stopped(Exception):
@@ -60,8 +60,8 @@ class Stopped(Exception):
 class Agent:
     """One attempt on this node."""
 
-    def __init__(self, orders: Orders, reports: TextIO) -> None:
-        self.orders, self.place, self._reports = orders, orders.place, reports
+    def __init__(self, request: AgentRequest, reports: TextIO) -> None:
+        self.request, self.node, self._reports = request, request.node, reports
         self.stop_signal = 0
         self._stop_at = 0.0
         self._workers: PContext | None = None
@@ -70,86 +70,86 @@ class Agent:
             signal.signal(number, self._on_signal)
 
     def run(self) -> None:
-        meeting = Meeting(self.place)
+        rendezvous = Rendezvous(self.node)
         try:
-            self._report("waiting", nodes=self.place.nodes)
-            met = meeting.meet()
-            self._report("met", port=met.port, launch_id=met.launch_id, hosts=met.hosts)
-            watch = Watch(meeting, met)
+            self._report("waiting", nodes=self.node.nodes)
+            agreed = rendezvous.join()
+            self._report("joined", port=agreed.port, launch_id=agreed.launch_id, hosts=agreed.hosts)
+            heartbeat = Heartbeat(rendezvous, agreed)
             with tempfile.TemporaryDirectory(prefix="finetune-launch-") as folder:
-                self._start(met, folder)
-                exit_codes = self._follow(watch, met)
-        except MeetingError as error:
+                self._start(agreed, folder)
+                exit_codes = self._follow(heartbeat, agreed)
+        except RendezvousError as error:
             self._report("ended", problem=error.kind, facts=error.facts, exit_codes={})
             return
         except Stopped:
             self._report("ended", problem="stopped", exit_codes={}, stop_signal=self.stop_signal)
             return
-        self._end(watch, exit_codes)
+        self._end(heartbeat, exit_codes)
 
     # ------------------------------------------------------------ workers
 
-    def _start(self, met: Met, folder: str) -> None:
+    def _start(self, agreed: RendezvousResult, folder: str) -> None:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
         self._may_leave = False
         # A handler of torch elastic's would end all workers without a checkpoint; ours stay.
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
-        count = self.place.processes
+        count = self.node.processes
         self._workers = start_processes(
             name="worker",
             entrypoint=sys.executable,
-            args={local: tuple(self.orders.words) for local in range(count)},
-            envs={local: self._environment(met, local) for local in range(count)},
+            args={local: tuple(self.request.arguments) for local in range(count)},
+            envs={local: self._environment(agreed, local) for local in range(count)},
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         pids = self._workers.pids()
-        self._report("workers", attempt=met.attempt, workers=[[pids[n], met.first_rank + n] for n in range(count)])
+        self._report(
+            "workers", attempt=agreed.attempt, workers=[[pids[n], agreed.first_rank + n] for n in range(count)]
+        )
         if self.stop_signal:
             self._tell_workers()
 
-    def _environment(self, met: Met, local_rank: int) -> dict[str, str]:
-        place, rank = self.place, met.first_rank + local_rank
+    def _environment(self, agreed: RendezvousResult, local_rank: int) -> dict[str, str]:
+        node, rank = self.node, agreed.first_rank + local_rank
         return {
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
-            "GROUP_RANK": str(place.rank),
+            "GROUP_RANK": str(node.rank),
             "ROLE_RANK": str(rank),
             "ROLE_NAME": "worker",
-            "WORLD_SIZE": str(met.world_size),
-            "LOCAL_WORLD_SIZE": str(place.processes),
-            "GROUP_WORLD_SIZE": str(place.nodes),
-            "ROLE_WORLD_SIZE": str(met.world_size),
-            "MASTER_ADDR": place.store_address,
-            "MASTER_PORT": str(met.port),
-            "TORCHELASTIC_RESTART_COUNT": str(met.attempt - 1),
+            "WORLD_SIZE": str(agreed.world_size),
+            "LOCAL_WORLD_SIZE": str(node.processes),
+            "GROUP_WORLD_SIZE": str(node.nodes),
+            "ROLE_WORLD_SIZE": str(agreed.world_size),
+            "MASTER_ADDR": node.store_address,
+            "MASTER_PORT": str(agreed.port),
+            "TORCHELASTIC_RESTART_COUNT": str(agreed.attempt - 1),
             "TORCHELASTIC_MAX_RESTARTS": "0",
-            "TORCHELASTIC_RUN_ID": place.digest,
+            "TORCHELASTIC_RUN_ID": node.digest,
             # The store of this attempt exists already: workers only connect to it.
             "TORCHELASTIC_USE_AGENT_STORE": str(True),
         }
 
-    def _follow(self, watch: Watch, met: Met) -> dict[int, int]:
+    def _follow(self, heartbeat: Heartbeat, agreed: RendezvousResult) -> dict[int, int]:
         """Exit codes by global rank, the one that ended first at the front; negative for a signal."""
         peer_ended_at = 0.0
         while (result := self._workers.wait(0)) is None:
             now = time.monotonic()
-            if any(how["exit_code"] not in (0, 3) for how in watch.ended.values()):
+            if any(how["exit_code"] not in (0, 3) for how in heartbeat.ended.values()):
                 peer_ended_at = peer_ended_at or now
             alone = peer_ended_at and now - peer_ended_at > PEER_GRACE_SECONDS
-            too_slow = self._stop_at and now - self._stop_at > self.orders.shutdown_seconds
-            # Its own collectives give a worker up at --timeout-seconds, in words; those of some libraries never do.
-            lost = self._silent(watch, self.place.timeout_seconds + PEER_GRACE_SECONDS, watch.ended)
+            too_slow = self._stop_at and now - self._stop_at > self.request.shutdown_seconds
+            # Its own collectives end a worker at --timeout-seconds, with a message; those of some libraries never do.
+            lost = heartbeat.lost(self.node.timeout_seconds + PEER_GRACE_SECONDS, known=heartbeat.ended)
             if alone or too_slow or lost:
                 self._workers.close(signal.SIGTERM, CLOSE_SECONDS)
             time.sleep(POLL_SECONDS)
         failures = sorted(result.failures.items(), key=lambda item: item[1].timestamp)
-        codes = {met.first_rank + local: failure.exitcode for local, failure in failures}
-        return codes | {met.first_rank + n: 0 for n in range(self.place.processes) if met.first_rank + n not in codes}
-
-    def _silent(self, watch: Watch, seconds: float, known: dict[int, Any]) -> list[int]:
-        """Nodes that have not been heard of for so long, without those that said what we want to know."""
-        return [rank for rank, quiet in watch.silent_seconds().items() if quiet > seconds and rank not in known]
+        codes = {agreed.first_rank + local: failure.exitcode for local, failure in failures}
+        return codes | {
+            agreed.first_rank + n: 0 for n in range(self.node.processes) if agreed.first_rank + n not in codes
+        }
 
     # ------------------------------------------------------------ signals
 
@@ -172,34 +172,33 @@ class Agent:
 
     # ------------------------------------------------------------ the end
 
-    def _end(self, watch: Watch, exit_codes: dict[int, int]) -> None:
-        seconds = watch.silent_seconds()
-        silent = {rank: round(seconds[rank]) for rank in self._silent(watch, SILENT_SECONDS, watch.ended)}
-        code = Ended(exit_codes, stop_signal=self.stop_signal).exit_code
-        watch.say("ended", {"exit_code": code, "rank": next(iter(exit_codes))})
-        if code not in (0, 3) and watch.others:
-            self._wait_for(watch.ended, watch, PEER_GRACE_SECONDS)  # who failed first is known when all have ended
+    def _end(self, heartbeat: Heartbeat, exit_codes: dict[int, int]) -> None:
+        lost_nodes = heartbeat.lost(HEARTBEAT_LOST_SECONDS, known=heartbeat.ended)
+        code = AttemptResult(exit_codes, stop_signal=self.stop_signal).exit_code
+        heartbeat.publish("ended", {"exit_code": code, "rank": next(iter(exit_codes))})
+        if code not in (0, 3) and heartbeat.others:
+            self._wait_for(heartbeat.ended, heartbeat, PEER_GRACE_SECONDS)  # when all ended, the first to fail is known
         self._report(
             "ended",
             exit_codes=exit_codes,
             stop_signal=self.stop_signal,
-            silent=silent,
-            others=watch.ended,
+            lost_nodes=lost_nodes,
+            others=heartbeat.ended,
         )
-        verdict = self._next_order()
-        if not watch.others:
+        decision = self._next_request()
+        if not heartbeat.others:
             return
-        watch.say("verdict", verdict)
-        if self.place.rank == 0 or verdict["restart"]:
-            self._wait_for(watch.verdicts, watch, VERDICT_SECONDS)
-        against = next((rank for rank, other in watch.verdicts.items() if not other["restart"]), None)
-        self._report("verdict", restart=verdict["restart"] and against is None, node=against)
-        time.sleep(2.5)  # so that the others hear of it: they look every second
+        heartbeat.publish("decision", decision)
+        if self.node.rank == 0 or decision["restart"]:
+            self._wait_for(heartbeat.decisions, heartbeat, DECISION_SECONDS)
+        against = next((rank for rank, other in heartbeat.decisions.items() if not other["restart"]), None)
+        self._report("decision", restart=decision["restart"] and against is None, node=against)
+        time.sleep(2.5)  # so that the others see it: they look every second
 
-    def _wait_for(self, known: dict[int, Any], watch: Watch, seconds: float) -> None:
+    def _wait_for(self, known: dict[int, Any], heartbeat: Heartbeat, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if set(known) | set(self._silent(watch, SILENT_SECONDS, known)) >= set(watch.others):
+            if set(known) | set(heartbeat.lost(HEARTBEAT_LOST_SECONDS, known)) >= set(heartbeat.others):
                 return
             time.sleep(POLL_SECONDS)
 
@@ -210,19 +209,19 @@ class Agent:
         except BrokenPipeError:  # the supervisor was killed; the workers are told to stop by the kernel
             return
 
-    def _next_order(self) -> dict[str, Any]:
+    def _next_request(self) -> dict[str, Any]:
         line = sys.stdin.readline()
         return json.loads(line) if line else {"restart": False}
 
 
 def main() -> int:
     die_with_launcher(LaunchWorld(0, 0, 1, 1, launched=True))
-    given = json.loads(sys.stdin.readline())
-    orders = Orders(**given | {"place": Place(**given["place"])})
-    if os.getppid() != orders.supervisor_pid:
+    received = json.loads(sys.stdin.readline())
+    request = AgentRequest(**received | {"node": LaunchNode(**received["node"])})
+    if os.getppid() != request.supervisor_pid:
         return 1  # it was killed before we could ask to be told
     with os.fdopen(int(sys.argv[1]), "w") as reports:
-        Agent(orders, reports).run()
+        Agent(request, reports).run()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # threads may hang in calls over a connection that is lost

@@ -7,14 +7,16 @@ USE_LIBUV=0 helps only where torch was built without libuv: `elastic_agent`, whi
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from finetune.runtime.language import Text
+import psutil
+
+from finetune.runtime.host import usable_cores
+from finetune.runtime.language import _
 
 SHUTDOWN_SECONDS = 600
 # What HCCL accepts, in seconds (CANN's environment variable reference); it ends a run for a value outside.
@@ -28,7 +30,7 @@ class Variable(NamedTuple):
 
     name: str
     value: str
-    why: Text
+    why: str
 
 
 @dataclass(frozen=True)
@@ -58,20 +60,18 @@ def variables(facts: LaunchFacts, environment: Mapping[str, str]) -> list[Variab
 
 
 def _always(facts: LaunchFacts) -> list[Variable]:
-    threads = max(1, cores() // facts.processes)
+    cores = usable_cores()
+    why = _("{cores} cores for {processes} process(es); torch elastic would set 1")
     return [
         Variable(
             "OMP_NUM_THREADS",
-            str(threads),
-            {
-                "en": f"{cores()} cores for {facts.processes} process(es); torch elastic would set 1",
-                "zh": f"{cores()} 个核心分给 {facts.processes} 个进程；torch elastic 会设为 1",
-            },
+            str(max(1, cores // facts.processes)),
+            why.format(cores=cores, processes=facts.processes),
         ),
         Variable(
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
             str(SHUTDOWN_SECONDS),
-            {"en": "seconds to save a checkpoint after a signal", "zh": "收到信号后保存检查点的时限（秒）"},
+            _("seconds to save a checkpoint after a signal"),
         ),
     ]
 
@@ -80,38 +80,33 @@ def _memory(facts: LaunchFacts) -> list[Variable]:
     name = {"npu": "PYTORCH_NPU_ALLOC_CONF", "cuda": "PYTORCH_CUDA_ALLOC_CONF"}.get(facts.device_type)
     if name is None:
         return []
-    why: Text = {"en": "less fragmentation with rows of many lengths", "zh": "各行长度不同时减少显存碎片"}
-    return [Variable(name, "expandable_segments:True", why)]
+    return [Variable(name, "expandable_segments:True", _("less fragmentation with microbatches of many lengths"))]
 
 
 def _collectives(facts: LaunchFacts) -> list[Variable]:
     """Time limits and, between nodes, the network interface: gloo takes the host name's address, often 127.0.1.1."""
     found = []
     seconds = facts.timeout_seconds
-    limit: Text = {"en": "--timeout-seconds, as for the process group", "zh": "与进程组相同，取自 --timeout-seconds"}
     if facts.device_type == "npu":
+        limit = _("--timeout-seconds, as for the process group")
         lowest, highest = HCCL_CONNECT_SECONDS
         found.append(Variable("HCCL_CONNECT_TIMEOUT", str(min(max(seconds, lowest), highest)), limit))
         found.append(Variable("HCCL_EXEC_TIMEOUT", str(seconds), limit))
     if facts.nodes > 1 and facts.interface:
-        way: Text = {"en": "the interface that leads to the first node", "zh": "通往主节点的网络接口"}
-        found.append(Variable("GLOO_SOCKET_IFNAME", facts.interface, way))
+        why = _("the interface that leads to the first node")
+        found.append(Variable("GLOO_SOCKET_IFNAME", facts.interface, why))
         exact = {"npu": "HCCL_SOCKET_IFNAME", "cuda": "NCCL_SOCKET_IFNAME"}.get(facts.device_type)
         if exact is not None:
-            found.append(Variable(exact, f"={facts.interface}", way))
+            found.append(Variable(exact, f"={facts.interface}", why))
     return found
 
 
 def _trackers(facts: LaunchFacts, environment: Mapping[str, str]) -> list[Variable]:
     if "wandb" not in facts.report_to:
-        why: Text = {"en": "the run does not report to wandb", "zh": "本次运行不上报 wandb"}
-        return [Variable("WANDB_MODE", "disabled", why)]
+        return [Variable("WANDB_MODE", "disabled", _("the run does not report to wandb"))]
     if "WANDB_API_KEY" in environment or has_wandb_login(environment):
         return []
-    why = {
-        "en": "no wandb login here, and asking for one would stop the run; `wandb sync` uploads later",
-        "zh": "本机没有登录 wandb，等待登录会卡住运行；之后可用 `wandb sync` 上传",
-    }
+    why = _("no wandb login here, and asking for one would stop the run; `wandb sync` uploads later")
     return [Variable("WANDB_MODE", "offline", why)]
 
 
@@ -124,11 +119,6 @@ def has_wandb_login(environment: Mapping[str, str]) -> bool:
         return False
 
 
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def without_stale(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment without what another launcher left behind."""
     return {name: value for name, value in environment.items() if name not in STALE}
@@ -136,12 +126,10 @@ def without_stale(environment: Mapping[str, str]) -> dict[str, str]:
 
 def interface_to(address: str) -> str | None:
     """The network interface that leads to an address; None where none does, or only the loopback."""
-    import psutil
-
     try:
-        family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        family, *_rest, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)  # sends nothing: the system only chooses the way
+            probe.connect(target)  # sends nothing: the system only chooses the route
             ours = probe.getsockname()[0]
     except OSError:
         return None

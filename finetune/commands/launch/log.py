@@ -26,8 +26,8 @@ _TRACEBACK = re.compile(rb"^Traceback \(most recent call last\):|^Exception rais
 _INSIDE = re.compile(
     rb"^\s|^$|^(?:During handling of the above exception|The above exception was the direct cause)|^frame #\d+: "
 )
-# What torch elastic and C++ say of their own work: in the file it is of use, on the console it is not.
-_MACHINERY = re.compile(
+# What torch elastic and C++ print of their own work: of use in the file, not on the console.
+_TORCH_OUTPUT = re.compile(
     rb"^[IWE]\d{4} \d\d:\d\d:\d\d\S* \d+ \S*torch/|^\[[IWE]\d{3,4} [\d:]+\S* \S+\.(?:cpp|hpp|h):\d+\]"
 )
 
@@ -53,7 +53,7 @@ class TracebackFold:
         elif rank in self._inside and not _INSIDE.match(text):
             self._inside.remove(rank)
             return True
-        hidden = rank in self._inside or bool(_MACHINERY.match(text))
+        hidden = rank in self._inside or bool(_TORCH_OUTPUT.match(text))
         self.folded += hidden
         return not hidden
 
@@ -88,18 +88,18 @@ class LaunchLog:
         self._show()
         os.close(self.descriptor)
 
-    def say(self, tag: str, text: str) -> None:
+    def write(self, tag: str, text: str) -> None:
         """Write `[TAG] text`; further lines of the text are indented."""
         os.write(self.descriptor, (f"[{tag}] " + text.replace("\n", "\n  ") + "\n").encode("utf-8", "replace"))
 
     def info(self, text: str) -> None:
-        self.say("INFO", text)
+        self.write("INFO", text)
 
     def warning(self, text: str) -> None:
-        self.say("WARNING", text)
+        self.write("WARNING", text)
 
     def error(self, text: str) -> None:
-        self.say("ERROR", text)
+        self.write("ERROR", text)
 
     @property
     def size_bytes(self) -> int:

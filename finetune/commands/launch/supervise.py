@@ -1,7 +1,7 @@
-"""The supervisor of a launch: starts an agent for each attempt, passes signals on, and decides what comes after.
+"""The supervisor of a launch: starts an agent for each attempt, passes signals on, and decides on restarts.
 
-It loads no torch. What the processes say goes into the log by itself; the supervisor's own part in a run at work is to
-wait, so that nothing it does can disturb it.
+It loads no torch. What the processes print goes into the log without it; while a run works the supervisor only waits,
+so that nothing it does can disturb it.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import asdict
 from types import FrameType
 from typing import Any
 
-from finetune.commands.launch import texts
+from finetune.commands.launch.attempt_result import AttemptResult
+from finetune.commands.launch.launch_spec import LaunchSpec
 from finetune.commands.launch.log import FOLLOW_SECONDS, LaunchLog
-from finetune.commands.launch.rendezvous import Place
-from finetune.commands.launch.restart_policy import Ended, Verdict, decide
+from finetune.commands.launch.rendezvous import LaunchNode
+from finetune.commands.launch.restart_policy import RestartDecision, decide_restart
 from finetune.errors import ExitCode
-from finetune.runtime.language import Language
-from finetune.runtime.nodes import Nodes
+from finetune.runtime.language import _
 from finetune.runtime.ports import HeldPort, candidates
 from finetune.storage.launch_record import LaunchRecord
 
@@ -36,53 +35,19 @@ POLL_SECONDS = 0.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-@dataclass(frozen=True)
-class Launch:
-    """What is launched on this node.
+class Supervisor:
+    """Runs one launch on this node: `Supervisor(spec, held, log, record).run()`.
 
-    Attributes:
-        module: of a worker.
-        flags: its words.
-        resume: the run's setting; another attempt goes on from what the first has left.
-        digest: the same on all nodes of the launch.
+    Args:
         held: the port, on node 0.
     """
 
-    module: str
-    flags: tuple[str, ...]
-    resume: str
-    digest: str
-    nodes: Nodes
-    processes: int
-    held: HeldPort | None
-    environment: Mapping[str, str]
-    output_dir: Path
-    timeout_seconds: int
-    shutdown_seconds: float
-    max_restarts: int
-    language: Language
-
-    def words(self, attempt: int) -> list[str]:
-        """A worker's command line after the interpreter."""
-        again = ["--resume", "auto"] if self._goes_on(attempt) else []
-        return ["-u", "-m", self.module, *self.flags, *again]
-
-    def _goes_on(self, attempt: int) -> bool:
-        return attempt > 1 and self.resume != "auto" and (self.output_dir / "status.json").exists()
-
-    @property
-    def command(self) -> str:
-        return f"{self.module} {' '.join(self.flags)}"
-
-
-class Supervisor:
-    """Runs one launch on this node: `Supervisor(launch, log, record).run()`."""
-
-    def __init__(self, launch: Launch, log: LaunchLog, record: LaunchRecord) -> None:
-        self.launch, self.log, self.record = launch, log, record
+    def __init__(self, spec: LaunchSpec, held: HeldPort | None, log: LaunchLog, record: LaunchRecord) -> None:
+        self.spec, self.held, self.log, self.record = spec, held, log, record
         self._agent: subprocess.Popen[str] | None = None
         self._stop_signal, self._stop_at = 0, 0.0
-        self._launch_id = secrets.token_hex(8) if launch.held is not None else ""
+        self._launch_id = secrets.token_hex(8) if held is not None else ""
+        self._ports = (held.number,) if held is not None else candidates(spec.nodes.port)
 
     def run(self) -> int:
         """Attempts until the run is done, stopped, or beyond what another attempt cures; the exit code."""
@@ -99,145 +64,143 @@ class Supervisor:
         return [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
     def _attempts(self) -> int:
-        number = 0
-        restarts = self.launch.max_restarts
+        from finetune.commands.diagnose.command import RESTART_CURES
+
+        number, used, allowed = 0, 0, self.spec.max_restarts
         while True:
             begin_bytes, steps = self.log.size_bytes, self._logged_bytes()
-            ended, number = self._attempt(number)
-            causes = self._explain(ended, begin_bytes)
-            verdict = decide(
-                ended,
+            result, number = self._attempt(number)
+            causes = self._explain(result, begin_bytes)
+            decision = decide_restart(
+                result,
                 causes,
-                _curable(),
+                RESTART_CURES,
                 progressed=self._logged_bytes() != steps,
-                attempts_left=restarts,
+                attempts_left=allowed - used,
             )
-            restart = self._agree(verdict)
-            code = ended.exit_code
+            restart = self._agree(decision)
+            code = result.exit_code
             if not restart or self._stop_signal:
                 if code not in (ExitCode.DONE, ExitCode.STOPPED):
-                    self._say("error", texts.GAVE_UP, why=self._in_words(verdict.why), code=code, log=self.log.path)
+                    failed = _(
+                        "the run failed (exit code {code}) and is not started again: {why}. All output is in {log}"
+                    )
+                    self.log.error(failed.format(code=code, why=decision.why, log=self.log.path))
                 return code
-            restarts -= 1
-            used, allowed = self.launch.max_restarts - restarts, self.launch.max_restarts
-            self._say("warning", texts.RESTART, number=used, allowed=allowed, why=self._in_words(verdict.why))
+            used += 1
+            again = _("restart {number} of {allowed}: {why}")
+            self.log.warning(again.format(number=used, allowed=allowed, why=decision.why))
 
     # ------------------------------------------------------------ one attempt
 
-    def _attempt(self, before: int) -> tuple[Ended, int]:
-        """Start an agent and wait until it says how its workers ended; also the number of the attempt."""
-        launch, number = self.launch, before + 1
-        nodes, held = launch.nodes, launch.held
-        place = Place(
-            nodes=nodes.count,
-            rank=nodes.rank,
-            address=nodes.address,
-            ports=(held.number,) if held is not None else candidates(nodes.port),
-            processes=launch.processes,
-            digest=launch.digest,
-            command=launch.command,
-            timeout_seconds=launch.timeout_seconds,
+    def _attempt(self, before: int) -> tuple[AttemptResult, int]:
+        """Start an agent and wait until it reports how its workers ended; also the number of the attempt."""
+        spec, held, number = self.spec, self.held, before + 1
+        node = LaunchNode(
+            nodes=spec.nodes.count,
+            rank=spec.nodes.rank,
+            address=spec.nodes.address,
+            ports=self._ports,
+            processes=spec.processes,
+            digest=spec.digest,
+            command=spec.command,
+            timeout_seconds=spec.config.timeout_seconds,
             launch_id=self._launch_id,
             attempt=number if held is not None else before,
             listener=held.listener.fileno() if held is not None else -1,
         )
-        orders = {
-            "supervisor_pid": os.getpid(),
-            "words": launch.words(number),
-            "shutdown_seconds": launch.shutdown_seconds,
-            "place": asdict(place),
-        }
         read, write = os.pipe()
         self._agent = subprocess.Popen(
             [sys.executable, "-u", "-m", "finetune.commands.launch.elastic_agent", str(write)],
             stdin=subprocess.PIPE,
             stdout=self.log.descriptor,
             stderr=self.log.descriptor,
-            pass_fds=(write, *((place.listener,) if held is not None else ())),
-            env=dict(launch.environment),
+            pass_fds=(write, *((node.listener,) if held is not None else ())),
+            env=dict(spec.environment),
             start_new_session=True,  # Ctrl-C is for the supervisor, which passes it on once
             text=True,
         )
         os.close(write)
         self.record.add(self._agent.pid, "agent", attempt=number)
         self._reports = _reports(read)
-        self._order(orders)
+        self._request(
+            supervisor_pid=os.getpid(),
+            arguments=spec.worker_arguments(number),
+            shutdown_seconds=float(spec.environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]),
+            node=asdict(node),
+        )
         if self._stop_signal:
             self._agent.send_signal(self._stop_signal)
         return self._until_ended(number)
 
-    def _until_ended(self, number: int) -> tuple[Ended, int]:
+    def _until_ended(self, number: int) -> tuple[AttemptResult, int]:
         for report in self._reports:
             event = report.pop("event")
             if event == "waiting" and report["nodes"] > 1:
-                self._say("info", texts.WAITING, others=report["nodes"] - 1, seconds=self.launch.timeout_seconds)
-            elif event == "met":
+                waiting = _("waiting for {others} other node(s), up to {seconds} s")
+                seconds = self.spec.config.timeout_seconds
+                self.log.info(waiting.format(others=report["nodes"] - 1, seconds=seconds))
+            elif event == "joined":
                 self._launch_id = report["launch_id"]
-                if self.launch.nodes.count > 1:
-                    self._say("info", texts.MET, hosts=", ".join(report["hosts"]), port=report["port"])
+                if self.spec.nodes.count > 1:
+                    joined = _("all nodes are here: {hosts}; rendezvous at port {port}")
+                    self.log.info(joined.format(hosts=", ".join(report["hosts"]), port=report["port"]))
             elif event == "workers":
                 number = report["attempt"]
                 self.record.add_all([tuple(worker) for worker in report["workers"]], "worker", number)
             elif event == "ended":
-                for name in ("exit_codes", "silent", "others"):
+                for name in ("exit_codes", "lost_nodes", "others"):
                     report[name] = {int(rank): value for rank, value in report.get(name, {}).items()}
-                return Ended(**report), number
-        # The agent ended without a word: killed, or it failed itself.
+                return AttemptResult(**report), number
+        # The agent ended without a report: killed, or it failed itself.
         code = self._agent.wait()
-        return Ended(problem="agent_ended", facts={"code": code}, stop_signal=self._stop_signal), number
+        return AttemptResult(problem="agent_ended", facts={"code": code}, stop_signal=self._stop_signal), number
 
-    def _order(self, facts: dict[str, Any]) -> None:
+    def _request(self, **facts: Any) -> None:
         try:
             self._agent.stdin.write(json.dumps(facts) + "\n")
             self._agent.stdin.flush()
         except BrokenPipeError:
-            return  # it has ended; the reports say how
+            return  # it has ended; the reports tell how
 
-    def _agree(self, verdict: Verdict) -> bool:
-        """Let the agent tell the other nodes, and hear from them; then it is gone."""
-        self._order({"restart": verdict.restart, "why": verdict.why})
-        restart = verdict.restart
+    def _agree(self, decision: RestartDecision) -> bool:
+        """Let the agent tell the other nodes, and learn theirs; then it is gone."""
+        restart = decision.restart
+        self._request(restart=restart)
         for report in self._reports:
-            if report["event"] == "verdict":
+            if report["event"] == "decision":
                 if restart and not report["restart"]:
-                    self._say("warning", texts.OTHER_GAVE_UP, node=report["node"])
+                    refused = _("no restart: node {node} does not want one; its log says why")
+                    self.log.warning(refused.format(node=report["node"]))
                 restart = report["restart"]
         self._agent.stdin.close()
         self._agent.wait()
         return restart
 
-    # ------------------------------------------------------------ words
-
-    def _explain(self, ended: Ended, begin_bytes: int) -> list[str]:
-        """Say how it ended; where it failed, diagnose this attempt's part of the log. The causes, best first."""
+    def _explain(self, result: AttemptResult, begin_bytes: int) -> list[str]:
+        """Log how it ended; where it failed, diagnose this attempt's part of the log. The causes, best first."""
         from finetune.commands.diagnose.command import diagnose_logs, render_findings
 
-        if ended.exit_code in (ExitCode.DONE, ExitCode.STOPPED) or ended.stop_signal:
+        if result.exit_code in (ExitCode.DONE, ExitCode.STOPPED) or result.stop_signal:
             return []
-        language = self.launch.language
-        for line in texts.how_it_ended(ended, self.launch, language):
+        for line in result.lines(self.spec.nodes, self._ports, self.spec.config.timeout_seconds):
             self.log.error(line)
-        if ended.exit_code == ExitCode.REFUSED or ended.problem not in ("", "agent_ended"):
-            return []  # said already, in its own words
+        if result.exit_code == ExitCode.REFUSED or result.problem not in ("", "agent_ended"):
+            return []  # the run, or the line above, has told the cause
         with self.log.since(begin_bytes) as part:
-            findings = diagnose_logs([part], language)
+            findings = diagnose_logs([part])
             for finding in findings:
                 finding.evidence = [line.replace(str(part), str(self.log.path)) for line in finding.evidence]
         if folded := self.log.folded():
-            self._say("info", texts.FOLDED, lines=folded, log=self.log.path)
+            omitted = _("{lines} lines of tracebacks and of torch's own output are left out here; they are in {log}")
+            self.log.info(omitted.format(lines=folded, log=self.log.path))
         if findings:
-            self.log.error(self._in_words(texts.DIAGNOSIS) + "\n" + render_findings(findings, language))
+            self.log.error(_("diagnosis, the most likely cause first:") + "\n" + render_findings(findings))
         return [finding.cause for finding in findings]
-
-    def _say(self, level: str, text: Mapping[str, str], **values: Any) -> None:
-        getattr(self.log, level)(self._in_words(text).format(**values))
-
-    def _in_words(self, text: Mapping[str, str]) -> str:
-        return text[self.launch.language]
 
     def _logged_bytes(self) -> int:
         try:
-            return (self.launch.output_dir / "trainer_log.jsonl").stat().st_size
+            return (self.spec.output_dir / "trainer_log.jsonl").stat().st_size
         except OSError:
             return 0
 
@@ -246,11 +209,14 @@ class Supervisor:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self._stop_signal:
             self._stop_signal, self._stop_at = number, time.monotonic()
-            self._say("warning", texts.STOPPING, signal=signal.Signals(number).name)
+            stopping = _(
+                "{signal}: the run saves a checkpoint and stops; the same again, 3 s later or more, leaves at once"
+            )
+            self.log.warning(stopping.format(signal=signal.Signals(number).name))
             if self._agent is not None and self._agent.poll() is None:
                 self._agent.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
         elif time.monotonic() - self._stop_at >= SAME_REQUEST_SECONDS:
-            self._say("warning", texts.LEAVING)
+            self.log.warning(_("a second signal: leaving at once"))
             self.record.kill()
             self.record.end()
             time.sleep(2 * FOLLOW_SECONDS)  # for the console
@@ -271,9 +237,3 @@ def _reports(descriptor: int) -> Iterator[dict[str, Any]]:
             yield from map(json.loads, lines)
     finally:
         os.close(descriptor)
-
-
-def _curable() -> Collection[str]:
-    from finetune.commands.diagnose.command import RESTART_CURES
-
-    return RESTART_CURES

@@ -19,9 +19,9 @@ from launching import ROOT, environment
 from run_helpers import wait_for
 
 from finetune.commands.clean import command as cleanup
-from finetune.commands.clean import leftovers, recorded_processes
-from finetune.commands.clean.command import look, main
-from finetune.commands.clean.recorded_processes import Record, find, send_signal
+from finetune.commands.clean import recorded_processes, stale_artifacts
+from finetune.commands.clean.command import Cleaned, find_stale, main
+from finetune.commands.clean.recorded_processes import RecordedProcess, find, send_signal
 from finetune.storage.launch_record import command_digest
 from finetune.storage.run_lock import RunLock
 
@@ -208,7 +208,7 @@ def test_a_process_that_took_the_id_meanwhile_is_not_signalled(place: Path, star
     """Between the listing and the signal: the process of that id is another one by now."""
     process = start()
     facts = described(process)
-    record = Record(
+    record = RecordedProcess(
         process.pid, "worker", place / "runs" / "one", facts["host"], 0, facts["start_time"] - 100.0,
         command_digest=facts["command_digest"],
     )  # fmt: skip
@@ -259,7 +259,7 @@ def test_the_folder_of_a_run_does_not_prove_a_process_that_has_none_of_it_open(p
     (run / ".lock").write_text(
         json.dumps({"pid": process.pid, "host": socket.gethostname(), "since": "2099-01-01T00:00:00+00:00"})
     )
-    found = look(run)
+    found = find_stale(run)
     assert found.orphans == [] and "open" in found.left_alone[0]["why"]
 
 
@@ -273,7 +273,7 @@ def test_a_process_started_by_hand_is_never_an_orphan(elastic: tuple[subprocess.
     pid = int(alone.stdout.readline())
     records = recorded_processes.records_of_run(run)
     assert pid in {record.pid for record in records if find(record)[0] is not None}, "it is known and proved"
-    assert pid not in {record.pid for record in look(run).orphans}
+    assert pid not in {record.pid for record in find_stale(run).orphans}
 
 
 # ---------------------------------------------------------------- files
@@ -316,7 +316,7 @@ def shared(place: Path, start: Start) -> tuple[Path, int]:
 
 
 def found_in(folder: Path) -> list[str]:
-    return [file.path.name for file in look(None, shared_memory_folder=folder).files]
+    return [file.path.name for file in find_stale(None, shared_memory_folder=folder).files]
 
 
 def test_shared_memory_of_a_recorded_process_that_is_gone(shared: tuple[Path, int]):
@@ -325,8 +325,8 @@ def test_shared_memory_of_a_recorded_process_that_is_gone(shared: tuple[Path, in
     for name in (f"torch_{os.getpid()}_1_0", "torch_1_1_0", "psm_1234", f"torch_{pid}", f"sem.{pid}", f"x{pid}_1_0"):
         (folder / name).write_bytes(b"x")
     assert found_in(folder) == [f"torch_{pid}_12345_0"]
-    found = look(None, shared_memory_folder=folder)
-    assert cleanup.clean(found, 0)[1] == {folder / f"torch_{pid}_12345_0": ""}
+    found = find_stale(None, shared_memory_folder=folder)
+    assert cleanup.clean(found, 0).files == {folder / f"torch_{pid}_12345_0": ""}
     assert len(list(folder.iterdir())) == 6
 
 
@@ -343,13 +343,13 @@ def test_another_users_shared_memory_is_left_alone(shared: tuple[Path, int], mon
     folder, pid = shared
     path = folder / f"torch_{pid}_12345_0"
     path.write_bytes(b"x")
-    (found,) = look(None, shared_memory_folder=folder).files
+    (found,) = find_stale(None, shared_memory_folder=folder).files
     if os.getuid() == 0:
         os.chown(path, 65534, 65534)
     else:
         monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
     assert found_in(folder) == []
-    assert leftovers.remove(found) is False and path.exists(), "it was looked at again before it was removed"
+    assert stale_artifacts.remove(found) is False and path.exists(), "it was looked at again before it was removed"
 
 
 def test_shared_memory_in_use_is_left_alone(shared: tuple[Path, int], place: Path):
@@ -375,17 +375,16 @@ def test_shared_memory_that_an_orphan_has_mapped_goes_with_it(place: Path, start
     orphan = start([sys.executable, "-c", code, str(folder / "buffer_of_any_name")], stdout=subprocess.PIPE)
     orphan.stdout.readline()
     record_launch(place, gone_supervisor(start), described(orphan))
-    found = look(None, shared_memory_folder=folder)
+    found = find_stale(None, shared_memory_folder=folder)
     assert [file.path.name for file in found.files] == ["buffer_of_any_name"]
-    processes, files = cleanup.clean(found, 0.2)
-    assert processes == {orphan.pid: ""} and set(files.values()) == {""}
+    assert cleanup.clean(found, 0.2) == Cleaned({orphan.pid: ""}, {folder / "buffer_of_any_name": ""})
     assert [path.name for path in folder.iterdir()] == ["another"]
 
 
 def test_locks_of_killed_operator_builds(place: Path, start: Start, capsys: pytest.CaptureFixture[str]):
     from finetune.training import operators
 
-    assert operators._AT_WORK == leftovers.OPERATOR_AT_WORK
+    assert operators._AT_WORK == stale_artifacts.OPERATOR_AT_WORK
     build = place / "operators" / "deepspeed_shm_comm"
     build.mkdir(parents=True)
     code = (
@@ -396,7 +395,7 @@ def test_locks_of_killed_operator_builds(place: Path, start: Start, capsys: pyte
     )
     builder = start([sys.executable, "-c", code, str(build)], env=environment(), stdout=subprocess.PIPE)
     builder.stdout.readline()
-    assert (build / leftovers.OPERATOR_LOCK_NAME).exists()
+    assert (build / stale_artifacts.OPERATOR_LOCK_NAME).exists()
     assert said(capsys)[1]["files"] == [], "it is being built"
     builder.kill()
     builder.wait()
@@ -404,7 +403,7 @@ def test_locks_of_killed_operator_builds(place: Path, start: Start, capsys: pyte
     assert code == 1 and [f["path"] for f in report["files"]] == [str(build / "lock")]
     assert said(capsys, "--yes")[0] == 0 and not (build / "lock").exists()
     (build / "lock").touch()  # torch's own, of a build that is not ours
-    (build / leftovers.OPERATOR_LOCK_NAME).write_bytes(b"")
+    (build / stale_artifacts.OPERATOR_LOCK_NAME).write_bytes(b"")
     assert said(capsys, "--yes")[0] == 0 and (build / "lock").exists()
 
 

@@ -19,14 +19,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launching import ROOT, run_cli
 
-from finetune.commands.launch import command as launch
-from finetune.commands.launch import plan as launch_plan
-from finetune.commands.launch import texts as launch_texts
+from finetune.commands.launch import launch_spec
+from finetune.commands.launch.attempt_result import _PROBLEMS, AttemptResult
 from finetune.commands.launch.environment import LaunchFacts, has_wandb_login, interface_to, variables, without_stale
+from finetune.commands.launch.launch_spec import LaunchSpec, make_launch_spec
 from finetune.commands.launch.log import LaunchLog, TracebackFold
-from finetune.commands.launch.restart_policy import Ended, decide
+from finetune.commands.launch.options import LaunchOptions, read_launch_options
+from finetune.commands.launch.restart_policy import decide_restart
+from finetune.config.flags import flags_of
+from finetune.config.rules import flag
 from finetune.errors import ConfigError, Problems, StateError
 from finetune.runtime import nodes as launch_nodes
+from finetune.runtime.language import speaking
 from finetune.runtime.nodes import expand_nodelist, nodes_here
 from finetune.runtime.ports import candidates, hold_port, listens
 from finetune.storage.launch_record import LaunchRecord, describe, still_runs
@@ -214,8 +218,10 @@ def test_the_users_own_always_stay_and_every_variable_has_its_reason():
     for name in values(NPUS):
         for own in ("something", ""):
             assert name not in values(NPUS, {name: own})
+    with speaking("zh"):
+        translated = {variable.name: variable.why for variable in variables(NPUS, {})}
     for variable in variables(NPUS, {}):
-        assert variable.why["en"] and variable.why["zh"] and variable.why["en"] != variable.why["zh"]
+        assert variable.why and translated[variable.name] and variable.why != translated[variable.name]
 
 
 def test_wandb_logins(tmp_path: Path):
@@ -235,65 +241,64 @@ def test_the_loopback_is_no_way_between_nodes():
     assert interface_to("127.0.0.1") is None and interface_to("no such host.") is None
 
 
-# ---------------------------------------------------------------- the plan
+# ---------------------------------------------------------------- what is launched
 
 TINY = "--config ds_configs/zero3.json --device-type cpu"
 
 
-def plan(words: str, monkeypatch, **environment: str) -> launch_plan.Plan:
+def spec(words: str, monkeypatch, **environment: str) -> LaunchSpec:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(ROOT)
-    options = launch.parser().parse_args(launch._with_dashes(words.split()))
-    made = launch_plan.make_plan(options, "en")
-    assert isinstance(made, launch_plan.Plan)
+    made = make_launch_spec(*read_launch_options(words.split()))
+    assert isinstance(made, LaunchSpec)
     return made
 
 
 def test_flags_of_the_run_are_passed_word_by_word(monkeypatch):
-    made = plan(f"--nproc_per_node=2 --max_restarts 1 sft {TINY} --max_steps=3", monkeypatch)
+    made = spec(f"--nproc_per_node=2 --max_restarts 1 sft {TINY} --max_steps=3", monkeypatch)
     assert made.flags == (*TINY.split(), "--max_steps=3") and made.processes == 2
     assert made.config.gradient_accumulation_steps * 2 * made.config.micro_batch_size == made.config.global_batch_size
 
 
 def test_processes_of_all_nodes_count_for_the_batch(monkeypatch):
     words = f"--nproc 2 --nnodes 2 --node-rank 0 --master-addr 127.0.0.1 sft {TINY} --global-batch-size 16"
-    made = plan(words, monkeypatch)
+    made = spec(words, monkeypatch)
     assert made.config.gradient_accumulation_steps == 16 // (4 * made.config.micro_batch_size)
 
 
 def test_a_stale_world_size_is_set_aside(monkeypatch):
-    made = plan(f"--nproc 1 sft {TINY}", monkeypatch, WORLD_SIZE="4")
+    made = spec(f"--nproc 1 sft {TINY}", monkeypatch, WORLD_SIZE="4")
     assert made.stale == {"WORLD_SIZE": "4"} and "WORLD_SIZE" not in made.environment
 
 
 def test_launch_in_a_worker_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match="was itself started as a worker"):
-        plan(f"sft {TINY}", monkeypatch, RANK="0", LOCAL_RANK="0")
+        spec(f"sft {TINY}", monkeypatch, RANK="0", LOCAL_RANK="0")
 
 
 @pytest.mark.parametrize(("value", "flags"), [("0", ("--compile", "false")), ("1", ("--compile", "true")), ("x", ())])
 def test_torch_compile_of_the_guides(monkeypatch, value: str, flags: tuple[str, ...]):
     preset = "--config ds_configs/pretrain_gpu2_balanced.json --device-type cpu"
-    made = plan(f"--nproc 2 pretrain {preset}", monkeypatch, TORCH_COMPILE=value)
+    made = spec(f"--nproc 2 pretrain {preset}", monkeypatch, TORCH_COMPILE=value)
     assert made.flags == (*preset.split(), *flags)
     assert made.notes == ((f"TORCH_COMPILE={value} is taken as --compile {flags[1]}",) if flags else ())
-    own = plan(f"--nproc 2 pretrain {preset} --compile true", monkeypatch, TORCH_COMPILE="0")
+    own = spec(f"--nproc 2 pretrain {preset} --compile true", monkeypatch, TORCH_COMPILE="0")
     assert own.flags[-2:] == ("--compile", "true"), "a flag stays"
 
 
 @pytest.mark.parametrize(("words", "said"), [("--nproc 0 sft", "'0' processes"), ("--nproc x sft", "'x' processes")])
 def test_wrong_numbers(words: str, said: str, monkeypatch):
     with pytest.raises(ConfigError, match=said):
-        plan(words, monkeypatch)
+        spec(words, monkeypatch)
 
 
 def test_nodes_of_one_launch_know_each_other_by_their_flags(monkeypatch):
     node = "--nproc 1 --nnodes 2 --master-addr 127.0.0.1"
     first, second, other = (
-        launch_plan.digest(plan(f"{node} --node-rank {rank} sft {TINY} --seed {seed}", monkeypatch))
+        spec(f"{node} --node-rank {rank} sft {TINY} --seed {seed}", monkeypatch).digest
         for rank, seed in ((0, 1), (1, 1), (1, 2))
     )
     assert first == second != other
@@ -333,14 +338,14 @@ def test_the_device_type_of_a_file_counts(monkeypatch, tmp_path: Path):
     (tmp_path / "run.yaml").write_text(
         "device_type: cpu\nmodel: data_samples/tiny-qwen3\ndata: [data_samples/train.jsonl]\n"
     )
-    made = plan(f"sft --config {tmp_path / 'run.yaml'} --output-dir x", monkeypatch)
+    made = spec(f"sft --config {tmp_path / 'run.yaml'} --output-dir x", monkeypatch)
     assert (made.device_type, made.processes) == ("cpu", 1)
 
 
 def test_help_of_the_run_is_shown_without_a_look_at_devices(monkeypatch, capsys):
-    monkeypatch.setattr(launch_plan, "_devices", None)
+    monkeypatch.setattr(launch_spec, "_devices", None)
     with pytest.raises(SystemExit) as left:
-        plan("pretrain --help", monkeypatch)
+        spec("pretrain --help", monkeypatch)
     assert left.value.code == 0 and "--total-batch-size" in capsys.readouterr().out
 
 
@@ -353,11 +358,27 @@ def test_settings_that_are_wrong_are_refused_before_anything_is_written(tmp_path
 
 
 def test_the_flags_are_frozen():
-    options = {text for action in launch.parser()._actions for text in action.option_strings}
-    assert options == {
-        "-h", "--help", "--nproc", "--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port",
+    names = {name for name in flags_of(LaunchOptions) if name not in LaunchOptions.positional}
+    assert {flag(name) for name in (*names, *LaunchOptions.aliases)} == {
+        "--nproc", "--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port",
         "--max-restarts", "--log-dir", "--lang", "--dry-run",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--nproc 2", "sft|pretrain"),
+        ("stf --config x", "'stf' is no kind of run"),
+        ("--nodes 2 sft", "did you mean --nnodes"),
+        ("--nnodes two sft", "'two'"),
+        ("", "sft|pretrain"),
+    ],
+)
+def test_a_command_line_that_is_wrong(words: str, said: str):
+    with pytest.raises((ConfigError, Problems)) as error:
+        read_launch_options(words.split())
+    assert said in str(error.value)
 
 
 # ---------------------------------------------------------------- what a restart cures
@@ -366,55 +387,57 @@ CURABLE = {"peer_died", "collective_timeout", "device_oom"}
 
 
 @pytest.mark.parametrize(
-    ("ended", "causes", "progressed", "restart"),
+    ("result", "causes", "progressed", "restart"),
     [
-        (Ended({0: 0, 1: 0}), [], True, False),
-        (Ended({0: 3, 1: 3}), [], True, False),
-        (Ended({0: 2, 1: -15}), [], False, False),
-        (Ended({1: 4, 0: -15}), ["device_oom"], False, True),
-        (Ended({0: 1}), ["device_oom"], True, False),  # it says itself that there are no smaller rows
-        (Ended({0: 1, 1: 1}), ["nan_loss"], True, False),
-        (Ended({0: 1}), ["peer_died", "unknown"], False, True),
-        (Ended({0: 1}), ["unknown"], False, False),
-        (Ended({0: 1}), ["unknown"], True, True),
-        (Ended({0: -9, 1: -15}), [], True, True),
-        (Ended({0: 1}, silent={1: 30}), ["collective_timeout"], True, True),
-        (Ended({0: -15}, others={1: {"exit_code": 1}}), [], False, True),
-        (Ended({0: 1}, others={1: {"exit_code": 1}}), ["nan_loss"], True, False),
-        (Ended({0: -15}, others={1: {"exit_code": 2}}), [], False, False),
-        (Ended({0: -15}, others={1: {"exit_code": 4}}), [], False, True),
-        (Ended({0: -15}, stop_signal=15), [], False, False),
-        (Ended(problem="nodes_missing"), [], False, False),
-        (Ended(problem="lost_while_meeting"), [], False, True),
+        (AttemptResult({0: 0, 1: 0}), [], True, False),
+        (AttemptResult({0: 3, 1: 3}), [], True, False),
+        (AttemptResult({0: 2, 1: -15}), [], False, False),
+        (AttemptResult({1: 4, 0: -15}), ["device_oom"], False, True),
+        (AttemptResult({0: 1}), ["device_oom"], True, False),  # it says itself that there are no smaller microbatches
+        (AttemptResult({0: 1, 1: 1}), ["nan_loss"], True, False),
+        (AttemptResult({0: 1}), ["peer_died", "unknown"], False, True),
+        (AttemptResult({0: 1}), ["unknown"], False, False),
+        (AttemptResult({0: 1}), ["unknown"], True, True),
+        (AttemptResult({0: -9, 1: -15}), [], True, True),
+        (AttemptResult({0: 1}, lost_nodes={1: 30}), ["collective_timeout"], True, True),
+        (AttemptResult({0: -15}, others={1: {"exit_code": 1}}), [], False, True),
+        (AttemptResult({0: 1}, others={1: {"exit_code": 1}}), ["nan_loss"], True, False),
+        (AttemptResult({0: -15}, others={1: {"exit_code": 2}}), [], False, False),
+        (AttemptResult({0: -15}, others={1: {"exit_code": 4}}), [], False, True),
+        (AttemptResult({0: -15}, stop_signal=15), [], False, False),
+        (AttemptResult(problem="nodes_missing"), [], False, False),
+        (AttemptResult(problem="connection_lost"), [], False, True),
     ],
 )
-def test_the_policy(ended: Ended, causes: list[str], progressed: bool, restart: bool):
+def test_the_policy(result: AttemptResult, causes: list[str], progressed: bool, restart: bool):
     for left in (1, 0):
-        verdict = decide(ended, causes, CURABLE, progressed=progressed, attempts_left=left)
-        assert verdict.restart == (restart and left > 0)
-        assert verdict.why["en"] and verdict.why["zh"]
+        decision = decide_restart(result, causes, CURABLE, progressed=progressed, attempts_left=left)
+        assert decision.restart == (restart and left > 0)
+        with speaking("zh"):
+            translated = decide_restart(result, causes, CURABLE, progressed=progressed, attempts_left=left).why
+        assert decision.why and translated and decision.why != translated
 
 
 @pytest.mark.parametrize(
-    ("ended", "code"),
+    ("result", "code"),
     [
-        (Ended({0: 0}), 0),
-        (Ended({0: 1, 1: -15}), 1),
-        (Ended({0: -11}), 1),
-        (Ended({0: 2, 1: -15}), 2),
-        (Ended({0: -15, 1: 3}, stop_signal=15), 3),
-        (Ended({0: 3, 1: 3}), 3),
-        (Ended({0: 1, 1: 3}), 1),
-        (Ended({1: 4, 0: 3}), 4),
-        (Ended({0: -15}, stop_signal=15), 143),
-        (Ended({0: 4}), 4),
-        (Ended({0: -15}, others={1: {"exit_code": 2}}), 2),
-        (Ended(problem="nothing_found"), 1),
-        (Ended(problem="stopped", stop_signal=2), 130),
+        (AttemptResult({0: 0}), 0),
+        (AttemptResult({0: 1, 1: -15}), 1),
+        (AttemptResult({0: -11}), 1),
+        (AttemptResult({0: 2, 1: -15}), 2),
+        (AttemptResult({0: -15, 1: 3}, stop_signal=15), 3),
+        (AttemptResult({0: 3, 1: 3}), 3),
+        (AttemptResult({0: 1, 1: 3}), 1),
+        (AttemptResult({1: 4, 0: 3}), 4),
+        (AttemptResult({0: -15}, stop_signal=15), 143),
+        (AttemptResult({0: 4}), 4),
+        (AttemptResult({0: -15}, others={1: {"exit_code": 2}}), 2),
+        (AttemptResult(problem="nothing_found"), 1),
+        (AttemptResult(problem="stopped", stop_signal=2), 130),
     ],
 )
-def test_the_exit_code_is_the_runs(ended: Ended, code: int):
-    assert ended.exit_code == code
+def test_the_exit_code_is_the_runs(result: AttemptResult, code: int):
+    assert result.exit_code == code
 
 
 # ---------------------------------------------------------------- the log
@@ -494,12 +517,24 @@ def test_the_record_of_processes_is_frozen(tmp_path: Path):
     assert first["command_digest"] == hashlib.sha256(words).hexdigest() and len(first["command_digest"]) == 64
 
 
-def test_texts_are_in_both_languages():
-    for name, text in vars(launch_texts).items():
-        if not name.strip("_").isupper():
-            continue
-        for part in text.values() if name == "_PROBLEMS" else [text]:
-            if isinstance(part, dict):
-                assert set(part) == {"en", "zh"}, name
-                fields = [sorted(f for _, f, _, _ in string.Formatter().parse(part[key]) if f) for key in ("en", "zh")]
-                assert fields[0] == fields[1], name
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_every_end_is_told_in_both_languages(language: str):
+    nodes = launch_nodes.Nodes(2, 0, "10.0.0.1", 29500)
+    known = {
+        "nodes_missing": ({"nodes": [1]}, "10.0.0.1"),
+        "nothing_found": ({"seen": {"29500": "something else"}}, "29500: something else"),
+        "connection_lost": ({"error": "broken pipe"}, "broken pipe"),
+        "same_rank": ({"rank": 1, "hosts": ["a", "b"]}, "a, b"),
+        "agent_ended": ({"code": -9}, "-9"),
+    }
+    with speaking(language):
+        for problem in _PROBLEMS:
+            facts, part = known.get(problem, ({}, ""))
+            (line,) = AttemptResult(problem=problem, facts=facts).lines(nodes, (29500, 29501), 20)
+            assert part in line and "{" not in line and line.isascii() == (language == "en")
+        result = AttemptResult(
+            {1: 1, 0: -15}, lost_nodes={2: 31}, others={1: {"exit_code": 4, "rank": 2}, 3: {"exit_code": 3}}
+        )
+        lines = result.lines(nodes, (29500,), 20)
+    assert [part in line for part, line in zip(("1", "SIGTERM", "31", "4"), lines, strict=True)] == [True] * 4
+    assert all("{" not in line and line.isascii() == (language == "en") for line in lines)

@@ -75,11 +75,11 @@ def test_done_and_what_is_recorded(tmp_path: Path):
     ]  # fmt: skip
 
 
-def test_out_of_memory_is_started_again_and_goes_on(tmp_path: Path):
+def test_out_of_memory_is_started_again_and_resumes(tmp_path: Path):
     """The second rank ends with the code for it; all ranks of the second attempt are new processes."""
     assert run(tmp_path, "exit4", 2) == 0
     assert "[ERROR] rank 1 ended with exit code 4" in said(tmp_path)
-    assert "[WARNING] restart 1 of 2: out of memory: it goes on with smaller rows" in said(tmp_path)
+    assert "[WARNING] restart 1 of 2: out of memory: it resumes with smaller microbatches" in said(tmp_path)
     assert len(started(tmp_path, 0)) == len(started(tmp_path, 1)) == 2
     assert [p["attempt"] for p in record(tmp_path)["processes"] if p["role"] == "worker"] == [1, 1, 2, 2]
 

@@ -15,12 +15,20 @@ import pytest
 import run_helpers
 import torch.distributed as dist
 
-from finetune.commands.launch import rendezvous as node_meeting
-from finetune.commands.launch.heartbeat import Watch
-from finetune.commands.launch.rendezvous import PREFIX, Meeting, MeetingError, Met, Place, patiently, use_libuv
+from finetune.commands.launch import rendezvous as rendezvous_module
+from finetune.commands.launch.heartbeat import Heartbeat
+from finetune.commands.launch.rendezvous import (
+    PREFIX,
+    LaunchNode,
+    Rendezvous,
+    RendezvousError,
+    RendezvousResult,
+    use_libuv,
+)
 from finetune.runtime.ports import HeldPort, hold_port
+from finetune.runtime.timeouts import call_with_timeout
 
-FIRST = Place(
+FIRST = LaunchNode(
     nodes=2,
     rank=0,
     address="127.0.0.1",
@@ -36,8 +44,8 @@ FIRST = Place(
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch):
-    monkeypatch.setattr(node_meeting, "CONNECT_SECONDS", 1.0)
-    monkeypatch.setattr(node_meeting, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(rendezvous_module, "CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(rendezvous_module, "POLL_SECONDS", 0.05)
 
 
 @contextmanager
@@ -50,33 +58,33 @@ def held_ports(count: int) -> Iterator[list[HeldPort]]:
             port.close()
 
 
-def first(port: HeldPort, **changes: Any) -> Place:
+def first(port: HeldPort, **changes: Any) -> LaunchNode:
     # The store takes the descriptor and closes it in the end, as it does in the agent's own process.
     return replace(FIRST, ports=(port.number,), listener=os.dup(port.listener.fileno()), **changes)
 
 
-def second(*ports: HeldPort, **changes: Any) -> Place:
+def second(*ports: HeldPort, **changes: Any) -> LaunchNode:
     numbers = tuple(port.number for port in ports)
     return replace(FIRST, rank=1, ports=numbers, launch_id="", attempt=0, **changes)
 
 
-def meet(*places: Place) -> list[tuple[Meeting, Met | MeetingError]]:
+def join(*nodes: LaunchNode) -> list[tuple[Rendezvous, RendezvousResult | RendezvousError]]:
     """All at the same time."""
-    found: dict[int, tuple[Meeting, Met | MeetingError]] = {}
+    found: dict[int, tuple[Rendezvous, RendezvousResult | RendezvousError]] = {}
 
-    def run(number: int, place: Place) -> None:
-        meeting = Meeting(place)
+    def run(number: int, node: LaunchNode) -> None:
+        rendezvous = Rendezvous(node)
         try:
-            found[number] = (meeting, meeting.meet())
-        except MeetingError as error:
-            found[number] = (meeting, error)
+            found[number] = (rendezvous, rendezvous.join())
+        except RendezvousError as error:
+            found[number] = (rendezvous, error)
 
-    threads = [threading.Thread(target=run, args=item) for item in enumerate(places)]
+    threads = [threading.Thread(target=run, args=item) for item in enumerate(nodes)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    return [found[number] for number in range(len(places))]
+    return [found[number] for number in range(len(nodes))]
 
 
 def test_the_second_node_passes_over_what_is_not_ours():
@@ -94,96 +102,97 @@ def test_the_second_node_passes_over_what_is_not_ours():
             "127.0.0.1", store.number, is_master=True, wait_for_workers=False,
             master_listen_fd=os.dup(store.listener.fileno()),
         )  # fmt: skip
-        another = Meeting(first(other, digest="another"))
+        another = Rendezvous(first(other, digest="another"))
         another._open()
-        (_, one), (meeting, two) = meet(first(ours), second(silent, web, store, other, ours))
-        assert isinstance(one, Met) and isinstance(two, Met)
+        (_, one), (rendezvous, two) = join(first(ours), second(silent, web, store, other, ours))
+        assert isinstance(one, RendezvousResult) and isinstance(two, RendezvousResult)
         assert (one.port, two.port) == (ours.number, ours.number)
         assert (one.first_rank, two.first_rank, one.world_size, two.world_size) == (0, 2, 4, 4)
         assert two.attempt == 1 and two.hosts == (socket.gethostname(),) * 2
-        assert meeting._seen[other.number] == "finetune.sft (2 nodes)"
-        assert meeting._seen[silent.number] == meeting._seen[web.number] == "something else"
+        assert rendezvous._seen[other.number] == "finetune.sft (2 nodes)"
+        assert rendezvous._seen[silent.number] == rendezvous._seen[web.number] == "something else"
         del foreign
 
 
 def test_nodes_with_different_numbers_of_processes():
     with held_ports(1) as (port,):
-        (_, one), (_, two) = meet(first(port, processes=3), second(port, processes=1))
+        (_, one), (_, two) = join(first(port, processes=3), second(port, processes=1))
         assert (one.first_rank, two.first_rank, two.world_size) == (0, 3, 4)
 
 
 def test_an_attempt_that_is_about_to_end_is_not_joined_again_but_a_new_launch_is():
     with held_ports(1) as (port,):
-        old = Meeting(first(port))
+        old = Rendezvous(first(port))
         old._open()
-        was_in_it = Meeting(replace(second(port), launch_id="launch", attempt=1))
+        was_in_it = Rendezvous(replace(second(port), launch_id="launch", attempt=1))
         assert not was_in_it._is_ours(port.number)
-        assert Meeting(replace(second(port), launch_id="before", attempt=1))._is_ours(port.number)
-        assert Meeting(second(port))._is_ours(port.number)
+        assert Rendezvous(replace(second(port), launch_id="before", attempt=1))._is_ours(port.number)
+        assert Rendezvous(second(port))._is_ours(port.number)
         del old
 
 
 def test_missing_nodes_are_named_on_every_node_that_is_there():
     with held_ports(1) as (port,):
-        places = [replace(place, nodes=4, timeout_seconds=2) for place in (first(port), second(port))]
-        errors = [error for _, error in meet(*places)]
+        nodes = [replace(node, nodes=4, timeout_seconds=2) for node in (first(port), second(port))]
+        errors = [error for _, error in join(*nodes)]
         assert [(error.kind, error.facts) for error in errors] == [("nodes_missing", {"nodes": [2, 3]})] * 2
 
 
 def test_without_node_0_it_is_said_what_answered():
     with held_ports(2) as (silent, free):
         free.close()
-        ((_, error),) = meet(replace(second(silent, free), timeout_seconds=1))
+        ((_, error),) = join(replace(second(silent, free), timeout_seconds=1))
         assert (error.kind, error.facts) == ("nothing_found", {"seen": {str(silent.number): "something else"}})
 
 
 def test_two_machines_with_one_rank(monkeypatch):
     with held_ports(1) as (port,):
-        node_0 = Meeting(first(port))
+        node_0 = Rendezvous(first(port))
         node_0._open()
         claimed = {"host": "elsewhere", "processes": 2, "pid": 1}
         node_0.store.set(f"{PREFIX}node/1", json.dumps(claimed))
-        ((_, error),) = meet(second(port))
+        ((_, error),) = join(second(port))
         assert error.kind == "same_rank"
         assert error.facts == {"rank": 1, "hosts": ["elsewhere", socket.gethostname()]}
         claimed["host"] = socket.gethostname()  # the same machine: started again by hand
         node_0.store.set(f"{PREFIX}node/1", json.dumps(claimed))
         node_0.store.set(f"{PREFIX}node/0", json.dumps(claimed))
         node_0.store.set(f"{PREFIX}ranks", json.dumps([0, 2, 4]))
-        ((_, met),) = meet(second(port))
-        assert isinstance(met, Met)
+        ((_, agreed),) = join(second(port))
+        assert isinstance(agreed, RendezvousResult)
 
 
-def test_nodes_hear_of_one_another_and_of_a_silence():
+def test_nodes_know_of_one_another_and_of_a_lost_heartbeat():
     with held_ports(1) as (port,):
-        watches = [Watch(*met) for met in meet(first(port), second(port))]
-        watches[0].say("ended", {"exit_code": 4, "rank": 0})
-        watches[1].say("verdict", {"restart": True})
-        run_helpers.wait_for(lambda: watches[1].ended and watches[0].verdicts, 20)
-        assert watches[1].ended == {0: {"exit_code": 4, "rank": 0}}
-        assert watches[0].verdicts == {1: {"restart": True}}
-        assert set(watches[0].silent_seconds()) == {1} and watches[0].silent_seconds()[1] < 10
+        heartbeats = [Heartbeat(*joined) for joined in join(first(port), second(port))]
+        heartbeats[0].publish("ended", {"exit_code": 4, "rank": 0})
+        heartbeats[1].publish("decision", {"restart": True})
+        run_helpers.wait_for(lambda: heartbeats[1].ended and heartbeats[0].decisions, 20)
+        assert heartbeats[1].ended == {0: {"exit_code": 4, "rank": 0}}
+        assert heartbeats[0].decisions == {1: {"restart": True}}
+        assert heartbeats[0].lost(-1, known=()).keys() == {1} and heartbeats[0].lost(10, known=()) == {}
+        assert heartbeats[0].lost(-1, known={1: {}}) == {}
 
 
 def test_what_is_said_late_does_not_reach_the_next_attempt():
     with held_ports(1) as (port,):
-        following = Meeting(first(port, attempt=2))
+        following = Rendezvous(first(port, attempt=2))
         following._open()
-        late = Met(port.number, "launch", 1, 2, 4, ("here", "here"))
-        watch = Watch(Meeting(second(port)), late)
-        watch.say("ended", {"exit_code": 1, "rank": 2})
-        watch.thread.join(20)
-        assert not watch.thread.is_alive()
+        late = RendezvousResult(port.number, "launch", 1, 2, 4, ("here", "here"))
+        heartbeat = Heartbeat(Rendezvous(second(port)), late)
+        heartbeat.publish("ended", {"exit_code": 1, "rank": 2})
+        heartbeat.thread.join(20)
+        assert not heartbeat.thread.is_alive()
         assert not following.store.check([f"{PREFIX}ended/1"])
 
 
 def test_a_call_that_never_returns_is_given_up():
     never = threading.Event()
     with pytest.raises(TimeoutError, match="within 0 s"):
-        patiently(never.wait, 0.1)
+        call_with_timeout(never.wait, 0.1)
     with pytest.raises(ZeroDivisionError):
-        patiently(lambda: 1 / 0, 5)
-    assert patiently(lambda: 3, 5) == 3
+        call_with_timeout(lambda: 1 / 0, 5)
+    assert call_with_timeout(lambda: 3, 5) == 3
     never.set()
 
 

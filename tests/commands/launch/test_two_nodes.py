@@ -1,4 +1,4 @@
-"""Two nodes of two processes each, as network namespaces: a pulled cable, a taken port, a run that goes on."""
+"""Two nodes of two processes each, as network namespaces: a pulled cable, a taken port, a run that resumes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def nodes(tmp_path: Path) -> Iterator[TwoNodes]:
         yield made
 
 
-def test_a_pulled_cable_is_diagnosed_on_both_nodes_and_the_run_goes_on(nodes: TwoNodes, tmp_path: Path) -> None:
+def test_a_pulled_cable_is_diagnosed_on_both_nodes_and_the_run_resumes(nodes: TwoNodes, tmp_path: Path) -> None:
     """Fine-tuning under ZeRO-3; the port that both nodes were told is taken on the first."""
     materials = run_helpers.make_materials(tmp_path / "materials")
     run = tmp_path / "run"
@@ -51,7 +51,7 @@ def test_a_pulled_cable_is_diagnosed_on_both_nodes_and_the_run_goes_on(nodes: Tw
     assert "port 29500 is taken; 29501 is used instead" in said[0]
     for node in (0, 1):
         assert "at port 29501" in said[node]
-        assert re.search(rf"node {1 - node} has not been heard of for \d+ s: the connection between", said[node])
+        assert re.search(rf"node {1 - node}: no heartbeat for \d+ s: the connection between", said[node])
         assert "Traceback" not in said[node] and "Traceback" in logs[node].read_text()
         assert "1. collective_timeout" in said[node]
         assert "not started again: no restarts are left" in said[node]

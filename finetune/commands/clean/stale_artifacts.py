@@ -1,7 +1,7 @@
-"""Files that runs left behind outside their results: unfinished checkpoints, shared memory, locks of torch's builds.
+"""Stale artifacts: files that runs left outside their results: unfinished checkpoints, shared memory, build locks.
 
-Each is found only with proof that it is a run's and that nobody needs it, and the proof is taken again right before it
-is removed.
+Each is found only with proof that it is a run's and that nobody needs it, and the proof is checked again right before
+it is removed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.commands.clean.recorded_processes import Record
+from finetune.commands.clean.recorded_processes import RecordedProcess
 from finetune.storage import durable_files
 from finetune.storage.checkpoint_files import clean_staging, staging_folders
 from finetune.storage.launch_record import SAME_START_SECONDS
@@ -33,7 +33,7 @@ _BUSY = {errno.EWOULDBLOCK, errno.EACCES}
 
 
 @dataclass(frozen=True)
-class Leftover:
+class StaleArtifact:
     """A file or folder that may go. `kind`: "checkpoint", "shared_memory" or "operator_lock"."""
 
     kind: str
@@ -45,14 +45,14 @@ class Leftover:
 # ---------------------------------------------------------------- unfinished checkpoints
 
 
-def unfinished_checkpoints(run: Path) -> tuple[list[Leftover], str]:
-    """What killed saves left in a run folder; none, and why, while the run is at work (its save is no leftover)."""
+def unfinished_checkpoints(run: Path) -> tuple[list[StaleArtifact], str]:
+    """What killed saves left in a run folder; none, and why, while the run is at work (its save may be going on)."""
     folders = staging_folders(run)
     if not folders:
         return [], ""
     if why := _in_use(run / LOCK_NAME):
         return [], why
-    return [Leftover("checkpoint", folder, _size_bytes(folder), run) for folder in folders], ""
+    return [StaleArtifact("checkpoint", folder, _size_bytes(folder), run) for folder in folders], ""
 
 
 def _in_use(lock: Path) -> str:
@@ -82,15 +82,15 @@ def _size_bytes(path: Path) -> int:
 # ---------------------------------------------------------------- shared memory
 
 
-def shared_memory_of(pids: Sequence[int], folder: Path = SHARED_MEMORY_FOLDER) -> list[Leftover]:
+def shared_memory_of(pids: Sequence[int], folder: Path = SHARED_MEMORY_FOLDER) -> list[StaleArtifact]:
     """The files of shared memory that living processes have mapped or open: theirs, and free once they have ended."""
     found: dict[Path, None] = {}
     for pid in pids:
         found.update(dict.fromkeys(_mapped(pid, folder)))
-    return [Leftover("shared_memory", path, _size_bytes(path)) for path in sorted(found) if _is_own_file(path)]
+    return [StaleArtifact("shared_memory", path, _size_bytes(path)) for path in sorted(found) if _is_own_file(path)]
 
 
-def dead_shared_memory(records: Sequence[Record], folder: Path = SHARED_MEMORY_FOLDER) -> list[Leftover]:
+def dead_shared_memory(records: Sequence[RecordedProcess], folder: Path = SHARED_MEMORY_FOLDER) -> list[StaleArtifact]:
     """Files that torch made under the id of a process of this host which is gone.
 
     The name has the process id only. It is the recorded process's beyond doubt if nobody has that id now, and the file
@@ -111,11 +111,11 @@ def dead_shared_memory(records: Sequence[Record], folder: Path = SHARED_MEMORY_F
         if match and _is_own_file(path) and not _exists(int(match[1])) and not _users(path, folder):
             run = next((r.run for r in here if r.pid == int(match[1]) and _made_by(r, path)), None)
             if run is not None:
-                found.append(Leftover("shared_memory", path, _size_bytes(path), run))
+                found.append(StaleArtifact("shared_memory", path, _size_bytes(path), run))
     return found
 
 
-def _made_by(record: Record, path: Path) -> bool:
+def _made_by(record: RecordedProcess, path: Path) -> bool:
     began = record.start_time if record.start_time is not None else record.seen_time
     if began is None:
         return False
@@ -126,7 +126,7 @@ def _made_by(record: Record, path: Path) -> bool:
     return began - SAME_START_SECONDS <= made <= _last_sign_of_life(record)
 
 
-def _last_sign_of_life(record: Record) -> float:
+def _last_sign_of_life(record: RecordedProcess) -> float:
     own = [record.open_file] if record.open_file is not None and record.open_file.name != LOCK_NAME else []
     times = []
     for path in (*own, record.run / "trainer_log.jsonl", record.run / "events.jsonl"):
@@ -177,21 +177,17 @@ def _users(path: Path, folder: Path) -> list[int]:
 # ---------------------------------------------------------------- locks of torch's builds
 
 
-def operator_folders() -> list[Path]:
-    """Where torch builds operators for runs of this package (device.py), and where it would by itself."""
-    named = os.environ.get("TORCH_EXTENSIONS_DIR")
-    roots = [Path(named)] if named else [Path(sys.prefix) / "torch_extensions"]
-    return [*roots, Path("~/.cache/torch_extensions").expanduser()]
-
-
-def operator_locks(roots: Sequence[Path] | None = None) -> list[Leftover]:
+def operator_locks() -> list[StaleArtifact]:
     """torch's `lock` files that a killed process of ours left: every later build there would wait without end."""
+    named = os.environ.get("TORCH_EXTENSIONS_DIR")
+    # Where torch builds operators for runs of this package (runtime/device.py), and its own default.
+    roots = [Path(named) if named else Path(sys.prefix) / "torch_extensions", Path("~/.cache/torch_extensions")]
     found = []
-    for root in operator_folders() if roots is None else roots:
+    for root in (root.expanduser() for root in roots):
         for ours in sorted({*root.glob(f"*/{OPERATOR_LOCK_NAME}"), *root.glob(f"*/*/{OPERATOR_LOCK_NAME}")}):
             with _held_if_left(ours) as left:
                 if left:
-                    found.append(Leftover("operator_lock", ours.with_name("lock"), 0))
+                    found.append(StaleArtifact("operator_lock", ours.with_name("lock"), 0))
     return found
 
 
@@ -218,23 +214,23 @@ def _held_if_left(ours: Path) -> Iterator[bool]:
 # ---------------------------------------------------------------- removing
 
 
-def remove(leftover: Leftover) -> bool:
-    """Remove a leftover if it still is one; whether it is gone.
+def remove(artifact: StaleArtifact) -> bool:
+    """Remove an artifact if it is still stale; whether it is gone.
 
     Raises:
-        StateError: the run took up work again meanwhile.
+        StateError: the run was started again meanwhile.
         OSError: it cannot be removed.
     """
-    if leftover.kind == "checkpoint":
-        if leftover.run is not None and durable_files.is_taken(leftover.path):
-            with RunLock(leftover.run, wait_seconds=0):
-                clean_staging(leftover.run)
-        return not durable_files.is_taken(leftover.path)
-    if leftover.kind == "operator_lock":
-        with _held_if_left(leftover.path.with_name(OPERATOR_LOCK_NAME)) as left:
+    if artifact.kind == "checkpoint":
+        if artifact.run is not None and durable_files.is_taken(artifact.path):
+            with RunLock(artifact.run, wait_seconds=0):
+                clean_staging(artifact.run)
+        return not durable_files.is_taken(artifact.path)
+    if artifact.kind == "operator_lock":
+        with _held_if_left(artifact.path.with_name(OPERATOR_LOCK_NAME)) as left:
             if left:
-                leftover.path.unlink(missing_ok=True)
-        return not leftover.path.exists()
-    if _is_own_file(leftover.path) and not _users(leftover.path, leftover.path.parent):
-        leftover.path.unlink(missing_ok=True)
-    return not durable_files.is_taken(leftover.path)
+                artifact.path.unlink(missing_ok=True)
+        return not artifact.path.exists()
+    if _is_own_file(artifact.path) and not _users(artifact.path, artifact.path.parent):
+        artifact.path.unlink(missing_ok=True)
+    return not durable_files.is_taken(artifact.path)

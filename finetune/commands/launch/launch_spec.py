@@ -1,0 +1,191 @@
+"""What a launch starts on this node: decided from options, environment and settings, before anything is started."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from finetune.commands.launch.environment import LaunchFacts, Variable, interface_to, variables, without_stale
+from finetune.commands.launch.options import DEFAULT_RESTARTS, LaunchOptions
+from finetune.config.kinds import RunKind, run_kind
+from finetune.config.layers import layer_of_file
+from finetune.config.resolution import Resolved, resolve
+from finetune.config.run_config import BaseConfig
+from finetune.errors import ConfigError
+from finetune.runtime.device import DEVICE_KINDS, probe_torch_npu
+from finetune.runtime.language import _
+from finetune.runtime.nodes import Nodes, nodes_here, number_of
+from finetune.storage.run_folder import STATUS_NAME
+
+PROBE_SECONDS = 300
+_PROBE = (
+    "import json; from finetune.runtime import device; kind = device.available_device_types()[0]; "
+    "print(json.dumps([kind, device.device_count(kind)]))"
+)
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """A launch on this node.
+
+    Attributes:
+        module: of a worker.
+        flags: the run's, as they were given.
+        environment: of the workers, `added` included.
+        stale: variables that another launcher left, which are ignored.
+        notes: what else people should know.
+    """
+
+    module: str
+    flags: tuple[str, ...]
+    config: BaseConfig
+    device_type: str
+    nodes: Nodes
+    processes: int
+    max_restarts: int
+    environment: Mapping[str, str]
+    added: Sequence[Variable] = ()
+    stale: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.config.output_dir)
+
+    @property
+    def command(self) -> str:
+        """What is run, for people on other nodes."""
+        return f"{self.module} {' '.join(self.flags)}"
+
+    @property
+    def digest(self) -> str:
+        """What the nodes of one launch have in common: two launches on the same machines must not be taken for one."""
+        common = {"module": self.module, "flags": self.flags, "nodes": self.nodes.count}
+        return hashlib.sha256(json.dumps(common).encode()).hexdigest()[:16]
+
+    def worker_arguments(self, attempt: int) -> list[str]:
+        """A worker's command line after the interpreter; another attempt resumes what the first has left."""
+        resumed = attempt > 1 and self.config.resume != "auto" and (self.output_dir / STATUS_NAME).exists()
+        return ["-u", "-m", self.module, *self.flags, *(["--resume", "auto"] if resumed else [])]
+
+
+def make_launch_spec(options: LaunchOptions, flags: Sequence[str]) -> LaunchSpec | Resolved:
+    """What would be started here; for --print-config the configuration.
+
+    Raises:
+        ConfigError: flags, variables or settings that are wrong (`Problems` for several).
+        SystemExit: with 0, after the run's --help was printed.
+    """
+    if "RANK" in os.environ and "LOCAL_RANK" in os.environ:
+        raise ConfigError(
+            "launch starts the workers, and was itself started as a worker (RANK and LOCAL_RANK are set)",
+            where="the environment",
+            fix="start it once per node, without torchrun or accelerate launch; or unset RANK LOCAL_RANK",
+        )
+    nodes = nodes_here(
+        os.environ,
+        count=options.nnodes,
+        rank=options.node_rank,
+        address=options.master_addr,
+        port=options.master_port,
+    )
+    kind = run_kind(options.kind)
+    if {"-h", "--help"} & set(flags):
+        return resolve(flags, world_size=1, model_class=kind.config_class)
+    nproc = options.nproc or os.environ.get("NPROC_PER_NODE") or "auto"
+    asked = None if nproc == "auto" else _processes(nproc)
+    device_type, visible = _devices(_wanted_device_type(flags, kind), count=asked is None)
+    processes = asked or visible
+    resolved = resolve(flags, world_size=processes * nodes.count, model_class=kind.config_class)
+    if resolved.print_config:
+        return resolved
+    config = resolved.config
+    environment = without_stale(os.environ)
+    trackers = getattr(config, "report_to", "auto")
+    facts = LaunchFacts(
+        device_type=device_type,
+        processes=processes,
+        nodes=nodes.count,
+        timeout_seconds=config.timeout_seconds,
+        interface=interface_to(nodes.address) if nodes.count > 1 else None,
+        report_to=() if trackers == "auto" else tuple(trackers),
+    )
+    added = variables(facts, environment)
+    more, notes = _compile_flags(config)
+    return LaunchSpec(
+        module=kind.module,
+        flags=(*flags, *more),
+        config=config,
+        device_type=device_type,
+        nodes=nodes,
+        processes=processes,
+        max_restarts=number_of("MAX_RESTARTS", options.max_restarts, os.environ, DEFAULT_RESTARTS),
+        environment=environment | {variable.name: variable.value for variable in added},
+        added=added,
+        stale={name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ},
+        notes=notes,
+    )
+
+
+def _compile_flags(config: BaseConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(flags, notes) for TORCH_COMPILE, which older scripts set, where the run has --compile and leaves it open."""
+    value = os.environ.get("TORCH_COMPILE")
+    if value not in ("0", "1") or getattr(config, "compile", True) is not None:
+        return (), ()
+    flag = "true" if value == "1" else "false"
+    note = _("TORCH_COMPILE={value} is taken as --compile {flag}").format(value=value, flag=flag)
+    return ("--compile", flag), (note,)
+
+
+def _processes(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(
+            f"{text!r} processes per node", where="--nproc or NPROC_PER_NODE", fix="give a number from 1, or auto"
+        )
+    return int(text)
+
+
+def _wanted_device_type(flags: Sequence[str], kind: RunKind) -> str:
+    """--device-type as files and flags have it, without the other settings, which depend on the processes."""
+    parsed = kind.parse(list(flags))
+    wanted = "auto"
+    for path in parsed.config_files:
+        found = layer_of_file(path, 1, kind.config_class).values.get("device_type")
+        wanted = wanted if found is None else found.value
+    return str(parsed.values["device_type"][0] if "device_type" in parsed.values else wanted)
+
+
+def _devices(device_type: str, *, count: bool) -> tuple[str, int]:
+    """The device type that the run will have, and how many devices it sees here; asked in a process of its own.
+
+    Args:
+        count: whether the number is wanted; else 1 stands for it, and nothing is started where the type is known.
+
+    Raises:
+        ConfigError: torch cannot be loaded.
+    """
+    if device_type == "cpu" or (device_type in DEVICE_KINDS and not count):
+        return device_type, 1
+    probe_torch_npu()
+    probe = subprocess.run(
+        [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
+    )
+    if probe.returncode != 0:
+        reason = (probe.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ConfigError(f"torch cannot be loaded: {reason}", where="import torch", fix="python -m finetune doctor")
+    found, devices = json.loads(probe.stdout.splitlines()[-1])
+    if device_type not in ("auto", found):
+        return device_type, 1  # the run itself reports that it is not there
+    if devices == 0:
+        raise ConfigError(
+            f"no {found} device is visible",
+            where=f"{DEVICE_KINDS[found].visible_variable}",
+            fix="make devices visible, or add --device-type cpu",
+        )
+    return found, devices or 1
