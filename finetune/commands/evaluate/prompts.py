@@ -1,4 +1,4 @@
-"""Data records as questions: the prompt, the difficulty, and the answer that can be checked."""
+"""Data records as prompts: the messages, the difficulty, and the answer that can be checked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_DIFFICULTIES = 50
 
 
 @dataclass(frozen=True)
-class Question:
+class EvalPrompt:
     """One record to answer.
 
     Attributes:
@@ -46,23 +46,23 @@ def find_difficulties(paths: Sequence[Path], field: str, known: Sequence[str] = 
     """
     found: Counter[str] = Counter()
     for path in paths:
-        for _, record in read_records(path):
+        for _line, record in read_records(path):
             value = record.get(field) if isinstance(record, Mapping) else None
             if isinstance(value, (str, int)) and not isinstance(value, bool) and str(value).strip():
                 found[str(value).strip()] += 1
     if len(found) > MOST_DIFFICULTIES:
         raise ConfigError(
-            f"'{field}' has {len(found):,} different values, at most {MOST_DIFFICULTIES} can be levels",
+            f"'{field}' has {len(found):,} different values, at most {MOST_DIFFICULTIES} can be difficulties",
             "--difficulty-field",
-            "name a field with a few values, or one that no row has",
+            "name a field with a few values, or one that no record has",
         )
     return (*(name for name in known if name in found), *(name for name in found if name not in known))
 
 
-def read_questions(
+def read_prompts(
     paths: Sequence[Path], difficulties: Sequence[str], field: str, answer_field: str, records: Sequence[int]
-) -> list[Question]:
-    """The questions of the given records, in order.
+) -> list[EvalPrompt]:
+    """The prompts of the given records, in order.
 
     Args:
         records: numbers of records that are known to be good.
@@ -71,17 +71,17 @@ def read_questions(
         DataError: an answer that is neither text nor number.
     """
     wanted = set(records)
-    questions = []
-    for number, place, record, conversation in _conversations(paths, difficulties, field):
+    prompts = []
+    for number, location, record, conversation in _conversations(paths, difficulties, field):
         if number in wanted:
-            questions.append(_question(number, place, record, conversation, answer_field))
-    return questions
+            prompts.append(_prompt(number, location, record, conversation, answer_field))
+    return prompts
 
 
 def _conversations(
     paths: Sequence[Path], difficulties: Sequence[str], field: str
 ) -> Iterator[tuple[int, str, Mapping[str, Any], Conversation]]:
-    """(number, place, record, conversation) of every good record; they are counted as for training."""
+    """(number, location, record, conversation) of every good record; they are counted as for training."""
     number = -1
     for path in paths:
         form = None
@@ -97,19 +97,19 @@ def _conversations(
             yield number, f"{path}:{line}", record, conversation
 
 
-def _question(
-    number: int, place: str, record: Mapping[str, Any], conversation: Conversation, answer_field: str
-) -> Question:
+def _prompt(
+    number: int, location: str, record: Mapping[str, Any], conversation: Conversation, answer_field: str
+) -> EvalPrompt:
     *before, last = conversation.messages
     answer = record.get(answer_field)
     if answer is not None and (isinstance(answer, bool) or not isinstance(answer, (str, int, float))):
         raise DataError(
             f"'{answer_field}' is {type(answer).__name__}; it must be a text or a number",
-            place,
+            location,
             "write the answer as a text, or name another field as --answer-field",
         )
     answer = None if answer is None else str(answer).strip() or None
-    return Question(
+    return EvalPrompt(
         record=number,
         difficulty=conversation.difficulty,
         messages=tuple({"role": message.role, "content": message.content} for message in before),
