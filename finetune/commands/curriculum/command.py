@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -58,8 +58,7 @@ class StageReport:
 
 @dataclass(frozen=True)
 class CurriculumReport:
-    """What a run will draw. Tuples without a name of their own are per difficulty, in the order of
-    `difficulties`.
+    """What a run will draw. Tuples of numbers are per difficulty, in the order of `difficulties`.
 
     Attributes:
         records: records of the data; a difficulty whose weight is always zero counts its records too.
@@ -89,17 +88,10 @@ class CurriculumReport:
         def by_difficulty(values: Sequence[float]) -> dict[str, float]:
             return dict(zip(self.difficulties, values, strict=True))
 
-        stages = [
-            {
-                "until": stage.until,
-                "ramp": stage.ramp,
-                "first_step": stage.first_step,
-                "last_step": stage.last_step,
-                "samples": by_difficulty(stage.samples),
-                "mix": by_difficulty(_shares(stage.samples)),
-            }
-            for stage in self.stages
-        ]
+        def stage_json(stage: StageReport) -> dict[str, Any]:
+            shown = {"samples": by_difficulty(stage.samples), "mix": by_difficulty(_shares(stage.samples))}
+            return {**asdict(stage), **shown}
+
         return {
             "levels": list(self.difficulties),
             "total_steps": self.total_steps,
@@ -108,7 +100,7 @@ class CurriculumReport:
             "samples": by_difficulty(self.samples),
             "passes": by_difficulty(self.passes),
             "mix": by_difficulty(self.mix),
-            "stages": stages,
+            "stages": list(map(stage_json, self.stages)),
             "warnings": list(self.warnings),
         }
 
@@ -147,7 +139,6 @@ def report_curriculum(
 
 
 def _repetition_warnings(schedule: Schedule, records: Sequence[int], passes: Sequence[float]) -> list[str]:
-    used = schedule.ever_used().tolist()
     often = [
         f"difficulty '{name}' is repeated {times:.1f} times (fix: add records, train fewer steps, or lower its weight)"
         for name, times in zip(schedule.difficulties, passes, strict=True)
@@ -155,8 +146,8 @@ def _repetition_warnings(schedule: Schedule, records: Sequence[int], passes: Seq
     ]
     never = [
         f"difficulty '{name}' has weight 0 in every stage: its {there:,} records are not trained on"
-        for name, there, is_used in zip(schedule.difficulties, records, used, strict=True)
-        if there and not is_used
+        for name, there, used in zip(schedule.difficulties, records, schedule.ever_used(), strict=True)
+        if there and not used
     ]
     return often + never
 

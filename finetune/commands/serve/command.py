@@ -17,8 +17,8 @@ from finetune.errors import ConfigError, ExitCode
 if TYPE_CHECKING:
     import uvicorn
 
+    from finetune.commands.serve.answers import Metrics
     from finetune.commands.serve.guard import Guard
-    from finetune.commands.serve.metrics import Metrics
     from finetune.commands.serve.workers import WorkerPool
 
 logger = logging.getLogger("finetune")
@@ -51,7 +51,7 @@ def run_server(settings: ServeSettings) -> int:
 
 
 async def _serve(settings: ServeSettings, listener: socket.socket) -> int:
-    from finetune.commands.serve.metrics import Metrics
+    from finetune.commands.serve.answers import Metrics
     from finetune.commands.serve.workers import WORKER_COMMAND, WorkerPool
 
     metrics = Metrics()
@@ -87,7 +87,6 @@ async def _serve(settings: ServeSettings, listener: socket.socket) -> int:
 
 
 def _make_app(settings: ServeSettings, pool: WorkerPool, metrics: Metrics) -> Guard:
-    from finetune.commands.serve.answers import AnswerLimits
     from finetune.commands.serve.app import create_app
     from finetune.commands.serve.guard import LOOPBACK_NAMES, Rules
 
@@ -99,8 +98,7 @@ def _make_app(settings: ServeSettings, pool: WorkerPool, metrics: Metrics) -> Gu
         max_body_bytes=options.max_body_bytes,
         body_seconds=options.body_seconds,
     )
-    limits = AnswerLimits(options.max_new_tokens, options.queue_seconds, options.request_seconds)
-    return create_app(pool, rules, limits, metrics, pool.close)
+    return create_app(pool, rules, options, metrics, pool.close)
 
 
 def _make_server(options: ServeOptions, app: Guard) -> uvicorn.Server:
