@@ -23,7 +23,7 @@ from finetune.data.problems import RecordProblem
 from finetune.data.spans import ChatTemplate
 from finetune.errors import DataError
 from finetune.inference.answer import Answer, AnswerStream, AnswerText, Generation, OnPiece
-from finetune.inference.engine import ContinuousEngine, Engine, Job, Limits, find_limits
+from finetune.inference.engine import ContinuousEngine, Engine, Job, find_limits
 from finetune.inference.loading import check_fit, end_ids, find_source, load_tokenizer_of, load_weights
 from finetune.inference.sampling import Sampling, default_sampling
 from finetune.inference.static_engine import StaticEngine
@@ -46,7 +46,7 @@ class PromptTooLong(DataError):
 
 
 class Generator:
-    """A loaded model that answers prompts.
+    """A loaded model that answers prompts. Its arguments are those of `load_for_generation`.
 
     Attributes:
         name: what to call it: the folder's name or hub id.
@@ -58,16 +58,33 @@ class Generator:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, *, name: str, stop_ids: Sequence[int], limits: Limits, continuous: bool
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        *,
+        max_batch: int = DEFAULT_MAX_BATCH,
+        context_tokens: int | None = None,
+        continuous: bool | None = None,
+        cpu_threads: int | None = None,
     ) -> None:
         self.name, self.model, self.tokenizer = name, model, tokenizer
-        self.stop_ids = frozenset(stop_ids)
-        self.context_tokens = limits.context_tokens
-        self.limits = limits
+        device, eos = model.device, model.config.get_text_config().eos_token_id
+        if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            # The operations of a small model are shorter than waking another thread, and much shorter than waiting for
+            # one that the system has put aside.
+            threads = 1 if model.num_parameters() < SMALL_MODEL_PARAMETERS else cpu_threads
+            if threads is not None:
+                torch.set_num_threads(threads)
+        self.stop_ids = frozenset(end_ids(tokenizer, model.generation_config, eos))
+        self.limits = find_limits(model, device, max_batch, context_tokens)
+        self.context_tokens = self.limits.context_tokens
         self.default_sampling = default_sampling(model.generation_config)
         self._template = ChatTemplate(tokenizer)
+        if continuous is None:
+            continuous = can_pack(model.config) and device.type in ("cpu", "cuda")  # where it is tested
         engine_class = ContinuousEngine if continuous else StaticEngine
-        self.engine: Engine = engine_class(model, sorted(self.stop_ids), int(tokenizer.pad_token_id), limits)
+        self.engine: Engine = engine_class(model, sorted(self.stop_ids), int(tokenizer.pad_token_id), self.limits)
         try:
             self.generate([[next(iter(self.stop_ids))]], Sampling(max_new_tokens=1))  # it works, or says why not
         except BaseException:
@@ -215,7 +232,7 @@ def load_for_generation(
     tokenizer = load_tokenizer_of(source, template, trust_remote_code=trust_remote_code)
     network = load_weights(source, torch.device(device_type), dtype, trust_remote_code=trust_remote_code)
     check_fit(network, tokenizer, source)
-    return make_generator(
+    return Generator(
         network,
         tokenizer,
         source.name,
@@ -223,35 +240,6 @@ def load_for_generation(
         context_tokens=context_tokens,
         continuous=continuous,
         cpu_threads=cpu_threads,
-    )
-
-
-def make_generator(
-    network: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    name: str,
-    *,
-    max_batch: int = DEFAULT_MAX_BATCH,
-    context_tokens: int | None = None,
-    continuous: bool | None = None,
-    cpu_threads: int | None = None,
-) -> Generator:
-    """A generator on a model that is loaded and on its device; the arguments are those of `load_for_generation`."""
-    device = network.device
-    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        # The operations of a small model are shorter than waking another thread, and much shorter than waiting for one
-        # that the system has put aside.
-        threads = 1 if network.num_parameters() < SMALL_MODEL_PARAMETERS else cpu_threads
-        if threads is not None:
-            torch.set_num_threads(threads)
-    tested = can_pack(network.config) and device.type in ("cpu", "cuda")
-    return Generator(
-        network,
-        tokenizer,
-        name=name,
-        stop_ids=end_ids(tokenizer, network.generation_config, network.config.get_text_config().eos_token_id),
-        limits=find_limits(network, device, max_batch, context_tokens),
-        continuous=tested if continuous is None else continuous,
     )
 
 

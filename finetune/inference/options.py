@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from finetune.config.fields import Text, setting
 from finetune.config.options import Options
 
 DeviceType = Literal["auto", "npu", "cuda", "mps", "cpu"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
+Count = Annotated[int, Field(ge=1)]
 
 
 class ModelOptions(Options):

@@ -22,7 +22,7 @@ from finetune.commands.evaluate.scores import ModelScores
 from finetune.data.dataset import prepare_samples
 from finetune.data.files import expand_paths
 from finetune.inference.answer import Answer, AnswerStream
-from finetune.inference.generation import Generator, PromptTooLong, make_generator
+from finetune.inference.generation import Generator, PromptTooLong
 from finetune.inference.loading import check_fit, load_tokenizer_of, load_weights
 from finetune.inference.sampling import Sampling
 from finetune.runtime import device as devices
@@ -149,7 +149,7 @@ class Evaluation:
     def _ask(self, scores: ModelScores, model: PreTrainedModel, writer: JsonLines | None) -> None:
         cut = too_long = 0
         with (
-            make_generator(
+            Generator(
                 model,
                 self.tokenizer,
                 scores.name,

@@ -7,11 +7,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from finetune.config.fields import PathOption, Paths, Text, setting
-from finetune.inference.options import ModelOptions
+from finetune.inference.options import Count, ModelOptions
 
 GENERATIONS_NAME, RESULT_NAME, TABLE_NAME = "generations.jsonl", "evaluation.json", "table.md"
-
-Count = Annotated[int, Field(ge=1)]
 
 
 class EvalOptions(ModelOptions):

@@ -13,6 +13,7 @@ from pydantic import Field
 from finetune.config.fields import PathOption, Paths, Text, setting
 from finetune.config.options import Options, read_options
 from finetune.errors import ExitCode
+from finetune.inference.options import Count
 from finetune.storage.run_log import LOGGER_NAME
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class PrepareOptions(Options):
         unit="folder|hub id",
         description="Take this tokenizer instead of making one.",
     )
-    vocab_size: Annotated[int, Field(ge=1)] | None = setting(
+    vocab_size: Count | None = setting(
         None,
         group="data and tokenizer",
         unit="ids",
@@ -77,7 +78,7 @@ class PrepareOptions(Options):
         description="Read `<|im_start|>` and the like in documents as special tokens, for text that was rendered with "
         "a chat template. Otherwise they are text like any other.",
     )
-    num_workers: Annotated[int, Field(ge=1)] | None = setting(
+    num_workers: Count | None = setting(
         None,
         group="preparation",
         unit="processes",

@@ -12,11 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
-
 from finetune.config.fields import Many, Text, setting
 from finetune.errors import ConfigError
-from finetune.inference.options import ModelOptions
+from finetune.inference.options import Count, ModelOptions
 from finetune.runtime.device import DEVICE_KINDS
 
 TOKEN_VARIABLE = "FINETUNE_SERVE_TOKEN"
@@ -32,8 +30,6 @@ _PROBE = (
     "except FinetuneError as error:\n"
     "    print(json.dumps({'what': error.what, 'where': error.where, 'fix': error.fix}))\n"
 )
-
-Count = Annotated[int, Field(ge=1)]
 
 
 def _seconds(default: float, meaning: str) -> Any:

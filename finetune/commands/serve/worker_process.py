@@ -76,7 +76,9 @@ class Worker:
                     self.send(event)
 
         try:
-            sampling = self.generator.default_sampling.changed(**_sampling(message["sampling"]))
+            given = message["sampling"]
+            stop = {"stop": tuple(given["stop"])} if "stop" in given else {}
+            sampling = self.generator.default_sampling.changed(**given | stop)
             generation = self.generator.start(message["prompt"], sampling, on_piece)
         except FinetuneError as error:
             kind = type(error).__name__
@@ -103,10 +105,6 @@ def _events(identity: str, piece: str, answer: Answer | None, error: GenerationE
         del end["token_ids"]
         events.append({"is": "end", "id": identity, **end})
     return events
-
-
-def _sampling(given: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if name == "stop" else value for name, value in given.items()}
 
 
 def describe(error: FinetuneError) -> dict[str, str]:
