@@ -27,8 +27,6 @@ class Answer:
         text: without special tokens and stop text.
         token_ids: what was generated, with the end token where there is one.
         finish_reason: "stop" (an end token or stop text), "length", or "cancelled".
-        prompt_tokens: tokens of the prompt.
-        completion_tokens: tokens generated.
     """
 
     text: str

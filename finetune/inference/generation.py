@@ -46,14 +46,12 @@ class PromptTooLong(DataError):
 
 
 class Generator:
-    """A loaded model that answers prompts. Its arguments are those of `load_for_generation`.
+    """A loaded model that answers prompts. The settings are those of `load_for_generation`.
 
     Attributes:
         name: what to call it: the folder's name or hub id.
         model: the transformers model, an adapter's layers inside; not to be changed while answers are written.
         tokenizer: with the chat template in use.
-        stop_ids: every token that ends an answer.
-        context_tokens: most tokens of a prompt with its answer.
         default_sampling: what the model's own generation settings say.
     """
 

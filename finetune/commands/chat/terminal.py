@@ -53,14 +53,9 @@ class Quit(Exception):
 
 
 class TerminalChat:
-    """One conversation on a terminal.
+    """One conversation on a terminal, which `session` may have begun.
 
-    Args:
-        generator: the model.
-        sampling: how it answers.
-        session: may have turns already.
-        read: reads a line with a prompt; raises EOFError at the end of input.
-        out: where answers go.
+    `read` reads a line with a prompt and raises EOFError at the end of input; answers go to `out`.
     """
 
     def __init__(

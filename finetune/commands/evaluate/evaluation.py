@@ -113,10 +113,7 @@ class Evaluation:
         }
 
     def run(self, output: Path | None) -> list[ModelScores]:
-        """Measure each candidate.
-
-        Args:
-            output: new folder for the generations; None: they are not kept.
+        """Measure each candidate; the generations go to the new folder `output`.
 
         Raises:
             FinetuneError: a model cannot be loaded, or fails.

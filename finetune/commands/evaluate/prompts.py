@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,27 +62,12 @@ def find_difficulties(paths: Sequence[Path], field: str, known: Sequence[str] = 
 def read_prompts(
     paths: Sequence[Path], difficulties: Sequence[str], field: str, answer_field: str, records: Sequence[int]
 ) -> list[EvalPrompt]:
-    """The prompts of the given records, in order.
-
-    Args:
-        records: numbers of records that are known to be good.
+    """The prompts of the records with these numbers, which are known to be good; counted as for training.
 
     Raises:
         DataError: an answer that is neither text nor number.
     """
-    wanted = set(records)
-    prompts = []
-    for number, location, record, conversation in _conversations(paths, difficulties, field):
-        if number in wanted:
-            prompts.append(_prompt(number, location, record, conversation, answer_field))
-    return prompts
-
-
-def _conversations(
-    paths: Sequence[Path], difficulties: Sequence[str], field: str
-) -> Iterator[tuple[int, str, Mapping[str, Any], Conversation]]:
-    """(number, location, record, conversation) of every good record; they are counted as for training."""
-    number = -1
+    wanted, prompts, number = set(records), [], -1
     for path in paths:
         form = None
         for line, record in read_records(path):
@@ -94,7 +79,9 @@ def _conversations(
                 conversation = to_conversation(record, form, difficulties or None, field)
             except RecordProblem:  # `prepare_samples` has reported it
                 continue
-            yield number, f"{path}:{line}", record, conversation
+            if number in wanted:
+                prompts.append(_prompt(number, f"{path}:{line}", record, conversation, answer_field))
+    return prompts
 
 
 def _prompt(
@@ -119,12 +106,7 @@ def _prompt(
 
 
 def spread(difficulties: np.ndarray, count: int | None) -> np.ndarray:
-    """Positions of `count` items taken from the difficulties in turn, in order within each; all where there are no
-    more.
-
-    Args:
-        difficulties: int (N,), the difficulty of each item.
-    """
+    """Positions of `count` of N items, taken from the difficulties, int (N,), in turn, in order within each."""
     if count is None or count >= len(difficulties):
         return np.arange(len(difficulties))
     turn = np.empty(len(difficulties), dtype=np.int64)  # how many of its difficulty come before it

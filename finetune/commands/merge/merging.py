@@ -260,10 +260,8 @@ def check_logits(test: SelfTest, dtype: str) -> None:
 def check_tokenizer(
     folder: Path, tokenizer: PreTrainedTokenizerBase, template: Path | None, *, trust_remote_code: bool
 ) -> int:
-    """Compare the written tokenizer with the one in use; returns how many texts went through.
-
-    Args:
-        template: the file of the chat template, which must come out byte by byte where it is there.
+    """Compare the written tokenizer with the one in use, and its chat template with the file `template` byte by byte
+    where it is there; returns how many texts went through.
 
     Raises:
         FinetuneError: another template, or other tokens or text for one of the texts.

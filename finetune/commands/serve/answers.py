@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 
 from finetune.commands.serve.guard import Receive, Scope, Send
 from finetune.commands.serve.options import ServeOptions
-from finetune.commands.serve.protocol import AnswerRequest, ApiError, Shape, unavailable, usage
+from finetune.commands.serve.protocol import AnswerRequest, ApiError, Shape, unavailable
 from finetune.commands.serve.workers import Event, NoWorker, QueueFull, WorkerPool
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -154,9 +154,10 @@ class AnswerResponse(Response):
             self.metrics.first_token.observe(time.monotonic() - self._began)
 
     def _count(self, end: Event) -> dict[str, int]:
-        self.metrics.tokens.labels("prompt").inc(end["prompt_tokens"])
-        self.metrics.tokens.labels("completion").inc(end["completion_tokens"])
-        return usage(end["prompt_tokens"], end["completion_tokens"])
+        read, written = end["prompt_tokens"], end["completion_tokens"]
+        self.metrics.tokens.labels("prompt").inc(read)
+        self.metrics.tokens.labels("completion").inc(written)
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
 async def _checked(queue: asyncio.Queue[Event], metrics: Metrics) -> AsyncIterator[Event]:

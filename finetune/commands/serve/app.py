@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
@@ -63,10 +62,6 @@ def _add_errors(app: FastAPI) -> None:
     async def by_the_router(_: Request, error: HTTPException) -> JSONResponse:
         message, code = _PHRASES.get(error.status_code, (str(error.detail), None))
         return _error(ApiError(error.status_code, message, code=code, headers=dict(error.headers or {})))
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        return _error(ApiError(422, "the request is not valid", code="invalid_request"))
 
     @app.exception_handler(Exception)
     async def unexpected(_: Request, error: Exception) -> JSONResponse:

@@ -209,14 +209,6 @@ def _as_api_error(error: ValidationError) -> ApiError:
 # ---------------------------------------------------------------- answers
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
-
-
 class Shape:
     """Bodies of one answer: `chat` for chat.completion, else text_completion."""
 
