@@ -25,16 +25,13 @@ _START_SECONDS = 300
 _RUN = """
 import json, sys
 from finetune.commands.serve.command import run_server
-from finetune.commands.serve.settings import ServeSettings
+from finetune.commands.serve.options import ServeOptions, ServeSettings
 from finetune.storage.run_log import setup_console
 setup_console(0)
-settings = json.loads(sys.argv[1])
-settings["allowed_hosts"] = tuple(settings.get("allowed_hosts", ()))
-if settings.get("worker_command"):
-    settings["worker_command"] = tuple(settings["worker_command"])
+options, settings = json.loads(sys.argv[1])
 from finetune.errors import FinetuneError
 try:
-    sys.exit(run_server(ServeSettings(**settings)))
+    sys.exit(run_server(ServeSettings(ServeOptions(**options), **settings)))
 except FinetuneError as error:
     print(f"[ERROR] {error}", file=sys.stderr)
     sys.exit(int(error.exit_code))
@@ -140,15 +137,15 @@ def _running(words: Sequence[str], env: Mapping[str, str] | None = None) -> Iter
 
 
 @contextlib.contextmanager
-def stub_server(workers: int = 1, **settings: Any) -> Iterator[Served]:
-    """A server with workers that have no model; settings as in ServeSettings."""
-    chosen = {
+def stub_server(workers: int = 1, token: str | None = None, **options: Any) -> Iterator[Served]:
+    """A server with workers that have no model; options as in ServeOptions."""
+    settings = {
         "load": {"model": "stub"},
         "environments": [{}] * workers,
-        "port": 0,
+        "token": token,
         "worker_command": [sys.executable, str(STUB_WORKER)],
-        **settings,
     }
+    chosen = [{"model": "stub", "port": 0, **options}, settings]
     with _running([sys.executable, "-c", _RUN, json.dumps(chosen)]) as served:
         yield served
 

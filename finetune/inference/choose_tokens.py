@@ -1,8 +1,8 @@
-"""Logits -> scores whose argmax is the token to take, for rows with settings of their own.
+"""Logits -> scores whose argmax is the token to take, for sequences with settings of their own.
 
 Drawing is done with Gumbel noise (argmax of log-probability plus noise draws from the distribution; Gumbel, 1954). The
 noise of a token is a hash of (seed, position, token), computed on the device: so an answer depends on its own seed
-only, not on who else is in the batch, and a greedy row keeps its logits as they are.
+only, not on who else is in the batch, and a greedy sequence keeps its logits as they are.
 """
 
 from __future__ import annotations
@@ -18,51 +18,55 @@ _MASK = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
-class Row:
-    """One row of logits: its settings and random numbers, and the tokens before it (prompt, then answer)."""
+class RunningSequence:
+    """One sequence of a batch: its settings and random numbers, and its tokens so far (prompt, then answer)."""
 
     sampling: Sampling
     draws: Draws
     history: Sequence[int]
     prompt_tokens: int
 
+    def key(self) -> tuple[int, int]:
+        """The key of its next token's random number."""
+        return self.draws.key(len(self.history) - self.prompt_tokens)
 
-def adjust(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """Float scores (rows, vocabulary); the argmax of each row of the result is its next token."""
-    if scores.shape[0] != len(rows):
-        raise ValueError(f"{scores.shape[0]} rows of logits for {len(rows)} requests")
-    for number, row in enumerate(rows):
-        if row.sampling.repetition_penalty != 1:
+
+def adjust(scores: torch.Tensor, sequences: Sequence[RunningSequence]) -> torch.Tensor:
+    """Float scores (sequences, vocabulary); the argmax of each sequence's scores is its next token."""
+    if scores.shape[0] != len(sequences):
+        raise ValueError(f"logits of {scores.shape[0]} sequences for {len(sequences)} requests")
+    for number, sequence in enumerate(sequences):
+        if sequence.sampling.repetition_penalty != 1:
             scores = scores.clone()
-            _penalise(scores[number], row)
-    drawing = [number for number, row in enumerate(rows) if row.sampling.temperature > 0]
+            _penalise(scores[number], sequence)
+    drawing = [number for number, sequence in enumerate(sequences) if sequence.sampling.temperature > 0]
     if not drawing:
         return scores
-    drawn = _draw(scores[drawing], [rows[number] for number in drawing])
-    if len(drawing) == len(rows):
+    drawn = _draw(scores[drawing], [sequences[number] for number in drawing])
+    if len(drawing) == len(sequences):
         return drawn
     scores = scores.clone()
     scores[drawing] = drawn
     return scores
 
 
-def _penalise(scores: torch.Tensor, row: Row) -> None:
+def _penalise(scores: torch.Tensor, sequence: RunningSequence) -> None:
     # The rule of transformers' RepetitionPenaltyLogitsProcessor (Keskar et al., 2019).
-    seen = torch.tensor(sorted(set(row.history)), device=scores.device)
-    penalty = row.sampling.repetition_penalty
+    seen = torch.tensor(sorted(set(sequence.history)), device=scores.device)
+    penalty = sequence.sampling.repetition_penalty
     picked = scores[seen]
     scores[seen] = torch.where(picked < 0, picked * penalty, picked / penalty)
 
 
-def _draw(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+def _draw(scores: torch.Tensor, sequences: Sequence[RunningSequence]) -> torch.Tensor:
     def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=scores.device).unsqueeze(1)
 
-    scores = scores.float() / column([row.sampling.temperature for row in rows], torch.float32)
-    if any(row.sampling.top_k or row.sampling.top_p < 1 for row in rows):
+    scores = scores.float() / column([sequence.sampling.temperature for sequence in sequences], torch.float32)
+    if any(sequence.sampling.top_k or sequence.sampling.top_p < 1 for sequence in sequences):
         every = scores.shape[1]
-        top_k = column([row.sampling.top_k or every for row in rows], torch.int64)
-        top_p = column([row.sampling.top_p for row in rows], torch.float32)
+        top_k = column([sequence.sampling.top_k or every for sequence in sequences], torch.int64)
+        top_p = column([sequence.sampling.top_p for sequence in sequences], torch.float32)
         ordered, order = scores.sort(dim=-1, descending=True)
         rank = torch.arange(every, device=scores.device)
         ordered = ordered.masked_fill(rank >= top_k, -torch.inf)
@@ -70,11 +74,11 @@ def _draw(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
         before = share.cumsum(dim=-1) - share
         ordered = ordered.masked_fill((before >= top_p) & (rank > 0), -torch.inf)
         scores = torch.full_like(scores, -torch.inf).scatter(1, order, ordered)
-    return scores + gumbel([row.draws.key(len(row.history) - row.prompt_tokens) for row in rows], scores)
+    return scores + gumbel([sequence.key() for sequence in sequences], scores)
 
 
 def gumbel(keys: Sequence[tuple[int, int]], like: torch.Tensor) -> torch.Tensor:
-    """Noise (rows, vocabulary) from two 32-bit keys a row."""
+    """Noise (rows, vocabulary) from two 32-bit keys a sequence."""
     key = torch.tensor(keys, dtype=torch.int64, device=like.device)
     token = torch.arange(like.shape[1], dtype=torch.int64, device=like.device)
     number = _mix((_mix(token ^ key[:, :1]) + key[:, 1:]) & _MASK)

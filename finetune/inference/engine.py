@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
@@ -21,14 +21,76 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
     ContinuousBatchingLogitsProcessorList,
 )
 
-from finetune.inference.choose_tokens import Row, adjust
-from finetune.inference.limits import Limits
+from finetune.errors import ConfigError
+from finetune.inference.choose_tokens import RunningSequence, adjust
 from finetune.inference.sampling import Draws, Sampling
 
 PAGE_TOKENS = 32  # tokens of a page of the cache: what prompts that begin alike share is counted in whole pages
 WAIT_SECONDS = 0.05
+DEFAULT_CACHE_TOKENS_PER_ANSWER = 2048
+MEMORY_SHARE = 0.5  # of the memory that is free after loading, at most, for keys and values
+_UNKNOWN_CONTEXT_TOKENS = 4096
 # (tokens since the last call, whether the answer is over, what went wrong)
 Listener = Callable[[Sequence[int], bool, "str | None"], None]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an engine may take.
+
+    Attributes:
+        max_batch: answers written at the same time.
+        context_tokens: most tokens of one prompt with its answer.
+        cache_tokens: tokens that the key-value cache holds, of all answers together.
+    """
+
+    max_batch: int
+    context_tokens: int
+    cache_tokens: int
+
+
+def find_limits(model: Any, device: torch.device, max_batch: int, context_tokens: int | None) -> Limits:
+    """Limits for a loaded model. The cache takes at most MEMORY_SHARE of what is free.
+
+    Raises:
+        ConfigError: a context that the model was not made for, or no memory.
+    """
+    if max_batch < 1:
+        raise ConfigError(f"max_batch is {max_batch}", "--max-batch", "use 1 or more")
+    config = model.config.get_text_config()
+    made_for = getattr(config, "max_position_embeddings", None) or _UNKNOWN_CONTEXT_TOKENS
+    if context_tokens is not None and not 2 <= context_tokens <= made_for:
+        raise ConfigError(
+            f"the context is {context_tokens} tokens, but the model was made for {made_for}",
+            "--context-tokens",
+            f"use 2 to {made_for}, or leave it out",
+        )
+    context = context_tokens or made_for
+    wanted = max(context, max_batch * min(context, DEFAULT_CACHE_TOKENS_PER_ANSWER))
+    affordable = int(_free_bytes(device) * MEMORY_SHARE / _cache_bytes_per_token(config, model.dtype))
+    cache_tokens = min(wanted, affordable)
+    if cache_tokens < 64:
+        raise ConfigError(
+            "there is no memory left for the key-value cache", str(device), "use a smaller model, or a free device"
+        )
+    return Limits(max_batch, min(context, cache_tokens), cache_tokens)
+
+
+def _cache_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of one token's keys and values, once in the cache and once more when attention reads them."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    copies = 1 + config.num_attention_heads / heads / config.num_hidden_layers
+    return int(2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize * copies)
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type in ("cpu", "mps"):
+        import psutil
+
+        return psutil.virtual_memory().available
+    free, _ = torch.get_device_module(device).mem_get_info()
+    return free
 
 
 @dataclass
@@ -44,8 +106,8 @@ class Job:
     def __post_init__(self) -> None:
         self.draws = Draws(self.sampling.seed)
 
-    def row(self, answer_ids: Sequence[int]) -> Row:
-        return Row(self.sampling, self.draws, [*self.prompt_ids, *answer_ids], len(self.prompt_ids))
+    def sequence(self, answer_ids: Sequence[int]) -> RunningSequence:
+        return RunningSequence(self.sampling, self.draws, [*self.prompt_ids, *answer_ids], len(self.prompt_ids))
 
 
 class Engine(Protocol):
@@ -69,25 +131,25 @@ class _JobSampler(ContinuousBatchingLogitsProcessor):
     ignored_kwargs: tuple[str, ...] = ()
 
     def __init__(self) -> None:
-        self._rows: list[Row] = []
+        self._sequences: list[RunningSequence] = []
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
         int32_tensor.zero_()
 
     def prepare_tensor_args(self, requests_with_new_token: list) -> torch.Tensor:
-        self._rows = []
+        self._sequences = []
         for request in requests_with_new_token:
             state = request.state
             job: Job = state.logit_processor_kwargs["job"]
             # A request that had to give its cache away comes back with the answer so far in its prompt.
             answer = [*state.initial_tokens[len(job.prompt_ids) :], *state.generated_tokens]
-            self._rows.append(job.row(answer))
-        return torch.zeros(len(self._rows), dtype=torch.int32)
+            self._sequences.append(job.sequence(answer))
+        return torch.zeros(len(self._sequences), dtype=torch.int32)
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
-        # Rows behind those of our jobs belong to prompts that are still being read; nothing is taken from them.
-        count = len(self._rows)
-        adjusted = adjust(scores[:count], self._rows)
+        # What follows our jobs' sequences belongs to prompts that are still being read; nothing is taken from it.
+        count = len(self._sequences)
+        adjusted = adjust(scores[:count], self._sequences)
         return adjusted if count == len(scores) else torch.cat([adjusted, scores[count:]])
 
 
@@ -168,14 +230,14 @@ class ContinuousEngine:
                     break
                 continue
             with self._lock:
-                job, told = self._jobs.get(output.request_id, (None, 0))
+                job, delivered = self._jobs.get(output.request_id, (None, 0))
                 if job is None:  # cancelled
                     continue
                 if output.is_finished():
                     del self._jobs[output.request_id]
                 else:
                     self._jobs[output.request_id] = (job, len(output.generated_tokens))
-            job.listener(output.generated_tokens[told:], output.is_finished(), output.error)
+            job.listener(output.generated_tokens[delivered:], output.is_finished(), output.error)
         self._fail_all()
 
     def _fail_all(self) -> None:

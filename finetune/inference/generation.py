@@ -13,11 +13,7 @@ tokens are those of transformers' `model.generate(do_sample=False)`, alone and i
 from __future__ import annotations
 
 import os
-import queue
-import threading
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,12 +21,11 @@ import torch
 from finetune.data.formats import Message
 from finetune.data.problems import RecordProblem
 from finetune.data.spans import ChatTemplate
-from finetune.errors import DataError, FinetuneError
-from finetune.inference.answer_text import AnswerText
-from finetune.inference.engine import ContinuousEngine, Engine, Job
-from finetune.inference.limits import Limits, default_sampling, find_limits, set_threads
+from finetune.errors import DataError
+from finetune.inference.answer import Answer, AnswerStream, AnswerText, Generation, OnPiece
+from finetune.inference.engine import ContinuousEngine, Engine, Job, find_limits
 from finetune.inference.loading import check_fit, end_ids, find_source, load_tokenizer_of, load_weights
-from finetune.inference.sampling import Sampling
+from finetune.inference.sampling import Sampling, default_sampling
 from finetune.inference.static_engine import StaticEngine
 from finetune.modeling.attention import can_pack
 from finetune.runtime.device import choose_device_type, choose_dtype
@@ -39,6 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from typing_extensions import Self
 
+SMALL_MODEL_PARAMETERS = 20_000_000
 ROLES = ("system", "user", "assistant", "tool")
 DEFAULT_MAX_BATCH = 32
 
@@ -49,136 +45,44 @@ class PromptTooLong(DataError):
     """The prompt leaves no room for an answer."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """One answer.
-
-    Attributes:
-        text: without special tokens and stop text.
-        token_ids: what was generated, with the end token where there is one.
-        finish_reason: "stop" (an end token or stop text), "length", or "cancelled".
-        prompt_tokens: tokens of the prompt.
-        completion_tokens: tokens generated.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    prompt_tokens: int
-    completion_tokens: int
-
-
-class GenerationError(FinetuneError):
-    """An answer ended by a failure of the model or device."""
-
-
-# (piece of text, the answer when it is over, the error when it failed)
-OnPiece = Callable[[str, "Answer | None", "GenerationError | None"], None]
-
-
-class Generation:
-    """One answer being written. `on_piece` is called in the engine's thread."""
-
-    def __init__(self, generator: Generator, job_id: str, prompt_tokens: int, text: AnswerText, on_piece: OnPiece):
-        self._generator, self.identity, self.prompt_tokens = generator, job_id, prompt_tokens
-        self._text, self._on_piece = text, on_piece
-        self._ids: list[int] = []
-        self._lock = threading.Lock()
-        self._over = False
-
-    def cancel(self) -> None:
-        """Stop writing; ends with finish_reason "cancelled" unless it is over already."""
-        with self._lock:
-            if self._over:
-                return
-            self._end("", "cancelled")
-        self._generator.engine.cancel(self.identity)
-
-    def receive(self, token_ids: Sequence[int], finished: bool, error: str | None) -> None:
-        """The engine's listener."""
-        with self._lock:
-            if self._over:
-                return
-            if error is not None:
-                self._over = True
-                failure = GenerationError(f"the answer failed: {error}", "generation", "try again; see the log")
-                self._on_piece("", None, failure)
-                return
-            self._ids.extend(token_ids)
-            piece = self._text.add(token_ids)
-            if self._text.stopped:
-                self._end(piece, "stop")
-                self._generator.engine.cancel(self.identity)
-            elif finished:
-                ended = bool(self._ids) and self._ids[-1] in self._generator.stop_ids
-                self._end(piece, "stop" if ended else "length")
-            elif piece:
-                self._on_piece(piece, None, None)
-
-    def _end(self, piece: str, reason: str) -> None:
-        self._over = True
-        piece += self._text.finish()
-        if self._text.stopped:  # what was kept back completed a stop text
-            reason = "stop" if reason != "cancelled" else reason
-        answer = Answer(self._text.text, tuple(self._ids), reason, self.prompt_tokens, len(self._ids))
-        self._on_piece(piece, answer, None)
-
-
-class AnswerStream(Iterator[str]):
-    """Pieces of text as they come; `answer` is there after the last. Leaving early cancels."""
-
-    def __init__(self) -> None:
-        self.answer: Answer | None = None
-        self.generation: Generation | None = None
-        self._pieces: queue.SimpleQueue[tuple[str, Answer | None, GenerationError | None]] = queue.SimpleQueue()
-
-    def put(self, piece: str, answer: Answer | None, error: GenerationError | None) -> None:
-        self._pieces.put((piece, answer, error))
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> str:
-        """Raises: GenerationError if the answer failed."""
-        if self.answer is not None:
-            raise StopIteration
-        piece, answer, error = self._pieces.get()
-        if error is not None:
-            raise error
-        self.answer = answer
-        if answer is not None and not piece:
-            raise StopIteration
-        return piece
-
-    def cancel(self) -> None:
-        """Stop the answer; the pieces end soon after."""
-        if self.generation is not None:
-            self.generation.cancel()
-
-
 class Generator:
-    """A loaded model that answers prompts.
+    """A loaded model that answers prompts. The settings are those of `load_for_generation`.
 
     Attributes:
         name: what to call it: the folder's name or hub id.
         model: the transformers model, an adapter's layers inside; not to be changed while answers are written.
         tokenizer: with the chat template in use.
-        stop_ids: every token that ends an answer.
-        context_tokens: most tokens of a prompt with its answer.
         default_sampling: what the model's own generation settings say.
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, *, name: str, stop_ids: Sequence[int], limits: Limits, continuous: bool
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        *,
+        max_batch: int = DEFAULT_MAX_BATCH,
+        context_tokens: int | None = None,
+        continuous: bool | None = None,
+        cpu_threads: int | None = None,
     ) -> None:
         self.name, self.model, self.tokenizer = name, model, tokenizer
-        self.stop_ids = frozenset(stop_ids)
-        self.context_tokens = limits.context_tokens
-        self.limits = limits
+        device, eos = model.device, model.config.get_text_config().eos_token_id
+        if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            # The operations of a small model are shorter than waking another thread, and much shorter than waiting for
+            # one that the system has put aside.
+            threads = 1 if model.num_parameters() < SMALL_MODEL_PARAMETERS else cpu_threads
+            if threads is not None:
+                torch.set_num_threads(threads)
+        self.stop_ids = frozenset(end_ids(tokenizer, model.generation_config, eos))
+        self.limits = find_limits(model, device, max_batch, context_tokens)
+        self.context_tokens = self.limits.context_tokens
         self.default_sampling = default_sampling(model.generation_config)
         self._template = ChatTemplate(tokenizer)
+        if continuous is None:
+            continuous = can_pack(model.config) and device.type in ("cpu", "cuda")  # where it is tested
         engine_class = ContinuousEngine if continuous else StaticEngine
-        self.engine: Engine = engine_class(model, sorted(self.stop_ids), int(tokenizer.pad_token_id), limits)
+        self.engine: Engine = engine_class(model, sorted(self.stop_ids), int(tokenizer.pad_token_id), self.limits)
         try:
             self.generate([[next(iter(self.stop_ids))]], Sampling(max_new_tokens=1))  # it works, or says why not
         except BaseException:
@@ -243,7 +147,8 @@ class Generator:
             )
         sampling = sampling or self.default_sampling
         sampling = sampling.changed(max_new_tokens=min(sampling.max_new_tokens or room, room))
-        generation = Generation(self, uuid.uuid4().hex, len(ids), AnswerText(self.tokenizer, sampling.stop), on_piece)
+        text = AnswerText(self.tokenizer, sampling.stop)
+        generation = Generation(self.engine, self.stop_ids, len(ids), text, on_piece)
         self.engine.submit(Job(generation.identity, ids, sampling, generation.receive))
         return generation
 
@@ -270,7 +175,7 @@ class Generator:
             for prompt in ids:
                 streams.append(self.stream(prompt, sampling))
             for stream in streams:
-                for _ in stream:
+                for _piece in stream:
                     pass
         except BaseException:
             for stream in streams:
@@ -325,7 +230,7 @@ def load_for_generation(
     tokenizer = load_tokenizer_of(source, template, trust_remote_code=trust_remote_code)
     network = load_weights(source, torch.device(device_type), dtype, trust_remote_code=trust_remote_code)
     check_fit(network, tokenizer, source)
-    return make_generator(
+    return Generator(
         network,
         tokenizer,
         source.name,
@@ -333,31 +238,6 @@ def load_for_generation(
         context_tokens=context_tokens,
         continuous=continuous,
         cpu_threads=cpu_threads,
-    )
-
-
-def make_generator(
-    network: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    name: str,
-    *,
-    max_batch: int = DEFAULT_MAX_BATCH,
-    context_tokens: int | None = None,
-    continuous: bool | None = None,
-    cpu_threads: int | None = None,
-) -> Generator:
-    """A generator on a model that is loaded and on its device; the arguments are those of `load_for_generation`."""
-    device = network.device
-    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        set_threads(network, cpu_threads)
-    tested = can_pack(network.config) and device.type in ("cpu", "cuda")
-    return Generator(
-        network,
-        tokenizer,
-        name=name,
-        stop_ids=end_ids(tokenizer, network.generation_config, network.config.get_text_config().eos_token_id),
-        limits=find_limits(network, device, max_batch, context_tokens),
-        continuous=tested if continuous is None else continuous,
     )
 
 

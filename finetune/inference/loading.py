@@ -7,7 +7,7 @@ import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -23,6 +23,8 @@ from finetune.modeling.pretrained import (
     check_weights,
     load_model_config,
 )
+from finetune.storage.run_folder import describe_folder
+from finetune.storage.run_log import read_jsonl_tolerant
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -38,8 +40,8 @@ class Source:
     @property
     def name(self) -> str:
         """A short name, without the machine's folders."""
-        place = str(self.adapter) if self.adapter is not None else self.base
-        return Path(place).resolve().name if Path(place).expanduser().exists() else place
+        location = self.base if self.adapter is None else str(self.adapter)
+        return Path(location).resolve().name if Path(location).expanduser().exists() else location
 
 
 def find_source(model: str | None, adapter: str | None = None) -> Source:
@@ -122,6 +124,33 @@ def _base_of(folder: Path) -> str:
             f"name the base's folder: --model BASE --adapter {folder}",
         )
     return base
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The run that a model came from; `settings` and `identity` are empty where they cannot be read."""
+
+    folder: Path
+    settings: dict[str, Any]
+    identity: dict[str, Any]
+
+    def evaluations(self, up_to_step: int | None = None) -> list[dict[str, Any]]:
+        """The run's evaluations in order, those after a step left out; none where the log cannot be read."""
+        try:
+            events = list(read_jsonl_tolerant(self.folder / "events.jsonl"))
+        except (OSError, DataError):
+            return []
+        found = [event for event in events if event.get("event") == "eval" and isinstance(event.get("step"), int)]
+        return [event for event in found if up_to_step is None or event["step"] <= up_to_step]
+
+
+def find_run(result: Path) -> Origin | None:
+    """The run whose output folder or checkpoint this is; None where there is none."""
+    result = result.expanduser().resolve()
+    for folder in (result, result.parent):
+        if folder.is_dir() and (described := describe_folder(folder)).kind == "run":
+            return Origin(folder, described.config or {}, described.identity or {})
+    return None
 
 
 def load_tokenizer_of(source: Source, template: str | None, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:

@@ -67,6 +67,19 @@ class Sampling:
         return replace(self, **{name: value for name, value in changes.items() if value is not None})
 
 
+def default_sampling(settings: Any) -> Sampling:
+    """What a model's generation_config.json asks for."""
+    penalty = float(settings.repetition_penalty or 1)
+    if not settings.do_sample:
+        return Sampling(repetition_penalty=penalty)
+    return Sampling(
+        temperature=float(1 if settings.temperature is None else settings.temperature),
+        top_p=float(settings.top_p or 1),
+        top_k=int(50 if settings.top_k is None else settings.top_k),
+        repetition_penalty=penalty,
+    )
+
+
 class Draws:
     """The random numbers of one answer: a pure function of (seed, position), so no batch or device changes them."""
 

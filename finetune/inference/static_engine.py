@@ -16,8 +16,7 @@ from transformers.generation import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from finetune.inference.choose_tokens import adjust
-from finetune.inference.engine import Job
-from finetune.inference.limits import Limits
+from finetune.inference.engine import Job, Limits
 
 
 class StaticEngine:
@@ -85,9 +84,9 @@ class StaticEngine:
         longest = max(len(job.prompt_ids) for job in batch)
         ids = torch.full((len(batch), longest), self._pad_id)
         mask = torch.zeros_like(ids)
-        for row, job in enumerate(batch):
-            ids[row, longest - len(job.prompt_ids) :] = torch.tensor(list(job.prompt_ids))
-            mask[row, longest - len(job.prompt_ids) :] = 1
+        for number, job in enumerate(batch):
+            ids[number, longest - len(job.prompt_ids) :] = torch.tensor(list(job.prompt_ids))
+            mask[number, longest - len(job.prompt_ids) :] = 1
         cache = self._cache_for(batch[0].prompt_ids) if len(batch) == 1 else None
         device = self._model.device
         settings = GenerationConfig(
@@ -104,7 +103,7 @@ class StaticEngine:
                 attention_mask=mask.to(device),
                 generation_config=settings,
                 logits_processor=LogitsProcessorList([_Settings(batch, longest)]),
-                stopping_criteria=StoppingCriteriaList([_RowsOver(self, batch, longest)]),
+                stopping_criteria=StoppingCriteriaList([_Finished(self, batch, longest)]),
                 streamer=answers,
                 **({"past_key_values": cache} if cache is not None else {}),
             )
@@ -135,7 +134,7 @@ def _can_crop(cache: DynamicCache) -> bool:
 
 
 class _Answers(BaseStreamer):
-    """The rows of one batch: what each has said, and whether it is over."""
+    """The answers of one batch: the tokens of each, and whether it is over."""
 
     def __init__(self, engine: StaticEngine, batch: Sequence[Job], stop_ids: set[int]) -> None:
         self.engine, self.batch, self.stop_ids = engine, batch, stop_ids
@@ -147,40 +146,40 @@ class _Answers(BaseStreamer):
         if not self._prompt_seen:  # generate hands out the prompt first
             self._prompt_seen = True
             return
-        for row, token in enumerate(value.reshape(-1).tolist()):
-            job = self.batch[row]
-            if self.over[row]:
+        for number, token in enumerate(value.reshape(-1).tolist()):
+            job = self.batch[number]
+            if self.over[number]:
                 continue
             if self.engine.is_cancelled(job.identity):
-                self.over[row] = True
+                self.over[number] = True
                 continue
-            self.ids[row].append(token)
-            self.over[row] = token in self.stop_ids or len(self.ids[row]) >= (job.sampling.max_new_tokens or 1)
-            job.listener((token,), self.over[row], None)
+            self.ids[number].append(token)
+            self.over[number] = token in self.stop_ids or len(self.ids[number]) >= (job.sampling.max_new_tokens or 1)
+            job.listener((token,), self.over[number], None)
 
     def end(self) -> None: ...
 
     def fail(self, reason: str) -> None:
         """Tell those whose answer is not over."""
-        for row, job in enumerate(self.batch):
-            if not self.over[row]:
-                self.over[row] = True
+        for number, job in enumerate(self.batch):
+            if not self.over[number]:
+                self.over[number] = True
                 job.listener((), True, reason)
 
 
 class _Settings(LogitsProcessor):
-    """The settings of each row. Reads the answer from `input_ids`: a streamer may be a step behind."""
+    """The settings of each sequence. Reads the answer from `input_ids`: a streamer may be a step behind."""
 
     def __init__(self, batch: Sequence[Job], padded_prompt_tokens: int) -> None:
         self.batch, self.start = batch, padded_prompt_tokens
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         answers = input_ids[:, self.start :].tolist()
-        return adjust(scores, [job.row(ids) for job, ids in zip(self.batch, answers, strict=True)])
+        return adjust(scores, [job.sequence(ids) for job, ids in zip(self.batch, answers, strict=True)])
 
 
-class _RowsOver(StoppingCriteria):
-    """Rows that are over for a reason of their own: their length, or nobody waits for them any more."""
+class _Finished(StoppingCriteria):
+    """Sequences that are over for a reason of their own: their length, or nobody waits for them any more."""
 
     def __init__(self, engine: StaticEngine, batch: Sequence[Job], padded_prompt_tokens: int) -> None:
         self.engine, self.batch, self.start = engine, batch, padded_prompt_tokens

@@ -283,7 +283,7 @@ def test_report_names_rows_that_are_never_used() -> None:
     schedule = Schedule(("a", "b"), (Stage(1.0, (1, 0)),))
     report = command.report_curriculum(schedule, np.array([100, 50]), 10, 5)
     assert report.passes == (0.5, 0.0)
-    assert report.warnings == ("level 'b' has weight 0 in every stage: its 50 rows are not trained on",)
+    assert report.warnings == ("difficulty 'b' has weight 0 in every stage: its 50 records are not trained on",)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 59, 60, 61, 1000])
@@ -300,7 +300,7 @@ def test_chart_has_its_size_and_the_right_levels(steps: int) -> None:
 def test_drawing_is_plain_where_the_terminal_is() -> None:
     report = command.report_curriculum(GUIDE, np.array([9, 9, 9]), 20, 50, ["watch out"])
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
-    command.draw(report, Console(file=stream, width=100))
+    command.print_report(report, Console(file=stream, width=100))
     stream.flush()
     text = stream.buffer.getvalue().decode("ascii")
     assert "watch out" in text and "explain" in text and "#" in text
@@ -367,10 +367,11 @@ def test_show_refuses_what_training_refuses(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [[], ["-h"], ["show", "--help"]])
 def test_help(arguments: list[str], capsys: pytest.CaptureFixture) -> None:
-    assert command.main(arguments) == 0
-    assert "usage" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        command.main(arguments)
+    assert ended.value.code == 0 and "usage" in capsys.readouterr().out
 
 
 def test_unknown_subcommand_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'curriculum shwo'"):
+    with pytest.raises(ConfigError, match="action is 'shwo'"):
         command.main(["shwo"])

@@ -16,11 +16,12 @@ from launching import ROOT
 from serve_helpers import real_server, wait_for
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finetune.commands.chat.command import TerminalChat
-from finetune.commands.chat.sessions import Conversation
+from finetune.commands.chat.sessions import ChatSession
+from finetune.commands.chat.terminal import TerminalChat
 from finetune.commands.evaluate.command import main as evaluate
 from finetune.errors import ConfigError, DataError
-from finetune.inference.generation import GenerationError, Generator, PromptTooLong, load_for_generation
+from finetune.inference.answer import GenerationError
+from finetune.inference.generation import Generator, PromptTooLong, load_for_generation
 from finetune.inference.loading import find_source
 from finetune.inference.sampling import Sampling
 
@@ -135,7 +136,7 @@ def test_every_way_to_ask_says_the_same(
 
     typed = iter([line for text in asked for line in ('"""', *text.split("\n"), '"""', "/reset")] + ["/quit"])
     settings = generator.default_sampling.changed(max_new_tokens=NEW_TOKENS)
-    terminal = TerminalChat(generator, settings, Conversation(), read=lambda _: next(typed), out=io.StringIO())
+    terminal = TerminalChat(generator, settings, ChatSession(), read=lambda _: next(typed), out=io.StringIO())
     terminal.run()
     assert [list(answer.token_ids) for answer, _, _ in terminal.answers] == plain
 

@@ -18,16 +18,16 @@ from transformers import (
 )
 
 from finetune.errors import ConfigError
-from finetune.inference.answer_text import AnswerText
-from finetune.inference.choose_tokens import Row, adjust, gumbel
+from finetune.inference.answer import AnswerText
+from finetune.inference.choose_tokens import RunningSequence, adjust, gumbel
 from finetune.inference.sampling import Draws, Sampling
 
 VOCABULARY = 11
 TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "data_samples" / "tiny-qwen3")
 
 
-def make_row(sampling: Sampling, history: tuple[int, ...] = (1, 2)) -> Row:
-    return Row(sampling, Draws(sampling.seed), history, len(history))
+def make_sequence(sampling: Sampling, history: tuple[int, ...] = (1, 2)) -> RunningSequence:
+    return RunningSequence(sampling, Draws(sampling.seed), history, len(history))
 
 
 def transformers_scores(scores: torch.Tensor, sampling: Sampling, history: tuple[int, ...]) -> torch.Tensor:
@@ -60,12 +60,12 @@ LOGITS = st.permutations([-7.5, -4.1, -2.2, -1.3, -0.4, 0.3, 0.9, 1.6, 2.5, 3.9,
 def test_the_same_tokens_are_left_as_in_transformers(logits, temperature, top_k, top_p, penalty):
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=penalty, seed=1)
     history = (3, 3, 7)
-    row = make_row(sampling, history)
+    sequence = make_sequence(sampling, history)
     scores = torch.tensor([logits])
     before_top_p = transformers_scores(scores, sampling.changed(top_p=1.0), history)
     held = before_top_p.softmax(-1).sort(descending=True).values[0].cumsum(0)
     assume(float((held - top_p).abs().min()) > 1e-4)  # on the edge, rounding decides
-    ours = adjust(scores.clone(), [row]) - gumbel([row.draws.key(0)], scores)
+    ours = adjust(scores.clone(), [sequence]) - gumbel([sequence.draws.key(0)], scores)
     theirs = transformers_scores(scores, sampling, history)
     assert torch.equal(ours.isinf(), theirs.isinf())
     kept = ~theirs.isinf()
@@ -77,8 +77,8 @@ def test_draws_follow_the_distribution(sampling: Sampling):
     """Chi-squared of 20,000 draws against the probabilities of transformers' scores; the seeds are fixed."""
     scores = torch.linspace(-1.5, 1.5, VOCABULARY)[None]
     draws = 20_000
-    rows = [make_row(sampling.changed(seed=seed)) for seed in range(draws)]
-    drawn = adjust(scores.repeat(draws, 1), rows).argmax(-1).bincount(minlength=VOCABULARY).double()
+    sequences = [make_sequence(sampling.changed(seed=seed)) for seed in range(draws)]
+    drawn = adjust(scores.repeat(draws, 1), sequences).argmax(-1).bincount(minlength=VOCABULARY).double()
     expected = transformers_scores(scores, sampling, (1, 2)).softmax(-1)[0].double() * draws
     assert bool((drawn[expected == 0] == 0).all())
     used = expected > 0
@@ -98,14 +98,14 @@ def test_positions_and_tokens_draw_independently():
     assert float(big.std()) == pytest.approx(math.pi / math.sqrt(6), abs=0.01)
 
 
-def test_greedy_rows_keep_their_logits_beside_drawing_ones():
+def test_greedy_sequences_keep_their_logits_beside_drawing_ones():
     scores = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(0))
-    rows = [make_row(Sampling()), make_row(Sampling(temperature=1.0, seed=2)), make_row(Sampling())]
-    adjusted = adjust(scores, rows)
+    sequences = [make_sequence(Sampling()), make_sequence(Sampling(temperature=1.0, seed=2)), make_sequence(Sampling())]
+    adjusted = adjust(scores, sequences)
     assert torch.equal(adjusted[[0, 2]], scores[[0, 2]]) and not torch.equal(adjusted[1], scores[1])
-    assert torch.equal(adjust(scores[1:2], rows[1:2])[0], adjusted[1])
-    with pytest.raises(ValueError, match="3 rows of logits for 1"):
-        adjust(scores, rows[:1])
+    assert torch.equal(adjust(scores[1:2], sequences[1:2])[0], adjusted[1])
+    with pytest.raises(ValueError, match="logits of 3 sequences for 1"):
+        adjust(scores, sequences[:1])
 
 
 def test_without_a_seed_answers_differ():

@@ -15,7 +15,7 @@ _LARGEST_BYTES = 16 << 20
 
 
 @dataclass
-class Conversation:
+class ChatSession:
     """A system prompt and the turns after it, in the order user, assistant, user, ..."""
 
     system: str = ""
@@ -45,28 +45,24 @@ class Conversation:
         """Write the conversation; only a file that holds one already is replaced.
 
         Raises:
-            StateError: something else is there, or the place cannot be written.
+            StateError: something else is there, or it cannot be written.
         """
         record = {"form": FORM, "version": VERSION, "model": model, "messages": self.messages}
         data = (json.dumps(record, ensure_ascii=False, indent=2) + "\n").encode()
         try:
             if path.exists():
-                Conversation.load(path)  # raises for anything else
+                ChatSession.load(path)  # raises for anything else
                 replace_file(path, data)
             else:
                 write_new(path, data)
         except DataError as error:
             raise StateError("another file is there, and it is kept", str(path), "choose another name") from error
         except OSError as error:
-            raise StateError(f"cannot be written: {error.strerror}", str(path), "choose another place") from error
+            raise StateError(f"cannot be written: {error.strerror}", str(path), "choose another folder") from error
 
     @classmethod
-    def load(cls, path: Path) -> Conversation:
-        """Read a conversation.
-
-        Raises:
-            DataError: no such file, or not a conversation.
-        """
+    def load(cls, path: Path) -> ChatSession:
+        """Raises DataError: no such file, or not a conversation."""
         fix = "give a file that /save has written"
         try:
             record = json.loads(read_bytes(path, _LARGEST_BYTES))

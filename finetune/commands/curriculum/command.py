@@ -1,18 +1,20 @@
-"""`python -m finetune curriculum show`: what a run would draw from each level, stage by stage, before it starts."""
+"""`python -m finetune curriculum show`: what a run would draw of each difficulty, stage by stage, before it starts."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
 from finetune.batching.curriculum import Schedule, choose_schedule, plan_counts
 from finetune.batching.sampler import count_steps
-from finetune.errors import ConfigError, ExitCode
+from finetune.config.fields import setting
+from finetune.config.options import Options, read_known_options
+from finetune.errors import ExitCode
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,19 +29,25 @@ CHART_COLUMNS, CHART_ROWS = 60, 10
 _COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
 _GLYPHS, _ASCII_GLYPHS = "█▒░▓▚▤", "#+.ox="
 
-USAGE = """usage: python -m finetune curriculum show [--json] [--config FILE] [FLAGS OF TRAINING]
 
-Shows how many samples of each level every stage has, how often the data of each level is repeated, and the mix over
-the progress of the run. Reads the configuration and the data; needs no model or device, and writes nothing.
+class CurriculumOptions(Options):
+    """The command line, but for the flags of training."""
 
-  --json   one JSON object instead of tables
-  The other flags are those of `python -m finetune sft --help`.
-"""
+    usage: ClassVar[str] = "python -m finetune curriculum show [--json] [--config FILE] [FLAGS OF TRAINING]"
+    summary: ClassVar[str] = (
+        "Shows how many samples of each difficulty every stage has, how often the data of each is repeated, and the\n"
+        "mix over the progress of the run. Reads the configuration and the data; needs no model, and writes nothing."
+    )
+    epilog: ClassVar[str] = "The other flags are those of `python -m finetune sft --help`."
+    positional: ClassVar[tuple[str, ...]] = ("action",)
+
+    action: Literal["show"] = setting(group="options", unit="show", description="What to do.")
+    as_json: bool = setting(False, alias="json", group="output", description="One JSON object instead of tables.")
 
 
 @dataclass(frozen=True)
 class StageReport:
-    """One stage: first and last step counted from 1 (first > last: it has none), and its samples per level."""
+    """One stage: first and last step counted from 1 (first > last: it has none), and its samples per difficulty."""
 
     until: float
     ramp: str
@@ -50,19 +58,19 @@ class StageReport:
 
 @dataclass(frozen=True)
 class CurriculumReport:
-    """What a run will draw. Tuples without a name of their own are per level, in the order of `levels`.
+    """What a run will draw. Tuples of numbers are per difficulty, in the order of `difficulties`.
 
     Attributes:
-        rows: rows of the data; a level whose weight is always zero counts its rows too.
+        records: records of the data; a difficulty whose weight is always zero counts its records too.
         samples: draws of the whole run.
-        passes: samples / rows, 0 without draws.
+        passes: samples / records, 0 without draws.
         chart: for each of CHART_COLUMNS equal parts of the run, the shares that are drawn.
     """
 
-    levels: tuple[str, ...]
+    difficulties: tuple[str, ...]
     total_steps: int
     global_batch_size: int
-    rows: tuple[int, ...]
+    records: tuple[int, ...]
     samples: tuple[int, ...]
     passes: tuple[float, ...]
     stages: tuple[StageReport, ...]
@@ -75,31 +83,24 @@ class CurriculumReport:
         return _shares(self.samples)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, per-level ones as objects by level."""
+        """Plain values, those per difficulty as objects by its name."""
 
         def by_difficulty(values: Sequence[float]) -> dict[str, float]:
-            return dict(zip(self.levels, values, strict=True))
+            return dict(zip(self.difficulties, values, strict=True))
 
-        stages = [
-            {
-                "until": stage.until,
-                "ramp": stage.ramp,
-                "first_step": stage.first_step,
-                "last_step": stage.last_step,
-                "samples": by_difficulty(stage.samples),
-                "mix": by_difficulty(_shares(stage.samples)),
-            }
-            for stage in self.stages
-        ]
+        def stage_json(stage: StageReport) -> dict[str, Any]:
+            shown = {"samples": by_difficulty(stage.samples), "mix": by_difficulty(_shares(stage.samples))}
+            return {**asdict(stage), **shown}
+
         return {
-            "levels": list(self.levels),
+            "levels": list(self.difficulties),
             "total_steps": self.total_steps,
             "global_batch_size": self.global_batch_size,
-            "rows": by_difficulty(self.rows),
+            "rows": by_difficulty(self.records),
             "samples": by_difficulty(self.samples),
             "passes": by_difficulty(self.passes),
             "mix": by_difficulty(self.mix),
-            "stages": stages,
+            "stages": list(map(stage_json, self.stages)),
             "warnings": list(self.warnings),
         }
 
@@ -111,7 +112,10 @@ def report_curriculum(
     total_steps: int,
     warnings: Sequence[str] = (),
 ) -> CurriculumReport:
-    """What a run with this schedule draws from data with int[levels] rows. `warnings` come before the report's own."""
+    """What a run with this schedule draws from data with int[difficulties] records.
+
+    `warnings` come before the report's own.
+    """
     counts = plan_counts(schedule, total_steps, global_batch_size)
     stage_of_step = schedule.stage_of_steps(total_steps)
     bounds = np.searchsorted(stage_of_step, np.arange(len(schedule.stages) + 1))
@@ -119,32 +123,31 @@ def report_curriculum(
         StageReport(stage.until, stage.ramp, int(start) + 1, int(end), tuple(counts[start:end].sum(axis=0).tolist()))
         for stage, start, end in zip(schedule.stages, bounds[:-1], bounds[1:], strict=True)
     )
-    rows, samples = np.asarray(records_per_difficulty).tolist(), counts.sum(axis=0).tolist()
-    passes = tuple(drawn / there if drawn else 0.0 for drawn, there in zip(samples, rows, strict=True))
+    records, samples = np.asarray(records_per_difficulty).tolist(), counts.sum(axis=0).tolist()
+    passes = tuple(drawn / there if drawn else 0.0 for drawn, there in zip(samples, records, strict=True))
     return CurriculumReport(
-        levels=schedule.difficulties,
+        difficulties=schedule.difficulties,
         total_steps=total_steps,
         global_batch_size=global_batch_size,
-        rows=tuple(rows),
+        records=tuple(records),
         samples=tuple(samples),
         passes=passes,
         stages=stages,
         chart=tuple(_shares(counts[start:end].sum(axis=0).tolist()) for start, end in _columns(total_steps)),
-        warnings=(*warnings, *_repetition_warnings(schedule, rows, passes)),
+        warnings=(*warnings, *_repetition_warnings(schedule, records, passes)),
     )
 
 
-def _repetition_warnings(schedule: Schedule, rows: Sequence[int], passes: Sequence[float]) -> list[str]:
-    used = schedule.ever_used().tolist()
+def _repetition_warnings(schedule: Schedule, records: Sequence[int], passes: Sequence[float]) -> list[str]:
     often = [
-        f"level '{name}' is repeated {times:.1f} times (fix: add rows, train fewer steps, or lower its weight)"
+        f"difficulty '{name}' is repeated {times:.1f} times (fix: add records, train fewer steps, or lower its weight)"
         for name, times in zip(schedule.difficulties, passes, strict=True)
         if times > MANY_PASSES
     ]
     never = [
-        f"level '{name}' has weight 0 in every stage: its {there:,} rows are not trained on"
-        for name, there, is_used in zip(schedule.difficulties, rows, used, strict=True)
-        if there and not is_used
+        f"difficulty '{name}' has weight 0 in every stage: its {there:,} records are not trained on"
+        for name, there, used in zip(schedule.difficulties, records, schedule.ever_used(), strict=True)
+        if there and not used
     ]
     return often + never
 
@@ -161,27 +164,29 @@ def _shares(samples: Sequence[int]) -> tuple[float, ...]:
 
 
 def chart_cells(report: CurriculumReport) -> list[list[int]]:
-    """Lines of the chart from the top, each CHART_COLUMNS indices of levels; levels are stacked from the bottom."""
+    """Lines of the chart from the top, each CHART_COLUMNS indices of difficulties, stacked from the bottom."""
     tops = np.cumsum(np.array(report.chart), axis=1)
     heights = (np.arange(CHART_ROWS)[::-1] + 0.5) / CHART_ROWS
-    return [[min(int((top <= height).sum()), len(report.levels) - 1) for top in tops] for height in heights]
+    return [[min(int((top <= height).sum()), len(report.difficulties) - 1) for top in tops] for height in heights]
 
 
-def draw(report: CurriculumReport, console: Console) -> None:
+def print_report(report: CurriculumReport, console: Console) -> None:
     """Print the report for a person."""
     from rich.text import Text
 
     seen = f"{sum(report.samples):,} samples in {report.total_steps:,} steps of {report.global_batch_size:,}"
-    console.print(f"curriculum: {seen}, from {sum(report.rows):,} rows", highlight=False)
+    console.print(f"curriculum: {seen}, from {sum(report.records):,} records", highlight=False)
     console.print(_table(report))
     unicode = (console.encoding or "").lower().startswith("utf")
     glyphs = _GLYPHS if unicode else _ASCII_GLYPHS
-    mark = [(glyphs[number % len(glyphs)], _COLOURS[number % len(_COLOURS)]) for number in range(len(report.levels))]
+    mark = [
+        (glyphs[number % len(glyphs)], _COLOURS[number % len(_COLOURS)]) for number in range(len(report.difficulties))
+    ]
     for number, line in enumerate(chart_cells(report)):
         label = {0: "100%", CHART_ROWS // 2: " 50%"}.get(number, "    ")
-        console.print(Text(f"{label} ").append_text(Text.assemble(*(mark[level] for level in line))))
+        console.print(Text(f"{label} ").append_text(Text.assemble(*(mark[difficulty] for difficulty in line))))
     console.print(f"  0% {'progress':^{CHART_COLUMNS - 5}} 100%", highlight=False)
-    legend = [(f"{glyph} {name}   ", colour) for (glyph, colour), name in zip(mark, report.levels, strict=True)]
+    legend = [(f"{glyph} {name}   ", colour) for (glyph, colour), name in zip(mark, report.difficulties, strict=True)]
     console.print(Text("     ").append_text(Text.assemble(*legend)))
     for warning in report.warnings:
         console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
@@ -194,7 +199,7 @@ def _table(report: CurriculumReport) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False)
     for heading in ("stage", "progress", "steps"):
         table.add_column(heading)
-    for name in report.levels:
+    for name in report.difficulties:
         table.add_column(name, justify="right")
 
     def cells(samples: Sequence[int]) -> list[str]:
@@ -208,78 +213,64 @@ def _table(report: CurriculumReport) -> Table:
         start = stage.until
     table.add_section()
     table.add_row("whole run", "", f"{report.total_steps:,}", *cells(report.samples))
-    table.add_row("rows", "", "", *(f"{count:,}" for count in report.rows))
+    table.add_row("records", "", "", *(f"{count:,}" for count in report.records))
     table.add_row("passes", "", "", *(f"{times:.2f}" for times in report.passes))
     return table
 
 
 def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """The rows that can be trained on: int64[N] levels, -1 for none; int64[N] row numbers; warnings about the others.
+    """The records that can be trained on: int64[N] difficulties, -1 for none; int64[N] record numbers; warnings about
+    the others.
 
     Raises:
-        DataError: a file cannot be read; rows are bad and `on_bad_row` is refuse.
+        DataError: a file cannot be read; records are bad and `on_bad_row` is refuse.
     """
     from finetune.data.files import expand_paths, read_records
     from finetune.data.formats import detect_format, to_conversation
     from finetune.data.problems import ProblemLog, RecordProblem
 
-    index: dict[str | None, int] = {None: -1, **{name: number for number, name in enumerate(config.curriculum.levels)}}
-    levels: list[int] = []
+    names = config.curriculum.levels
+    index: dict[str | None, int] = {None: -1, **{name: number for number, name in enumerate(names)}}
+    difficulties: list[int] = []
     record_ids: list[int] = []
     problems, read = ProblemLog(), 0
     for number, path in enumerate(expand_paths(config.data)):
         form = None
-        for line, row in read_records(path):
+        for line, record in read_records(path):
             read += 1
             try:
-                if isinstance(row, RecordProblem):
-                    raise row
-                form = form or detect_format(row)
-                conversation = to_conversation(row, form, config.curriculum.levels, config.difficulty_field)
-                levels.append(index[conversation.difficulty])
+                if isinstance(record, RecordProblem):
+                    raise record
+                form = form or detect_format(record)
+                conversation = to_conversation(record, form, names, config.difficulty_field)
+                difficulties.append(index[conversation.difficulty])
                 record_ids.append(read - 1)
             except RecordProblem as problem:
                 problems.add((number, line), f"{path}:{line}", problem)
     if config.on_bad_row == "refuse":
         problems.refuse(read)
     kinds = ", ".join(f"{count} {kind}" for kind, count in problems.counts.most_common())
-    dropped = [f"{problems.total:,} of {read:,} rows are dropped: {kinds}"] if kinds else []
-    return np.array(levels, dtype=np.int64), np.array(record_ids, dtype=np.int64), dropped
+    dropped = [f"{problems.total:,} of {read:,} records are dropped: {kinds}"] if kinds else []
+    return np.array(difficulties, dtype=np.int64), np.array(record_ids, dtype=np.int64), dropped
 
 
-def show(arguments: Sequence[str], as_json: bool) -> CurriculumReport:
-    """Resolve the configuration, read the data's levels, print the plan, and return it."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0; what is wrong is raised as FinetuneError."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options, rest = read_known_options(CurriculumOptions, arguments or ["--help"])
     from finetune.config.resolution import resolve
     from finetune.runtime.device import launch_world
 
-    config = resolve(arguments, world_size=launch_world().world_size).config
-    levels, record_ids, dropped = read_difficulties(config)
-    schedule, difficulty_ids, warnings = choose_schedule(config, levels, record_ids)
+    config = resolve(rest, world_size=launch_world().world_size).config
+    difficulties, record_ids, dropped = read_difficulties(config)
+    schedule, difficulty_ids, warnings = choose_schedule(config, difficulties, record_ids)
     steps = count_steps(len(difficulty_ids), config.global_batch_size, config.num_epochs, config.max_steps)
-    rows = np.bincount(difficulty_ids, minlength=len(schedule.difficulties))
-    report = report_curriculum(schedule, rows, config.global_batch_size, steps, [*dropped, *warnings])
-    if as_json:
+    records = np.bincount(difficulty_ids, minlength=len(schedule.difficulties))
+    report = report_curriculum(schedule, records, config.global_batch_size, steps, [*dropped, *warnings])
+    if options.as_json:
         sys.stdout.write(json.dumps(report.to_json(), ensure_ascii=False, indent=2) + "\n")
     else:
         from rich.console import Console
 
-        draw(report, Console(file=sys.stdout))
-    return report
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Exit code 0.
-
-    Raises:
-        FinetuneError: with what is wrong, where, and the fix; the caller prints it.
-    """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or {"-h", "--help"} & set(arguments):
-        sys.stdout.write(USAGE)
-        return int(ExitCode.DONE)
-    if arguments[0] != "show":
-        raise ConfigError(
-            f"'curriculum {arguments[0]}' is not a command", fix="python -m finetune curriculum show --help"
-        )
-    show([word for word in arguments[1:] if word != "--json"], as_json="--json" in arguments)
+        print_report(report, Console(file=sys.stdout))
     return int(ExitCode.DONE)

@@ -1,4 +1,5 @@
-"""The loss of a loaded model per difficulty: over supervised tokens, by the plan and the definition that training uses."""
+"""The loss of a loaded model per difficulty: over supervised tokens, by the microbatch schedule and the definition of
+training."""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ def add_losses(
 def _sums(
     model: PreTrainedModel, step_batches: StepBatches, indices: np.ndarray, head: ChunkedHead | None, longest: int
 ) -> torch.Tensor:
-    """Sums of the losses of one batch per difficulty, the last for none; smaller step_batches where the device's memory is short."""
+    """Sums of the losses of one batch per difficulty, the last for none; in smaller microbatches where the device's
+    memory is short."""
     while True:
         sums = torch.zeros(step_batches.difficulties + 1, dtype=torch.float64)
         try:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Score:
-    """Sums over some rows.
+    """Sums over some samples.
 
     Attributes:
         samples: samples whose loss was taken.
@@ -52,7 +52,7 @@ class Score:
 
 @dataclass
 class ModelScores:
-    """One model's scores by difficulty; rows without difficulty are under None."""
+    """One model's scores by difficulty; samples without difficulty are under None."""
 
     name: str
     role: str  # base, adapter or model
@@ -75,13 +75,13 @@ def _perplexity(loss: float) -> float | None:
     return math.exp(loss) if loss < 700 else None
 
 
-HEADINGS = ("level", "model", "samples", "targets", "loss", "perplexity", "exact match")
+HEADINGS = ("difficulty", "model", "samples", "targets", "loss", "perplexity", "exact match")
 
 
 def cells(models: Sequence[ModelScores]) -> Iterable[tuple[bool, tuple[str, ...]]]:
-    """The rows of the table: whether it is the last of its difficulty, and its texts as `HEADINGS` says."""
+    """The lines of the table: whether it is the last of its difficulty, and its texts as `HEADINGS` says."""
     names = list(dict.fromkeys(name for model in models for name in model.difficulties if name is not None))
-    # Rows without difficulty are in "all"; a line of their own would say the same where no row has one.
+    # Samples without difficulty are in "all"; a line of their own would say the same where no sample has one.
     for difficulty in [*names, "all"]:
         for number, model in enumerate(models):
             score = model.overall if difficulty == "all" else model.of(difficulty)
@@ -108,13 +108,13 @@ def rich_table(models: Sequence[ModelScores]) -> Table:
     table = Table(title_justify="left")
     for number, heading in enumerate(HEADINGS):
         table.add_column(heading, justify="left" if number < 2 else "right")
-    for last, row in cells(models):
-        table.add_row(*map(Text, row), end_section=last)
+    for last, texts in cells(models):
+        table.add_row(*map(Text, texts), end_section=last)
     return table
 
 
 def markdown_table(models: Sequence[ModelScores]) -> str:
     """The same as Markdown: for files, and where there is no terminal."""
     sides = ["---"] * 2 + ["---:"] * (len(HEADINGS) - 2)
-    rows = [HEADINGS, sides, *(row for _, row in cells(models))]
-    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |\n" for row in rows)
+    lines = [HEADINGS, sides, *(texts for _last, texts in cells(models))]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)

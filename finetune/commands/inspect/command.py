@@ -1,17 +1,19 @@
-"""`python -m finetune inspect`: rows as the model will see them, with the tokens that are trained marked."""
+"""`python -m finetune inspect`: records as the model will see them, with the tokens that are trained marked."""
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
+from pydantic import Field
 
-from finetune.errors import ConfigError, DataError, ExitCode
+from finetune.config.fields import setting
+from finetune.config.options import Options, read_known_options
+from finetune.errors import DataError, ExitCode
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,34 +22,42 @@ if TYPE_CHECKING:
 
     from finetune.data.samples import Samples
 
-USAGE = """usage: python -m finetune inspect [--rows N] [--row ID] [--level LEVEL] [--config FILE] [FLAGS OF TRAINING]
-
-Shows how the data becomes samples: a table of what is kept, trimmed and dropped, then rows as the model sees them.
-What is trained is green on a terminal and stands in brackets elsewhere. Needs the data and the model's tokenizer, and
-tokenizes all of the data as training would (later runs reuse it).
-
-  --rows N       how many samples to show (default 5; 0: the table only)
-  --row ID       show the samples of this input row; rows count from 0 through the files in order
-  --level LEVEL  show only rows of this level
-  The other flags are those of `python -m finetune sft --help`; --model and --data are enough.
-"""
-
 _TRAINED, _CONTEXT = "bold green", "dim"
 # What a terminal would act on instead of showing: C0 but newline and tab, DEL, C1.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Exit code 0.
+class InspectOptions(Options):
+    """The command line, but for the flags of training."""
 
-    Raises:
-        FinetuneError: with what is wrong, where, and the fix; the caller prints it.
-    """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help"} & set(arguments):
-        sys.stdout.write(USAGE)
-        return int(ExitCode.DONE)
-    options, rest = _options(arguments)
+    usage: ClassVar[str] = "python -m finetune inspect [--rows N] [--row ID] [--level NAME] [FLAGS OF TRAINING]"
+    summary: ClassVar[str] = (
+        "Shows how the data becomes samples: a table of what is kept, trimmed and dropped, then samples as the model\n"
+        "sees them. What is trained is green on a terminal and stands in brackets elsewhere. Needs the data and the\n"
+        "model's tokenizer, and tokenizes all of the data as training would (later runs reuse it)."
+    )
+    epilog: ClassVar[str] = (
+        "The other flags are those of `python -m finetune sft --help`; --model and --data are enough."
+    )
+
+    count: Annotated[int, Field(ge=0)] = setting(
+        5, alias="rows", group="options", unit="N", description="How many samples to show; 0: the table only."
+    )
+    record: int | None = setting(
+        None,
+        alias="row",
+        group="options",
+        unit="ID",
+        description="Show the samples of this input record; records count from 0 through the files in order.",
+    )
+    difficulty: str | None = setting(
+        None, alias="level", group="options", unit="NAME", description="Show only records of this difficulty."
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0; what is wrong is raised as FinetuneError."""
+    options, rest = read_known_options(InspectOptions, argv)
 
     from rich.console import Console
 
@@ -71,62 +81,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     console = Console(file=sys.stdout, highlight=False)
     console.print(samples.report.table(", ".join(Path(path).name for path in config.data)))
-    for index in choose(samples, rows=options.rows, row=options.row, level=options.level):
+    for index in choose(samples, count=options.count, record=options.record, difficulty=options.difficulty):
         show(samples, index, tokenizer, console)
     return int(ExitCode.DONE)
 
 
-def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The command's own options, and the words that are left for the configuration."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--rows", type=int, default=5)
-    parser.add_argument("--row", type=int)
-    parser.add_argument("--level")
-    try:
-        return parser.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise ConfigError(
-            f"{error.argument_name}: {error.message}", where="the command line", fix="see inspect --help"
-        ) from error
-
-
-def choose(samples: Samples, *, rows: int, row: int | None, level: str | None) -> list[int]:
-    """Indices of the samples to show, at most `rows`; all samples of one input row if `row` is given.
+def choose(samples: Samples, *, count: int, record: int | None, difficulty: str | None) -> list[int]:
+    """Indices of the samples to show, at most `count`; all samples of one input record if that is given.
 
     Raises:
-        DataError: no such level, or that row is not among the samples.
+        DataError: no such difficulty, or that record is not among the samples.
     """
     chosen = np.arange(len(samples))
-    if level is not None:
-        if level not in samples.difficulty_names:
+    if difficulty is not None:
+        if difficulty not in samples.difficulty_names:
             from finetune.data.problems import nearest
 
             known = ", ".join(samples.difficulty_names) or "none"
-            raise DataError(
-                f"unknown level {level!r}{nearest(level, samples.difficulty_names)}",
-                "--level",
-                f"the levels are {known}",
-            )
-        chosen = chosen[samples.difficulties == samples.difficulty_names.index(level)]
-    if row is not None:
-        chosen = chosen[samples.record_ids[chosen] == row]
-        if not len(chosen):
-            raise DataError(
-                f"row {row} is not among the samples",
-                where="--row",
-                fix=f"rows are 0 to {samples.report.records_read - 1}; dropped rows and other levels have no sample",
-            )
-        return chosen.tolist()
-    return chosen[: max(rows, 0)].tolist()
+            what = f"unknown difficulty {difficulty!r}{nearest(difficulty, samples.difficulty_names)}"
+            raise DataError(what, "--level", f"the difficulties are {known}")
+        chosen = chosen[samples.difficulties == samples.difficulty_names.index(difficulty)]
+    if record is None:
+        return chosen[:count].tolist()
+    chosen = chosen[samples.record_ids[chosen] == record]
+    if not len(chosen):
+        last = samples.report.records_read - 1
+        fix = f"records are 0 to {last}; dropped records and other difficulties have no sample"
+        raise DataError(f"record {record} is not among the samples", "--row", fix)
+    return chosen.tolist()
 
 
 def show(samples: Samples, index: int, tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
-    """Print one sample: its place, numbers, and text with the trained tokens marked."""
+    """Print one sample: where it is from, numbers, and text with the trained tokens marked."""
     input_ids, supervised = samples[index]
-    level = samples.difficulties[index]
-    named = f"  level {samples.difficulty_names[level]}" if level >= 0 else ""
+    difficulty = samples.difficulties[index]
+    named = f"  difficulty {samples.difficulty_names[difficulty]}" if difficulty >= 0 else ""
     console.rule(
-        f"row {samples.record_ids[index]}{named}  {len(input_ids)} tokens, {int(supervised.sum())} trained",
+        f"record {samples.record_ids[index]}{named}  {len(input_ids)} tokens, {int(supervised.sum())} trained",
         align="left",
     )
     console.print(samples.location(index), style="dim", markup=False)

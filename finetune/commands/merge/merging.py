@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.commands.merge.model_card import write_card
+from finetune.commands.merge.options import MergeOptions
 from finetune.errors import ConfigError, FinetuneError
 from finetune.inference.loading import Source, check_fit, end_ids, load_tokenizer_of, load_weights, with_adapter
 from finetune.modeling.pretrained import DTYPES, load_model_config
@@ -66,57 +67,32 @@ class SelfTest:
     texts: int
 
 
-def merge_into(
-    folder: Path,
-    source: Source,
-    *,
-    name: str,
-    dtype: str = "auto",
-    device_type: str = "cpu",
-    template: str | None = None,
-    trust_remote_code: bool = False,
-) -> SelfTest:
-    """Write the merged model, its tokenizer and its card into an empty folder.
-
-    Args:
-        name: what the card calls it.
-        dtype: of the weights; auto: the base's own.
+def merge_into(folder: Path, source: Source, options: MergeOptions, *, name: str) -> SelfTest:
+    """Write the merged model, its tokenizer and its card, which calls it `name`, into an empty folder.
 
     Raises:
         ConfigError, DataError: files that do not fit, or an adapter that cannot be merged.
         FinetuneError: the self-test failed.
     """
     assert source.adapter is not None
-    device = torch.device(devices.choose_device_type(device_type))
-    tokenizer = load_tokenizer_of(source, template, trust_remote_code=trust_remote_code)
-    base_dtype = _dtype_of(source.base, trust_remote_code)
-    dtype = base_dtype if dtype == "auto" else dtype
+    trust = options.trust_remote_code
+    device = torch.device(devices.choose_device_type(options.device_type))
+    tokenizer = load_tokenizer_of(source, options.template, trust_remote_code=trust)
+    base_dtype = _dtype_of(source.base, trust)
+    dtype = base_dtype if options.dtype == "auto" else options.dtype
     # Added in the base's own dtype and rounded once to another one: not the other way round.
-    base = load_weights(Source(source.base, None), device, base_dtype, trust_remote_code=trust_remote_code)
+    base = load_weights(Source(source.base, None), device, base_dtype, trust_remote_code=trust)
     check_fit(base, tokenizer, source)
     _check_space(folder, base, DTYPES[dtype])
     prompts = _prompts(base, tokenizer)
-    # The head is its own from here on, for the base's logits as well: they stay what they were.
-    adapted = _adapted(base, source.adapter)
-    adapted_logits = logits(adapted, prompts)
-    with adapted.disable_adapter():
-        effect = _distance(logits(adapted, prompts), adapted_logits)
-    if effect == 0:
-        logger.warning("the adapter changes no logit: the merged model will be its base (fix: name a trained adapter)")
-    merged = _merge(adapted, source.adapter).to(DTYPES[dtype])
-    merged.config.dtype = DTYPES[dtype]
-    merged.generation_config.eos_token_id = list(
-        end_ids(tokenizer, merged.generation_config, merged.config.get_text_config().eos_token_id)
-    )
-    merged.save_pretrained(folder, max_shard_size=SHARD_SIZE)
-    tokenizer.save_pretrained(folder)
-    del base, adapted, merged
+    adapted_logits, effect = _write_merged(folder, base, tokenizer, source.adapter, prompts, DTYPES[dtype])
+    del base
     gc.collect()
     devices.empty_cache(device)
-    trained_with = source.adapter / TEMPLATE_NAME if template is None else None
-    texts = check_tokenizer(folder, tokenizer, trained_with, trust_remote_code=trust_remote_code)
+    trained_with = source.adapter / TEMPLATE_NAME if options.template is None else None
+    texts = check_tokenizer(folder, tokenizer, trained_with, trust_remote_code=trust)
     written = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=DTYPES[dtype], use_safetensors=True, trust_remote_code=trust_remote_code
+        folder, dtype=DTYPES[dtype], use_safetensors=True, trust_remote_code=trust
     )
     written_logits = logits(written.to(device).eval(), prompts)
     test = SelfTest(
@@ -132,6 +108,32 @@ def merge_into(
     check_logits(test, dtype)
     write_card(folder, source, name=name, dtype=dtype, self_test=dataclasses.asdict(test))
     return test
+
+
+def _write_merged(
+    folder: Path,
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    adapter: Path,
+    prompts: Sequence[Sequence[int]],
+    dtype: torch.dtype,
+) -> tuple[list[torch.Tensor], float]:
+    """Merge in place and save; the adapted model's logits before that, and how far they are from the base's."""
+    # The head is its own from here on, for the base's logits as well: they stay what they were.
+    adapted = _adapted(base, adapter)
+    adapted_logits = logits(adapted, prompts)
+    with adapted.disable_adapter():
+        effect = _distance(logits(adapted, prompts), adapted_logits)
+    if effect == 0:
+        logger.warning("the adapter changes no logit: the merged model will be its base (fix: name a trained adapter)")
+    merged = _merge(adapted, adapter).to(dtype)
+    merged.config.dtype = dtype
+    merged.generation_config.eos_token_id = list(
+        end_ids(tokenizer, merged.generation_config, merged.config.get_text_config().eos_token_id)
+    )
+    merged.save_pretrained(folder, max_shard_size=SHARD_SIZE)
+    tokenizer.save_pretrained(folder)
+    return adapted_logits, effect
 
 
 def _dtype_of(base: str, trust_remote_code: bool) -> str:
@@ -258,10 +260,8 @@ def check_logits(test: SelfTest, dtype: str) -> None:
 def check_tokenizer(
     folder: Path, tokenizer: PreTrainedTokenizerBase, template: Path | None, *, trust_remote_code: bool
 ) -> int:
-    """Compare the written tokenizer with the one in use; returns how many texts went through.
-
-    Args:
-        template: the file of the chat template, which must come out byte by byte where it is there.
+    """Compare the written tokenizer with the one in use, and its chat template with the file `template` byte by byte
+    where it is there; returns how many texts went through.
 
     Raises:
         FinetuneError: another template, or other tokens or text for one of the texts.

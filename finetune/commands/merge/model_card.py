@@ -11,14 +11,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from finetune.inference.origin import Origin, find_run
+from finetune.inference.loading import Origin, Source, find_run
 from finetune.storage import durable_files
 from finetune.version import __version__
-
-if TYPE_CHECKING:
-    from finetune.inference.loading import Source
 
 SETTINGS = (
     *("finetuning", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
@@ -87,18 +84,18 @@ def _use() -> list[str]:
 
 def _unknown(adapter: Path) -> list[str]:
     config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-    rows = [(name, config.get(name)) for name in ("r", "lora_alpha", "target_modules") if config.get(name) is not None]
+    known = [(name, config[name]) for name in ("r", "lora_alpha", "target_modules") if config.get(name) is not None]
     return ["## Training", "", "The adapter's folder is not that of a run: of its training nothing is known.", "",
-            *_table(("adapter", "value"), rows)]  # fmt: skip
+            *_table(("adapter", "value"), known)]  # fmt: skip
 
 
 def _training(run: Origin) -> list[str]:
     known = {**run.settings, **run.identity}
-    rows = [(name, known[name]) for name in SETTINGS if known.get(name) is not None]
-    lines = ["## Training", "", *_table(("setting", "value"), rows)]
+    settings = [(name, known[name]) for name in SETTINGS if known.get(name) is not None]
+    lines = ["## Training", "", *_table(("setting", "value"), settings)]
     stages = _stages(run.settings)
     if stages and known.get("use_curriculum"):
-        lines += ["Curriculum, where the rows have levels:", "", *stages]
+        lines += ["Curriculum, where the records have difficulties:", "", *stages]
     data = {name: run.settings.get(name) or [] for name in ("data", "valid_data")}
     facts = [
         ("trained on", ", ".join(map(_short, data["data"])) or "not known"),
@@ -113,10 +110,10 @@ def _stages(settings: Mapping[str, Any]) -> list[str]:
     curriculum = settings.get("curriculum")
     if not isinstance(curriculum, dict):
         return []
-    rows = [
+    stages = [
         (f"up to {stage['until']:.0%}", *(f"{weight:g}" for weight in stage["mix"])) for stage in curriculum["stages"]
     ]
-    return _table(("progress", *curriculum["levels"]), rows)
+    return _table(("progress", *curriculum["levels"]), stages)
 
 
 def _metrics(run: Origin, adapter: Path) -> list[str]:
@@ -127,13 +124,13 @@ def _metrics(run: Origin, adapter: Path) -> list[str]:
     if not evaluations:
         return [*lines, "The run measured none: it had no validation data.", ""]
     first, last = evaluations[0], evaluations[-1]
-    rows = [
+    losses = [
         (key.partition("/")[2] or "all", *(f"{event.get(key, float('nan')):.4f}" for event in (first, last)))
         for key in sorted(last)
         if key.startswith("eval_loss")
     ]
-    heading = ("level", f"step {first['step']}", f"step {last['step']}")
-    return [*lines, "Loss per trained token on the held-out rows:", "", *_table(heading, rows)]
+    heading = ("difficulty", f"step {first['step']}", f"step {last['step']}")
+    return [*lines, "Loss per trained token on the held-out records:", "", *_table(heading, losses)]
 
 
 def _test(test: Mapping[str, Any], dtype: str) -> list[str]:
@@ -149,9 +146,8 @@ def _test(test: Mapping[str, Any], dtype: str) -> list[str]:
     ]
 
 
-def _table(heading: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
-    lines = [heading, ["---"] * len(heading), *rows]
-    return [*(f"| {' | '.join(map(_cell, line))} |" for line in lines), ""]
+def _table(heading: Sequence[str], lines: Iterable[Sequence[Any]]) -> list[str]:
+    return [*(f"| {' | '.join(map(_cell, line))} |" for line in (heading, ["---"] * len(heading), *lines)), ""]
 
 
 def _cell(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""One request for an answer: from the pool's events to a body or a stream of server-sent events.
+"""One request for an answer: from the pool's events to a body or a stream of server-sent events, and what is counted.
 
 The client's leaving is watched all the while, and ends the answer in the worker.
 """
@@ -10,35 +10,56 @@ import json
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import anyio
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.responses import JSONResponse, Response
 
 from finetune.commands.serve.guard import Receive, Scope, Send
-from finetune.commands.serve.metrics import Metrics
-from finetune.commands.serve.protocol import AnswerRequest, ApiError, Shape, unavailable, usage
+from finetune.commands.serve.options import ServeOptions
+from finetune.commands.serve.protocol import AnswerRequest, ApiError, Shape, unavailable
 from finetune.commands.serve.workers import Event, NoWorker, QueueFull, WorkerPool
 
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
-@dataclass(frozen=True)
-class AnswerLimits:
-    """What one answer may take: tokens, seconds in the queue, seconds in all."""
 
-    max_new_tokens: int
-    queue_seconds: float
-    request_seconds: float
+class Metrics:
+    """What /metrics says, in Prometheus' text format. No text of a request or answer is ever in it."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        own = {"registry": self._registry}
+        self.requests = Counter("finetune_requests", "Requests for answers", ("endpoint", "status"), **own)
+        self.tokens = Counter("finetune_tokens", "Tokens read and written", ("kind",), **own)
+        self.cancelled = Counter("finetune_cancelled", "Answers whose client left", **own)
+        self.restarts = Counter("finetune_worker_restarts", "Workers started again", **own)
+        self.lost = Counter("finetune_lost_requests", "Requests whose worker died", **own)
+        self.first_token = Histogram(
+            "finetune_time_to_first_token_seconds", "From the request to the first text", buckets=_SECONDS, **own
+        )
+        self.duration = Histogram(
+            "finetune_request_seconds", "From the request to the end of its answer", buckets=_SECONDS, **own
+        )
+        self.workers = Gauge("finetune_workers_ready", "Workers that answer", **own)
+        self.active = Gauge("finetune_active_requests", "Answers being written", **own)
+        self.queue = Gauge("finetune_queued_requests", "Requests that wait for a worker", **own)
+
+    def text(self, *, workers_ready: int, active: int, queued: int) -> bytes:
+        self.workers.set(workers_ready)
+        self.active.set(active)
+        self.queue.set(queued)
+        return generate_latest(self._registry)
 
 
 class AnswerResponse(Response):
     """An ASGI response that asks the pool itself, so that it sees the client leave at any time."""
 
     def __init__(
-        self, request: AnswerRequest, *, chat: bool, pool: WorkerPool, limits: AnswerLimits, metrics: Metrics
+        self, request: AnswerRequest, *, chat: bool, pool: WorkerPool, options: ServeOptions, metrics: Metrics
     ) -> None:
-        self.request, self.pool, self.limits, self.metrics = request, pool, limits, metrics
-        self.changes = request.sampling_changes(limits.max_new_tokens)
+        self.request, self.pool, self.options, self.metrics = request, pool, options, metrics
+        self.changes = request.sampling_changes(options.max_new_tokens)
         self.endpoint = "chat" if chat else "completions"
         self.shape = Shape(chat=chat, model=request.model)
         self.background = None
@@ -66,7 +87,7 @@ class AnswerResponse(Response):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with anyio.fail_after(self.limits.request_seconds):
+            with anyio.fail_after(self.options.request_seconds):
                 async with AsyncExitStack() as stack:
                     events = await stack.enter_async_context(self._events())
                     if self.request.stream:
@@ -83,7 +104,7 @@ class AnswerResponse(Response):
     async def _events(self) -> AsyncIterator[AsyncIterator[Event]]:
         """Events of the answer, errors raised in the protocol's shape; the first is "accepted"."""
         try:
-            async with self.pool.answer(self.request.prompt(), self.changes, self.limits.queue_seconds) as queue:
+            async with self.pool.answer(self.request.prompt(), self.changes, self.options.queue_seconds) as queue:
                 yield _checked(queue, self.metrics)
         except QueueFull as error:
             raise unavailable("too many requests are waiting; try again", "queue_full", status=429) from error
@@ -133,9 +154,10 @@ class AnswerResponse(Response):
             self.metrics.first_token.observe(time.monotonic() - self._began)
 
     def _count(self, end: Event) -> dict[str, int]:
-        self.metrics.tokens.labels("prompt").inc(end["prompt_tokens"])
-        self.metrics.tokens.labels("completion").inc(end["completion_tokens"])
-        return usage(end["prompt_tokens"], end["completion_tokens"])
+        read, written = end["prompt_tokens"], end["completion_tokens"]
+        self.metrics.tokens.labels("prompt").inc(read)
+        self.metrics.tokens.labels("completion").inc(written)
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
 async def _checked(queue: asyncio.Queue[Event], metrics: Metrics) -> AsyncIterator[Event]:

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 
-from finetune.commands.serve.answers import AnswerLimits, AnswerResponse
+from finetune.commands.serve.answers import AnswerResponse, Metrics
 from finetune.commands.serve.guard import Guard, Rules
-from finetune.commands.serve.metrics import CONTENT_TYPE, Metrics
-from finetune.commands.serve.protocol import ApiError, ChatRequest, CompletionRequest, model_entry, model_list, parse
+from finetune.commands.serve.options import ServeOptions
+from finetune.commands.serve.protocol import ApiError, ChatRequest, CompletionRequest, parse
 from finetune.commands.serve.workers import WorkerPool
 
 STATIC = Path(__file__).parent / "static"
@@ -31,7 +31,7 @@ _PHRASES = {404: ("there is nothing here", "not_found"), 405: ("not with this me
 
 
 def create_app(
-    pool: WorkerPool, rules: Rules, limits: AnswerLimits, metrics: Metrics, on_end: Callable[[], Any]
+    pool: WorkerPool, rules: Rules, options: ServeOptions, metrics: Metrics, on_end: Callable[[], Any]
 ) -> Guard:
     """The whole application. `on_end` is awaited when the server stops, after the last answer."""
 
@@ -43,8 +43,8 @@ def create_app(
     # The pages that FastAPI makes of its schema would load scripts from elsewhere.
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan, redirect_slashes=False)
     _add_errors(app)
-    _add_answers(app, pool, limits, metrics)
-    _add_about(app, pool, limits, metrics)
+    _add_answers(app, pool, options, metrics)
+    _add_about(app, pool, options, metrics)
     _add_page(app)
     return Guard(app, rules)
 
@@ -63,22 +63,18 @@ def _add_errors(app: FastAPI) -> None:
         message, code = _PHRASES.get(error.status_code, (str(error.detail), None))
         return _error(ApiError(error.status_code, message, code=code, headers=dict(error.headers or {})))
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        return _error(ApiError(422, "the request is not valid", code="invalid_request"))
-
     @app.exception_handler(Exception)
     async def unexpected(_: Request, error: Exception) -> JSONResponse:
         # uvicorn logs the exception; its words may hold the prompt, so the client gets none of them.
         return _error(ApiError(500, "the server failed on this request", kind="server_error", code="internal"))
 
 
-def _add_answers(app: FastAPI, pool: WorkerPool, limits: AnswerLimits, metrics: Metrics) -> None:
+def _add_answers(app: FastAPI, pool: WorkerPool, options: ServeOptions, metrics: Metrics) -> None:
     async def answer(request: Request, kind: type[ChatRequest] | type[CompletionRequest]) -> AnswerResponse:
         asked = parse(kind, await request.body())
         if asked.model != pool.about["name"]:
             raise _no_such_model(asked.model)
-        return AnswerResponse(asked, chat=kind is ChatRequest, pool=pool, limits=limits, metrics=metrics)
+        return AnswerResponse(asked, chat=kind is ChatRequest, pool=pool, options=options, metrics=metrics)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
@@ -95,18 +91,19 @@ def _no_such_model(name: str) -> ApiError:
     )
 
 
-def _add_about(app: FastAPI, pool: WorkerPool, limits: AnswerLimits, metrics: Metrics) -> None:
+def _add_about(app: FastAPI, pool: WorkerPool, options: ServeOptions, metrics: Metrics) -> None:
     began = int(time.time())
 
     def entry() -> dict[str, Any]:
         about = pool.about
-        most_tokens = min(limits.max_new_tokens, about["context_tokens"])
+        most_tokens = min(options.max_new_tokens, about["context_tokens"])
+        head = {"id": about["name"], "object": "model", "created": began, "owned_by": "finetune"}
         details = {"context_tokens": about["context_tokens"], "max_new_tokens": most_tokens}
-        return model_entry(about["name"], began, {**details, "sampling": about["sampling"]})
+        return {**head, **details, "sampling": about["sampling"]}
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return JSONResponse(model_list([entry()]))
+        return JSONResponse({"object": "list", "data": [entry()]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
@@ -128,7 +125,7 @@ def _add_about(app: FastAPI, pool: WorkerPool, limits: AnswerLimits, metrics: Me
     @app.get("/metrics")
     async def prometheus() -> Response:
         text = metrics.text(workers_ready=pool.ready_count, active=pool.active_count, queued=pool.queued_count)
-        return Response(text, headers={"content-type": CONTENT_TYPE})
+        return Response(text, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
 
 def _add_page(app: FastAPI) -> None:

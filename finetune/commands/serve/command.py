@@ -6,20 +6,20 @@ import asyncio
 import logging
 import signal
 import socket
-import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING
 
-from finetune.commands.serve.settings import (
-    SHORTEST_TOKEN,
-    TOKEN_VARIABLE,
-    ServeSettings,
-    make_serve_parser,
-    serve_settings,
-)
+from finetune.commands.serve.options import SHORTEST_TOKEN, TOKEN_VARIABLE, ServeOptions, ServeSettings, serve_settings
+from finetune.config.options import read_options
 from finetune.errors import ConfigError, ExitCode
-from finetune.inference.flags import with_dashes
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from finetune.commands.serve.answers import Metrics
+    from finetune.commands.serve.guard import Guard
+    from finetune.commands.serve.workers import WorkerPool
 
 logger = logging.getLogger("finetune")
 
@@ -31,16 +31,17 @@ def run_server(settings: ServeSettings) -> int:
     """Serve until a signal. 0: ended in order; 1: all workers failed.
 
     Raises:
-        ConfigError: the place is taken, there is no token where one is needed, or the model cannot be loaded.
+        ConfigError: the address is taken, there is no token where one is needed, or the model cannot be loaded.
     """
-    if not settings.is_loopback and settings.token is None:
+    options = settings.options
+    if not options.is_loopback and settings.token is None:
         raise ConfigError(
-            f"{settings.host} can be reached by others, and there is no token",
+            f"{options.host} can be reached by others, and there is no token",
             "--host",
             f"write a token of {SHORTEST_TOKEN} characters or more to a file and give --token-file FILE, or set "
             f"{TOKEN_VARIABLE}; or leave --host out",
         )
-    listener = _bind(settings.host, settings.port)
+    listener = _bind(options.host, options.port)
     try:
         return asyncio.run(_serve(settings, listener))
     except KeyboardInterrupt:  # before uvicorn listens for it
@@ -50,58 +51,31 @@ def run_server(settings: ServeSettings) -> int:
 
 
 async def _serve(settings: ServeSettings, listener: socket.socket) -> int:
-    import uvicorn
-
-    from finetune.commands.serve.answers import AnswerLimits
-    from finetune.commands.serve.app import create_app
-    from finetune.commands.serve.connections import MAX_HEAD_BYTES, limited_protocol
-    from finetune.commands.serve.guard import LOOPBACK_NAMES, Rules
-    from finetune.commands.serve.metrics import Metrics
+    from finetune.commands.serve.answers import Metrics
     from finetune.commands.serve.workers import WORKER_COMMAND, WorkerPool
 
     metrics = Metrics()
     pool = WorkerPool(
         settings.load,
         settings.environments,
-        per_worker=settings.max_batch,
-        max_queue=settings.max_queue,
+        per_worker=settings.options.max_batch,
+        max_queue=settings.options.max_queue,
         command=settings.worker_command or WORKER_COMMAND,
         on_restart=metrics.restarts.inc,
     )
     logger.info("loading %s on %d worker(s)", settings.load.get("model") or "the adapter's model", len(pool.workers))
     await pool.start()
-    rules = Rules(
-        hosts=frozenset({*LOOPBACK_NAMES, settings.host.lower(), *(name.lower() for name in settings.allowed_hosts)}),
-        any_address=not settings.is_loopback,
-        token=settings.token,
-        max_body_bytes=settings.max_body_bytes,
-        body_seconds=settings.body_seconds,
-    )
-    limits = AnswerLimits(settings.max_new_tokens, settings.queue_seconds, settings.request_seconds)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            create_app(pool, rules, limits, metrics, pool.close),
-            http=limited_protocol(settings.max_connections, settings.head_seconds),
-            ws="none",
-            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-            timeout_keep_alive=15,
-            timeout_graceful_shutdown=GRACE_SECONDS,
-            access_log=False,  # no line per request: paths and times are in /metrics
-            log_level="warning",
-            server_header=False,
-            proxy_headers=False,
-        )
-    )
+    server = _make_server(settings.options, _make_app(settings, pool, metrics))
     # uvicorn stops in order on these, then raises them again for whoever handled them before: that is us, at the end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     failed = asyncio.create_task(_stop_when_failed(pool.all_failed, server))
     listener.listen(LISTEN_BACKLOG)  # from here on a client that connects is kept until uvicorn accepts it
-    address = f"[{settings.host}]" if ":" in settings.host else settings.host
+    host = settings.options.host
     logger.info(
         "%s answers at http://%s:%d (page at /, OpenAI protocol at /v1); Ctrl-C ends it",
         pool.about["name"],
-        address,
+        f"[{host}]" if ":" in host else host,
         listener.getsockname()[1],
     )
     try:
@@ -112,7 +86,43 @@ async def _serve(settings: ServeSettings, listener: socket.socket) -> int:
     return int(ExitCode.FAILED if pool.all_failed.is_set() else ExitCode.DONE)
 
 
-async def _stop_when_failed(all_failed: asyncio.Event, server: Any) -> None:
+def _make_app(settings: ServeSettings, pool: WorkerPool, metrics: Metrics) -> Guard:
+    from finetune.commands.serve.app import create_app
+    from finetune.commands.serve.guard import LOOPBACK_NAMES, Rules
+
+    options = settings.options
+    rules = Rules(
+        hosts=LOOPBACK_NAMES | {name.lower() for name in (options.host, *options.allow_host)},
+        any_address=not options.is_loopback,
+        token=settings.token,
+        max_body_bytes=options.max_body_bytes,
+        body_seconds=options.body_seconds,
+    )
+    return create_app(pool, rules, options, metrics, pool.close)
+
+
+def _make_server(options: ServeOptions, app: Guard) -> uvicorn.Server:
+    import uvicorn
+
+    from finetune.commands.serve.connections import MAX_HEAD_BYTES, limited_protocol
+
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http=limited_protocol(options.max_connections, options.head_seconds),
+            ws="none",
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            timeout_keep_alive=15,
+            timeout_graceful_shutdown=GRACE_SECONDS,
+            access_log=False,  # no line per request: paths and times are in /metrics
+            log_level="warning",
+            server_header=False,
+            proxy_headers=False,
+        )
+    )
+
+
+async def _stop_when_failed(all_failed: asyncio.Event, server: uvicorn.Server) -> None:
     await all_failed.wait()
     logger.error("no worker can be started any more: the server ends")
     server.should_exit = True
@@ -136,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command. 0: ended by a signal, in order; 1: failed while serving; 2: refused before serving."""
     from finetune.storage.run_log import setup_console
 
-    options = make_serve_parser().parse_args(with_dashes(sys.argv[1:] if argv is None else argv))
+    options = read_options(ServeOptions, argv)
     setup_console(0)
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
     if missing:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import pydantic_core
@@ -209,28 +209,13 @@ def _as_api_error(error: ValidationError) -> ApiError:
 # ---------------------------------------------------------------- answers
 
 
-def new_id(kind: str) -> str:
-    return f"{kind}-{uuid.uuid4().hex}"
-
-
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
-
-
 class Shape:
     """Bodies of one answer: `chat` for chat.completion, else text_completion."""
 
     def __init__(self, *, chat: bool, model: str) -> None:
         self.chat = chat
-        self._head = {
-            "id": new_id("chatcmpl" if chat else "cmpl"),
-            "created": int(time.time()),
-            "model": model,
-        }
+        identity = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._head = {"id": identity, "created": int(time.time()), "model": model}
 
     def whole(self, text: str, reason: str, counts: Mapping[str, int]) -> dict[str, Any]:
         if self.chat:
@@ -261,11 +246,3 @@ class Shape:
     def _chunk(self, content: Any, reason: str | None) -> dict[str, Any]:
         choice = {"index": 0, "delta" if self.chat else "text": content, "logprobs": None, "finish_reason": reason}
         return {**self._head, "object": self._object, "choices": [choice]}
-
-
-def model_entry(name: str, created: int, details: Mapping[str, Any]) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": created, "owned_by": "finetune", **details}
-
-
-def model_list(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return {"object": "list", "data": list(entries)}

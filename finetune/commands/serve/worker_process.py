@@ -1,4 +1,4 @@
-"""A worker: one model on one device in a process of its own. `workers.py` starts it and speaks with it.
+"""A worker: one model on one device in a process of its own. `workers.py` starts it and exchanges messages with it.
 
 JSON, a line each; what a worker is told (standard input):
 
@@ -6,7 +6,7 @@ JSON, a line each; what a worker is told (standard input):
     {"do": "answer", "id": ..., "prompt": ..., "sampling": {...}}
     {"do": "cancel", "id": ...}
 
-and what it says (standard output):
+and what it answers (standard output):
 
     {"is": "ready", "name": ..., "context_tokens": ..., "sampling": {...}}    or {"is": "failed", "error": {...}}
     {"is": "accepted", "id": ..., "prompt_tokens": n}                or {"is": "refused", "id": ..., "error": {...}}
@@ -35,7 +35,7 @@ from finetune.runtime.parent_watchdog import die_with_launcher
 if TYPE_CHECKING:
     from finetune.inference.generation import Answer, Generation, GenerationError, Generator
 
-CPU_NICENESS = 5  # the process that speaks with clients comes first
+CPU_NICENESS = 5  # the process that serves the clients comes first
 CHECK_SECONDS = 0.5
 
 
@@ -48,51 +48,53 @@ class Worker:
         self._lock = threading.Lock()
         self._running: dict[str, Generation] = {}
 
-    def say(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         line = json.dumps(message).encode() + b"\n"
-        with self._lock, contextlib.suppress(BrokenPipeError):  # the server is gone; its end of our input says so too
+        with self._lock, contextlib.suppress(BrokenPipeError):  # the server is gone; our input ends then too
             self._out.write(line)
             self._out.flush()
 
-    def obey(self, message: dict[str, Any]) -> None:
+    def handle(self, message: dict[str, Any]) -> None:
         identity = message["id"]
         if message["do"] == "cancel":
             generation = self._running.pop(identity, None)
             if generation is not None:
                 generation.cancel()
             return
-        held: list[dict[str, Any]] | None = []  # pieces that come before "accepted" is said
+        held: list[dict[str, Any]] | None = []  # pieces that come before "accepted" is sent
         lock = threading.Lock()
 
         def on_piece(piece: str, answer: Answer | None, error: GenerationError | None) -> None:
             if answer is not None or error is not None:
                 self._running.pop(identity, None)
-            said = _event(identity, piece, answer, error)
+            events = _events(identity, piece, answer, error)
             with lock:
                 if held is not None:
-                    held.extend(said)
+                    held.extend(events)
                     return
-                for event in said:
-                    self.say(event)
+                for event in events:
+                    self.send(event)
 
         try:
-            sampling = self.generator.default_sampling.changed(**_sampling(message["sampling"]))
+            given = message["sampling"]
+            stop = {"stop": tuple(given["stop"])} if "stop" in given else {}
+            sampling = self.generator.default_sampling.changed(**given | stop)
             generation = self.generator.start(message["prompt"], sampling, on_piece)
         except FinetuneError as error:
             kind = type(error).__name__
-            self.say({"is": "refused", "id": identity, "kind": kind, "error": describe(error)})
+            self.send({"is": "refused", "id": identity, "kind": kind, "error": describe(error)})
             return
         with lock:
             self._running[identity] = generation
-            self.say({"is": "accepted", "id": identity, "prompt_tokens": generation.prompt_tokens})
+            self.send({"is": "accepted", "id": identity, "prompt_tokens": generation.prompt_tokens})
             for event in held:
-                self.say(event)
+                self.send(event)
                 if event["is"] != "piece":
                     self._running.pop(identity, None)
             held = None
 
 
-def _event(identity: str, piece: str, answer: Answer | None, error: GenerationError | None) -> list[dict[str, Any]]:
+def _events(identity: str, piece: str, answer: Answer | None, error: GenerationError | None) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     if error is not None:
         return [{"is": "error", "id": identity, "message": error.what}]
@@ -103,10 +105,6 @@ def _event(identity: str, piece: str, answer: Answer | None, error: GenerationEr
         del end["token_ids"]
         events.append({"is": "end", "id": identity, **end})
     return events
-
-
-def _sampling(given: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if name == "stop" else value for name, value in given.items()}
 
 
 def describe(error: FinetuneError) -> dict[str, str]:
@@ -133,7 +131,7 @@ def main() -> int:
     if generator.model.device.type == "cpu" and hasattr(os, "nice"):
         os.nice(CPU_NICENESS)
     worker = Worker(generator, out)
-    worker.say(
+    worker.send(
         {
             "is": "ready",
             "name": generator.name,
@@ -143,7 +141,7 @@ def main() -> int:
     )
     threading.Thread(target=_leave_when_dead, args=(generator,), name="check", daemon=True).start()
     for line in lines:
-        worker.obey(json.loads(line))
+        worker.handle(json.loads(line))
     os._exit(0)  # nobody listens any more: threads and devices need no orderly end
 
 

@@ -58,7 +58,7 @@ class Worker:
 
 
 @dataclass
-class _Ticket:
+class _WaitingRequest:
     """A request that waits for room."""
 
     identity: str
@@ -91,8 +91,8 @@ class WorkerPool:
         self._load, self._command, self._on_restart = dict(load), tuple(command), on_restart
         self.workers = [Worker(number, environment) for number, environment in enumerate(environments)]
         self.per_worker, self.max_queue = per_worker, max_queue
-        self._waiting: deque[_Ticket] = deque()
-        self.about: dict[str, Any] = {}  # what the first worker said when it was ready
+        self._waiting: deque[_WaitingRequest] = deque()
+        self.about: dict[str, Any] = {}  # what the first worker reported when it was ready
         self.all_failed = asyncio.Event()
         self._closing = False
 
@@ -102,11 +102,11 @@ class WorkerPool:
         """Start all workers and wait until each is ready.
 
         Raises:
-            FinetuneError: what a worker said, or that it died without a word.
+            FinetuneError: what a worker reported, or that it died without a message.
         """
         ready = [asyncio.get_running_loop().create_future() for _ in self.workers]
         for worker, future in zip(self.workers, ready, strict=True):
-            worker.task = asyncio.create_task(self._keep(worker, future))
+            worker.task = asyncio.create_task(self._supervise(worker, future))
         try:
             await asyncio.gather(*ready)
         except BaseException:
@@ -116,13 +116,13 @@ class WorkerPool:
     async def close(self) -> None:
         """End all workers; answers that are being written end as lost."""
         self._closing = True
-        self._turn_away()
+        self._reject_waiting()
         await asyncio.gather(*(self._stop(worker) for worker in self.workers))
 
     async def _stop(self, worker: Worker) -> None:
         if worker.process is not None and worker.process.returncode is None:
             with contextlib.suppress(ConnectionError, RuntimeError):
-                worker.process.stdin.close()  # it leaves when nobody speaks to it any more
+                worker.process.stdin.close()  # it ends when its input does
             try:
                 await asyncio.wait_for(worker.process.wait(), STOP_SECONDS)
             except asyncio.TimeoutError:
@@ -133,7 +133,7 @@ class WorkerPool:
             await asyncio.gather(worker.task, return_exceptions=True)
         worker.state = "stopped"
 
-    async def _keep(self, worker: Worker, ready: asyncio.Future[None]) -> None:
+    async def _supervise(self, worker: Worker, ready: asyncio.Future[None]) -> None:
         """Start the worker, and again whenever it has died."""
         failed_starts = 0
         while not self._closing:
@@ -178,13 +178,13 @@ class WorkerPool:
                     worker.state = "ready"
                     if not ready.done():
                         ready.set_result(None)
-                    self._give_work()
+                    self._assign_waiting()
                 elif event["is"] == "failed":
                     error = ConfigError(**event["error"])
                 else:
                     self._deliver(worker, event)
         except (ValueError, KeyError) as wrong:
-            logger.error("worker %d said what is no message: %s", worker.number, type(wrong).__name__)
+            logger.error("worker %d sent what is no message: %s", worker.number, type(wrong).__name__)
         finally:
             code = await _end(process)
             running, worker.running = worker.running, {}
@@ -197,7 +197,7 @@ class WorkerPool:
 
     def _after_failure(self) -> None:
         if all(worker.state == "failed" for worker in self.workers):
-            self._turn_away()
+            self._reject_waiting()
             self.all_failed.set()
 
     # ------------------------------------------------------------ requests
@@ -225,7 +225,7 @@ class WorkerPool:
         """
         identity = uuid.uuid4().hex
         events: asyncio.Queue[Event] = asyncio.Queue()
-        worker = await self._room(identity, events, queue_seconds)
+        worker = await self._reserve(identity, events, queue_seconds)
         if identity in worker.running:  # else it has died in between, and `lost` is in the queue
             worker.send({"do": "answer", "id": identity, "prompt": prompt, "sampling": dict(sampling)})
         try:
@@ -233,11 +233,11 @@ class WorkerPool:
         finally:
             if worker.running.pop(identity, None) is not None:
                 worker.send({"do": "cancel", "id": identity})
-                self._give_work()
+                self._assign_waiting()
 
-    async def _room(self, identity: str, events: asyncio.Queue[Event], queue_seconds: float) -> Worker:
+    async def _reserve(self, identity: str, events: asyncio.Queue[Event], queue_seconds: float) -> Worker:
         """A worker that has taken the request into its count."""
-        worker = self._freest()
+        worker = self._least_busy()
         if worker is not None and not self._waiting:
             worker.running[identity] = events
             return worker
@@ -245,34 +245,34 @@ class WorkerPool:
             raise NoWorker
         if len(self._waiting) >= self.max_queue:
             raise QueueFull
-        ticket = _Ticket(identity, events, asyncio.get_running_loop().create_future())
-        self._waiting.append(ticket)
+        request = _WaitingRequest(identity, events, asyncio.get_running_loop().create_future())
+        self._waiting.append(request)
         try:
-            return await asyncio.wait_for(ticket.granted, queue_seconds)
+            return await asyncio.wait_for(request.granted, queue_seconds)
         except BaseException:
             with contextlib.suppress(ValueError):
-                self._waiting.remove(ticket)
+                self._waiting.remove(request)
             for worker in self.workers:  # granted at the very moment when nobody waited any more
                 if worker.running.pop(identity, None) is not None:
-                    self._give_work()
+                    self._assign_waiting()
             raise
 
-    def _freest(self) -> Worker | None:
+    def _least_busy(self) -> Worker | None:
         room = [worker for worker in self.workers if worker.state == "ready" and len(worker.running) < self.per_worker]
         return min(room, key=lambda worker: len(worker.running), default=None)
 
-    def _give_work(self) -> None:
+    def _assign_waiting(self) -> None:
         """Give those who wait the room that there is, first come first served."""
-        while self._waiting and (worker := self._freest()) is not None:
-            ticket = self._waiting.popleft()
-            if not ticket.granted.done():
-                worker.running[ticket.identity] = ticket.events
-                ticket.granted.set_result(worker)
+        while self._waiting and (worker := self._least_busy()) is not None:
+            request = self._waiting.popleft()
+            if not request.granted.done():
+                worker.running[request.identity] = request.events
+                request.granted.set_result(worker)
 
-    def _turn_away(self) -> None:
-        for ticket in self._waiting:
-            if not ticket.granted.done():
-                ticket.granted.set_exception(NoWorker())
+    def _reject_waiting(self) -> None:
+        for request in self._waiting:
+            if not request.granted.done():
+                request.granted.set_exception(NoWorker())
         self._waiting.clear()
 
     def _deliver(self, worker: Worker, event: Event) -> None:
@@ -281,12 +281,12 @@ class WorkerPool:
             return
         if event["is"] in ("end", "error", "refused"):
             del worker.running[event["id"]]
-            self._give_work()
+            self._assign_waiting()
         queue.put_nowait(event)
 
 
 async def _end(process: asyncio.subprocess.Process) -> int:
-    """The exit code of a process that no longer speaks; it is killed if it stays."""
+    """The exit code of a process whose output has ended; it is killed if it stays."""
     try:
         return await asyncio.wait_for(process.wait(), 1.0)
     except asyncio.TimeoutError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import os
@@ -21,13 +22,14 @@ import pytest
 from launching import ROOT, environment, run_cli, said
 from serve_helpers import wait_for
 
-from finetune.commands.chat import texts
-from finetune.commands.chat.command import TerminalChat, visible
-from finetune.commands.chat.sessions import Conversation
+from finetune.commands.chat import terminal
+from finetune.commands.chat.command import ChatOptions
+from finetune.commands.chat.sessions import ChatSession
+from finetune.commands.chat.terminal import TerminalChat, visible
+from finetune.config.options import read_options
 from finetune.errors import DataError, FinetuneError, StateError
-from finetune.inference.flags import with_dashes
 from finetune.inference.sampling import Sampling
-from finetune.runtime.language import Language
+from finetune.runtime.language import _, speaking
 
 MODEL = ROOT / "data_samples" / "tiny-qwen3"
 
@@ -75,9 +77,7 @@ class _Stream(Iterator[str]):
         )
 
 
-def talk(
-    *lines: str, conversation: Conversation | None = None, language: Language = "en"
-) -> tuple[str, TerminalChat, Scripted]:
+def talk(*lines: str) -> tuple[str, TerminalChat, Scripted]:
     """What is printed when a user types these lines."""
     out, typed, model = io.StringIO(), iter(lines), Scripted()
 
@@ -87,7 +87,7 @@ def talk(
         except StopIteration:
             raise EOFError from None
 
-    chat = TerminalChat(model, Sampling(), conversation or Conversation(), read=read, out=out, language=language)
+    chat = TerminalChat(model, Sampling(), ChatSession(), read=read, out=out)
     chat.run()
     return out.getvalue(), chat, model
 
@@ -96,12 +96,12 @@ def test_the_conversation_goes_on():
     printed, chat, model = talk("say one", "say two")
     assert "one\n" in printed and "two\n" in printed
     assert [message["role"] for message in model.asked[1]] == ["user", "assistant", "user"]
-    assert model.asked[1][1]["content"] == "one" and len(chat.conversation.turns) == 4
+    assert model.asked[1][1]["content"] == "one" and len(chat.session.turns) == 4
 
 
 def test_several_lines():
-    _, chat, _ = talk("say a\\", "b\\", "c", '"""', "say x", "", "  y\\", '"""', "//slash", "   ")
-    assert [turn["content"] for turn in chat.conversation.turns[::2]] == ["say a\nb\nc", "say x\n\n  y\\", "/slash"]
+    _printed, chat, _model = talk("say a\\", "b\\", "c", '"""', "say x", "", "  y\\", '"""', "//slash", "   ")
+    assert [turn["content"] for turn in chat.session.turns[::2]] == ["say a\nb\nc", "say x\n\n  y\\", "/slash"]
 
 
 def test_commands(tmp_path: Path):
@@ -115,23 +115,14 @@ def test_commands(tmp_path: Path):
     )
     assert len(model.asked) == 1 and [m["role"] for m in model.asked[0]] == ["system", "user", "assistant", "user"]
     assert "there is no command /nope" in printed and "no file is named" in printed and "/reset" in printed
-    assert len(Conversation.load(file).turns) == 4
+    assert len(ChatSession.load(file).turns) == 4
 
 
 def test_in_chinese(tmp_path: Path):
     file = tmp_path / "talk.json"
-    asked = (
-        "/help",
-        "/stats",
-        "/system",
-        "say 一",
-        "/stats",
-        f"/save {file}",
-        f"/load {file}",
-        "/reset",
-        "interrupt me",
-    )
-    printed, _, _ = talk(*asked, "/system 简短", language="zh")
+    asked = ("/help", "/stats", "/system", "say 一", "/stats", f"/save {file}", f"/load {file}", "/reset")
+    with speaking("zh"):
+        printed, _chat, _model = talk(*asked, "interrupt me", "/system 简短")
     for words in (
         "清空对话",
         "还没有回答",
@@ -142,26 +133,36 @@ def test_in_chinese(tmp_path: Path):
         "对话已清空",
         "已停止",
         "系统提示已设置",
+        "退出",
     ):
         assert words in printed, words
     assert "conversation" not in printed
-    both = [text for name, text in vars(texts).items() if name.isupper()]
-    assert len(both) > 10
-    for text in both:
-        fields = [{name for _, name, _, _ in string.Formatter().parse(words) if name} for words in text.values()]
-        assert fields[0] == fields[1], text
+
+
+def test_every_text_of_the_chat_is_translated():
+    """The texts as the code marks them, with the same values in both languages."""
+    tree = ast.parse(Path(terminal.__file__).read_text(encoding="utf-8"))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    marked = [call.args[0] for call in calls if call.func.id in ("_", "N_")]
+    texts = [argument.value for argument in marked if isinstance(argument, ast.Constant)]
+    assert len(texts) > 10
+    for text in texts:
+        with speaking("zh"):
+            chinese = _(text)
+        fields = [{field[1] for field in string.Formatter().parse(words) if field[1]} for words in (text, chinese)]
+        assert fields[0] == fields[1] and chinese != text, text
 
 
 def test_a_refused_or_failed_question_is_forgotten():
     printed, chat, _ = talk("refuse", "fail", "say fine")
     assert "too long" in printed and "shorten it" in printed and "the answer failed" in printed
-    assert [turn["content"] for turn in chat.conversation.turns] == ["say fine", "fine"]
+    assert [turn["content"] for turn in chat.session.turns] == ["say fine", "fine"]
 
 
 def test_interrupt_stops_the_answer_and_keeps_what_is_there():
     printed, chat, _ = talk("interrupt me", "say on")
-    assert chat.conversation.turns[1]["content"] == "interrupt" and "[stopped]" in printed
-    assert chat.conversation.turns[3]["content"] == "on"
+    assert chat.session.turns[1]["content"] == "interrupt" and "[stopped]" in printed
+    assert chat.session.turns[3]["content"] == "on"
 
 
 def test_nothing_a_terminal_acts_on_gets_through():
@@ -170,7 +171,7 @@ def test_nothing_a_terminal_acts_on_gets_through():
     shown = visible(printed)
     assert shown == printed, "a control character reached the terminal"
     assert "tab\there\nnew 中文 👋" in printed and "␛[2J" in printed
-    assert chat.conversation.turns[1]["content"].startswith("\x1b"), "the conversation keeps what the model wrote"
+    assert chat.session.turns[1]["content"].startswith("\x1b"), "the conversation keeps what the model wrote"
     for code in range(0x110000):
         if unicodedata.category(chr(code)) == "Cc":
             assert (visible(chr(code)) == chr(code)) == (chr(code) in "\n\t"), hex(code)
@@ -180,10 +181,10 @@ def test_files_that_are_not_conversations_are_kept_and_refused(tmp_path: Path):
     other = tmp_path / "thesis.txt"
     other.write_text("years of work")
     with pytest.raises(StateError, match="another file is there"):
-        Conversation().save(other, model="m")
+        ChatSession().save(other, model="m")
     assert other.read_text() == "years of work"
     with pytest.raises(StateError):
-        Conversation().save(tmp_path / "no" / "folder.json", model="m")
+        ChatSession().save(tmp_path / "no" / "folder.json", model="m")
     good = {"form": "finetune-conversation", "version": 1, "messages": []}
     for wrong in (
         "[]",
@@ -198,14 +199,15 @@ def test_files_that_are_not_conversations_are_kept_and_refused(tmp_path: Path):
     ):
         other.write_text(wrong)
         with pytest.raises(DataError):
-            Conversation.load(other)
+            ChatSession.load(other)
     with pytest.raises(DataError):
-        Conversation.load(tmp_path)
+        ChatSession.load(tmp_path)
 
 
 def test_flags_with_underscores():
-    words = ["--max_new_tokens=5", "--top_p", "0.5", "--prompt", "a_b", "--", "_x"]
-    assert with_dashes(words) == ["--max-new-tokens=5", "--top-p", "0.5", "--prompt", "a_b", "--", "_x"]
+    words = ["--model", "m", "--max_new_tokens=5", "--top_p", "0.5", "--prompt", "a_b"]
+    options = read_options(ChatOptions, words)
+    assert (options.max_new_tokens, options.top_p, options.prompt) == (5, 0.5, "a_b")
 
 
 # ---------------------------------------------------------------- the command
@@ -221,7 +223,7 @@ def test_one_question_on_the_command_line():
     assert result.returncode == 0 and result.stdout.strip() and result.stderr == "", said(result)
     for wrong, message in (
         (["--temperature", "-1"], "temperature is -1.0"),
-        (["--raw", "--system", "x"], "--raw goes on from one text"),
+        (["--raw", "--system", "x"], "--raw continues one text"),
         (["--model", "no/such/folder/here"], "no such model folder"),
     ):
         result = run_cli(["chat", "--prompt", "x", "--device-type", "cpu", *wrong], module="finetune")

@@ -6,13 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from finetune.commands.chat.command import make_chat_parser
-from finetune.commands.serve.answers import AnswerLimits
+from finetune.commands.chat.command import ChatOptions
+from finetune.commands.serve.answers import Metrics
 from finetune.commands.serve.app import create_app
 from finetune.commands.serve.guard import Rules
-from finetune.commands.serve.metrics import Metrics
-from finetune.commands.serve.settings import make_serve_parser
+from finetune.commands.serve.options import ServeOptions
 from finetune.commands.serve.workers import WorkerPool
+from finetune.config.flags import flags_of
+from finetune.config.options import read_options
+from finetune.config.rules import flag
+from finetune.errors import ConfigError
+from finetune.inference.options import ModelOptions
 
 FROZEN = Path(__file__).parents[2] / "frozen" / "chat_names.txt"
 
@@ -20,9 +24,8 @@ FROZEN = Path(__file__).parents[2] / "frozen" / "chat_names.txt"
 def names() -> list[str]:
     """One line per public name."""
     lines = []
-    for command, parser in (("chat", make_chat_parser()), ("serve", make_serve_parser())):
-        for action in parser._actions:
-            lines += [f"{command} {flag}" for flag in action.option_strings if flag.startswith("--")]
+    for command, options in (("chat", ChatOptions), ("serve", ServeOptions)):
+        lines += [f"{command} {flag(name)}" for name in ("help", *flags_of(options))]
     metrics = Metrics()
     text = metrics.text(workers_ready=0, active=0, queued=0).decode()
     lines += [
@@ -31,7 +34,7 @@ def names() -> list[str]:
         if line.startswith("# HELP") and not line.split()[2].endswith("_created")
     ]
     pool = WorkerPool({}, [{}], per_worker=1, max_queue=1)
-    app = create_app(pool, Rules(), AnswerLimits(1, 1, 1), metrics, pool.close).app
+    app = create_app(pool, Rules(), ServeOptions(model="m"), metrics, pool.close).app
     lines += [f"path {method} {route.path}" for route in app.routes for method in sorted(route.methods)]
     return lines
 
@@ -41,7 +44,7 @@ def test_public_names_are_frozen():
     assert names() == FROZEN.read_text(encoding="utf-8").splitlines()
 
 
-@pytest.mark.parametrize("make", [make_chat_parser, make_serve_parser])
-def test_flags_may_not_be_shortened(make):
-    with pytest.raises(SystemExit):
-        make().parse_args(["--mod", "x"])
+@pytest.mark.parametrize("options", [ChatOptions, ServeOptions])
+def test_flags_may_not_be_shortened(options: type[ModelOptions]):
+    with pytest.raises(ConfigError, match="unknown flag --mod"):
+        read_options(options, ["--model", "m", "--mod", "x"])

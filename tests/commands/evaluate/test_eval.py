@@ -18,8 +18,10 @@ from launching import ROOT
 
 from finetune.__main__ import main as finetune
 from finetune.commands.evaluate.answers import find_answer, normalise, same_answer
-from finetune.commands.evaluate.questions import spread
+from finetune.commands.evaluate.options import EvalOptions
+from finetune.commands.evaluate.prompts import spread
 from finetune.commands.evaluate.scores import ModelScores, Score, markdown_table
+from finetune.config.options import read_options
 
 DATA = ROOT / "data_samples"
 FROZEN = ROOT / "tests" / "frozen" / "eval.txt"
@@ -109,7 +111,7 @@ def test_a_number_is_its_value(digits: int, places: int, zeros: int, unit: str):
     assert normalise(plain) != normalise(other)
 
 
-def test_every_bundled_row_gives_its_own_answer_and_no_other_rows():
+def test_every_bundled_record_gives_its_own_answer_and_no_others():
     rows = [json.loads(line) for name in ("train", "valid") for line in (DATA / f"{name}.jsonl").open(encoding="utf-8")]
     rows = [row for row in rows if "answer" in row]
     assert len(rows) == 1000
@@ -287,7 +289,7 @@ def test_a_part_of_the_rows_and_no_answers(
     assert result["models"][0]["overall"]["answered"] == 0 and result["data"]["questions"] == 0
     assert finetune(["eval", *map(str, flags), "--generate", "2", "--max-new-tokens", "2", "--device-type", "cpu"]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith("| level | model | samples |") and "were cut off" in err
+    assert out.startswith("| difficulty | model | samples |") and "were cut off" in err
     instruction = json.loads(rows_file.read_text(encoding="utf-8").splitlines()[0])["instruction"]
     assert instruction not in out + err
 
@@ -317,19 +319,45 @@ def test_bad_input_is_refused_with_words(
     for number, row in enumerate(rows):
         row["difficulty"] = str(number)
     many = write_rows(tmp_path / "many.jsonl", rows)
-    assert "at most 50 can be levels" in refused(capsys, "--model", tiny_model, "--data", many)
+    assert "at most 50 can be difficulties" in refused(capsys, "--model", tiny_model, "--data", many)
     wrong = write_rows(tmp_path / "wrong.jsonl", [*make_step_batches(1), {**make_step_batches(1)[0], "answer": ["1"]}])
     said = refused(capsys, "--model", tiny_model, "--data", wrong, "--cache-dir", tmp_path / "cache")
     assert "'answer' is list" in said and "wrong.jsonl:2" in said
     assert [path.name for path in taken.iterdir()] == ["thesis.tex"]
 
 
-@pytest.mark.parametrize("flags", [["--generate", "some"], ["--max-samples", "0"], ["--max-new-tokens", "x"], []])
-def test_bad_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]):
-    data = [] if not flags else ["--data", "x.jsonl"]
-    with pytest.raises(SystemExit) as ended:
-        finetune(["eval", "--model", "m", *data, *flags])
-    assert ended.value.code == 2 and "usage:" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--data", "x.jsonl", "--generate", "some"], "generate is 'some'"),
+        (["--data", "x.jsonl", "--max-samples", "0"], "max_samples is 0"),
+        (["--data", "x.jsonl", "--max-new-tokens", "x"], "max_new_tokens is 'x'"),
+        ([], "data is not set"),
+    ],
+)
+def test_bad_flags_are_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    assert message in refused(capsys, "--model", "m", *flags)
+
+
+def test_data_and_adapters_are_collected():
+    words = [
+        "--data",
+        "a",
+        "b",
+        "--adapter",
+        "x",
+        "--data=c",
+        "--adapter",
+        "y",
+        "z",
+        "--generate",
+        "7",
+        "--output",
+        "o",
+    ]
+    options = read_options(EvalOptions, words)
+    assert (options.data, options.adapter) == (("a", "b", "c"), ("x", "y", "z"))
+    assert options.generate == 7 and options.output == Path("o")
 
 
 def test_a_wrong_answer_field_is_said(tiny_model: Path, write_rows: Callable, tmp_path: Path, capsys):
@@ -337,4 +365,4 @@ def test_a_wrong_answer_field_is_said(tiny_model: Path, write_rows: Callable, tm
     data = write_rows(tmp_path / "rows.jsonl", rows)
     flags = ["--generate", "1", "--max-new-tokens", "1", "--device-type", "cpu", "--cache-dir", str(tmp_path)]
     assert finetune(["eval", "--model", str(tiny_model), "--data", str(data), *flags]) == 0
-    assert "1 rows have another 'answer' than their own output gives, first row 0" in capsys.readouterr().err
+    assert "1 records have another 'answer' than their own output gives, first record 0" in capsys.readouterr().err

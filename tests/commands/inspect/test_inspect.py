@@ -31,40 +31,44 @@ def arguments(tmp_path: Path) -> list[str]:
     return ["--model", str(tmp_path / "model"), "--data", str(path), "--cutoff-len", "64", "--cache-dir", cache_dir]
 
 
-def test_rows_are_shown_with_their_place_and_what_is_trained(
+def test_records_are_shown_with_their_location_and_what_is_trained(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*arguments, "--rows", "2"]) == 0
     shown = capsys.readouterr().out
-    assert "rows read" in shown and "level topology" in shown
-    assert "row 0  level explain" in shown and "row 1  level topology" in shown and "row 2 " not in shown
+    assert "rows read" in shown and "difficulty topology" in shown
+    assert (
+        "record 0  difficulty explain" in shown
+        and "record 1  difficulty topology" in shown
+        and "record 2 " not in shown
+    )
     assert f"{tmp_path / 'train.jsonl'}:2" in shown.replace("\n", "")
     assert "<|im_start|>user\nquestion 1<|im_end|>\n<|im_start|>assistant\n[[answer 1<|im_end|>]]\n" in shown
     assert "\x1b" not in shown, "no colours in a pipe"
 
 
-def test_rows_can_be_chosen(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_can_be_chosen(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*arguments, "--level", "topology"]) == 0
     shown = capsys.readouterr().out
-    assert [line.split()[1] for line in shown.splitlines() if line.startswith("row ")] == ["1", "3"]
+    assert [line.split()[1] for line in shown.splitlines() if line.startswith("record ")] == ["1", "3"]
     assert main([*arguments, "--row", "4"]) == 0
     shown = capsys.readouterr().out
-    assert [line.split()[1] for line in shown.splitlines() if line.startswith("row ")] == ["4"]
+    assert [line.split()[1] for line in shown.splitlines() if line.startswith("record ")] == ["4"]
     assert main([*arguments, "--rows", "0"]) == 0
     assert "question" not in capsys.readouterr().out
 
 
 def test_wrong_choices_are_refused(arguments: list[str]) -> None:
-    with pytest.raises(DataError, match="unknown level 'topolgy'; did you mean 'topology'"):
+    with pytest.raises(DataError, match="unknown difficulty 'topolgy'; did you mean 'topology'"):
         main([*arguments, "--level", "topolgy"])
-    with pytest.raises(DataError, match="row 6 is not among the samples") as caught:
+    with pytest.raises(DataError, match="record 6 is not among the samples") as caught:
         main([*arguments, "--row", "6"])
-    assert "rows are 0 to 5" in caught.value.fix
+    assert "records are 0 to 5" in caught.value.fix
     with pytest.raises(FinetuneError, match="unknown flag --cutof-len"):
         main([*arguments, "--cutof-len", "64"])
-    for option in ("--rows", "--row"):
-        with pytest.raises(ConfigError, match="--row.*: invalid int value"):
-            main([*arguments, option, "many"])
+    for option in ("rows", "row"):
+        with pytest.raises(ConfigError, match=f"{option} is 'many'"):
+            main([*arguments, f"--{option}", "many"])
 
 
 def test_colours_on_a_terminal(tmp_path: Path) -> None:
@@ -75,7 +79,7 @@ def test_colours_on_a_terminal(tmp_path: Path) -> None:
     console = Console(file=stream, force_terminal=True, color_system="standard", highlight=False)
     show(samples, 0, family("chatml"), console)
     shown = stream.getvalue()
-    assert "\x1b[1;32ma \\x1b[31m b\\x07<|im_end|>\x1b[0m" in shown, "trained is green; the row's controls are words"
+    assert "\x1b[1;32ma \\x1b[31m b\\x07<|im_end|>\x1b[0m" in shown, "trained is green; the record's controls are words"
     assert "[[" not in shown
 
 
@@ -93,7 +97,9 @@ def test_the_marked_text_is_the_whole_text(name: str) -> None:
 
 def test_help_is_quick_and_imports_no_torch() -> None:
     code = (
-        "import sys; from finetune.commands.inspect.command import main; main(['--help']);"
+        "import sys\nfrom finetune.commands.inspect.command import main\n"
+        "try:\n    main(['--help'])\n"
+        "except SystemExit as ended:\n    assert ended.code == 0\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'datasets')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

@@ -214,7 +214,7 @@ def test_the_card_tells_of_the_run_and_nothing_of_the_machine(make_adapter: Make
         f"| data fingerprint | {'ab12' * 16} |",
         "| progress | easy | a\\|b |",
         "| up to 50% | 9 | 1 |",
-        "| level | step 0 | step 4 |",
+        "| difficulty | step 0 | step 4 |",
         "| all | 2.5000 | 1.5000 |",
         "| easy | 2.2500 | 1.2500 |",
         "Logits differ by",

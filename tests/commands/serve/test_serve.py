@@ -304,9 +304,9 @@ def test_refused_before_anything_is_loaded(tmp_path: Path, stub: Served):
     cases = (
         (["--host", "0.0.0.0"], "there is no token"),
         (["--port", stub.port], "cannot be used"),
-        (["--port", "99999"], "--port is 99999"),
-        (["--max-batch", "0"], "--max-batch is 0"),
-        (["--body-seconds", "nan"], "--body-seconds is nan"),
+        (["--port", "99999"], "port is 99999"),
+        (["--max-batch", "0"], "max_batch is 0"),
+        (["--body-seconds", "nan"], "body_seconds is 'nan'"),
         (["--num-gpus", "2"], "the device is the CPU"),
     )
     for flags, message in cases:

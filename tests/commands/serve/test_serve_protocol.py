@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from finetune.commands.serve.command import run_server
 from finetune.commands.serve.guard import LOOPBACK_NAMES, RESPONSE_HEADERS, Guard, Rules
+from finetune.commands.serve.options import SHORTEST_TOKEN, TOKEN_VARIABLE, ServeOptions, ServeSettings, read_token
 from finetune.commands.serve.protocol import ApiError, ChatRequest, CompletionRequest, Shape, parse
-from finetune.commands.serve.settings import SHORTEST_TOKEN, TOKEN_VARIABLE, ServeSettings, read_token
 from finetune.errors import ConfigError
 
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -287,10 +287,10 @@ def test_the_token_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
             read_token(str(file))
     with pytest.raises(ConfigError, match="cannot be read"):
         read_token(str(tmp_path / "none"))
-    assert "0123456789" not in repr(ServeSettings({}, (), token="0123456789abcdef"))
+    assert "0123456789" not in repr(ServeSettings(ServeOptions(model="m"), {}, (), token="0123456789abcdef"))
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.7", "example.org"])
 def test_the_world_is_not_served_without_a_token(host):
     with pytest.raises(ConfigError, match="can be reached by others, and there is no token"):
-        run_server(ServeSettings({"model": "m"}, [{}], host=host))
+        run_server(ServeSettings(ServeOptions(model="m", host=host), {"model": "m"}, [{}]))

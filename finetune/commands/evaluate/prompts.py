@@ -1,9 +1,9 @@
-"""Data records as questions: the prompt, the difficulty, and the answer that can be checked."""
+"""Data records as prompts: the messages, the difficulty, and the answer that can be checked."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ MOST_DIFFICULTIES = 50
 
 
 @dataclass(frozen=True)
-class Question:
+class EvalPrompt:
     """One record to answer.
 
     Attributes:
@@ -46,43 +46,28 @@ def find_difficulties(paths: Sequence[Path], field: str, known: Sequence[str] = 
     """
     found: Counter[str] = Counter()
     for path in paths:
-        for _, record in read_records(path):
+        for _line, record in read_records(path):
             value = record.get(field) if isinstance(record, Mapping) else None
             if isinstance(value, (str, int)) and not isinstance(value, bool) and str(value).strip():
                 found[str(value).strip()] += 1
     if len(found) > MOST_DIFFICULTIES:
         raise ConfigError(
-            f"'{field}' has {len(found):,} different values, at most {MOST_DIFFICULTIES} can be levels",
+            f"'{field}' has {len(found):,} different values, at most {MOST_DIFFICULTIES} can be difficulties",
             "--difficulty-field",
-            "name a field with a few values, or one that no row has",
+            "name a field with a few values, or one that no record has",
         )
     return (*(name for name in known if name in found), *(name for name in found if name not in known))
 
 
-def read_questions(
+def read_prompts(
     paths: Sequence[Path], difficulties: Sequence[str], field: str, answer_field: str, records: Sequence[int]
-) -> list[Question]:
-    """The questions of the given records, in order.
-
-    Args:
-        records: numbers of records that are known to be good.
+) -> list[EvalPrompt]:
+    """The prompts of the records with these numbers, which are known to be good; counted as for training.
 
     Raises:
         DataError: an answer that is neither text nor number.
     """
-    wanted = set(records)
-    questions = []
-    for number, place, record, conversation in _conversations(paths, difficulties, field):
-        if number in wanted:
-            questions.append(_question(number, place, record, conversation, answer_field))
-    return questions
-
-
-def _conversations(
-    paths: Sequence[Path], difficulties: Sequence[str], field: str
-) -> Iterator[tuple[int, str, Mapping[str, Any], Conversation]]:
-    """(number, place, record, conversation) of every good record; they are counted as for training."""
-    number = -1
+    wanted, prompts, number = set(records), [], -1
     for path in paths:
         form = None
         for line, record in read_records(path):
@@ -94,22 +79,24 @@ def _conversations(
                 conversation = to_conversation(record, form, difficulties or None, field)
             except RecordProblem:  # `prepare_samples` has reported it
                 continue
-            yield number, f"{path}:{line}", record, conversation
+            if number in wanted:
+                prompts.append(_prompt(number, f"{path}:{line}", record, conversation, answer_field))
+    return prompts
 
 
-def _question(
-    number: int, place: str, record: Mapping[str, Any], conversation: Conversation, answer_field: str
-) -> Question:
+def _prompt(
+    number: int, location: str, record: Mapping[str, Any], conversation: Conversation, answer_field: str
+) -> EvalPrompt:
     *before, last = conversation.messages
     answer = record.get(answer_field)
     if answer is not None and (isinstance(answer, bool) or not isinstance(answer, (str, int, float))):
         raise DataError(
             f"'{answer_field}' is {type(answer).__name__}; it must be a text or a number",
-            place,
+            location,
             "write the answer as a text, or name another field as --answer-field",
         )
     answer = None if answer is None else str(answer).strip() or None
-    return Question(
+    return EvalPrompt(
         record=number,
         difficulty=conversation.difficulty,
         messages=tuple({"role": message.role, "content": message.content} for message in before),
@@ -119,12 +106,7 @@ def _question(
 
 
 def spread(difficulties: np.ndarray, count: int | None) -> np.ndarray:
-    """Positions of `count` items taken from the difficulties in turn, in order within each; all where there are no
-    more.
-
-    Args:
-        difficulties: int (N,), the difficulty of each item.
-    """
+    """Positions of `count` of N items, taken from the difficulties, int (N,), in turn, in order within each."""
     if count is None or count >= len(difficulties):
         return np.arange(len(difficulties))
     turn = np.empty(len(difficulties), dtype=np.int64)  # how many of its difficulty come before it

@@ -1,0 +1,61 @@
+"""The options of `eval`. Needs no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from finetune.config.fields import PathOption, Paths, Text, setting
+from finetune.inference.options import Count, ModelOptions
+
+GENERATIONS_NAME, RESULT_NAME, TABLE_NAME = "generations.jsonl", "evaluation.json", "table.md"
+
+
+class EvalOptions(ModelOptions):
+    """The command line."""
+
+    usage: ClassVar[str] = "python -m finetune eval --model FOLDER|ID --data FILE... [--flag value ...]"
+    summary: ClassVar[
+        str
+    ] = """Loss, perplexity and exact answers on held-out records: of a model, its adapters, its base.
+Answers are greedy, and given to records that have an answer to compare with."""
+    epilog: ClassVar[str] = "Exit code: 0 evaluated; 1 failed while evaluating; 2 refused before that; 130 interrupted."
+    groups: ClassVar[tuple[str, ...]] = ("model", "data", "answers", "output")
+
+    base: bool = setting(False, group="model", description="Evaluate the model without adapter (or training) as well.")
+    adapter: Paths = setting(
+        (), group="model", unit="FOLDER|ID", description="LoRA adapters for --model; without --model on their base."
+    )
+    data: Paths = setting(min_length=1, group="data", unit="FILE...", description="Held-out records.")
+    max_samples: Count | None = setting(
+        None, group="data", unit="N", shown_default="all", description="Of so many samples only, difficulties in turn."
+    )
+    cutoff_len: Annotated[int, Field(ge=2)] | None = setting(
+        None, group="data", unit="N", shown_default="the run's", description="Longest sample in tokens."
+    )
+    difficulty_field: Text | None = setting(
+        None, group="data", unit="NAME", shown_default="the run's", description="Field with a record's difficulty."
+    )
+    answer_field: Text = setting("answer", group="data", unit="NAME", description="Field with the answer.")
+    on_bad_row: Literal["refuse", "drop"] = setting("refuse", group="data", description="What to do with bad records.")
+    cache_dir: Text | None = setting(
+        None, group="data", unit="FOLDER", shown_default="that of training", description="For tokenized data."
+    )
+    generate: Annotated[int, Field(ge=0)] | Literal["answered", "all"] = setting(
+        "answered",
+        group="answers",
+        unit="N|answered|all",
+        description="Answer N records, difficulties in turn, those with an answer, or all.",
+    )
+    max_new_tokens: Count = setting(512, group="answers", unit="N", description="Most tokens of an answer.")
+    batch_size: Count = setting(32, group="answers", unit="N", description="Answers at a time.")
+    output: PathOption | None = setting(
+        None,
+        group="output",
+        unit="FOLDER",
+        description=f"New folder for {GENERATIONS_NAME}, {RESULT_NAME} and {TABLE_NAME}.",
+    )
+    as_json: bool = setting(
+        False, alias="json", group="output", description="Print one JSON object instead of the table."
+    )

@@ -1,0 +1,37 @@
+"""The options of `merge`. Needs no torch."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from finetune.config.fields import PathOption, Text, setting
+from finetune.config.options import Options
+from finetune.inference.options import DeviceType, Dtype
+
+
+class MergeOptions(Options):
+    """The command line."""
+
+    usage: ClassVar[str] = "python -m finetune merge --adapter FOLDER|ID --output-dir FOLDER [--flag value ...]"
+    summary: ClassVar[str] = (
+        "Merge a LoRA adapter into its base model: a folder that transformers and whatever serves its models load\n"
+        "without this package or peft. The folder is tested before it gets its name: its answers must be the adapter's."
+    )
+    epilog: ClassVar[str] = (
+        "Exit code: 0 merged and tested; 1 failed, and nothing is left; 2 refused before that; 130 interrupted."
+    )
+    groups: ClassVar[tuple[str, ...]] = ("options",)
+
+    adapter: Text = setting(
+        group="options", unit="FOLDER|ID", description="Output or checkpoint of a LoRA run, or a hub id."
+    )
+    model: Text | None = setting(
+        None, group="options", unit="FOLDER|ID", shown_default="the one that the adapter names", description="Its base."
+    )
+    output_dir: PathOption = setting(group="options", unit="FOLDER", description="New folder for the merged model.")
+    dtype: Dtype = setting("auto", group="options", description="Of the weights; auto: the base's own.")
+    device_type: DeviceType = setting("cpu", group="options", description="Where to compute.")
+    template: Text | None = setting(
+        None, group="options", unit="NAME|FILE", description="Chat template, where the adapter has none of its own."
+    )
+    trust_remote_code: bool = setting(False, group="options", description="Run code that comes with the model.")
