@@ -185,9 +185,9 @@ def choose_schedule(
     if missing.all():
         names = " | ".join(schedule.difficulties)
         warning = (
-            f"'{field}' field not found: none of the {len(difficulties):,} samples has a difficulty, so training "
-            f"is standard, with uniform sampling (fix: give every record a '{field}' of {names}, or name the field that has it as "
-            "difficulty_field, or set use_curriculum to false)"
+            f"'{field}' field not found: none of the {len(difficulties):,} samples has a difficulty, so training is "
+            f"standard, with uniform sampling (fix: give every record a '{field}' of {names}, or name the field that "
+            "has it as difficulty_field, or set use_curriculum to false)"
         )
         return *uniform, [warning]
     if missing.any():
