@@ -1,4 +1,4 @@
-"""What goes wrong, said so that the reader can put it right: what happened, where, and the fix.
+"""Errors that tell the reader what happened, where, and how to fix it.
 
 Policy: wrong input or state raises; what works but is probably wrong warns once with the fix; what is right is silent.
 """
@@ -10,22 +10,22 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit codes of every command. `status.json` in the run folder says the same in words."""
+    """Exit codes of every command. `status.json` in the run folder has their names."""
 
     DONE = 0  # finished, or was already finished
     FAILED = 1  # failed while running
     REFUSED = 2  # refused before running; nothing was written
     STOPPED = 3  # stopped by a signal, with a checkpoint saved
-    OUT_OF_MEMORY = 4  # a sharded run ran out of device memory; start again: it goes on with smaller rows
+    OUT_OF_MEMORY = 4  # a sharded run ran out of device memory; start again: it resumes with smaller microbatches
 
 
 class FinetuneError(Exception):
-    """An error with its remedy.
+    """An error with its fix.
 
     Args:
-        what: what is wrong, with the offending value and the rule it breaks.
-        where: the file, line, flag, key or rank it is about; empty where there is none.
-        fix: what to do about it, as an instruction.
+        what: with the offending value and the rule it breaks.
+        where: the file, line, flag, key or rank; empty where there is none.
+        fix: an instruction.
     """
 
     exit_code = ExitCode.FAILED
@@ -62,10 +62,7 @@ class StateError(FinetuneError):
 
 
 class Problems(FinetuneError):
-    """Several problems, reported together so that one look mends them all.
-
-    Raises on construction nothing; use `raise_problems` to raise one problem as itself and several as this.
-    """
+    """Several problems, reported together. Use `raise_problems`, which raises a single one as itself."""
 
     exit_code = ExitCode.REFUSED
 

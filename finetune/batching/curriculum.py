@@ -2,10 +2,9 @@
 
 A schedule is a sequence of stages over the progress of the run, from 0 to 1. Global batch k of T (from 0) covers the
 progress from k / T to (k + 1) / T. Its target for a difficulty is the integral of the difficulty's weight over that
-interval, so
-that a stage boundary inside a global batch counts for the part that it covers. Targets are exact rational numbers of
-the decimals the user wrote: 0.3 is three tenths. `plan_counts` turns them into whole samples, with an error below one
-sample for every difficulty after every global batch.
+interval, so that a stage boundary inside a global batch counts for the part that it covers. Targets are exact rational
+numbers of the decimals the user wrote: 0.3 is three tenths. `plan_counts` turns them into whole samples, with an error
+below one sample for every difficulty after every global batch.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Levels and the stages that mix them.
+    """Difficulties and the stages that mix them.
 
     Raises:
         ConfigError: names the stage, the value and the rule; several problems are reported together.
@@ -62,7 +61,7 @@ class Schedule:
         raise_problems(_schedule_problems(self.difficulties, self.stages))
 
     def weights(self, progress: float) -> np.ndarray:
-        """The share of each difficulty at a progress from 0 to 1: float64[difficulties]. A boundary belongs to the later stage."""
+        """Shares at a progress from 0 to 1: float64[difficulties]. A boundary belongs to the later stage."""
         ends = [stage.until for stage in self.stages]
         index = min(int(np.searchsorted(ends, progress, side="right")), len(ends) - 1)
         mix = np.array(self.shares(index), dtype=np.float64)
@@ -88,12 +87,12 @@ class Schedule:
         return np.array([[weight > 0 for weight in stage.mix] for stage in self.stages]).any(axis=0)
 
     def empty_difficulties(self, samples_per_difficulty: np.ndarray) -> list[FinetuneError]:
-        """A problem for each difficulty that has weight somewhere but no samples; samples_per_difficulty is int[difficulties]."""
+        """A problem for each difficulty that has weight somewhere but no samples in int[difficulties]."""
         return [
             DataError(
-                f"level '{name}' has weight in the curriculum but the data has no sample of it",
+                f"difficulty '{name}' has weight in the curriculum but the data has no sample of it",
                 where="curriculum.stages",
-                fix=f"add rows of level '{name}', or give it weight 0 in every stage",
+                fix=f"add records of difficulty '{name}', or give it weight 0 in every stage",
             )
             for name, used, samples in zip(self.difficulties, self.ever_used(), samples_per_difficulty, strict=True)
             if used and not samples
@@ -116,7 +115,7 @@ def uniform_schedule() -> Schedule:
 def plan_counts(schedule: Schedule, total_steps: int, global_batch_size: int) -> np.ndarray:
     """Samples of each difficulty in each global batch: int64[total_steps, difficulties].
 
-    Each row sums to global_batch_size. After every global batch each difficulty has had the floor or the ceiling of its
+    A step sums to global_batch_size. After every global batch each difficulty has had the floor or the ceiling of its
     target; in a global batch throughout which its weight is zero it has none. A pure function: no seed, no state.
 
     Raises:
@@ -138,10 +137,10 @@ def plan_counts(schedule: Schedule, total_steps: int, global_batch_size: int) ->
     dtype = np.int64 if bound * denominator < _INT64_ROOM else object
     targets = np.zeros((total_steps + 1, len(schedule.difficulties)), dtype=dtype)
     for first, last, polynomials in pieces:
-        rows = np.arange(first, last + 1).astype(dtype)
+        steps = np.arange(first, last + 1).astype(dtype)
         for difficulty, polynomial in enumerate(polynomials):
             constant, slope, bend = (int(c * denominator) for c in polynomial)
-            targets[first : last + 1, difficulty] = constant + rows * slope + (rows * rows * bend if bend else 0)
+            targets[first : last + 1, difficulty] = constant + steps * slope + (steps * steps * bend if bend else 0)
     return round_cumulative(targets, denominator, global_batch_size)
 
 
@@ -164,7 +163,7 @@ def choose_schedule(
         config: has `use_curriculum`, `difficulty_field`, and `curriculum` with `difficulties` and `stages` (each
             `until`, `mix`, `ramp`).
         difficulties: int[N], the index of each sample's difficulty in `config.curriculum.levels`, -1 for none.
-        record_ids: int[N], the input row of each sample, for messages; by default its position.
+        record_ids: int[N], the input record of each sample, for messages; by default its position.
 
     Returns:
         The schedule; int64[N], the index of each sample's difficulty in `schedule.difficulties`; warnings.
@@ -176,7 +175,7 @@ def choose_schedule(
     """
     difficulties = np.asarray(difficulties, dtype=np.int64)
     if not len(difficulties):
-        raise DataError("there are no samples to train on", fix="give --data files with rows that are kept")
+        raise DataError("there are no samples to train on", fix="give --data files with records that are kept")
     field, missing = config.difficulty_field, difficulties < 0
     uniform = uniform_schedule(), np.zeros(len(difficulties), dtype=np.int64)
     if not config.use_curriculum:
@@ -186,23 +185,21 @@ def choose_schedule(
     if missing.all():
         names = " | ".join(schedule.difficulties)
         warning = (
-            f"'{field}' field not found: none of the {len(difficulties):,} samples has a level, so training is standard, "
-            f"with uniform sampling (fix: give every row a '{field}' of {names}, or name the field that has it as "
-            "difficulty_field, or set use_curriculum to false)"
+            f"'{field}' field not found: none of the {len(difficulties):,} samples has a difficulty, so training is "
+            f"standard, with uniform sampling (fix: give every record a '{field}' of {names}, or name the field that "
+            "has it as difficulty_field, or set use_curriculum to false)"
         )
         return *uniform, [warning]
     if missing.any():
-        rows = np.unique(np.flatnonzero(missing) if record_ids is None else np.asarray(record_ids)[missing])
+        records = np.unique(np.flatnonzero(missing) if record_ids is None else np.asarray(record_ids)[missing])
+        more = ", ..." if len(records) > 10 else ""
         raise DataError(
-            f"{missing.sum():,} of {len(difficulties):,} samples have no '{field}': either every row has a level or none has",
-            where="rows " + ", ".join(map(str, rows[:10])) + (", ..." if len(rows) > 10 else "") + " (counted from 0)",
-            fix=f"add '{field}' to these rows, remove them, or set use_curriculum to false",
+            f"{missing.sum():,} of {len(difficulties):,} samples have no '{field}': every record needs one, or none",
+            where=f"records {', '.join(map(str, records[:10]))}{more} (counted from 0)",
+            fix=f"add '{field}' to these records, remove them, or set use_curriculum to false",
         )
-    return (
-        schedule,
-        difficulties,
-        check_difficulties(schedule, np.bincount(difficulties, minlength=len(schedule.difficulties))),
-    )
+    counts = np.bincount(difficulties, minlength=len(schedule.difficulties))
+    return schedule, difficulties, check_difficulties(schedule, counts)
 
 
 def check_difficulties(schedule: Schedule, samples_per_difficulty: np.ndarray) -> list[str]:
@@ -213,7 +210,7 @@ def check_difficulties(schedule: Schedule, samples_per_difficulty: np.ndarray) -
     """
     raise_problems(schedule.empty_difficulties(samples_per_difficulty))
     few = [
-        f"level '{name}' has {count:,}"
+        f"difficulty '{name}' has {count:,}"
         for name, used, count in zip(
             schedule.difficulties, schedule.ever_used(), samples_per_difficulty.tolist(), strict=True
         )
@@ -221,7 +218,9 @@ def check_difficulties(schedule: Schedule, samples_per_difficulty: np.ndarray) -
     ]
     if not few:
         return []
-    return [f"fewer than {FEW_SAMPLES:,} samples in a level: {', '.join(few)} (fix: add rows, or expect repetition)"]
+    return [
+        f"fewer than {FEW_SAMPLES:,} samples of a difficulty: {', '.join(few)} (fix: add records, or expect repetition)"
+    ]
 
 
 _Polynomial = tuple[Fraction, Fraction, Fraction]
@@ -230,7 +229,7 @@ _Polynomial = tuple[Fraction, Fraction, Fraction]
 def _target_pieces(
     schedule: Schedule, total_steps: int, global_batch_size: int
 ) -> list[tuple[int, int, list[_Polynomial]]]:
-    """The cumulative targets of each stage: (first row, last row, for each difficulty a polynomial of the row)."""
+    """The cumulative targets of each stage: (first step, last step, a polynomial of the step per difficulty)."""
     pieces = []
     start, sums = Fraction(0), [Fraction(0)] * len(schedule.difficulties)
     for index, stage in enumerate(schedule.stages):
@@ -239,7 +238,7 @@ def _target_pieces(
         before = after if stage.ramp == "step" else schedule.shares(index - 1)
         polynomials: list[_Polynomial] = []
         for difficulty, (low, high) in enumerate(zip(before, after, strict=True)):
-            # sums + G (low x + (high - low) x^2 / (2 length)) with x = row - start
+            # sums + G (low x + (high - low) x^2 / (2 length)) with x = step - start
             slope, bend = global_batch_size * low, global_batch_size * (high - low) / (2 * (end - start))
             constant = sums[difficulty] - slope * start + bend * start * start
             polynomials.append((constant, slope - 2 * bend * start, bend))
@@ -261,7 +260,7 @@ def _schedule_problems(difficulties: tuple[str, ...], stages: tuple[Stage, ...])
         problems.append(ConfigError(what, f"curriculum.{where}", fix))
 
     if not difficulties or len(set(difficulties)) < len(difficulties):
-        problem(f"levels are {list(difficulties)}", "levels", "name at least one level, each once")
+        problem(f"difficulties are {list(difficulties)}", "levels", "name at least one difficulty, each once")
     if not stages or stages[-1].until != 1:
         problem("the last stage must end at progress 1", "stages", "give the last stage until = 1.0")
     previous = 0.0
@@ -272,9 +271,9 @@ def _schedule_problems(difficulties: tuple[str, ...], stages: tuple[Stage, ...])
         previous = stage.until
         if len(stage.mix) != len(difficulties):
             problem(
-                f"the mix has {len(stage.mix)} weights for {len(difficulties)} levels",
+                f"the mix has {len(stage.mix)} weights for {len(difficulties)} difficulties",
                 f"{where}.mix",
-                "give one weight per level",
+                "give one weight per difficulty",
             )
         if not all(math.isfinite(weight) and weight >= 0 for weight in stage.mix) or not sum(stage.mix) > 0:
             problem(

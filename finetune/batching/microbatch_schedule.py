@@ -2,11 +2,10 @@
 communication.
 
 A microbatch is what one device takes in one forward. Every rank has the same number of microbatches, because sharded
-training meets at
-every layer of every microbatch. All ranks wait for the heaviest microbatch of a micro-step, so microbatches of like
-weight share a micro-step, and within one the heavier microbatches go to the ranks that have had less.
+training communicates at every layer of every microbatch. All ranks wait for the largest microbatch of a micro-step, so
+microbatches of like size share a micro-step, and within one the larger go to the ranks that have had less.
 
-Packing puts samples into microbatches under a token budget, longest first into the lightest microbatch (LPT
+Packing puts samples into microbatches under a token budget, longest first into the emptiest microbatch (LPT
 scheduling: Graham, 1969). Padding puts samples of like length into microbatches of a fixed number of samples.
 """
 
@@ -33,7 +32,7 @@ class MicrobatchSchedule:
             where there is none.
         microbatch_tokens: int64[ranks, micro-steps], real tokens of each microbatch.
         computed_tokens: int64[ranks, micro-steps], tokens that a device computes for it: padding included.
-        capacity_tokens: room of all microbatches: token budget x microbatches when packing, paid tokens when padding.
+        capacity_tokens: room of all microbatches: token budget x microbatches packed, computed tokens padded.
     """
 
     microbatches: tuple[tuple[np.ndarray, ...], ...]
@@ -61,7 +60,7 @@ class MicrobatchSchedule:
         return int(self.computed_tokens.sum()) - self.tokens
 
     @property
-    def fill(self) -> float:
+    def packing_efficiency(self) -> float:
         """Real tokens / room of all microbatches, 0 to 1."""
         return self.tokens / self.capacity_tokens if self.capacity_tokens else 0.0
 
@@ -72,12 +71,12 @@ class MicrobatchSchedule:
 
     @property
     def lockstep_imbalance(self) -> float:
-        """The same where ranks meet after every microbatch (ZeRO-3): heaviest microbatches of the micro-steps / mean of the ranks."""
+        """The same where ranks wait after every microbatch (ZeRO-3): largest of each micro-step / mean of the ranks."""
         return _over_mean(self.computed_tokens.max(axis=0).sum(), self.computed_tokens, self.world_size)
 
     @property
-    def heaviest_row_tokens(self) -> int:
-        """Tokens computed for the heaviest microbatch."""
+    def largest_microbatch_tokens(self) -> int:
+        """Tokens computed for the largest microbatch."""
         return int(self.computed_tokens.max())
 
 
@@ -104,10 +103,10 @@ def schedule_microbatches(
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if (token_budget is None) == (samples_per_microbatch is None):
-        raise ValueError("give token_budget (packing) or samples_per_row (padding), one of them")
+        raise ValueError("give token_budget (packing) or samples_per_microbatch (padding), one of them")
     limit = token_budget if samples_per_microbatch is None else samples_per_microbatch
     if limit < 1 or world_size < 1 or (len(lengths) and lengths.min() < 1):
-        raise ValueError("token_budget, samples_per_row, world_size and every length must be at least 1")
+        raise ValueError("token_budget, samples_per_microbatch, world_size and every length must be at least 1")
     # Longest first; of equals the earlier first.
     order = np.argsort(-lengths, kind="stable")
     if samples_per_microbatch is not None:
@@ -121,19 +120,19 @@ def schedule_microbatches(
 
 
 def _pack(descending: np.ndarray, world_size: int, budget: int, order: np.ndarray) -> tuple[np.ndarray, int]:
-    """Microbatches of samples that are sorted from long to short: (int64[G] microbatch of each, number of microbatches)."""
+    """Pack samples that are sorted from long to short: (int64[G] microbatch of each, number of microbatches)."""
     if len(descending) and descending[0] > budget:
         too_long = np.flatnonzero(descending > budget)
         shown = ", ".join(f"position {order[i]} with {descending[i]:,} tokens" for i in too_long[:10])
         raise DataError(
-            f"{len(too_long)} samples of a global batch are longer than the token budget of a row, {budget:,}",
+            f"{len(too_long)} samples of a global batch are longer than the token budget of a microbatch, {budget:,}",
             where=shown + (", ..." if len(too_long) > 10 else ""),
             fix="raise the budget (micro_batch_size x cutoff_len) or shorten the samples with a lower cutoff_len",
         )
     items = descending.tolist()
     fewest = _multiple(_fewest_microbatches(descending, budget), world_size)
-    # Too few microbatches: as many more as the samples that were left over fill, until it fits; then bisection of the
-    # last gap.
+    # The bound may be too low to be packed: add the microbatches that the samples left over would fill, until all fit;
+    # then bisect the last gap, as that step may have been too large.
     failed, count = fewest - world_size, fewest
     while True:
         microbatches = _longest_first(items, count, budget)
@@ -153,12 +152,11 @@ def _pack(descending: np.ndarray, world_size: int, budget: int, order: np.ndarra
 
 
 def _fewest_microbatches(descending: np.ndarray, budget: int) -> int:
-    """A number of microbatches that no packing can go below: the bound L2 of Martello and Toth (1990), and simpler ones."""
+    """No packing has fewer microbatches: the bound L2 of Martello and Toth (1990), and simpler ones."""
     if not len(descending):
         return 0
     # A sample above half the budget has a microbatch of its own. Beside it goes nothing that is longer than what it
-    # leaves:
-    # for every threshold, count the microbatches of the samples that leave less, and pour the samples from the
+    # leaves: for every threshold, count the microbatches of the samples that leave less, and pour the samples from the
     # threshold up to half into the room left.
     sums = np.concatenate([[0], np.cumsum(descending)])
     above_half = int(np.searchsorted(-descending, -(budget // 2)))
@@ -173,7 +171,7 @@ def _fewest_microbatches(descending: np.ndarray, budget: int) -> int:
 
 
 def _longest_first(items: list[int], microbatch_count: int, budget: int) -> list[int]:
-    """Put each item, long to short, into the lightest microbatch: their microbatches, up to the first item that does not fit."""
+    """Microbatch of each item, long to short, the emptiest each time; ends before the first that does not fit."""
     # A microbatch on the heap is one integer, tokens << shift | microbatch: comparing and adding integers is the
     # fastest that Python does.
     shift = microbatch_count.bit_length()
@@ -200,20 +198,20 @@ def _spread(
     world_size: int,
     token_budget: int | None,
 ) -> MicrobatchSchedule:
-    """Give microbatches to ranks and micro-steps: the heaviest `world_size` microbatches are the first micro-step, and so on."""
+    """Give microbatches to ranks and micro-steps: the largest `world_size` are the first micro-step, and so on."""
     sizes = np.bincount(microbatch_of, minlength=microbatch_count)
     tokens = np.bincount(microbatch_of, weights=lengths, minlength=microbatch_count).astype(np.int64)
     if token_budget is None:
         longest = np.zeros(microbatch_count, dtype=np.int64)
         np.maximum.at(longest, microbatch_of, lengths)
-        paid, capacity = longest * sizes, int((longest * sizes).sum())
+        computed, capacity = longest * sizes, int((longest * sizes).sum())
     else:
-        paid, capacity = tokens, microbatch_count * token_budget
-    slots = np.argsort(-paid, kind="stable").reshape(-1, world_size)
+        computed, capacity = tokens, microbatch_count * token_budget
+    slots = np.argsort(-computed, kind="stable").reshape(-1, world_size)
     if token_budget is None:
-        slots = _lightest_rank_first(slots, paid)
+        slots = _lightest_rank_first(slots, computed)
     else:
-        # Packed microbatches weigh nearly the same: dealing out every other micro-step backwards is enough, and faster.
+        # Packed microbatches are nearly of one size: dealing every other micro-step backwards is enough, and faster.
         slots[1::2] = slots[1::2, ::-1].copy()
     slots = slots.T
     positions = np.argsort(microbatch_of, kind="stable")
@@ -222,14 +220,14 @@ def _spread(
     microbatches = tuple(
         tuple([positions[starts[microbatch] : ends[microbatch]] for microbatch in rank]) for rank in slots.tolist()
     )
-    return MicrobatchSchedule(microbatches, tokens[slots], paid[slots], capacity)
+    return MicrobatchSchedule(microbatches, tokens[slots], computed[slots], capacity)
 
 
-def _lightest_rank_first(micro_steps: np.ndarray, paid: np.ndarray) -> np.ndarray:
-    """Microbatches of each micro-step, heavy to light, int64[micro-steps, ranks] -> the same at the ranks that take them."""
+def _lightest_rank_first(micro_steps: np.ndarray, computed: np.ndarray) -> np.ndarray:
+    """int64[micro-steps, ranks], large to small -> the same at the ranks that take them, least busy rank first."""
     totals = [0] * micro_steps.shape[1]
     slots = []
-    for microbatches, tokens in zip(micro_steps.tolist(), paid[micro_steps].tolist(), strict=True):
+    for microbatches, tokens in zip(micro_steps.tolist(), computed[micro_steps].tolist(), strict=True):
         slot = [0] * len(totals)
         ranks = sorted(range(len(totals)), key=totals.__getitem__)
         for rank, microbatch, microbatch_tokens in zip(ranks, microbatches, tokens, strict=True):
@@ -241,16 +239,18 @@ def _lightest_rank_first(micro_steps: np.ndarray, paid: np.ndarray) -> np.ndarra
 
 @dataclass(frozen=True)
 class PlanSummary:
-    """Execution plans of several global batches, for a start-up table. Shares and ratios are over all of them.
+    """Microbatch schedules of several global batches, for a start-up table. Shares and ratios are over all of them.
+
+    The names are those of the `plan` in a run's log, which readers of old logs know.
 
     Attributes:
-        steps: how many global batches were planned.
         rows_per_rank: (fewest, mean, most) microbatches of a rank in a step.
         tokens: mean real tokens of a global batch.
-        fill, imbalance, lockstep_imbalance: as in MicrobatchSchedule; imbalances are means.
-        heaviest_row_tokens: over all steps.
-        padding_share: tokens computed for nothing / tokens computed, of the plans themselves.
-        padded_padding_share: the same for microbatches of `samples_per_microbatch` samples: what a padded run pays.
+        fill: packing efficiency.
+        imbalance, lockstep_imbalance: means.
+        heaviest_row_tokens: tokens of the largest microbatch of all steps.
+        padding_share: tokens computed for nothing / tokens computed, of the schedules themselves.
+        padded_padding_share: the same for microbatches of `samples_per_microbatch` samples: what a padded run computes.
     """
 
     steps: int
@@ -296,7 +296,7 @@ def summarise(
         fill=_ratio(sum(plan.tokens for plan in plans), sum(plan.capacity_tokens for plan in plans)),
         imbalance=float(np.mean([plan.imbalance for plan in plans])),
         lockstep_imbalance=float(np.mean([plan.lockstep_imbalance for plan in plans])),
-        heaviest_row_tokens=max(plan.heaviest_row_tokens for plan in plans),
+        heaviest_row_tokens=max(plan.largest_microbatch_tokens for plan in plans),
         padding_share=_padding_share(plans),
         padded_padding_share=_padding_share([plan for _, plan in padded]),
     )

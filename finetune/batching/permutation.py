@@ -60,6 +60,8 @@ class Permutation:
 
     def _walk(self, values: np.ndarray) -> np.ndarray:
         """Apply the network until every value is below `size`: under two times on average (domain < 2 size)."""
+        # The network permutes the larger domain, so the cycle of a value below `size` leads back below `size`, and
+        # no two values end at the same place.
         values = self._network(values)
         outside = np.flatnonzero(values >= self.size)
         while outside.size:

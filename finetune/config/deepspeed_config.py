@@ -1,7 +1,7 @@
 """The user's DeepSpeed keys -> the dictionary that DeepSpeed is given.
 
-The batch numbers, optimizer, scheduler, clipping and dtype are this package's (config.py resolved them); DeepSpeed sees
-rows: micro-batch 1, accumulation 1. What is set here and not by the user has its reason beside it.
+The batch numbers, optimizer, scheduler, clipping and dtype are this package's (`deepspeed_settings`); DeepSpeed sees
+microbatches: micro-batch 1, accumulation 1. What is set here and not by the user has its reason beside it.
 """
 
 from __future__ import annotations
@@ -9,20 +9,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from finetune.config.deepspeed_settings import OURS
 from finetune.config.run_config import RunConfig
-
-# Tokens never decide these; a DeepSpeed JSON written for another trainer has them, and ours are in charge.
-OWNED_KEYS = (
-    "optimizer",
-    "scheduler",
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "bf16",
-    "fp16",
-    "amp",
-)
 
 
 def zero_stage(config: RunConfig) -> int:
@@ -39,7 +27,7 @@ def deepspeed_dict(config: RunConfig, *, world_size: int, dtype: str, largest_ad
         largest_adapter_tensor: numbers in the largest LoRA tensor; 0 for full-parameter training.
     """
     given = copy.deepcopy(config.deepspeed or {})
-    made = {key: value for key, value in given.items() if key not in OWNED_KEYS}
+    made = {key: value for key, value in given.items() if key not in OURS}
     made |= {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -52,7 +40,7 @@ def deepspeed_dict(config: RunConfig, *, world_size: int, dtype: str, largest_ad
     # torch's AdamW, not DeepSpeedCPUAdam: the latter multiplies beta^t step by step but takes a power after a restart,
     # so a resumed run would differ. The user may ask for it (large full-parameter runs are faster with it).
     made.setdefault("zero_force_ds_cpu_optimizer", False)
-    # bf16 gradients of many rows would be added up in bf16 otherwise.
+    # bf16 gradients of many microbatches would be added up in bf16 otherwise.
     made.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
     made.setdefault("steps_per_print", 2**31)
     zero = made.setdefault("zero_optimization", {})

@@ -1,9 +1,8 @@
-"""What a DeepSpeed configuration may say. Never imports deepspeed.
+"""The names that a DeepSpeed configuration may have. Never imports deepspeed.
 
-DeepSpeed accepts a misspelt top-level key without a word and trains with its default instead, and refuses one inside
+DeepSpeed silently accepts a misspelt top-level key and trains with its default instead, and refuses one inside
 `zero_optimization` only after the model was loaded. So the names of deepspeed 0.19.8 are listed here and checked first;
-a test compares the list with the installed deepspeed. Values are left to DeepSpeed but for the few that contradict how
-finetune trains, or that it would refuse late.
+a test compares the list with the installed deepspeed.
 """
 
 from __future__ import annotations
@@ -138,7 +137,7 @@ REMOVED: dict[str, frozenset[str]] = {
 
 
 def unknown_keys(config: Mapping[str, Any], where: str, known: Names = KNOWN, path: str = "") -> Iterator[ConfigError]:
-    """Keys that deepspeed 0.19.8 does not know at the place where they stand, and blocks that are no blocks.
+    """Keys that deepspeed 0.19.8 does not know where they stand, and blocks that are no blocks.
 
     Args:
         config: a DeepSpeed configuration, or the block at `path`.
@@ -170,83 +169,3 @@ def lookup(config: Mapping[str, Any], path: str) -> Any:
             return None
         value = value[key]
     return value
-
-
-# What DeepSpeed's optimizer and scheduler blocks may say beside the shared numbers: what finetune does anyway.
-ALLOWED: dict[str, tuple[Any, ...]] = {
-    "optimizer.params.bias_correction": (True,),
-    "optimizer.params.adam_w_mode": (True,),
-    "optimizer.params.adamw_mode": (True,),
-    "optimizer.params.amsgrad": (False,),
-    "optimizer.params.fp32_optimizer_states": (True,),
-    "scheduler.params.warmup_min_lr": (0,),
-    "scheduler.params.warmup_min_ratio": (0,),
-    "scheduler.params.cos_min_ratio": (0,),
-    "scheduler.params.warmup_type": ("linear",),
-    "scheduler.params.last_batch_iteration": (-1,),
-    "zero_optimization.stage": (0, 1, 2, 3),
-    "zero_optimization.offload_param.device": ("cpu", "nvme", "none"),
-    "zero_optimization.offload_optimizer.device": ("cpu", "nvme", "none"),
-}
-
-# Blocks by which several processes share one sample, or DeepSpeed chooses the samples: here every process has its own
-# rows, and which samples a step has is decided by the run alone.
-NOT_OURS = ("sequence_parallel_size", "tensor_parallel", "expert_parallel", "pipeline", "data_efficiency")
-
-# DeepSpeed's schedules and ours of the same course.
-SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-
-# Top-level numbers that may say "auto", because they are also ours.
-LEFT_TO_US = frozenset(
-    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-)
-
-
-def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
-    return any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in allowed)
-
-
-def refused_values(config: Mapping[str, Any], where: str) -> Iterator[ConfigError]:
-    """Values that DeepSpeed would refuse after the model was loaded, or that contradict how finetune trains."""
-    for path, allowed in ALLOWED.items():
-        value = lookup(config, path)
-        if value is not None and value != "auto" and not _is_one_of(value, allowed):
-            choices = " or ".join(repr(choice) for choice in allowed)
-            yield ConfigError(f"DeepSpeed key {path} is {value!r}", where, f"it may be {choices}; or leave it out")
-    kind = lookup(config, "optimizer.type")
-    if kind is not None and str(kind).lower() not in ("adam", "adamw"):
-        yield ConfigError(
-            f"optimizer.type is {kind!r}", where, "finetune trains with AdamW; write AdamW or leave it out"
-        )
-    kind = lookup(config, "scheduler.type")
-    if kind is not None and str(kind) not in SCHEDULERS:
-        choices = ", ".join(f"{theirs} ({ours})" for theirs, ours in SCHEDULERS.items())
-        yield ConfigError(
-            f"scheduler.type is {kind!r}", where, f"one of {choices}; or leave it out and use lr_scheduler"
-        )
-    yield from _refused_combinations(config, where)
-
-
-def _refused_combinations(config: Mapping[str, Any], where: str) -> Iterator[ConfigError]:
-    for key, value in config.items():
-        if value == "auto" and key in KNOWN and KNOWN[key] is None and key not in LEFT_TO_US:
-            yield ConfigError(
-                f'DeepSpeed key {key} is "auto"', where, "nothing fills it in; give a value or leave it out"
-            )
-    for key in NOT_OURS:
-        if config.get(key) not in (None, {}, 1):
-            what = f"DeepSpeed key {key} is set, and finetune gives every process its own samples"
-            yield ConfigError(what, where, "remove it; ZeRO stages are the way to share the memory of several devices")
-    if lookup(config, "comet.api_key") is not None:
-        yield ConfigError("comet.api_key is a secret in a file", where, "set COMET_API_KEY in the environment instead")
-    stage = lookup(config, "zero_optimization.stage") or 0
-    if lookup(config, "zero_optimization.offload_param.device") in ("cpu", "nvme") and stage != 3:
-        yield ConfigError(
-            f"offload_param needs ZeRO stage 3, and stage is {stage}", where, "set stage to 3 or remove it"
-        )
-    for block in ("offload_param", "offload_optimizer"):
-        offload = f"zero_optimization.{block}"
-        if lookup(config, f"{offload}.device") == "nvme" and not lookup(config, f"{offload}.nvme_path"):
-            yield ConfigError(
-                f"{offload}.device is nvme without nvme_path", where, "name a folder on a fast local disk"
-            )

@@ -1,6 +1,6 @@
 """The parts that settings are made of: typed fields with group and unit, strict models, and the curriculum's stages.
 
-Pure, like `config`, which puts them together.
+Pure, like `run_config`, which puts them together.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 # The order of `--help`, `--print-config` and run.yaml.
@@ -56,6 +57,11 @@ def setting(
     return Field(description=description, json_schema_extra={k: v for k, v in extra.items() if v}, **rules)
 
 
+def redefined(model_class: type[BaseModel], name: str, **changes: Any) -> Any:
+    """An inherited setting with another default or description; group, unit and bounds stay."""
+    return FieldInfo.merge_field_infos(model_class.model_fields[name], **changes)
+
+
 def _one_or_many(value: Any) -> Any:
     """A single string is a list of one; JSON and YAML lists become the tuples that the fields hold."""
     if isinstance(value, str):
@@ -90,6 +96,9 @@ def ordered_fields(model_class: type[BaseModel]) -> list[str]:
 
 
 Text = Annotated[str, Field(min_length=1)]
+Positive = Annotated[int, Field(ge=1)]
+# Steps, or below 1 a fraction of them.
+Warmup = Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)]
 Paths = Annotated[tuple[Text, ...], BeforeValidator(_one_or_many, json_schema_input_type=str | list[str])]
 Names = Annotated[
     Literal["all-linear"] | tuple[Text, ...],
@@ -113,25 +122,25 @@ class Strict(BaseModel):
 
 
 def rule_broken(problems: list[tuple[str, str]]) -> PydanticCustomError:
-    """An error for pydantic that carries `(what, fix)` pairs through to `config_file`."""
+    """An error for pydantic that carries `(what, fix)` pairs through to `schema_errors`."""
     text = "; ".join(what for what, _ in problems)
     return PydanticCustomError("rule_broken", "{text}", {"text": text, "problems": problems})
 
 
 class StageConfig(Strict):
-    """An interval of the run with its own mix of levels."""
+    """An interval of the run with its own mix of difficulties."""
 
     until: float = Field(gt=0, le=1, description="Where the stage ends, as a fraction of the run's steps.")
     mix: Annotated[tuple[Annotated[float, Field(ge=0)], ...], Many] = Field(
-        description="One weight per level, in the order of `levels`; only their ratios count."
+        description="One weight per difficulty, in the order of `levels`; only their ratios count."
     )
     ramp: Literal["step", "linear"] = Field(
         "step", description="How the mix is reached: at once, or linearly over the stage from the previous stage's mix."
     )
 
 
-# The guide's stages: 0-30%, 30-70%, 70-100% of the run.
-GUIDE_STAGES = (
+# 0-30%, 30-70%, 70-100% of the run.
+DEFAULT_STAGES = (
     StageConfig(until=0.3, mix=(80.0, 20.0, 0.0)),
     StageConfig(until=0.7, mix=(40.0, 40.0, 20.0)),
     StageConfig(until=1.0, mix=(25.0, 35.0, 40.0)),
@@ -139,13 +148,13 @@ GUIDE_STAGES = (
 
 
 class CurriculumConfig(Strict):
-    """Which levels there are and how they are mixed over the run."""
+    """Which difficulties (`levels` in files) there are, and how they are mixed over the run."""
 
     levels: Annotated[tuple[Text, ...], Many] = Field(
         ("explain", "reasoning", "topology"), min_length=1, description="The values of the difficulty field, in order."
     )
     stages: Annotated[tuple[StageConfig, ...], Many] = Field(
-        GUIDE_STAGES, min_length=1, description="The stages in order; the last one ends at 1.0."
+        DEFAULT_STAGES, min_length=1, description="The stages in order; the last one ends at 1.0."
     )
 
     @model_validator(mode="after")
@@ -159,17 +168,17 @@ class CurriculumConfig(Strict):
         found = []
         repeated = sorted({level for level in self.levels if self.levels.count(level) > 1})
         if repeated:
-            found.append((f"levels names {', '.join(repeated)} more than once", "name each level once"))
+            found.append((f"levels names {', '.join(repeated)} more than once", "name each difficulty once"))
         for number, stage in enumerate(self.stages, 1):
             if len(stage.mix) != len(self.levels):
                 found.append(
                     (
-                        f"stage {number} has {len(stage.mix)} weights for {len(self.levels)} levels",
+                        f"stage {number} has {len(stage.mix)} weights for {len(self.levels)} difficulties",
                         f"give one weight for each of {', '.join(self.levels)}",
                     )
                 )
             elif sum(stage.mix) <= 0:
-                found.append((f"the weights of stage {number} are all zero", "give a level a weight above 0"))
+                found.append((f"the weights of stage {number} are all zero", "give a difficulty a weight above 0"))
         if self.stages[0].ramp == "linear":
             found.append(("stage 1 ramps linearly, and there is no mix before it", 'give stage 1 the ramp "step"'))
         ends = [stage.until for stage in self.stages]

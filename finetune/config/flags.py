@@ -1,7 +1,7 @@
 """Flags, made from the schema of a configuration: parsing, help, and the table that freezes them.
 
 A flag is a field's name with dashes or underscores. `--flag value` and `--flag=value` are the same; a boolean stands
-alone or takes true or false; a flag that takes several words takes them up to the next flag; of a repeated flag the
+alone or takes true or false; a flag that takes several values takes them up to the next flag; of a repeated flag the
 last wins, but `--config` collects. Everything wrong on the command line is reported together.
 """
 
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from finetune.config.fields import GROUPS, Strict, ordered_fields
-from finetune.config.names import normal, unknown_name
-from finetune.config.rules import flag
+from finetune.config.names import flag, normal, unknown_name
+from finetune.config.precedence import Precedence, SourcedValue
 from finetune.config.run_config import BaseConfig
 from finetune.errors import ConfigError
 
@@ -54,15 +54,25 @@ class Flag:
     description: str
 
     @property
+    def is_switch(self) -> bool:
+        """Whether it may stand without a value."""
+        return self.kinds <= {"boolean", "null"}
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it takes several values."""
+        return "array" in self.kinds
+
+    @property
     def metavar(self) -> str:
         """What stands for the value in the help."""
         if self.unit:
             return self.unit if "|" in self.unit else self.unit.upper()
         if self.choices:
             return "|".join(self.choices)
-        if self.kinds <= {"boolean", "null"}:
+        if self.is_switch:
             return "[true|false]"
-        return "NAME..." if "array" in self.kinds else "NUMBER" if self.kinds & {"integer", "number"} else "TEXT"
+        return "NAME..." if self.is_list else "NUMBER" if self.kinds & {"integer", "number"} else "TEXT"
 
 
 def _branches(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -76,21 +86,21 @@ def _bounds(schema: Mapping[str, Any]) -> str:
 
 def expected(schema: Mapping[str, Any]) -> str:
     """What a JSON Schema asks for, in words."""
-    said = []
+    parts = []
     for branch in _branches(schema):
         if "const" in branch:
-            said.append(str(branch["const"]))
+            parts.append(str(branch["const"]))
         elif "enum" in branch:
-            said.append(", ".join(map(str, branch["enum"])))
+            parts.append(", ".join(map(str, branch["enum"])))
         elif branch.get("type") == "array":
-            said.append("a list of names" if branch["items"].get("type") == "string" else "a list")
+            parts.append("a list of names" if branch["items"].get("type") == "string" else "a list")
         elif branch.get("type") in ("integer", "number"):
             kind = "a whole number" if branch["type"] == "integer" else "a number"
-            said.append(f"{kind} {_bounds(branch)}".strip())
+            parts.append(f"{kind} {_bounds(branch)}".strip())
         else:
             kinds = {"boolean": "true or false", "null": "null", "string": "a text that is not empty"}
-            said.append(kinds.get(branch.get("type", ""), "a block of names and values"))
-    return " or ".join(said)
+            parts.append(kinds.get(branch.get("type", ""), "a block of names and values"))
+    return " or ".join(parts)
 
 
 def flags_of(model_class: type[Strict]) -> dict[str, Flag]:
@@ -130,19 +140,23 @@ class Parsed:
     """A command line, taken apart.
 
     Args:
-        values: field -> (value, flag as typed).
+        values: field -> value, with the flag as typed for its location.
         config_files: the files of every `--config`, in order.
         deepspeed: the file of `--deepspeed`, None where it was not given.
-        rest: words that belong to another command line.
+        rest: arguments that belong to another command line.
     """
 
-    values: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    values: dict[str, SourcedValue] = field(default_factory=dict)
     config_files: list[str] = field(default_factory=list)
     deepspeed: str | None = None
     print_config: bool = False
     help: bool = False
     rest: list[str] = field(default_factory=list)
     problems: list[ConfigError] = field(default_factory=list)
+
+    def refuse(self, what: str, fix: str) -> None:
+        """Note a problem."""
+        self.problems.append(ConfigError(what, COMMAND_LINE, fix))
 
 
 def parse(
@@ -153,117 +167,145 @@ def parse(
     extra: Mapping[str, tuple[str, str]] = EXTRA,
     positional: Sequence[str] = (),
     keep_rest: bool = False,
+    join_lists: bool = False,
 ) -> Parsed:
     """Take a command line apart. Raises nothing: problems are collected in the result.
 
     Args:
         aliases: other spelling -> field.
         extra: flags that are no fields, of `EXTRA`.
-        positional: fields that stand without a flag, in order; the last may take several words. Lists that a repeated
-            flag gives are joined where `extra` is not that of a run.
-        keep_rest: unknown flags, and the words after them, are another command line's: kept in `rest`.
+        positional: fields that stand without a flag, in order; a list takes all that follow.
+        keep_rest: unknown flags, and the arguments after them, are another command line's: kept in `rest`.
+        join_lists: a repeated flag that takes a list adds to it; else its last list counts.
     """
-    parsed, waiting = Parsed(), list(positional)
-    position = 0
-    while position < len(arguments):
-        word = arguments[position]
-        position += 1
-        if not IS_FLAG.match(word):
-            if waiting:
-                name = waiting[0] if "array" in flags[waiting[0]].kinds else waiting.pop(0)
-                _take(parsed, name, flags[name].metavar, [word], flags, join=True)
-                continue
-            if keep_rest:
-                parsed.rest.append(word)
-                continue
-            fix = "flags begin with --; put a value with spaces in quotes, and write several files after one flag"
-            parsed.problems.append(ConfigError(f"{word!r} belongs to no flag", COMMAND_LINE, fix))
-            continue
-        typed, equals, attached = word.partition("=")
+    reader = _Reader(list(arguments), flags, aliases or {}, extra, list(positional), keep_rest, join_lists)
+    while reader.position < len(reader.arguments):
+        reader.read_next()
+    return reader.parsed
+
+
+@dataclass
+class _Reader:
+    """The state of `parse`: `position` is the argument to be read next."""
+
+    arguments: list[str]
+    flags: Mapping[str, Flag]
+    aliases: Mapping[str, str]
+    extra: Mapping[str, tuple[str, str]]
+    positional: list[str]
+    keep_rest: bool
+    join_lists: bool
+    position: int = 0
+    parsed: Parsed = field(default_factory=Parsed)
+
+    def __post_init__(self) -> None:
+        self.waiting = list(self.positional)
+
+    def read_next(self) -> None:
+        """A flag with its values, or an argument that stands alone."""
+        argument = self.arguments[self.position]
+        self.position += 1
+        if not IS_FLAG.match(argument):
+            self._alone(argument)
+            return
+        typed, equals, attached = argument.partition("=")
         name = "help" if typed == "-h" else normal(typed) if typed.startswith("--") else typed
-        name = (aliases or {}).get(name, name)
-        if name not in extra and (name not in flags or name in ONLY_IN_FILES or name in positional):
-            count = 0 if equals else _words_that_follow(arguments, position, len(arguments))
-            if keep_rest:
-                parsed.rest += arguments[position - 1 : position + count]
-            else:
-                parsed.problems.append(_unknown(typed, name, flags, extra))
-            position += count
-            continue
-        taken = 0 if equals else _words_that_follow(arguments, position, _most_words(name, flags, arguments, position))
-        words = [attached] if equals else list(arguments[position : position + taken])
-        position += taken
-        _take(parsed, name, typed, words, flags, join=extra is not EXTRA)
-    return parsed
-
-
-def _unknown(typed: str, name: str, flags: Mapping[str, Flag], extra: Mapping[str, Any]) -> ConfigError:
-    if name in ONLY_IN_FILES:
-        fix = f"put {name} into a YAML file and give it as --config FILE"
-        return ConfigError(f"{typed} cannot be given on the command line", COMMAND_LINE, fix)
-    known = [known for known in [*flags, *extra] if known not in ONLY_IN_FILES or known in extra]
-    return unknown_name(typed, COMMAND_LINE, known, flags=True)
-
-
-def _words_that_follow(arguments: Sequence[str], position: int, most: int) -> int:
-    count = 0
-    while count < most and position + count < len(arguments) and not IS_FLAG.match(arguments[position + count]):
-        count += 1
-    return count
-
-
-def _most_words(name: str, flags: Mapping[str, Flag], arguments: Sequence[str], position: int) -> int:
-    """How many words after a flag may be its value."""
-    if name in ("help", "print_config") or (name in flags and flags[name].kinds <= {"boolean", "null"}):
-        is_truth = position < len(arguments) and arguments[position].lower() in ("true", "false")
-        return 1 if is_truth else 0
-    takes_many = name == "config" or (name in flags and "array" in flags[name].kinds)
-    return len(arguments) if takes_many else 1
-
-
-def _take(parsed: Parsed, name: str, typed: str, words: list[str], flags: Mapping[str, Flag], *, join: bool) -> None:
-    """Give the words after a flag to what it sets; joined to those of the same flag before it, if it takes many."""
-    if name in ("help", "print_config") or (name in flags and flags[name].kinds <= {"boolean", "null"}):
-        truth = words[0].lower() if words else "true"
-        if truth not in ("true", "false"):
-            parsed.problems.append(ConfigError(f"{typed} is {words[0]!r}", COMMAND_LINE, "write true or false"))
-        elif name in flags:
-            parsed.values[name] = (truth == "true", typed)
+        name = self.aliases.get(name, name)
+        in_files, alone = name in ONLY_IN_FILES, name in self.positional
+        if name in self.extra or (name in self.flags and not in_files and not alone):
+            self._take(name, typed, [attached] if equals else self._values(self._most_values(name)))
+            return
+        values = [] if equals else self._values(len(self.arguments))
+        if self.keep_rest:
+            self.parsed.rest += [argument, *values]
         else:
-            setattr(parsed, name, truth == "true")
-        return
-    if not words:
-        wanted = flags[name].expected if name in flags else EXTRA[name][0]
-        parsed.problems.append(ConfigError(f"{typed} has no value", COMMAND_LINE, f"write {typed} and then {wanted}"))
-    elif name == "config":
-        parsed.config_files += words
-    elif name == "deepspeed":
-        parsed.deepspeed = words[0]
-    elif name == "local_rank":
-        if not re.fullmatch(r"-?\d+", words[0]):
-            parsed.problems.append(ConfigError(f"{typed} is {words[0]!r}", COMMAND_LINE, "leave it to the launcher"))
-    else:
-        if join and "array" in flags[name].kinds:
-            words = [*parsed.values.get(name, ([], ""))[0], *words]
-        value = words if len(words) > 1 or (join and "array" in flags[name].kinds) else _value(words[0], flags[name])
-        parsed.values[name] = (value, typed)
+            self._refuse_unknown(typed, name)
+
+    def _alone(self, argument: str) -> None:
+        if self.waiting:
+            name = self.waiting[0] if self.flags[self.waiting[0]].is_list else self.waiting.pop(0)
+            self._take(name, self.flags[name].metavar, [argument], join=True)
+        elif self.keep_rest:
+            self.parsed.rest.append(argument)
+        else:
+            fix = "flags begin with --; put a value with spaces in quotes, and write several files after one flag"
+            self.parsed.refuse(f"{argument!r} belongs to no flag", fix)
+
+    def _refuse_unknown(self, typed: str, name: str) -> None:
+        if name in ONLY_IN_FILES:
+            fix = f"put {name} into a YAML file and give it as --config FILE"
+            self.parsed.refuse(f"{typed} cannot be given on the command line", fix)
+            return
+        known = [known for known in [*self.flags, *self.extra] if known not in ONLY_IN_FILES or known in self.extra]
+        self.parsed.problems.append(unknown_name(typed, COMMAND_LINE, known, flags=True))
+
+    def _values(self, most: int) -> list[str]:
+        """The arguments up to the next flag, at most so many."""
+        start = self.position
+        while self.position < min(len(self.arguments), start + most) and not IS_FLAG.match(
+            self.arguments[self.position]
+        ):
+            self.position += 1
+        return self.arguments[start : self.position]
+
+    def _is_switch(self, name: str) -> bool:
+        return name in ("help", "print_config") or (name in self.flags and self.flags[name].is_switch)
+
+    def _most_values(self, name: str) -> int:
+        if self._is_switch(name):
+            following = self.arguments[self.position : self.position + 1]
+            return int(following != [] and following[0].lower() in ("true", "false"))
+        takes_many = name == "config" or (name in self.flags and self.flags[name].is_list)
+        return len(self.arguments) if takes_many else 1
+
+    def _take(self, name: str, typed: str, values: list[str], *, join: bool = False) -> None:
+        """Give what follows a flag to what it sets."""
+        parsed = self.parsed
+        if self._is_switch(name):
+            truth = values[0].lower() if values else "true"
+            if truth not in ("true", "false"):
+                parsed.refuse(f"{typed} is {values[0]!r}", "write true or false")
+            elif name in self.flags:
+                parsed.values[name] = _sourced(name, truth == "true", typed)
+            else:
+                setattr(parsed, name, truth == "true")
+        elif not values:
+            wanted = self.flags[name].expected if name in self.flags else self.extra[name][0]
+            parsed.refuse(f"{typed} has no value", f"write {typed} and then {wanted}")
+        elif name == "config":
+            parsed.config_files += values
+        elif name == "deepspeed":
+            parsed.deepspeed = values[0]
+        elif name == "local_rank":
+            if not re.fullmatch(r"-?\d+", values[0]):
+                parsed.refuse(f"{typed} is {values[0]!r}", "leave it to the launcher")
+        elif (join or self.join_lists) and self.flags[name].is_list:
+            before = parsed.values[name].value if name in parsed.values else []
+            parsed.values[name] = _sourced(name, [*before, *values], typed)
+        else:
+            value = values if len(values) > 1 else _value(values[0], self.flags[name])
+            parsed.values[name] = _sourced(name, value, typed)
 
 
-def _value(word: str, found: Flag) -> Any:
-    """A word as the type that the field takes; a word that is none of them stays a text, which the model refuses."""
-    if "array" in found.kinds:
-        return word
-    if "null" in found.kinds and word.lower() in ("none", "null"):
+def _sourced(name: str, value: Any, typed: str) -> SourcedValue:
+    return SourcedValue(value, Precedence.FLAG, flag(name), typed)
+
+
+def _value(argument: str, found: Flag) -> Any:
+    """An argument as the type that the field takes; one that is none of them stays a text, which the schema refuses."""
+    if found.is_list:
+        return argument
+    if "null" in found.kinds and argument.lower() in ("none", "null"):
         return None
-    if "integer" in found.kinds and re.fullmatch(r"[+-]?\d{1,18}", word):
-        return int(word)
-    if "number" in found.kinds and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", word):
-        return float(word)
-    return word
+    if "integer" in found.kinds and re.fullmatch(r"[+-]?\d{1,18}", argument):
+        return int(argument)
+    if "number" in found.kinds and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", argument):
+        return float(argument)
+    return argument
 
 
 def help_text(model_class: type[BaseConfig]) -> str:
-    """The help of a run: flags by group, with units and defaults."""
+    """The help of a run."""
     flags = flags_of(model_class)
     lines = [
         f"usage: {model_class.command} [--config FILE...] [--flag value ...]",
@@ -282,8 +324,15 @@ def help_text(model_class: type[BaseConfig]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def flag_lines(model_class: type[Strict], groups: Iterable[str], positional: Sequence[str] = ()) -> list[str]:
-    """The flags of each group, with units and defaults."""
+def flag_lines(
+    model_class: type[Strict], groups: Iterable[str], positional: Sequence[str] = (), *, short_switches: bool = False
+) -> list[str]:
+    """The flags of each group, with units and defaults.
+
+    Args:
+        positional: fields that stand without a flag.
+        short_switches: of a switch that is off by default show only the flag and what it does.
+    """
     aliases: Mapping[str, str] = getattr(model_class, "aliases", {})
     required = {info.alias or name for name, info in model_class.model_fields.items() if info.is_required()}
     flags, lines = flags_of(model_class), []
@@ -295,7 +344,10 @@ def flag_lines(model_class: type[Strict], groups: Iterable[str], positional: Seq
             others = ", ".join(flag(other) for other, name in aliases.items() if name == found.name)
             also = f"; also {others}" if others else ""
             head = found.metavar if found.name in positional else f"{flag(found.name)} {found.metavar}"
-            lines += _entry(head, f"{found.description} [{default}{also}]")
+            if short_switches and found.kinds == {"boolean"} and found.default == "false":
+                head, default, also = flag(found.name), "", also.removeprefix("; ")
+            notes = f" [{default}{also}]" if default or also else ""
+            lines += _entry(head, found.description + notes)
     return lines
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from finetune.config.config_files import read_file
 from finetune.config.flags import Parsed, flags_of, parse
 from finetune.config.run_config import BaseConfig
-from finetune.config.sources import read_file
 from finetune.errors import FinetuneError
 from finetune.runtime.language import _
 
@@ -122,7 +122,7 @@ def kind_of_arguments(arguments: Sequence[str]) -> RunKind:
         try:
             content = read_file(path)
         except FinetuneError:
-            continue  # said when it is resolved
+            continue  # reported when it is resolved
         block = content.get("finetune", content)
         if isinstance(block, dict) and (kind := kind_of_settings(block)) is not None:
             return kind

@@ -13,6 +13,11 @@ def normal(name: str) -> str:
     return name.lstrip("-").replace("-", "_").lower()
 
 
+def flag(name: str) -> str:
+    """The flag of a field: `--learning-rate`."""
+    return "--" + name.replace("_", "-")
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that `name` most probably is a slip of, None where there is none near.
 
@@ -26,7 +31,13 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return by_normal[close[0]] if close else None
 
 
-# Our name <- names of the same thing in transformers, LLaMA-Factory, nanochat and the guides' scripts.
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` to end a message with, or nothing where no known name is near."""
+    guess = nearest(name, known)
+    return f"; did you mean {guess!r}?" if guess else ""
+
+
+# Our name <- names of the same thing in transformers, LLaMA-Factory, nanochat and training scripts in use.
 _SAME = {
     "model": "model_name_or_path model_name model_path base_model pretrained_model_name_or_path model_id",
     "data": "train_data train_data_path train_file train_files train_dataset training_data dataset dataset_path "
@@ -164,7 +175,7 @@ def unknown_name(name: str, where: str, known: Iterable[str], *, flags: bool) ->
     typed = normal(name)
 
     def shown(ours: str) -> str:
-        return "--" + ours.replace("_", "-") if flags else ours
+        return flag(ours) if flags else ours
 
     kind = "flag" if flags else "setting"
     if FOREIGN.get(typed) in known:

@@ -1,4 +1,4 @@
-"""The options of a command: its words, made from a schema as a run's settings are (`config.flags`).
+"""The options of a command, made from a schema as a run's settings are (`config.flags`).
 
 A command declares a subclass of `Options` and calls `read_options`. Of a repeated flag the last counts; lists are
 joined.
@@ -14,8 +14,7 @@ from pydantic import ValidationError, model_validator
 
 from finetune.config.fields import Strict, rule_broken, setting
 from finetune.config.flags import HELP, flag_lines, flags_of, parse
-from finetune.config.rules import DEFAULT_LEVEL, Given, flag
-from finetune.config.schema_errors import problems_of
+from finetune.config.schema_errors import new_problems, problems_of
 from finetune.errors import raise_problems
 from finetune.runtime.language import pick_language, speak
 
@@ -58,7 +57,7 @@ class SpokenOptions(Options):
     # `json` itself is a method of pydantic's models.
     as_json: bool = setting(False, alias="json", group="output", description="Write JSON instead of text.")
     lang: Literal["en", "zh"] | None = setting(
-        None, group="output", unit="en|zh", shown_default="the locale's", description="Language of what is said."
+        None, group="output", unit="en|zh", shown_default="the locale's", description="Language of the output."
     )
 
 
@@ -66,7 +65,7 @@ def read_options(options_class: type[AnyOptions], arguments: Sequence[str] | Non
     """The options of a command line; `--help` prints the help and exits.
 
     Args:
-        arguments: the words after the command; None: those of this process.
+        arguments: what follows the command; None: the arguments of this process.
 
     Raises:
         ConfigError: one thing is wrong; `Problems` for several.
@@ -79,37 +78,31 @@ def read_options(options_class: type[AnyOptions], arguments: Sequence[str] | Non
 def read_known_options(
     options_class: type[AnyOptions], arguments: Sequence[str] | None
 ) -> tuple[AnyOptions, list[str]]:
-    """The same, of a command whose other words are a run's: the options, and those words in their order."""
+    """The same, of a command whose other arguments are a run's: the options, and those arguments in their order."""
     return _read(options_class, arguments, keep_rest=True)
 
 
 def _read(
     options_class: type[AnyOptions], arguments: Sequence[str] | None, *, keep_rest: bool
 ) -> tuple[AnyOptions, list[str]]:
-    words = sys.argv[1:] if arguments is None else list(arguments)
-    flags = flags_of(options_class)
     parsed = parse(
-        words,
-        flags,
+        sys.argv[1:] if arguments is None else arguments,
+        flags_of(options_class),
         options_class.aliases,
         extra=HELP,
         positional=options_class.positional,
         keep_rest=keep_rest,
+        join_lists=True,
     )
     if parsed.help:
         sys.stdout.write(options_help(options_class))
         raise SystemExit(0)
-    values = {
-        name: Given(value, DEFAULT_LEVEL + 1, flag(name), typed) for name, (value, typed) in parsed.values.items()
-    }
     problems = list(parsed.problems)
     options = None
     try:
-        options = options_class.model_validate({name: given.value for name, given in values.items()})
+        options = options_class.model_validate({name: sourced.value for name, sourced in parsed.values.items()})
     except ValidationError as error:
-        guessed = {getattr(problem, "guess", None) for problem in problems}
-        found = problems_of(error, values, options_class)
-        problems += [problem for problem in found if getattr(problem, "guess", "") not in guessed]
+        problems += new_problems(problems_of(error, parsed.values, options_class), problems)
     raise_problems(problems)
     assert options is not None, "options that were not made without a problem that says why"
     if isinstance(options, SpokenOptions):
@@ -118,9 +111,9 @@ def _read(
 
 
 def options_help(options_class: type[Options]) -> str:
-    """The help: usage, what the command does, options by group, exit codes."""
+    """The help: usage, summary, options by group, epilog."""
     lines = [f"usage: {options_class.usage}", "", *options_class.summary.splitlines()]
-    lines += flag_lines(options_class, options_class.groups, options_class.positional)
+    lines += flag_lines(options_class, options_class.groups, options_class.positional, short_switches=True)
     if options_class.epilog:
         lines += ["", *options_class.epilog.splitlines()]
     return "\n".join(lines) + "\n"

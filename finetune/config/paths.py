@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from finetune.config.rules import flag
+from finetune.config.config_files import similar_files
+from finetune.config.names import flag
 from finetune.config.run_config import BaseConfig, RunConfig
-from finetune.config.sources import similar_files
 from finetune.errors import ConfigError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -51,9 +51,9 @@ def _check_data(config: RunConfig) -> Iterator[ConfigError]:
 def check_folders(config: BaseConfig) -> Iterator[ConfigError]:
     """What is wrong with the folders that a run writes to or resumes from."""
     for name in ("output_dir", "cache_dir"):
-        place = getattr(config, name)
-        if place is not None and Path(place).exists() and not Path(place).is_dir():
-            yield ConfigError(f"{place} is a file, and {name} must be a folder", flag(name), "name another folder")
+        folder = getattr(config, name)
+        if folder is not None and Path(folder).exists() and not Path(folder).is_dir():
+            yield ConfigError(f"{folder} is a file, and {name} must be a folder", flag(name), "name another folder")
     if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
         fix = f"give auto, never, or the folder of a checkpoint; {_remedy(Path(config.resume))}"
         yield ConfigError(f"resume is {config.resume}, and there is no such folder", flag("resume"), fix)

@@ -1,4 +1,4 @@
-"""Every setting of a pretraining run: its name, default, unit and rule. See `config` for what is shared.
+"""Every setting of a pretraining run: its name, default, unit and rule. See `run_config` for what is shared.
 
 A batch is counted in tokens here: `total_batch_size / max_seq_len` windows are the samples of one optimizer step.
 """
@@ -10,13 +10,13 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from finetune.config.fields import Paths, Text, setting
+from finetune.config.fields import Paths, Positive, Text, Warmup, redefined, setting
+from finetune.config.precedence import Rule
 from finetune.config.pretrain_rules import RULES_FOR_PRETRAINING
-from finetune.config.rules import Rule
 from finetune.config.run_config import BaseConfig
+from finetune.config.schedules import PRETRAINING_SCHEDULES, described
 from finetune.runtime.language import _
 
-Positive = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0)]
 
 
@@ -105,13 +105,15 @@ class PretrainConfig(BaseConfig):
         description="Tokens of the run per parameter of blocks and head, unless num_iterations is set.",
     )
     document_aligned: bool = setting(
-        False, group="batch and length", description="Begin every window where a document begins; what is cut is said."
+        False,
+        group="batch and length",
+        description="Begin every window where a document begins; what is cut is reported.",
     )
     optimizer: Literal["muon", "adamw"] = setting(
         "muon", group="optimizer", description="For the matrices of the blocks; everything else has AdamW."
     )
     matrix_lr: Rate = setting(
-        default_factory=lambda settled: 3e-3 if settled.get("optimizer") == "adamw" else 0.02,
+        default_factory=lambda values: 3e-3 if values.get("optimizer") == "adamw" else 0.02,
         group="optimizer",
         depends_on="optimizer",
         shown_default="0.02 for muon, 0.003 for adamw",
@@ -131,11 +133,12 @@ class PretrainConfig(BaseConfig):
         description="Scale rates by the square root of the batch over 524,288 tokens and by the run's length, those of "
         "AdamW also by width, and the weight decay by batch and length; false takes all as written.",
     )
-    warmup_steps: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] = setting(
-        40, group="optimizer", unit="steps", description="Linear warm-up; below 1 it is a fraction of the steps."
-    )
-    lr_scheduler: Literal["warmdown", "cosine", "linear", "constant"] = setting(
-        "warmdown", group="optimizer", description="Course of the learning rate; warmdown is stable, then linear."
+    warmup_steps: Warmup = redefined(BaseConfig, "warmup_steps", default=40)
+    lr_scheduler: Literal[tuple(PRETRAINING_SCHEDULES)] = redefined(
+        BaseConfig,
+        "lr_scheduler",
+        default="warmdown",
+        description=f"Learning rate after the warm-up. {described(PRETRAINING_SCHEDULES)}.",
     )
     warmdown_ratio: float = setting(
         0.65, ge=0, le=1, group="optimizer", description="Share of the steps in which the learning rate goes down."
@@ -143,20 +146,21 @@ class PretrainConfig(BaseConfig):
     final_lr_fraction: float = setting(
         0.05, ge=0, le=1, group="optimizer", description="Where the warm-down ends, as a fraction of the rate."
     )
-    weight_decay: float = setting(
-        0.28,
-        ge=0,
-        group="optimizer",
+    weight_decay: float = redefined(
+        BaseConfig,
+        "weight_decay",
+        default=0.28,
         description="Decoupled weight decay of the blocks' matrices; falls to 0 over the run.",
     )
-    max_grad_norm: float = setting(
-        0.0, ge=0, group="optimizer", description="Gradients are clipped to this norm; 0 turns clipping off."
+    max_grad_norm: float = redefined(BaseConfig, "max_grad_norm", default=0.0)
+    adam_beta1: float = redefined(BaseConfig, "adam_beta1", default=0.8)
+    adam_beta2: float = redefined(
+        BaseConfig,
+        "adam_beta2",
+        default=0.96,
+        description="AdamW's decay of the second moment; the embedding has 0.995.",
     )
-    adam_beta1: float = setting(0.8, ge=0, lt=1, group="optimizer", description="AdamW's decay of the first moment.")
-    adam_beta2: float = setting(
-        0.96, ge=0, lt=1, group="optimizer", description="AdamW's decay of the second moment; the embedding has 0.995."
-    )
-    adam_epsilon: float = setting(1e-10, gt=0, group="optimizer", description="AdamW's term against division by zero.")
+    adam_epsilon: float = redefined(BaseConfig, "adam_epsilon", default=1e-10)
     backend: Literal["auto", "hccl", "nccl", "gloo"] = setting(
         "auto", group="device", description="Backend of the process group; auto takes the device's own."
     )
@@ -167,7 +171,9 @@ class PretrainConfig(BaseConfig):
         description="Compile the model with torch.compile.",
     )
     fp8: bool = setting(
-        False, group="device", description="Matrix products in float8 where the device has it; else ignored, and said."
+        False,
+        group="device",
+        description="Matrix products in float8 where the device has it; else ignored, with a warning.",
     )
     distributed: bool = setting(
         False, group="device", description="Start the processes of world_size here; no effect under a launcher."
@@ -185,20 +191,8 @@ class PretrainConfig(BaseConfig):
         shown_default="off",
         description="Recompute activations in the backward pass instead of keeping them.",
     )
-    save_steps: int = setting(
-        250,
-        ge=0,
-        group="saving and resuming",
-        unit="steps",
-        description="Steps between checkpoints; 0: only the last step.",
-    )
-    eval_steps: int = setting(
-        250,
-        ge=0,
-        group="evaluation and logging",
-        unit="steps",
-        description="Steps between evaluations; 0 evaluates before the first and after the last step only.",
-    )
+    save_steps: int = redefined(BaseConfig, "save_steps", default=250)
+    eval_steps: int = redefined(BaseConfig, "eval_steps", default=250)
     eval_tokens: Positive = setting(
         10 * 2**20,
         group="evaluation and logging",
@@ -272,7 +266,7 @@ class PretrainConfig(BaseConfig):
             found.append(
                 (
                     f"resume is {self.resume}: a pickle of another program, which is never read",
-                    "name a checkpoint-<step> folder of a run of finetune.pretrain; to go on with foreign weights, "
+                    "name a checkpoint-<step> folder of a run of finetune.pretrain; to continue from foreign weights, "
                     "convert them to a transformers folder and fine-tune that (python -m finetune.sft --model)",
                 )
             )

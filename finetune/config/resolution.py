@@ -1,32 +1,59 @@
 """From files and flags to one configuration, with the origin of every value.
 
-Precedence: defaults < the files of `--config` in order < `--deepspeed` < flags < overrides of a Python caller. A
-relative path in a file is relative to the current folder, as DeepSpeed and accelerate users expect. Everything wrong is
-collected and reported together, before torch is imported and before anything is written.
+A value goes one way through these modules, each of which knows none after it:
+
+1. `config_files`, `flags`: text -> names and values;
+2. `config_sources`, with `deepspeed_keys` and `deepspeed_settings`: those of one source -> sourced values;
+3. `precedence`: defaults < files of `--config` in order < `--deepspeed` < flags < overrides of a Python caller;
+4. `rules`, `pretrain_rules`: what depends on one another is resolved;
+5. `run_config`, `pretrain_config`: the result is validated; `schema_errors` says what is wrong with it.
+
+A relative path in a file is relative to the current folder, as DeepSpeed and accelerate users expect. Everything wrong
+is collected and reported together, before torch is imported and before anything is written.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
+from finetune.config.config_sources import (
+    ConfigSource,
+    source_of_deepspeed_file,
+    source_of_file,
+    source_of_values,
+)
+from finetune.config.fields import ordered_fields
 from finetune.config.flags import Parsed, flags_of, help_text, parse
-from finetune.config.layers import Layer, layer_of, layer_of_deepspeed_file, layer_of_file
-from finetune.config.listing import Resolved, format_config, to_yaml
-from finetune.config.names import UnknownName
-from finetune.config.paths import check_paths
-from finetune.config.rules import DEFAULT_LEVEL, Given, Settling
+from finetune.config.precedence import Precedence, Resolution, SourcedValue
 from finetune.config.run_config import BaseConfig, RunConfig
-from finetune.config.schema_errors import problems_of
+from finetune.config.schema_errors import new_problems, problems_of
 from finetune.errors import ConfigError, raise_problems
 
-__all__ = ["Resolved", "check_paths", "format_config", "resolve", "resolve_object", "to_yaml"]
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration, ready to run.
+
+    Args:
+        config: every value resolved; its `model_fields_set` holds what somebody decided.
+        origins: field -> where its value is from: `default`, a file, a flag, `derived from ...`.
+        notes: what the user should know; what is probably wrong begins with `warning: `.
+        print_config: whether `--print-config` was given.
+    """
+
+    config: BaseConfig
+    origins: dict[str, str]
+    notes: list[str]
+    print_config: bool = False
 
 
 def resolve(
@@ -39,7 +66,7 @@ def resolve(
     """The configuration of a command line.
 
     Args:
-        arguments: the words after the command, e.g. `sys.argv[1:]`; None for none.
+        arguments: what follows the command, e.g. `sys.argv[1:]`; None for none.
         overrides: values of a Python caller, above the flags.
         world_size: number of processes, for the batch sizes.
         model_class: the configuration to make.
@@ -52,12 +79,13 @@ def resolve(
     if parsed.help:
         sys.stdout.write(help_text(model_class))
         raise SystemExit(0)
-    layers = [layer_of_file(path, level, model_class) for level, path in enumerate(parsed.config_files, 1)]
-    layers.append(_deepspeed_layer(parsed, len(layers) + 1, model_class))
-    by_flag = len(layers) + 1
-    layers.append(_flag_layer(parsed, by_flag))
-    layers.append(layer_of(overrides or {}, "override", by_flag + 1, model_class))
-    return _settle(layers, by_flag, world_size, model_class, parsed.print_config)
+    sources = [
+        *(source_of_file(path, Precedence.FILE + n, model_class) for n, path in enumerate(parsed.config_files)),
+        _deepspeed_source(parsed, model_class),
+        ConfigSource(parsed.values, problems=parsed.problems),
+        source_of_values(overrides or {}, "override", Precedence.OVERRIDE, model_class),
+    ]
+    return _resolve(sources, world_size, model_class, parsed.print_config)
 
 
 def resolve_object(
@@ -75,99 +103,120 @@ def resolve_object(
         ConfigError: one thing is wrong; `Problems` for several.
     """
     if isinstance(source, model_class):
-        layer = layer_of(source.model_dump(include=source.model_fields_set), model_class.__name__, 1, model_class)
+        values = source.model_dump(include=source.model_fields_set)
+        found = source_of_values(values, model_class.__name__, Precedence.FILE, model_class)
     elif isinstance(source, Mapping):
-        layer = layer_of(source, "the dict", 1, model_class)
+        found = source_of_values(source, "the dict", Precedence.FILE, model_class)
     elif isinstance(source, str | os.PathLike):
-        layer = layer_of_file(Path(source), 1, model_class)
+        found = source_of_file(Path(source), Precedence.FILE, model_class)
     else:
         raise ConfigError(
             f"a configuration cannot be made of a {type(source).__name__}",
             "",
             f"give a {model_class.__name__}, a dict, or the path of a file",
         )
-    return _settle([layer], 2, world_size, model_class)
+    return _resolve([found], world_size, model_class)
 
 
-def _deepspeed_layer(parsed: Parsed, level: int, model_class: type[BaseConfig]) -> Layer:
+def _deepspeed_source(parsed: Parsed, model_class: type[BaseConfig]) -> ConfigSource:
     if parsed.deepspeed is None:
-        return Layer()
+        return ConfigSource()
     if parsed.deepspeed.lower() == "none":
-        return Layer({"deepspeed": Given(None, level, "--deepspeed")})
-    return layer_of_deepspeed_file(parsed.deepspeed, level, model_class)
+        return ConfigSource({"deepspeed": SourcedValue(None, Precedence.DEEPSPEED, "--deepspeed")})
+    return source_of_deepspeed_file(parsed.deepspeed, Precedence.DEEPSPEED, model_class)
 
 
-def _flag_layer(parsed: Parsed, level: int) -> Layer:
-    values = {
-        name: Given(value, level, "--" + name.replace("_", "-"), typed)
-        for name, (value, typed) in parsed.values.items()
-    }
-    return Layer(values, problems=parsed.problems)
-
-
-def _settle(
-    layers: Sequence[Layer],
-    by_flag: int,
-    world_size: int,
-    model_class: type[BaseConfig],
-    print_config: bool = False,
+def _resolve(
+    sources: Sequence[ConfigSource], world_size: int, model_class: type[BaseConfig], print_config: bool = False
 ) -> Resolved:
-    """Let the later layers win, settle what depends on one another, and check the result."""
+    """Let the later sources win, resolve what depends on one another, and check the result."""
     assert world_size >= 1, f"world_size is {world_size}"
     fields = model_class.model_fields.items()
     defaults = {name: info.default for name, info in fields if info.default is not PydanticUndefined}
-    values = {name: Given(value, DEFAULT_LEVEL, "default") for name, value in defaults.items()}
-    for layer in layers:
-        values.update(layer.values)
-    settling = Settling(values, world_size, by_flag, defaults)
+    values = {name: SourcedValue(value, Precedence.DEFAULT, "default") for name, value in defaults.items()}
+    for source in sources:
+        values.update(source.values)
+    resolution = Resolution(values, world_size, defaults)
     for rule in model_class.rules:
-        rule(settling)
-    problems = [problem for layer in layers for problem in layer.problems] + settling.problems
-    config, more = _validate(settling, model_class)
-    problems += _new_problems(more, problems, unread=any(layer.unread for layer in layers))
+        rule(resolution)
+    problems = [problem for source in sources for problem in source.problems] + resolution.problems
+    config, more = _validate(resolution, model_class)
+    problems += new_problems(more, problems, unread=any(source.unread for source in sources))
     raise_problems(problems)
     assert config is not None, "a configuration that was not made without a problem that says why"
-    notes = [note for layer in layers for note in layer.notes] + settling.notes
+    notes = [note for source in sources for note in source.notes] + resolution.notes
     config.model_fields_set.difference_update(model_class.machine_fields)
-    return Resolved(config, _origins(config, settling), notes, print_config)
+    return Resolved(config, _origins(config, resolution), notes, print_config)
 
 
-def _validate(settling: Settling, model_class: type[BaseConfig]) -> tuple[BaseConfig | None, list[ConfigError]]:
+def _validate(resolution: Resolution, model_class: type[BaseConfig]) -> tuple[BaseConfig | None, list[ConfigError]]:
     decided = {
-        name: given.value
-        for name, given in settling.values.items()
-        if given.level > DEFAULT_LEVEL or name in settling.derived
+        name: sourced.value
+        for name, sourced in resolution.values.items()
+        if sourced.precedence > Precedence.DEFAULT or name in resolution.derived
     }
     try:
         return model_class.model_validate(decided), []
     except ValidationError as error:
-        return None, problems_of(error, settling.values, model_class)
+        return None, problems_of(error, resolution.values, model_class)
 
 
-def _new_problems(found: list[ConfigError], said: list[ConfigError], *, unread: bool) -> list[ConfigError]:
-    """Problems of the model that are not consequences of those already said.
-
-    A field is not called missing where its name was misspelt, or where a file that may set it could not be read.
-    """
-    told = {problem.what for problem in said}
-    guessed = {problem.guess for problem in said if isinstance(problem, UnknownName)}
-    return [
-        problem
-        for problem in found
-        if problem.what not in told and not (isinstance(problem, UnknownName) and (unread or problem.guess in guessed))
-    ]
-
-
-def _origins(config: BaseConfig, settling: Settling) -> dict[str, str]:
+def _origins(config: BaseConfig, resolution: Resolution) -> dict[str, str]:
     origins = {}
     for name, info in type(config).model_fields.items():
-        given = settling.values.get(name)
+        sourced = resolution.values.get(name)
         depends_on = info.json_schema_extra.get("depends_on")
-        if given is not None:
-            origins[name] = given.origin
+        if sourced is not None:
+            origins[name] = sourced.origin
         elif depends_on:
             value = getattr(config, depends_on)
             origins[name] = f"default for {value}" if isinstance(value, str) else f"default for {depends_on} {value}"
         else:
             origins[name] = "default"
     return origins
+
+
+def to_yaml(config: BaseConfig) -> str:
+    """The configuration as a run file.
+
+    What follows from the number of processes is left out, so that the file means the same run on another machine.
+    """
+    values = config.model_dump(mode="json", exclude=set(config.machine_fields))
+    ordered = {name: values[name] for name in ordered_fields(type(config)) if name in values}
+    return yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=120)
+
+
+def format_config(resolved: Resolved) -> str:
+    """Every value with its origin, aligned, by group; then the notes."""
+    config = resolved.config
+    values = config.model_dump(mode="json")
+    rows: list[tuple[str, str, str]] = []
+    group = ""
+    for name in ordered_fields(type(config)):
+        if type(config).model_fields[name].json_schema_extra["group"] != group:
+            group = type(config).model_fields[name].json_schema_extra["group"]
+            rows.append((f"# {group}", "", ""))
+        rows += [(path, text, resolved.origins[name]) for path, text in _flat(name, values[name])]
+    named, valued = (max(len(row[column]) for row in rows if row[1]) for column in (0, 1))
+    lines = [f"{name:<{named}}  {value:<{valued}}  {origin}".rstrip() for name, value, origin in rows]
+    return "\n".join(lines + ([""] if resolved.notes else []) + [f"- {note}" for note in resolved.notes]) + "\n"
+
+
+def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    """(dotted path, text) of a value and what is nested in it."""
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from _flat(f"{path}.{name}", inner)
+    elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+        for number, inner in enumerate(value):
+            yield from _flat(f"{path}[{number}]", inner)
+    elif isinstance(value, list):
+        yield path, " ".join(map(_word, value)) or "none"
+    else:
+        yield path, _word(value)
+
+
+def _word(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "true", False: "false"}[value]
+    return str(value)

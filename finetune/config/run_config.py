@@ -1,28 +1,40 @@
 """Every setting of a run: its name, default, unit and rule.
 
 Pure: reads no file and no environment variable, imports no torch. Where the values come from (files, flags, DeepSpeed
-keys) and which source wins is the business of `config_file`; what a value may be is decided here and nowhere else.
+keys) and which source wins is the business of `resolution`; what a value may be is decided here and nowhere else.
 
-Words: a sample is one conversation, a global batch is the samples of one optimizer step, a level is a difficulty class.
+Words: a sample is one conversation, a global batch is the samples of one optimizer step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from finetune.config.fields import CurriculumConfig, Names, Paths, Reporters, Strict, Text, rule_broken, setting
-from finetune.config.rules import RULES_FOR_FINE_TUNING, Rule, batch_problem
+from finetune.config.fields import (
+    CurriculumConfig,
+    Names,
+    Paths,
+    Positive,
+    Reporters,
+    Strict,
+    Text,
+    Warmup,
+    rule_broken,
+    setting,
+)
+from finetune.config.precedence import Rule
+from finetune.config.rules import RULES_FOR_FINE_TUNING, batch_problem
+from finetune.config.schedules import SCHEDULES, described
 from finetune.runtime.language import _
 
 
 class BaseConfig(Strict):
     """The settings that fine-tuning and pretraining share.
 
-    A subclass adds its own, names the command in its help, and lists the rules by which `config_file` settles numbers
-    that depend on one another.
+    A subclass adds its own, names the command in its help, and lists the rules for settings that depend on one another.
     """
 
     command: ClassVar[str] = ""
@@ -35,7 +47,7 @@ class BaseConfig(Strict):
     output_dir: Text = setting(
         group="model and data", unit="folder", description="Folder that receives everything the run writes."
     )
-    warmup_steps: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] = setting(
+    warmup_steps: Warmup = setting(
         0.03, group="optimizer", unit="steps", description="Linear warm-up; below 1 it is a fraction of the steps."
     )
     weight_decay: float = setting(0.0, ge=0, group="optimizer", description="Decoupled weight decay of AdamW.")
@@ -45,8 +57,8 @@ class BaseConfig(Strict):
     adam_beta1: float = setting(0.9, ge=0, lt=1, group="optimizer", description="AdamW's decay of the first moment.")
     adam_beta2: float = setting(0.999, ge=0, lt=1, group="optimizer", description="AdamW's decay of the second moment.")
     adam_epsilon: float = setting(1e-8, gt=0, group="optimizer", description="AdamW's term against division by zero.")
-    lr_scheduler: Literal["cosine", "linear", "constant"] = setting(
-        "cosine", group="optimizer", description="Course of the learning rate after the warm-up."
+    lr_scheduler: Literal[tuple(SCHEDULES)] = setting(
+        "cosine", group="optimizer", description=f"Learning rate after the warm-up. {described(SCHEDULES)}."
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = setting(
         "auto", group="device", description="Number format of the forward pass; auto takes the device's best."
@@ -115,16 +127,16 @@ class BaseConfig(Strict):
         description="Trackers beside the run's own log; auto takes TensorBoard where it is installed.",
     )
     log_samples: bool = setting(
-        False, group="evaluation and logging", description="Write the row ids of every step to samples.jsonl."
+        False, group="evaluation and logging", description="Write the record ids of every step to samples.jsonl."
     )
     dataloader_num_workers: int = setting(
         0,
         ge=0,
         group="data preparation",
         unit="processes",
-        description="Processes that prepare rows ahead.",
+        description="Processes that prepare microbatches ahead.",
     )
-    preprocessing_num_workers: Annotated[int, Field(ge=1)] | None = setting(
+    preprocessing_num_workers: Positive | None = setting(
         None,
         group="data preparation",
         unit="processes",
@@ -204,7 +216,7 @@ class RunConfig(BaseConfig):
     micro_batch_size: int = setting(
         1, ge=1, group="batch and length", unit="samples", description="Samples that one device holds at a time."
     )
-    gradient_accumulation_steps: Annotated[int, Field(ge=1)] | None = setting(
+    gradient_accumulation_steps: Positive | None = setting(
         None,
         group="batch and length",
         unit="micro-batches",
@@ -217,7 +229,7 @@ class RunConfig(BaseConfig):
     cutoff_len: int = setting(
         2048, ge=2, group="batch and length", unit="tokens", description="Longest sample; longer ones are trimmed."
     )
-    max_steps: Annotated[int, Field(ge=1)] | None = setting(
+    max_steps: Positive | None = setting(
         None,
         group="batch and length",
         unit="steps",
@@ -227,14 +239,16 @@ class RunConfig(BaseConfig):
         3.0, gt=0, group="batch and length", unit="passes", description="Passes over the data, unless max_steps is set."
     )
     packing: bool = setting(
-        True, group="batch and length", description="Pack several samples into a row; the training stays the same."
+        True,
+        group="batch and length",
+        description="Pack several samples into a microbatch; the training stays the same.",
     )
     finetuning: Literal["lora", "full"] = setting(
         "lora", group="adapter", description="Train a LoRA adapter, or all parameters."
     )
     lora_r: int = setting(16, ge=1, group="adapter", description="Rank of the LoRA matrices.")
     lora_alpha: int = setting(
-        default_factory=lambda settled: 2 * settled.get("lora_r", 16),
+        default_factory=lambda values: 2 * values.get("lora_r", 16),
         ge=1,
         group="adapter",
         depends_on="lora_r",
@@ -251,7 +265,7 @@ class RunConfig(BaseConfig):
         description="Modules that get an adapter, by their names.",
     )
     learning_rate: float = setting(
-        default_factory=lambda settled: 2e-5 if settled.get("finetuning") == "full" else 2e-4,
+        default_factory=lambda values: 2e-5 if values.get("finetuning") == "full" else 2e-4,
         gt=0,
         group="optimizer",
         depends_on="finetuning",
@@ -259,19 +273,21 @@ class RunConfig(BaseConfig):
         description="Highest learning rate, reached after the warm-up.",
     )
     use_curriculum: bool = setting(
-        True, group="curriculum", description="Mix the levels by stages, where the data has a difficulty field."
+        True, group="curriculum", description="Mix the difficulties by stages, where the data has a difficulty field."
     )
     curriculum_seed: int = setting(
-        42, ge=0, lt=2**32, group="curriculum", description="Seed of the order of the samples within each level."
+        42, ge=0, lt=2**32, group="curriculum", description="Seed of the order of the samples within each difficulty."
     )
-    difficulty_field: Text = setting("difficulty", group="curriculum", description="Field that holds a row's level.")
+    difficulty_field: Text = setting(
+        "difficulty", group="curriculum", description="Field that holds a record's difficulty."
+    )
     curriculum: CurriculumConfig = setting(
-        default_factory=CurriculumConfig, group="curriculum", description="Levels and stages; set it in a file."
+        default_factory=CurriculumConfig, group="curriculum", description="Difficulties and stages; set it in a file."
     )
     on_bad_row: Literal["refuse", "drop"] = setting(
         "refuse",
         group="data preparation",
-        description="What to do about a row that cannot be used.",
+        description="What to do about a record that cannot be used.",
     )
 
     @property
@@ -306,7 +322,7 @@ class RunConfig(BaseConfig):
         """See `BaseConfig.problems`; adds the batch sizes."""
         found = super().problems()
         # With accumulation given and the global batch left to its default, the global batch is still to be derived.
-        settled = self.gradient_accumulation_steps is None or "global_batch_size" in self.model_fields_set
-        if settled and self.global_batch_size % self.micro_batch_size:
+        complete = self.gradient_accumulation_steps is None or "global_batch_size" in self.model_fields_set
+        if complete and self.global_batch_size % self.micro_batch_size:
             found.append(batch_problem(self.global_batch_size, self.micro_batch_size))
         return found

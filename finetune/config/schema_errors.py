@@ -1,4 +1,4 @@
-"""What pydantic found wrong, said as what, where and fix."""
+"""What pydantic found wrong, as problems with what, where and fix."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from finetune.config.fields import CurriculumConfig, StageConfig, Strict, ordered_fields
 from finetune.config.flags import Flag, flags_of
-from finetune.config.names import OTHERWISE, UnknownName, nearest, normal
-from finetune.config.rules import Given, flag
+from finetune.config.names import OTHERWISE, UnknownName, flag, nearest, normal
+from finetune.config.precedence import SourcedValue
 from finetune.config.run_config import BaseConfig
 from finetune.errors import ConfigError
 
@@ -21,11 +21,13 @@ class MissingSetting(UnknownName):
     """A required setting that nobody gave; `guess` is its name."""
 
 
-def problems_of(error: ValidationError, values: Mapping[str, Given], model_class: type[Strict]) -> list[ConfigError]:
+def problems_of(
+    error: ValidationError, values: Mapping[str, SourcedValue], model_class: type[Strict]
+) -> list[ConfigError]:
     """The problems behind a validation error, one per field where pydantic tried several types.
 
     Args:
-        values: every field with its place.
+        values: every field that somebody gave, for the location.
     """
     flags, order = flags_of(model_class), ordered_fields(model_class)
     found: dict[tuple[Any, ...], list[ConfigError]] = {}
@@ -35,7 +37,7 @@ def problems_of(error: ValidationError, values: Mapping[str, Given], model_class
         if entry["type"] == "default_factory_not_called" or _follows_from_another(entry, entries):
             continue
         if entry["type"] == "rule_broken":
-            where = values[name].where if name in values else _places(values)
+            where = values[name].where if name in values else _origins(values)
             stem = f"{name}: " if name else ""
             problems = [ConfigError(stem + what, where, fix) for what, fix in entry["ctx"]["problems"]]
         elif name in NESTED and len(entry["loc"]) > 1:
@@ -56,8 +58,10 @@ def _follows_from_another(entry: Mapping[str, Any], entries: Sequence[Mapping[st
     )
 
 
-def _places(values: Mapping[str, Given]) -> str:
-    return ", ".join(dict.fromkeys(given.origin for given in values.values() if given.level)) or "the defaults"
+def _origins(values: Mapping[str, SourcedValue]) -> str:
+    return (
+        ", ".join(dict.fromkeys(sourced.origin for sourced in values.values() if sourced.precedence)) or "the defaults"
+    )
 
 
 def _missing(wanted: Flag, model_class: type[Strict]) -> MissingSetting:
@@ -66,16 +70,14 @@ def _missing(wanted: Flag, model_class: type[Strict]) -> MissingSetting:
         fix = f"give {flag(wanted.name)} {wanted.metavar}, or {wanted.name} in a --config file"
     else:
         stands_alone = wanted.name in getattr(model_class, "positional", ())
-        where, fix = (
-            "the command line",
-            f"give {wanted.metavar if stands_alone else f'{flag(wanted.name)} {wanted.metavar}'}",
-        )
+        where = "the command line"
+        fix = f"give {wanted.metavar}" if stands_alone else f"give {flag(wanted.name)} {wanted.metavar}"
     problem = MissingSetting(f"{wanted.name} is not set, and has no default", where, fix)
     problem.guess = wanted.name
     return problem
 
 
-def _wrong(wanted: Flag, given: Given) -> ConfigError:
+def _wrong(wanted: Flag, given: SourcedValue) -> ConfigError:
     what = f"{wanted.name} is {given.value!r}"
     typed = normal(given.value) if isinstance(given.value, str) else ""
     if wanted.choices and typed in OTHERWISE:
@@ -99,3 +101,19 @@ def _nested(entry: Mapping[str, Any], where: str) -> ConfigError:
     elif not rule.startswith(("a ", "an ", "'")):
         rule = f"a value {rule}"
     return ConfigError(f"{path} is {entry['input']!r}", where, f"give {rule}")
+
+
+def new_problems(found: list[ConfigError], known: list[ConfigError], *, unread: bool = False) -> list[ConfigError]:
+    """Problems of the schema that are not consequences of those already known.
+
+    A field is not called missing where its name was misspelt, or where a file that may set it could not be read
+    (`unread`).
+    """
+    reported = {problem.what for problem in known}
+    guessed = {problem.guess for problem in known if isinstance(problem, UnknownName)}
+    return [
+        problem
+        for problem in found
+        if problem.what not in reported
+        and not (isinstance(problem, UnknownName) and (unread or problem.guess in guessed))
+    ]

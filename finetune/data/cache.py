@@ -71,9 +71,9 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def _make(cache_dir: Path, key: str, parts: Mapping[str, str], make: Callable[[Path], Mapping[str, Any]]) -> None:
-    """Fill a temporary folder and rename it; we hold the lock, so leftovers of our key are of dead processes."""
-    for leftover in cache_dir.glob(f".making-{key}-*"):
-        shutil.rmtree(leftover)
+    """Fill a temporary folder and rename it; we hold the lock, so stale folders of our key are of dead processes."""
+    for stale in cache_dir.glob(f".making-{key}-*"):
+        shutil.rmtree(stale)
     temporary = cache_dir / f".making-{key}-{os.getpid()}"
     temporary.mkdir()
     try:

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune.data.problems import RecordProblem, nearest
+from finetune.config.config_files import similar_files
+from finetune.data.problems import RecordProblem
 from finetune.errors import DataError, FinetuneError, raise_problems
 
 logger = logging.getLogger("finetune")
@@ -72,8 +73,7 @@ def _expand(given: str) -> list[Path]:
         return matches
     if glob.has_magic(given):
         raise DataError("no data file matches", where=given, fix=f"check the pattern; kinds: {', '.join(SUFFIXES)}")
-    siblings = [str(one) for one in path.parent.iterdir()] if path.parent.is_dir() else []
-    raise DataError(f"no such file or folder{nearest(str(path), siblings)}", where=given, fix="check --data")
+    raise DataError("no such file or folder", where=given, fix=similar_files(path))
 
 
 def file_sha256(path: Path) -> str:
@@ -93,7 +93,7 @@ def read_records(path: Path) -> Iterator[tuple[int, Any]]:
     JSON Lines are streamed; blank lines are no records. An array is decoded record by record from its text.
 
     Raises:
-        DataError: an array that is broken (nothing after the break can be told apart), or an unreadable file.
+        DataError: an array that is broken (records after the break cannot be told apart), or an unreadable file.
     """
     try:
         if path.suffix.lower() == ".parquet":
@@ -126,7 +126,7 @@ def _line_records(path: Path) -> Iterator[tuple[int, Any]]:
                     raise DataError(
                         "is one JSON object over several lines",
                         where=f"{path}:1",
-                        fix="write one row per line (.jsonl), or a JSON array of rows",
+                        fix="write one record per line (.jsonl), or a JSON array of records",
                     )
             if raw.strip():
                 yield line, decode_record(raw.rstrip(b"\r\n"))
@@ -162,7 +162,7 @@ def _array_records(path: Path) -> Iterator[tuple[int, Any]]:
             break
         if expected == ", or ]":
             if following != ",":
-                raise _broken_array(path, line, "a comma or ] is missing after a row")
+                raise _broken_array(path, line, "a comma or ] is missing after a record")
             position, expected = position + 1, "value"
             continue
         try:
@@ -180,7 +180,7 @@ def _broken_array(path: Path, line: int, reason: str) -> DataError:
     return DataError(
         f"broken JSON: {reason}",
         where=f"{path}:{line}",
-        fix="correct the array; only .jsonl files, one row per line, can lose a row and go on",
+        fix="correct the array; only .jsonl files, one record per line, can leave out a broken one",
     )
 
 

@@ -6,14 +6,12 @@ The three forms are the field's own: Alpaca (instruction, input, output) from th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.data.problems import RecordProblem, nearest
-
-ALPACA, SHAREGPT, MESSAGES = "alpaca", "sharegpt", "messages"
-_KEY_OF_FORM = {MESSAGES: "messages", SHAREGPT: "conversations", ALPACA: "instruction"}
+from finetune.config.names import did_you_mean
+from finetune.data.problems import RecordProblem
 
 _ROLES = {
     "system": "system",
@@ -63,30 +61,28 @@ class Conversation:
 
 
 def detect_format(record: Any) -> str:
-    """Which of the forms a record has, by its key.
+    """Which of `FORMATS` a record has, by its key.
 
     Raises:
         RecordProblem: the record is not an object, or has none of the keys.
     """
     if not isinstance(record, Mapping):
-        raise RecordProblem("wrong type", f"the row is {_kind(record)}, not an object")
-    for form, key in _KEY_OF_FORM.items():
+        raise RecordProblem("wrong type", f"the record is {_kind(record)}, not an object")
+    for name, (key, _reader) in FORMATS.items():
         if record.get(key) is not None:
-            return form
+            return name
     keys = ", ".join(sorted(map(str, record))[:8]) or "none"
-    raise RecordProblem(
-        "unknown format", f"keys are {keys}; a row needs 'instruction' and 'output', 'conversations', or 'messages'"
-    )
+    needed = " or ".join(f"'{key}' ({name})" for name, (key, _reader) in FORMATS.items())
+    raise RecordProblem("unknown format", f"keys are {keys}; a record needs {needed}")
 
 
 def to_conversation(
-    record: Any, form: str, difficulties: Sequence[str] | None = None, difficulty_field: str = "difficulty"
+    record: Any, format_name: str, difficulties: Sequence[str] | None = None, difficulty_field: str = "difficulty"
 ) -> Conversation:
-    """Read one record of the given form.
+    """Read one record of the given format.
 
     Args:
-        record: the decoded record.
-        form: "alpaca", "sharegpt" or "messages" (see `detect_format`).
+        format_name: one of `FORMATS` (see `detect_format`).
         difficulties: the difficulties that are known; None: difficulties are not looked at.
         difficulty_field: the key that holds the difficulty.
 
@@ -94,11 +90,11 @@ def to_conversation(
         RecordProblem: anything that makes the record unfit for training, by kind.
     """
     if not isinstance(record, Mapping):
-        raise RecordProblem("wrong type", f"the row is {_kind(record)}, not an object")
-    if record.get(_KEY_OF_FORM[form]) is None:
-        raise RecordProblem("unknown format", f"no '{_KEY_OF_FORM[form]}', which the rows before it in this file have")
-    reader = {ALPACA: _alpaca, SHAREGPT: _turns, MESSAGES: _turns}[form]
-    messages = reader(record, _KEY_OF_FORM[form])
+        raise RecordProblem("wrong type", f"the record is {_kind(record)}, not an object")
+    key, reader = FORMATS[format_name]
+    if record.get(key) is None:
+        raise RecordProblem("unknown format", f"no '{key}', which the records before it in this file have")
+    messages = reader(record, key)
     _check_order(messages)
     _check_contents(messages)
     return Conversation(tuple(messages), _difficulty(record, difficulties, difficulty_field))
@@ -149,13 +145,11 @@ def _turn(turn: Any, where: str) -> Message:
         raise RecordProblem("wrong type", f"{where} has no role (a text under 'role' or 'from')")
     role = _ROLES.get(given.lower())
     if role is None:
-        raise RecordProblem("unknown role", f"{where} is by {given!r}{nearest(given, _ROLES)}")
-    for unread, remedy in (
-        ("tool_calls", "write the call into the content as the model's template expects it"),
-        ("function_call", "write the call into the content as the model's template expects it"),
-    ):
+        raise RecordProblem("unknown role", f"{where} is by {given!r}{did_you_mean(given, _ROLES)}")
+    for unread in ("tool_calls", "function_call"):
         if turn.get(unread):
-            raise RecordProblem("unsupported key", f"{where} has '{unread}'; {remedy}")
+            fix = "write the call into the content as the model's template expects it"
+            raise RecordProblem("unsupported key", f"{where} has '{unread}'; {fix}")
     content = turn.get(content_key)
     if isinstance(content, (list, tuple)):
         content = "".join(_part(part, where) for part in content)
@@ -177,6 +171,14 @@ def _part(part: Any, where: str) -> str:
     raise RecordProblem("wrong type", f"{where}: a content part is {kind!r}, only parts of type 'text' are trained")
 
 
+# name -> (the key it is known by, what reads a record of it). A format is added here; the first that fits counts.
+FORMATS: dict[str, tuple[str, Callable[[Mapping[str, Any], str], list[Message]]]] = {
+    "messages": ("messages", _turns),
+    "sharegpt": ("conversations", _turns),
+    "alpaca": ("instruction", _alpaca),
+}
+
+
 def _text(record: Mapping[str, Any], key: str) -> str:
     value = record.get(key)
     if value is None:
@@ -193,8 +195,8 @@ def _check_order(messages: Sequence[Message]) -> None:
     before = None
     for number, message in enumerate(messages):
         if message.role not in _MAY_FOLLOW[before]:
-            place = f"after {before}" if before else "at the start"
-            raise RecordProblem("roles out of order", f"turn {number + 1} is {message.role}, {place}")
+            position = f"after {before}" if before else "at the start"
+            raise RecordProblem("roles out of order", f"turn {number + 1} is {message.role}, {position}")
         before = message.role
     if before != "assistant":
         raise RecordProblem("no answer", f"the last turn is by the {before}, and nothing answers it")
@@ -221,12 +223,13 @@ def _difficulty(record: Mapping[str, Any], difficulties: Sequence[str] | None, d
     if difficulties is None or value is None or value == "":
         return None
     if not isinstance(value, (str, int)) or isinstance(value, bool):
-        raise RecordProblem("wrong type", f"'{difficulty_field}' is {_kind(value)}, not a level's name")
+        raise RecordProblem("wrong type", f"'{difficulty_field}' is {_kind(value)}, not a difficulty's name")
     difficulty = str(value).strip()
     if difficulty not in difficulties:
         known = ", ".join(difficulties)
         raise RecordProblem(
-            "unknown level", f"{difficulty[:60]!r}, the levels are {known}{nearest(difficulty, difficulties)}"
+            "unknown difficulty",
+            f"{difficulty[:60]!r}, not one of {known}{did_you_mean(difficulty, difficulties)}",
         )
     return difficulty
 

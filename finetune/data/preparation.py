@@ -91,7 +91,7 @@ class Preparation:
         scratch = folder / "scratch"
         scratch.mkdir()
         try:
-            report, records = self._read(scratch / "rows.arrow")
+            report, records = self._read(scratch / "records.arrow")
             return self._write(self._tokenize(records, scratch), report, folder)
         finally:
             shutil.rmtree(scratch)
@@ -103,10 +103,10 @@ class Preparation:
         report, problems, unlabelled = DataReport(), ProblemLog(), ProblemLog()
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, _RECORD_SCHEMA) as writer:
             batch: list[dict[str, Any]] = []
-            for record in self._rows(report, problems):
+            for record in self._conversations(report, problems):
                 if record["level"] == NO_DIFFICULTY:
-                    place = (record["file"], record["line"])
-                    unlabelled.add(place, self._location(*place), self._no_difficulty())
+                    file_and_line = (record["file"], record["line"])
+                    unlabelled.add(file_and_line, self._location(*file_and_line), self._no_difficulty())
                 report.difficulty_field_found |= record["level"] != NO_DIFFICULTY
                 batch.append(record)
                 if len(batch) == _BATCH_RECORDS:
@@ -116,7 +116,7 @@ class Preparation:
         if report.difficulty_field_found:
             problems.merge(unlabelled)
         if not report.records_read:
-            raise DataError("the data files hold no row", where=self._where(), fix="give --data files with rows")
+            raise DataError("the data files hold no record", where=self._where(), fix="give --data files with records")
         if not self.drop_bad_records:
             problems.refuse(report.records_read)
         report.dropped = dict(problems.counts)
@@ -124,7 +124,7 @@ class Preparation:
             raise self._none_left(report)
         return report, datasets.Dataset.from_file(str(path))
 
-    def _rows(self, report: DataReport, problems: ProblemLog) -> Iterator[dict[str, Any]]:
+    def _conversations(self, report: DataReport, problems: ProblemLog) -> Iterator[dict[str, Any]]:
         difficulties = {None: NO_DIFFICULTY, **{name: number for number, name in enumerate(self.difficulties or ())}}
         for file, path in enumerate(self.sources):
             form = None
@@ -150,7 +150,7 @@ class Preparation:
                 }
 
     def _no_difficulty(self) -> RecordProblem:
-        return RecordProblem("no level", f"other rows have a '{self.difficulty_field}', this one has none")
+        return RecordProblem("no difficulty", f"other records have a '{self.difficulty_field}', this one has none")
 
     def _tokenize(self, records: Dataset, scratch: Path) -> Dataset:
         import datasets
@@ -203,8 +203,12 @@ class Preparation:
         kinds, details = rendered.data.column("problem_kind"), rendered.data.column("problem_detail")
         problems = ProblemLog()
         for record in records.tolist():
-            place = (int(columns["file"][record]), int(columns["line"][record]))
-            problems.add(place, self._location(*place), RecordProblem(kinds[record].as_py(), details[record].as_py()))
+            file_and_line = (int(columns["file"][record]), int(columns["line"][record]))
+            problems.add(
+                file_and_line,
+                self._location(*file_and_line),
+                RecordProblem(kinds[record].as_py(), details[record].as_py()),
+            )
         return problems
 
     def _count(self, columns: dict[str, np.ndarray], kept: np.ndarray, report: DataReport) -> None:
@@ -229,9 +233,9 @@ class Preparation:
     def _none_left(self, report: DataReport) -> DataError:
         reasons = ", ".join(f"{count} {reason}" for reason, count in report.dropped.items())
         return DataError(
-            f"no row is left to train on ({reasons})",
+            f"no record is left to train on ({reasons})",
             where=self._where(),
-            fix="see the reasons; --on-bad-row refuse names the rows, and a larger --cutoff-len gives answers room",
+            fix="see the reasons; --on-bad-row refuse names the records, and a larger --cutoff-len gives answers room",
         )
 
     def _location(self, file: int, line: int) -> str:

@@ -1,10 +1,8 @@
-"""What is wrong with a record, and the list of such records that a person can mend from."""
+"""What is wrong with a record, and the list of such records that a person can correct them by."""
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
-from collections.abc import Iterable
 
 from finetune.errors import DataError
 
@@ -34,10 +32,10 @@ class ProblemLog:
         self.counts: Counter[str] = Counter()
         self.first: list[tuple[tuple[int, int], str]] = []
 
-    def add(self, place: tuple[int, int], location: str, problem: RecordProblem) -> None:
-        """Note a problem; `place` is (file number, line) and orders the list, `location` is file:line for people."""
+    def add(self, file_and_line: tuple[int, int], location: str, problem: RecordProblem) -> None:
+        """Note a problem; (file number, line) orders the list, `location` is file:line for people."""
         self.counts[problem.kind] += 1
-        self.first.append((place, f"{location}: {problem}"))
+        self.first.append((file_and_line, f"{location}: {problem}"))
         if len(self.first) > 4 * LISTED_RECORDS:
             self._shorten()
 
@@ -69,8 +67,8 @@ class ProblemLog:
         listed = "\n".join(f"    {line}" for line in self.lines)
         rest = f"\n    ... and {more} more" if more else ""
         raise DataError(
-            f"{self.total} of {records_read} rows cannot be trained on ({_by_kind(self.counts)}):\n{listed}{rest}",
-            fix="correct these rows, or pass --on-bad-row drop to train without them (they are counted)",
+            f"{self.total} of {records_read} records cannot be trained on ({_by_kind(self.counts)}):\n{listed}{rest}",
+            fix="correct these records, or pass --on-bad-row drop to train without them (they are counted)",
         )
 
     def _shorten(self) -> None:
@@ -79,10 +77,3 @@ class ProblemLog:
 
 def _by_kind(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the known name that is nearest to `name`, or nothing when none is near."""
-    near = difflib.get_close_matches(name.casefold(), {one.casefold(): one for one in known}, n=1, cutoff=0.6)
-    by_case = {one.casefold(): one for one in known}
-    return f"; did you mean {by_case[near[0]]!r}?" if near else ""

@@ -62,36 +62,36 @@ class DataReport:
         return cls(**values)
 
     def warnings(self) -> list[str]:
-        """What works but is probably wrong, each with its remedy."""
-        said = []
+        """What works but is probably wrong, each with its fix."""
+        found = []
         if self.unended_samples:
-            said.append(
+            found.append(
                 f"{self.unended_samples} of {self.samples} samples train no end-of-turn token, so the model will not "
                 "learn to stop there: the chat template ends answers with nothing that is a special token of this "
                 "tokenizer; pass --template with one that does (alpaca ends with the tokenizer's own end token)"
             )
         if self.off_prompt_samples:
-            said.append(
+            found.append(
                 f"{self.off_prompt_samples} of {self.samples} samples train answers that do not follow the chat "
-                "template's generation prompt (it opens a think block that the rows do not have, for instance), so "
-                "inference will start differently; give the rows reasoning, or pass a --template whose prompt fits"
+                "template's generation prompt (it opens a think block that the records do not have, for instance), so "
+                "inference will start differently; give the records reasoning, or pass a --template whose prompt fits"
             )
         if self.control_token_records:
-            said.append(
-                f"{self.control_token_records} of {self.records_read} rows spell special tokens of the tokenizer in their "
-                "text, which are read as such; remove them unless they are meant"
+            found.append(
+                f"{self.control_token_records} of {self.records_read} records spell special tokens of the tokenizer in "
+                "their text, which are read as such; remove them unless they are meant"
             )
         if self.cut_answers:
-            said.append(
+            found.append(
                 f"{self.cut_answers} of {self.samples} samples lost the end of an answer to the cutoff; "
                 "a larger --cutoff-len keeps them whole"
             )
-        return said
+        return found
 
     def lines(self) -> list[tuple[str, str]]:
         """The table's records as (name, value) texts; what is zero is left out where it is only bad news."""
         share = self.supervised_tokens / self.tokens if self.tokens else 0.0
-        lines = [("rows read", f"{self.records_read:,}"), ("rows kept", f"{self.records_kept:,}")]
+        lines = [("records read", f"{self.records_read:,}"), ("records kept", f"{self.records_kept:,}")]
         if self.samples != self.records_kept:
             lines.append(("samples", f"{self.samples:,} (one per answer where the template asks for it)"))
         if self.trimmed_records:
@@ -105,7 +105,7 @@ class DataReport:
         lines.append(("supervised tokens", f"{self.supervised_tokens:,} ({share:.1%})"))
         kept = max(self.records_kept, 1)
         lines += [
-            (f"level {name}", f"{records:,} ({records / kept:.1%})")
+            (f"difficulty {name}", f"{records:,} ({records / kept:.1%})")
             for name, records in self.records_per_difficulty.items()
         ]
         return lines

@@ -5,7 +5,8 @@ the model must write when it answers. So if a template lets an answer begin with
 think block in the last turn), that is trained too: the same template's prompt, at inference, ends before it.
 
 1. Prefix rendering. With P = render(messages before the answer, generation prompt) and A = render(messages up to the
-   answer), the trained text is A minus P, if P begins both A and the whole rendering and the rest of A goes on there.
+   answer), the trained text is A minus P, if P begins both A and the whole rendering, and there too the rest of A
+   follows.
 2. Else the answer is rendered between two marks that occur nowhere else. If taking the marks out gives the plain
    rendering, they show where the answer is (Qwen3: earlier answers of a conversation, whose think block is left out).
 3. Else each answer becomes a sample of its own that ends with it (Qwen3: an answer with reasoning, which the template
@@ -158,7 +159,7 @@ def _find(template: ChatTemplate, text: str, messages: tuple[Message, ...], answ
 def _by_prefix(
     template: ChatTemplate, text: str, prompt: str, alone: str, messages: tuple[Message, ...], answer: int
 ) -> Turn | None:
-    """Step 1. The comparison is of text, for this record, and the answer must come out whole (white space may differ)."""
+    """Step 1. Texts of this record are compared, and the answer must come out whole (white space may differ)."""
     if not (alone.startswith(prompt) and text.startswith(prompt)):
         return None
     written = alone[len(prompt) :]
@@ -182,7 +183,7 @@ def _holds(text: str, message: Message) -> bool:
 
 
 def _continues(prompt: str, written: str, content: str) -> bool:
-    """Whether the content begins at the prompt's end: Qwen3.5's prompt ends with the <think> that a record begins with."""
+    """Whether the content begins at the prompt's end: Qwen3.5's prompt ends with the <think> of the answer."""
     prompt, written, content = _squeezed(prompt), _squeezed(written), _squeezed(content)
     return any(
         prompt.endswith(content[:length]) and written.startswith(content[length:])

@@ -1,4 +1,4 @@
-"""One item = one optimizer step: the microbatches of this rank, and what every rank knows about the whole global batch."""
+"""One item = one optimizer step: the microbatches of this rank, and what every rank knows of the global batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SampleSource(Protocol):
 
     lengths: np.ndarray  # int (N,): tokens of each sample that the model computes
     supervised_counts: np.ndarray  # int (N,): targets of each sample
-    record_ids: np.ndarray  # int (N,): the input microbatch each sample came from
+    record_ids: np.ndarray  # int (N,): the input record each sample came from
 
     def __len__(self) -> int: ...
 
@@ -69,7 +69,7 @@ class Execution:
         )
 
     def smaller(self, longest_sample_tokens: int) -> Execution | None:
-        """Half the budget (more microbatches, the same global batch); None at the floor, where a microbatch holds one sample."""
+        """Half the budget (more microbatches, the same global batch); None where a microbatch holds one sample."""
         if self.samples_per_microbatch is not None:
             return (
                 replace(self, samples_per_microbatch=self.samples_per_microbatch // 2)
@@ -81,8 +81,8 @@ class Execution:
 
     def describe(self) -> str:
         if self.token_budget is not None:
-            return f"rows of at most {self.token_budget} tokens"
-        return f"padded rows of {self.samples_per_microbatch} samples"
+            return f"microbatches of at most {self.token_budget} tokens"
+        return f"padded microbatches of {self.samples_per_microbatch} samples"
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class StepBatches(torch.utils.data.Dataset):
         )
 
     def microbatches(self, indices: np.ndarray, execution: Execution) -> Iterator[Microbatch]:
-        """This rank's microbatches of the global batch `indices` under an execution (another budget after out-of-memory)."""
+        """This rank's microbatches of the global batch `indices`; the execution changes after out-of-memory."""
         plan = execution.plan(self.samples.lengths[indices])
         for positions in plan.microbatches[execution.rank]:
             yield self.microbatch(indices[positions], packing=execution.token_budget is not None)

@@ -14,7 +14,7 @@ from pathlib import Path
 import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from finetune.data.problems import nearest
+from finetune.config.names import did_you_mean
 from finetune.errors import DataError
 
 logger = logging.getLogger("finetune")
@@ -119,7 +119,7 @@ def template_source(template: str) -> str:
     path = Path(template).expanduser()
     if not path.is_file():
         raise DataError(
-            f"{template!r} is neither a template's name nor a file{nearest(template, TEMPLATES)}",
+            f"{template!r} is neither a template's name nor a file{did_you_mean(template, TEMPLATES)}",
             where="--template",
             fix=f"use one of {known}, or a file with a Jinja chat template",
         )

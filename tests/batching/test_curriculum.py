@@ -78,10 +78,10 @@ def test_corners_are_reached_by_these_examples(monkeypatch: pytest.MonkeyPatch) 
     class Corner(Exception):
         pass
 
-    def mend(self: object, row: int) -> None:
+    def repair(self: object, row: int) -> None:
         raise Corner
 
-    monkeypatch.setattr(rounding._Rounding, "_mend", mend)
+    monkeypatch.setattr(rounding._Rounding, "_repair", repair)
     for schedule, steps in ((TOO_MANY_UP, 103), (TOO_FEW_UP, 135)):
         with pytest.raises(Corner):
             plan_counts(schedule, steps, 1)
@@ -166,14 +166,14 @@ def test_a_million_steps_take_seconds() -> None:
 @pytest.mark.parametrize(
     ("difficulties", "stages", "said"),
     [
-        ((), (Stage(1.0, ()),), "levels are []"),
+        ((), (Stage(1.0, ()),), "difficulties are []"),
         (("a", "a"), (Stage(1.0, (1, 1)),), "each once"),
         (("a",), (), "must end at progress 1"),
         (("a",), (Stage(0.9, (1,)),), "must end at progress 1"),
         (("a",), (Stage(0.5, (1,)), Stage(0.5, (1,)), Stage(1.0, (1,))), "stages[1].until"),
         (("a",), (Stage(1.5, (1,)), Stage(1.0, (1,))), "until is 1.5"),
         (("a",), (Stage(float("nan"), (1,)), Stage(1.0, (1,))), "until is nan"),
-        (("a", "b"), (Stage(1.0, (1,)),), "1 weights for 2 levels"),
+        (("a", "b"), (Stage(1.0, (1,)),), "1 weights for 2 difficulties"),
         (("a", "b"), (Stage(1.0, (1, -1)),), "none negative"),
         (("a", "b"), (Stage(1.0, (0, 0)),), "one above 0"),
         (("a", "b"), (Stage(1.0, (1, float("inf"))),), "finite"),
@@ -234,8 +234,8 @@ def test_rows_without_level_among_rows_with_one_are_named() -> None:
     difficulties[[5, 7]] = -1
     with pytest.raises(DataError) as caught:
         choose_schedule(config_like(), difficulties)
-    assert "2 of 2,000" in caught.value.what and "rows 5, 7 " in caught.value.where
-    with pytest.raises(DataError, match="rows 50, 70 "):
+    assert "2 of 2,000" in caught.value.what and "records 5, 7 " in caught.value.where
+    with pytest.raises(DataError, match="records 50, 70 "):
         choose_schedule(config_like(), difficulties, record_ids=10 * np.arange(2000))
 
 
@@ -361,7 +361,7 @@ def test_show_refuses_what_training_refuses(tmp_path: Path) -> None:
     with pytest.raises(FinetuneError, match="no sample of it"):
         command.main(show(data, "--on-bad-row", "drop"))
     data = write_rows(tmp_path / "mixed.jsonl", ["explain", "explian", None])
-    with pytest.raises(DataError, match="rows 2 "):  # counted before anything is dropped
+    with pytest.raises(DataError, match="records 2 "):  # counted before anything is dropped
         command.main(show(data, "--on-bad-row", "drop"))
 
 

@@ -31,7 +31,7 @@ def check(plan: MicrobatchSchedule, lengths: np.ndarray, world_size: int) -> Non
     assert plan.microbatch_tokens.tolist() == tokens
     assert plan.tokens == int(lengths.sum())
     assert plan.padding_tokens == int(plan.computed_tokens.sum()) - plan.tokens >= 0
-    assert 0 <= plan.fill <= 1
+    assert 0 <= plan.packing_efficiency <= 1
     assert plan.imbalance >= 1 and plan.lockstep_imbalance >= plan.imbalance - 1e-12
     # Microbatches of like weight share a micro-step: none is heavier than the lightest of the micro-step before.
     by_step = plan.computed_tokens.T.tolist()
@@ -112,14 +112,14 @@ def test_the_lower_bound_is_one_and_the_plan_is_near_the_optimum(items: list[int
 
 
 def test_longest_first_into_the_lightest_row_by_hand() -> None:
-    # 4 microbatches of 10 for 2 ranks: 9 | 8 1 | 6 2 | 5 3, heaviest first, every other micro-step dealt backwards.
+    # 4 microbatches of 10 for 2 ranks: 9 | 8 1 | 6 2 | 5 3, largest first, every other micro-step dealt backwards.
     plan = schedule_microbatches(np.array([1, 2, 3, 5, 6, 8, 9]), 2, token_budget=10)
     assert plan.microbatch_tokens.tolist() == [[9, 8], [9, 8]]
     assert [[microbatch.tolist() for microbatch in rank] for rank in plan.microbatches] == [
         [[6], [2, 3]],
         [[0, 5], [1, 4]],
     ]
-    assert plan.fill == 34 / 40
+    assert plan.packing_efficiency == 34 / 40
     assert plan.imbalance == plan.lockstep_imbalance == 1.0
 
 
@@ -129,7 +129,7 @@ def test_padded_rows_by_hand() -> None:
     assert [[microbatch.tolist() for microbatch in rank] for rank in plan.microbatches] == [[[1, 3], []], [[2, 4], [0]]]
     assert plan.computed_tokens.tolist() == [[18, 0], [6, 1]]
     assert plan.padding_tokens == 2
-    assert plan.fill == 23 / 25
+    assert plan.packing_efficiency == 23 / 25
 
 
 def test_of_equal_lengths_the_earlier_comes_first_and_nothing_is_random() -> None:
@@ -147,14 +147,14 @@ def test_fewer_samples_than_ranks_leave_empty_rows(way: dict[str, int]) -> None:
     assert sum(len(rank[0]) == 0 for rank in plan.microbatches) >= 2
     empty = schedule_microbatches(np.array([], dtype=np.int64), 3, **way)
     check(empty, np.array([], dtype=np.int64), 3)
-    assert empty.fill == 0 and empty.imbalance == 1 and empty.heaviest_row_tokens == 0
+    assert empty.packing_efficiency == 0 and empty.imbalance == 1 and empty.largest_microbatch_tokens == 0
 
 
 def test_samples_above_the_budget_are_named() -> None:
     with pytest.raises(DataError) as caught:
         schedule_microbatches(np.array([5, 12, 3, 11]), 2, token_budget=10)
     assert "position 1 with 12 tokens" in caught.value.where and "position 3 with 11 tokens" in caught.value.where
-    assert "budget of a row, 10" in caught.value.what
+    assert "budget of a microbatch, 10" in caught.value.what
 
 
 @pytest.mark.parametrize(

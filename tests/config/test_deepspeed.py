@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from finetune.config import deepspeed_keys
-from finetune.config.deepspeed_keys import ANY, KNOWN, REMOVED, lookup, refused_values, unknown_keys
-from finetune.config.deepspeed_numbers import PRECISIONS, SHARED, split
+from finetune.config import deepspeed_settings
+from finetune.config.deepspeed_keys import ANY, KNOWN, REMOVED, lookup, unknown_keys
+from finetune.config.deepspeed_settings import PRECISIONS, SHARED, refused_values, split
 
 pytest.importorskip("deepspeed", reason="deepspeed is an extra, and is not installed here")
 
@@ -136,7 +136,7 @@ def test_parameters_of_the_optimizers_and_schedules() -> None:
 
     handled_by_the_engine = {"torch_adam", "foreach"}
     assert parameters(DeepSpeedCPUAdam, FusedAdam) | handled_by_the_engine == set(KNOWN["optimizer"]["params"])
-    schedules = [getattr(lr_schedules, name) for name in deepspeed_keys.SCHEDULERS]
+    schedules = [getattr(lr_schedules, name) for name in deepspeed_settings.SCHEDULERS]
     assert parameters(*schedules) == set(KNOWN["scheduler"]["params"])
 
 
@@ -193,7 +193,7 @@ def test_what_we_pass_deepspeed_takes() -> None:
 
 def test_every_shared_path_is_a_known_name() -> None:
     paths = [shared.path for shared in SHARED] + [f"{block}.enabled" for block in PRECISIONS]
-    for path in [*paths, *deepspeed_keys.ALLOWED]:
+    for path in [*paths, *deepspeed_settings.ALLOWED]:
         *outer, last = path.split(".")
         assert last in (lookup(KNOWN, ".".join(outer)) if outer else KNOWN), path
 

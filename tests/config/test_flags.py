@@ -39,7 +39,7 @@ _OF_THE_GUIDES = (
 def values(*arguments: str) -> dict[str, object]:
     parsed = parse(arguments, FLAGS)
     assert not parsed.problems, [str(problem) for problem in parsed.problems]
-    return {name: value for name, (value, _) in parsed.values.items()}
+    return {name: sourced.value for name, sourced in parsed.values.items()}
 
 
 def problems(*arguments: str) -> list[FinetuneError]:
@@ -122,7 +122,7 @@ def test_config_collects_and_the_rest_does_not() -> None:
 
 def test_help_is_found_after_a_list_of_words() -> None:
     parsed = parse(["--data", "a", "-h"], FLAGS)
-    assert parsed.help and parsed.values["data"][0] == "a"
+    assert parsed.help and parsed.values["data"].value == "a"
 
 
 @given(st.sampled_from(sorted(set(FLAGS) - ONLY_IN_FILES)), st.booleans(), st.booleans())

@@ -12,8 +12,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from finetune.config.paths import is_hub_id
-from finetune.config.resolution import Resolved, check_paths, format_config, resolve, resolve_object, to_yaml
+from finetune.config.paths import check_paths, is_hub_id
+from finetune.config.resolution import Resolved, format_config, resolve, resolve_object, to_yaml
 from finetune.config.run_config import RunConfig
 from finetune.errors import FinetuneError, Problems
 
@@ -313,7 +313,7 @@ def test_a_secret_is_not_repeated() -> None:
         ({"curriculum": {"stages": [{"until": 1.0, "mix": [1, 1, 1], "rump": "step"}]}}, "did you mean 'ramp'?"),
         ({"curriculum": {"stages": [{"until": 2, "mix": [1, 1, 1]}]}}, "curriculum.stages[0].until is 2"),
         ({"curriculum": {"stages": [{"mix": [1, 1, 1]}]}}, "curriculum.stages[0].until is not set"),
-        ({"curriculum": {"stages": [{"until": 1.0, "mix": [1, 1]}]}}, "stage 1 has 2 weights for 3 levels"),
+        ({"curriculum": {"stages": [{"until": 1.0, "mix": [1, 1]}]}}, "stage 1 has 2 weights for 3 difficulties"),
         ({"curriculum": {"stages": []}}, "give a list that is not empty"),
         ({"curriculum": {"levels": [1]}}, "give a valid string"),
         ({"curriculum": {"stages": [{"until": 2, "mix": [1, 1, 1]}]}}, "give a value less than or equal to 1"),

@@ -174,7 +174,7 @@ def stage(until: float, mix: tuple[float, ...] = (1.0, 1.0), ramp: str = "step")
         ([stage(0.5)], "last stage ends at 0.5, not at 1.0"),
         ([stage(0.5), stage(0.5), stage(1.0)], "does not increase"),
         ([stage(0.7), stage(0.5), stage(1.0)], "does not increase"),
-        ([stage(1.0, (1.0,))], "stage 1 has 1 weights for 2 levels"),
+        ([stage(1.0, (1.0,))], "stage 1 has 1 weights for 2 difficulties"),
         ([stage(1.0, (0.0, 0.0))], "weights of stage 1 are all zero"),
         ([stage(1.0, ramp="linear")], "no mix before it"),
     ],

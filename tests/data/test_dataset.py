@@ -102,13 +102,13 @@ def test_bad_rows_are_refused_by_line(tmp_path: Path, prepare: Any) -> None:
     with pytest.raises(DataError) as caught:
         prepare(path)
     said = str(caught.value).splitlines()
-    assert said[0].startswith("6 of 8 rows cannot be trained on")
+    assert said[0].startswith("6 of 8 records cannot be trained on")
     assert [line.strip() for line in said[1:7]] == [
         f"{path}:2: broken JSON: Expecting property name enclosed in double quotes at column 2",
         f"{path}:3: no answer: no 'output'",
         f"{path}:5: empty answer: turn 2",
-        f"{path}:6: unknown level: 'expain', the levels are explain, reasoning, topology; did you mean 'explain'?",
-        f"{path}:7: no level: other rows have a 'difficulty', this one has none",
+        f"{path}:6: unknown difficulty: 'expain', not one of explain, reasoning, topology; did you mean 'explain'?",
+        f"{path}:7: no difficulty: other records have a 'difficulty', this one has none",
         f"{path}:8: wrong type: 'output' is a number, not a text",
     ]
     assert caught.value.exit_code == 2
@@ -123,15 +123,15 @@ def test_bad_rows_are_dropped_and_counted_and_ids_count_them(tmp_path: Path, pre
         "broken JSON": 1,
         "no answer": 1,
         "empty answer": 1,
-        "unknown level": 1,
+        "unknown difficulty": 1,
         "wrong type": 1,
-        "no level": 1,
+        "no difficulty": 1,
     }
     assert (samples.report.records_read, samples.report.records_kept) == (8, 2)
     console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(samples.report.table())
     text = console.export_text()
-    assert "dropped: broken JSON" in text and "level topology" in text and "supervised tokens" in text
+    assert "dropped: broken JSON" in text and "difficulty topology" in text and "supervised tokens" in text
 
 
 def test_rows_that_the_template_refuses(tmp_path: Path, prepare: Any) -> None:
@@ -141,7 +141,7 @@ def test_rows_that_the_template_refuses(tmp_path: Path, prepare: Any) -> None:
         prepare(path, tokenizer=family("gemma"))
     samples = prepare(path, tokenizer=family("gemma"), on_bad_row="drop")
     assert samples.record_ids.tolist() == [0, 2] and samples.report.dropped == {"refused by the chat template": 1}
-    with pytest.raises(DataError, match=r"no row is left to train on \(1 refused by the chat template\)"):
+    with pytest.raises(DataError, match=r"no record is left to train on \(1 refused by the chat template\)"):
         prepare(write(tmp_path / "b.jsonl", [{**good, "system": "s"}]), tokenizer=family("gemma"), on_bad_row="drop")
 
 
@@ -154,7 +154,7 @@ def test_levels_may_be_absent_or_not_asked_for(tmp_path: Path, prepare: Any) -> 
     )
     samples = prepare(mixed, difficulties=None)
     assert samples.difficulties.tolist() == [-1] * 5 and samples.difficulty_names == ()
-    with pytest.raises(DataError, match="2 no level, 1 unknown level"):
+    with pytest.raises(DataError, match="2 no difficulty, 1 unknown difficulty"):
         prepare(mixed)
     renamed = [{**row, "stage": row.pop("difficulty")} for row in rows_of(3)]
     samples = prepare(write(tmp_path / "c.jsonl", renamed), difficulty_field="stage")
@@ -162,9 +162,9 @@ def test_levels_may_be_absent_or_not_asked_for(tmp_path: Path, prepare: Any) -> 
 
 
 def test_empty_data_is_an_error(tmp_path: Path, prepare: Any) -> None:
-    with pytest.raises(DataError, match="hold no row"):
+    with pytest.raises(DataError, match="hold no record"):
         prepare(write(tmp_path / "a.jsonl", []))
-    with pytest.raises(DataError, match=r"no row is left to train on \(1 no answer\)"):
+    with pytest.raises(DataError, match=r"no record is left to train on \(1 no answer\)"):
         prepare(write(tmp_path / "b.jsonl", [{"instruction": "q"}]), on_bad_row="drop")
     with pytest.raises(DataError, match="no such file"):
         prepare(tmp_path / "nowhere.jsonl")
@@ -201,7 +201,7 @@ def test_what_is_probably_wrong_is_said_with_its_remedy(
             prepare(path, tokenizer=family("glm4"), cutoff_len=512)
         assert [record.message[:60] for record in caplog.records] == [
             "1 of 1 samples train no end-of-turn token, so the model will",
-            "1 of 1 rows spell special tokens of the tokenizer in their t",
+            "1 of 1 records spell special tokens of the tokenizer in thei",
         ]
         assert "--template" in caplog.records[0].message
     caplog.clear()

@@ -1,4 +1,4 @@
-"""Rows of every form, good and bad, and files of every kind."""
+"""Records of every format, good and bad, and files of every kind."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from finetune.config.names import did_you_mean
 from finetune.data.files import expand_paths, file_sha256, read_records
 from finetune.data.formats import Conversation, Message, detect_format, to_conversation
-from finetune.data.problems import ProblemLog, RecordProblem, nearest
+from finetune.data.problems import ProblemLog, RecordProblem
 from finetune.errors import DataError, Problems
 
 LEVELS = ("explain", "reasoning", "topology")
@@ -80,8 +81,8 @@ def test_weight_and_reasoning() -> None:
 
 
 BAD = [
-    (None, "wrong type: the row is null"),
-    (["q", "a"], "wrong type: the row is a list"),
+    (None, "wrong type: the record is null"),
+    (["q", "a"], "wrong type: the record is a list"),
     ({"text": "q", "label": 1}, "unknown format: keys are label, text"),
     ({}, "unknown format: keys are none"),
     ({"instruction": "q"}, "no answer: no 'output'"),
@@ -97,8 +98,11 @@ BAD = [
     ({**ALPACA, "history": [["q"]]}, "wrong type: 'history' must be a list of"),
     ({**ALPACA, "history": [["q", None]]}, "wrong type: 'history' must be a list of"),
     ({**ALPACA, "history": [["q", ""]]}, "empty answer: turn 2"),
-    ({**ALPACA, "difficulty": "Topology"}, "unknown level: 'Topology', the levels are .*; did you mean 'topology'"),
-    ({**ALPACA, "difficulty": "expl"}, "unknown level: .*did you mean 'explain'"),
+    (
+        {**ALPACA, "difficulty": "Topology"},
+        "unknown difficulty: 'Topology', not one of .*; did you mean 'topology'",
+    ),
+    ({**ALPACA, "difficulty": "expl"}, "unknown difficulty: .*did you mean 'explain'"),
     ({**ALPACA, "difficulty": ["explain"]}, "wrong type: 'difficulty' is a list"),
     ({**ALPACA, "difficulty": True}, "wrong type: 'difficulty' is true/false"),
     ({"instruction": "q", "output": "\ud83d"}, "not UTF-8: turn 2"),
@@ -140,7 +144,7 @@ def test_bad_rows(row: Any, said: str) -> None:
 
 
 def test_a_file_has_one_form() -> None:
-    with pytest.raises(RecordProblem, match="unknown format: no 'instruction', which the rows before it"):
+    with pytest.raises(RecordProblem, match="unknown format: no 'instruction', which the records before it"):
         to_conversation(sharegpt(("human", "q"), ("gpt", "a")), "alpaca")
 
 
@@ -276,7 +280,7 @@ def test_the_log_lists_the_first_ten_in_order_whatever_the_order_of_finding() ->
     with pytest.raises(DataError) as caught:
         log.refuse(1000)
     text = str(caught.value)
-    assert text.startswith("300 of 1000 rows cannot be trained on (150 no answer, 150 empty answer)")
+    assert text.startswith("300 of 1000 records cannot be trained on (150 no answer, 150 empty answer)")
     assert [line.strip() for line in text.splitlines()[1:11]] == [
         f"a.jsonl:{line}: {'empty' if line % 2 else 'no'} answer: d" for line in range(1, 11)
     ]
@@ -285,5 +289,5 @@ def test_the_log_lists_the_first_ten_in_order_whatever_the_order_of_finding() ->
 
 
 def test_nearest_ignores_case_and_says_nothing_for_nothing_near() -> None:
-    assert nearest("EXPLIAN", LEVELS) == "; did you mean 'explain'?"
-    assert nearest("xyz", LEVELS) == ""
+    assert did_you_mean("EXPLIAN", LEVELS) == "; did you mean 'explain'?"
+    assert did_you_mean("xyz", LEVELS) == ""

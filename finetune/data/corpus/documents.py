@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.config.names import nearest as nearest_name
+from finetune.config.config_files import similar_files
+from finetune.config.names import nearest
 from finetune.data.files import decode_record, first_character, read_records
-from finetune.data.problems import RecordProblem, nearest
+from finetune.data.problems import RecordProblem
 from finetune.errors import DataError, FinetuneError, raise_problems
 
 logger = logging.getLogger("finetune")
@@ -37,7 +38,7 @@ class Piece:
 
     Attributes:
         kind: "text" (one document), "lines" (JSON Lines), "array" (a JSON array) or "parquet".
-        start, stop: bytes of the file; for lines, those that start in here; for parquet, record groups.
+        start, stop: bytes of the file; for lines, those that start in here; for parquet, row groups.
         size_bytes: the piece's share of its file, for the progress.
     """
 
@@ -97,8 +98,7 @@ def _expand(given: str) -> list[Path]:
         return matches
     if glob.has_magic(given):
         raise DataError("no file matches", given, "check the pattern; ** stands for folders at any depth")
-    siblings = [str(one) for one in path.parent.iterdir()] if path.parent.is_dir() else []
-    raise DataError(f"there is no such file or folder{nearest(str(path), siblings)}", given, "check --data")
+    raise DataError("there is no such file or folder", given, similar_files(path))
 
 
 def _hidden(path: Path, folder: Path) -> bool:
@@ -154,11 +154,11 @@ def _parquet_pieces(path: Path, size_bytes: int) -> Iterator[Piece]:
         yield Piece(str(path), "parquet", group, group + 1, size_bytes // groups)
 
 
-Place = tuple[str, int]  # file, line (record for parquet) from 1; 0 where it is the file as a whole
+Location = tuple[str, int]  # file, line (record for parquet) from 1; 0 where it is the file as a whole
 
 
-def documents_of(unit: Unit, text_field: str) -> Iterator[tuple[Place, str | RecordProblem]]:
-    """The documents of a unit in order, each with its place; `RecordProblem` for a record that is none.
+def documents_of(unit: Unit, text_field: str) -> Iterator[tuple[Location, str | RecordProblem]]:
+    """The documents of a unit in order, each with its location; `RecordProblem` for a record that is none.
 
     A document with nothing but white space is given too: the caller leaves it out and counts it.
 
@@ -211,7 +211,7 @@ def _read_lines(piece: Piece, text_field: str) -> Iterator[tuple[int, str | Reco
         if piece.start:
             file.seek(piece.start - 1)
             file.readline()  # the rest of the line that the piece before has read
-        before: int | None = None  # lines before the piece; counted when a problem must be placed
+        before: int | None = None  # lines before the piece; counted when a problem needs its line
         line = 0
         while file.tell() < piece.stop and (raw := file.readline()):
             line += 1
@@ -286,5 +286,5 @@ def _text_of(record: Any, text_field: str) -> str | RecordProblem:
 
 
 def _meant(text_field: str, known: Sequence[str] | dict[str, Any]) -> str:
-    guess = nearest_name(text_field, map(str, known))
+    guess = nearest(text_field, map(str, known))
     return f"; did you mean --text-field {guess}?" if guess else ""

@@ -34,16 +34,16 @@ class UnitReader:
     seed: int
     empty: int = 0
     problems: ProblemLog = field(default_factory=ProblemLog)
-    rows: int = 0
+    records: int = 0
     digest: bytes = b""
 
     def read(self, unit: Unit, number: int = 0) -> Iterator[tuple[str, bytes, tuple[int, int]]]:
         """(text, its UTF-8, its keys) of every document that has more than white space."""
         total = hashlib.sha256()
         for (path, line), found in documents_of(unit, self.text_field):
-            self.rows += 1
+            self.records += 1
             if isinstance(found, RecordProblem):
-                self.problems.add((number, self.rows), f"{path}:{line}" if line else path, found)
+                self.problems.add((number, self.records), f"{path}:{line}" if line else path, found)
                 continue
             if not found.strip():
                 self.empty += 1
@@ -68,7 +68,7 @@ class Scan:
     text_bytes: int = 0
     input_bytes: int = 0
     empty: int = 0
-    rows: int = 0
+    records: int = 0
     below: int = 0
     lowest: int = KEYS
     highest: int = -1
@@ -77,7 +77,7 @@ class Scan:
 
     def add(self, other: Scan) -> None:
         """Take in the scan of the next unit."""
-        for name in ("documents", "text_bytes", "input_bytes", "empty", "rows", "below"):
+        for name in ("documents", "text_bytes", "input_bytes", "empty", "records", "below"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.lowest, self.highest = min(self.lowest, other.lowest), max(self.highest, other.highest)
         self.problems.merge(other.problems)
@@ -106,7 +106,7 @@ class ScanJob:
             scan.text_bytes += len(raw)
             scan.below += key < self.bound
             scan.lowest, scan.highest = min(scan.lowest, key), max(scan.highest, key)
-        scan.empty, scan.rows, scan.digests = reader.empty, reader.rows, [reader.digest]
+        scan.empty, scan.records, scan.digests = reader.empty, reader.records, [reader.digest]
         return scan
 
 
@@ -115,7 +115,7 @@ def split_bound(fraction: float) -> int:
     return int(fraction * KEYS)
 
 
-def settled_bound(scan: Scan, fraction: float) -> int:
+def final_bound(scan: Scan, fraction: float) -> int:
     """The bound with which neither split is empty, where there are two different documents at all.
 
     It differs from `split_bound` only where that would leave a split empty: then the document with the lowest key is

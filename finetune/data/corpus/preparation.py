@@ -1,6 +1,6 @@
-"""From a corpus to a folder of token shards and their tokenizer: in three passes, going on where it was stopped.
+"""From a corpus to a folder of token shards and their tokenizer: in three passes, resumed where it was stopped.
 
-1. Every document is looked at: what cannot be used is refused before anything is written, and the split is settled.
+1. Every document is looked at: what cannot be used is refused before anything is written, and the split is decided.
 2. The tokenizer is trained on training documents (at most `TOKENIZER_TEXT_BYTES` of them), or taken over.
 3. Every document becomes tokens; finished shards are kept through kills, by the positions in their headers.
 
@@ -26,7 +26,7 @@ from finetune.data.corpus.passes import (
     Scan,
     ScanJob,
     UnitTokens,
-    settled_bound,
+    final_bound,
     split_bound,
     tokenizer_texts,
 )
@@ -69,7 +69,7 @@ class PrepareSettings:
         tokenizer: folder or hub id of one to take over; then `vocab_size` does not count.
         valid_fraction: share of the documents for validation.
         shard_tokens: most tokens of a shard.
-        text_field: the field of JSON and parquet rows that holds the text.
+        text_field: the field of JSON and parquet records that holds the text.
         drop_bad_rows: leave out what cannot be used and count it, instead of refusing it.
         special_tokens: what looks like a special token in a document is one.
     """
@@ -115,9 +115,9 @@ def prepare_tokens(
         num_workers: processes; None: as many as cores, and fewer for little data.
 
     Raises:
-        DataError: no documents, rows that are none, files that changed meanwhile, an unusable tokenizer.
+        DataError: no documents, records without text, files that changed meanwhile, an unusable tokenizer.
         StateError: the folder holds something else, or was begun with other data or settings.
-        FinetuneError: a file could not be written, or a worker was killed: run again to go on.
+        FinetuneError: a file could not be written, or a worker was killed: run again to resume.
     """
     with RunLock(folder, _LOCK_WAIT_SECONDS):
         try:
@@ -126,7 +126,7 @@ def prepare_tokens(
             raise FinetuneError(
                 f"a file could not be read or written: {error.strerror or error}",
                 str(error.filename or folder),
-                "mend what the system says (free space, rights), and run the same command again: it goes on",
+                "fix what the system names (free space, rights), and run the same command again: it resumes",
             ) from error
 
 
@@ -158,7 +158,7 @@ class _Preparation:
             self.plan.write(self.folder)
         else:
             self.begun.check_corpus(self.folder, self.plan.corpus)
-        self.bound = settled_bound(self.scan, self.settings.valid_fraction)
+        self.bound = final_bound(self.scan, self.settings.valid_fraction)
         tokenizer = self._tokenizer(borrowed)
         kind = _kind(tokenizer, self.settings.shard_tokens)
         splits = {split: finished_shards(self.folder, split, kind) for split in SPLITS}
@@ -186,20 +186,22 @@ class _Preparation:
     def _check_scan(self) -> None:
         scan = self.scan
         if not self.settings.drop_bad_rows:
-            scan.problems.refuse(scan.rows)
+            scan.problems.refuse(scan.records)
         if not scan.documents:
             dropped = f" ({scan.problems.total} were dropped)" if scan.problems.total else ""
             raise DataError(
                 f"there is no document with text in {len(self.files)} files{dropped}",
                 "--data",
-                "give files with text; in rows, --text-field names the field that holds it",
+                "give files with text; in records, --text-field names the field that holds it",
             )
         if scan.problems.total:
-            logger.warning("%d of %d rows were dropped: %s", scan.problems.total, scan.rows, dict(scan.problems.counts))
+            logger.warning(
+                "%d of %d records were dropped: %s", scan.problems.total, scan.records, dict(scan.problems.counts)
+            )
         if scan.lowest == scan.highest and self.settings.valid_fraction:
             logger.warning(
                 "there is only one document, so there is no validation split: every part of a text file above 1 MiB, "
-                "or every row of a JSONL file, would be a document of its own"
+                "or every record of a JSONL file, would be a document of its own"
             )
 
     def _corpus(self) -> dict[str, Any]:
@@ -224,14 +226,14 @@ class _Preparation:
     # ------------------------------------------------------------------ the tokenizer
 
     def _tokenizer(self, borrowed: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
-        place = self.folder / TOKENIZER_FOLDER
-        if not place.is_dir():
-            save_tokenizer(borrowed if borrowed is not None else self._train(), place)
-        tokenizer = open_tokenizer(place)  # what training will load, not what was in memory
+        folder = self.folder / TOKENIZER_FOLDER
+        if not folder.is_dir():
+            save_tokenizer(borrowed if borrowed is not None else self._train(), folder)
+        tokenizer = open_tokenizer(folder)  # what training will load, not what was in memory
         if borrowed is not None and tokenizer_hash(tokenizer) != tokenizer_hash(borrowed):
             raise StateError(
                 "the tokenizer in the output folder is not that of --tokenizer",
-                str(place),
+                str(folder),
                 "remove that folder, or choose another --output-dir",
             )
         return tokenizer
@@ -259,7 +261,7 @@ class _Preparation:
     ) -> dict[str, list[TokenHeader]]:
         """Make what is missing after the finished shards, and return all."""
         if self.begun is not None and self.begun.finished is not None:
-            self.plan.write(self.folder)  # nobody may take the folder for whole while it is mended
+            self.plan.write(self.folder)  # nobody may take the folder for whole while it is repaired
         for split, kept in splits.items():
             remove_unfinished(self.folder, split, kept)
         writers = {split: ShardWriter(self.folder, split, kind, kept) for split, kept in splits.items()}
@@ -334,7 +336,7 @@ def _cores() -> int:
 
 
 def _first_wanted(number: int, start: tuple[int, int]) -> int:
-    """The first document of unit `number` that is still to be written, for a split that goes on at `start`."""
+    """The first document of unit `number` that is still to be written, for a split that resumes at `start`."""
     unit, document = start
     return document if number == unit else 0 if number > unit else np.iinfo(np.int64).max
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import glob
 import json
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from finetune.config.names import nearest
 from finetune.data.corpus.shard_header import (
     DTYPES,
     INDEX_DTYPE,
@@ -67,13 +67,11 @@ def _find(given: str, split: str | None) -> list[Path]:
     matches = [one for one in matches if one.suffix == ".bin"]
     if matches:
         return matches
-    siblings = [str(one) for one in path.parent.glob("*.bin")] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(str(path), siblings, n=1)
-    if not near:
-        hint = "`python -m finetune prepare` makes token files from text"
-    else:
-        hint = f"did you mean {near[0]}?"
-    raise DataError("there is no such token file", given, hint)
+    guess = nearest(path.name, [one.name for one in path.parent.glob("*.bin")])
+    fix = (
+        f"did you mean {path.parent / guess}?" if guess else "`python -m finetune prepare` makes token files from text"
+    )
+    raise DataError("there is no such token file", given, fix)
 
 
 def checked_header(path: Path, vocab_size: int | None, tokenizer_hash: str | None) -> TokenHeader:
@@ -123,7 +121,7 @@ def check_finished(folder: Path) -> None:
         raise DataError(
             "the data in this folder is not completely prepared",
             str(folder),
-            "run the same `python -m finetune prepare` again: it goes on where it was stopped",
+            "run the same `python -m finetune prepare` again: it resumes where it was stopped",
         )
 
 
@@ -150,7 +148,7 @@ def _header_of_raw(path: Path, size_bytes: int, vocab_size: int | None) -> Token
 
 
 def _refuse_foreign(path: Path, dtype: str) -> None:
-    """Forms of other programs that would be read as wrong tokens without a word."""
+    """Forms of other programs that would be silently read as wrong tokens."""
     with path.open("rb") as file:
         head = file.read(_LOOKED_AT_IDS * 2)
     if len(head) >= 4 and int.from_bytes(head[:4], "little") == _FOREIGN_MAGIC:
@@ -173,11 +171,11 @@ def check_alike(paths: tuple[Path, ...], headers: tuple[TokenHeader, ...]) -> No
     DataError: shards of one stream that are of different preparations.
     """
     for path, header in zip(paths, headers, strict=True):
-        for name, words in (("tokenizer_hash", "tokenizer"), ("vocabulary", "vocabulary"), ("dtype", "number format")):
+        for name, title in (("tokenizer_hash", "tokenizer"), ("vocabulary", "vocabulary"), ("dtype", "number format")):
             here, there = getattr(header, name), getattr(headers[0], name)
             if here != there:
                 raise DataError(
-                    f"the files are of two kinds: {words} {there or 'unknown'} and {here or 'unknown'}",
+                    f"the files are of two kinds: {title} {there or 'unknown'} and {here or 'unknown'}",
                     f"{paths[0]} and {path}",
                     "name files of one preparation only",
                 )

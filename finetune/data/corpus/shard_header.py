@@ -43,7 +43,7 @@ class TokenHeader:
         dtype: uint16 or uint32.
         tokens, documents: how many there are; a file without header counts as one document.
         vocabulary: number of ids; every id is below it.
-        tokenizer_hash: see `tokens_tokenizer.tokenizer_hash`; empty where it is unknown.
+        tokenizer_hash: see `tokenizer.tokenizer_hash`; empty where it is unknown.
         separator_id: the id every document starts with; None where it is unknown.
         sha256, index_sha256: of the .bin and the .index; of several shards, of their list.
         continues_at: (unit, document in it) of the input that follows the shard's last document; for restarts.

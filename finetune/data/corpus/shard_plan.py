@@ -55,7 +55,7 @@ class Plan:
             raise StateError(
                 f"the output folder was begun with other settings: {'; '.join(changed)}",
                 str(folder),
-                "give the same settings to go on with it, or choose another --output-dir",
+                "give the same settings to resume it, or choose another --output-dir",
             )
 
     def check_corpus(self, folder: Path, now: dict[str, Any]) -> None:
@@ -64,13 +64,13 @@ class Plan:
         """
         if self.corpus != now:
             raise StateError(
-                f"the output folder was begun with other data: {_words(self.corpus)} then, {_words(now)} now",
+                f"the output folder was begun with other data: {_described(self.corpus)} then, {_described(now)} now",
                 str(folder),
                 "give the same --data (the order of the files counts), or choose another --output-dir",
             )
 
 
-def _words(corpus: dict[str, Any]) -> str:
+def _described(corpus: dict[str, Any]) -> str:
     return f"{corpus.get('documents')} documents of {corpus.get('bytes')} bytes ({str(corpus.get('sha256'))[:8]})"
 
 

@@ -1,4 +1,4 @@
-"""Writing token shards: whole or not at all, one after another, and going on after a kill."""
+"""Writing token shards: whole or not at all, one after another, and resumed after a kill."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ShardWriter:
     Args:
         folder: where the shards go; only this writer writes shards of its split there.
         split: "train" or "val".
-        finished: headers of the shards that are there already; writing goes on after them.
+        finished: headers of the shards that are there already; writing resumes after them.
     """
 
     def __init__(self, folder: Path, split: str, kind: ShardKind, finished: list[TokenHeader]) -> None:
@@ -61,7 +61,7 @@ class ShardWriter:
 
     @property
     def position(self) -> Position:
-        """(unit, document in it) of the input from which this split goes on."""
+        """(unit, document in it) of the input from which this split resumes."""
         return self.headers[-1].continues_at if self.headers else (0, 0)
 
     def add(self, ids: np.ndarray, unit: int, document: int) -> None:
@@ -143,7 +143,7 @@ class ShardWriter:
 def finished_shards(folder: Path, split: str, kind: ShardKind) -> list[TokenHeader]:
     """The finished shards of a split up to the first that is not there whole, verified by SHA-256.
 
-    A damaged shard is said, and it and all after it are to be made again: each begins where the one before it ended.
+    A damaged shard is logged; it and all after it are to be made again: each begins where the one before it ended.
 
     Raises:
         StateError: shards of another tokenizer.

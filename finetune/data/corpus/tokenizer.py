@@ -58,7 +58,7 @@ def bytes_per_token(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """int64 `(vocabulary,)`: how many bytes of text each token stands for; special tokens and gaps 0.
 
     With it a loss per token becomes bits per byte, which tokenizers share: sum of nats / (ln 2 * sum of bytes).
-    Exact for byte-difficulty tokenizers. For those of SentencePiece's kind a word's leading space counts as a byte.
+    Exact for byte-level tokenizers. For those of SentencePiece's kind a word's leading space counts as a byte.
     """
     backend = json.loads(_backend(tokenizer).to_str())
     byte_level = "ByteLevel" in json.dumps(backend.get("decoder"))
@@ -108,7 +108,7 @@ def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerBase:
-    """A byte-difficulty BPE of at most `vocab_size` ids, with special tokens and a ChatML template.
+    """A byte-level BPE of at most `vocab_size` ids, with special tokens and a ChatML template.
 
     Every text comes back exactly: nothing is normalized, and every byte is a token. The same texts give the same
     tokenizer. Fewer ids than asked come out where the texts have no more pairs to merge; that is warned of.

@@ -15,7 +15,7 @@ from finetune.errors import DataError
 
 
 class TokenStream(Protocol):
-    """What windows need of `data.tokens.TokenShards`."""
+    """What windows need of `token_shards.TokenShards`."""
 
     tokens: int
 

@@ -44,7 +44,7 @@ def ordered_map(job: Callable[[Any], Any], num_workers: int) -> Iterator[Callabl
         raise FinetuneError(
             "a worker process ended by itself; most often the system killed it because memory ran out",
             "the worker processes",
-            "run the same command again with a smaller --num-workers: it goes on with the unfinished shard",
+            "run the same command again with a smaller --num-workers: it resumes with the unfinished shard",
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

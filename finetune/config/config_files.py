@@ -1,6 +1,6 @@
 """Reading configuration files: JSON, YAML, and Python files of literal assignments, which are read and never executed.
 
-A file says names and values; what they mean is decided elsewhere. A name given twice in one file is refused, because
+A file gives names and values; what they mean is decided elsewhere. A name given twice in one file is refused, because
 every reader silently takes another of the two.
 """
 
@@ -10,12 +10,12 @@ import ast
 import json
 import re
 from collections.abc import Callable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from finetune.config.names import nearest
 from finetune.errors import ConfigError
 
 SUFFIXES = (".json", ".yaml", ".yml", ".py")
@@ -63,8 +63,8 @@ def similar_files(path: Path) -> str:
         names = [entry.name for entry in path.parent.iterdir()]
     except OSError:
         return f"the folder {path.parent} does not exist either; relative paths start at the current folder"
-    close = get_close_matches(path.name, names, n=1)
-    return f"did you mean {path.parent / close[0]}?" if close else "check the path; it starts at the current folder"
+    guess = nearest(path.name, names)
+    return f"did you mean {path.parent / guess}?" if guess else "check the path; it starts at the current folder"
 
 
 def _given_twice(name: object, where: str) -> ConfigError:
@@ -87,11 +87,11 @@ def _read_json(text: str, where: str) -> Any:
         return json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
     except json.JSONDecodeError as error:
         line = text.splitlines()[error.lineno - 1].strip() if text.strip() else ""
-        hint = "mend the JSON"
+        hint = "fix the JSON"
         if "//" in line or "#" in line or line.startswith("/*"):
             hint = "JSON has no comments: remove them, or write the file as YAML"
         elif "double quotes" in error.msg or "Illegal trailing comma" in error.msg:
-            hint = "mend the JSON: names stand in double quotes, and no comma follows the last entry"
+            hint = "fix the JSON: names stand in double quotes, and no comma follows the last entry"
         raise ConfigError(
             f"not valid JSON: {error.msg} at column {error.colno}", f"{where}:{error.lineno}", hint
         ) from None
@@ -134,9 +134,9 @@ def _read_yaml(text: str, where: str) -> Any:
         return content
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"not valid YAML: {error.problem or error.context}", where + line, "mend the YAML") from None
+        raise ConfigError(f"not valid YAML: {error.problem or error.context}", where + line, "fix the YAML") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"not valid YAML: {error}", where, "mend the YAML") from None
+        raise ConfigError(f"not valid YAML: {error}", where, "fix the YAML") from None
     finally:
         if loader is not None:
             loader.dispose()
@@ -148,9 +148,9 @@ def _read_python(text: str, where: str) -> dict[str, Any]:
         tree = ast.parse(text)
     except SyntaxError as error:
         line = f":{error.lineno}" if error.lineno else ""
-        raise ConfigError(f"not valid Python: {error.msg}", where + line, "mend the line") from None
+        raise ConfigError(f"not valid Python: {error.msg}", where + line, "fix the line") from None
     except ValueError as error:
-        raise ConfigError(f"not valid Python: {error}", where, "mend the file") from None
+        raise ConfigError(f"not valid Python: {error}", where, "fix the file") from None
     values: dict[str, Any] = {}
     for statement in tree.body:
         line = f"{where}:{statement.lineno}"

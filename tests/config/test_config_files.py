@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.config.sources import read_file
+from finetune.config.config_files import read_file
 from finetune.errors import ConfigError
 
 
@@ -68,7 +68,7 @@ def test_byte_order_mark_and_chinese(tmp_path: Path) -> None:
         ("a.json", '{"a": 1\n // why\n}', ":2", "JSON has no comments"),
         ("a.json", "{\n'a': 1}", ":2", "double quotes"),
         ("a.json", '{"a": 1,}', ":1", "no comma follows the last"),
-        ("a.json", "", ":1", "mend the JSON"),
+        ("a.json", "", ":1", "fix the JSON"),
         ("a.json", "[1]", "", "holds a list"),
         ("a.json", "null", "", "is empty"),
         ("a.json", '{"a": ' + "9" * 5000 + "}", "", "not a number that can be read"),
