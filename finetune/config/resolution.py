@@ -25,12 +25,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
-from finetune.config.config_sources import (
-    ConfigSource,
-    source_of_deepspeed_file,
-    source_of_file,
-    source_of_values,
-)
+from finetune.config.config_sources import ConfigSource, source_of_deepspeed_file, source_of_file, source_of_values
 from finetune.config.fields import ordered_fields
 from finetune.config.flags import Parsed, flags_of, help_text, parse
 from finetune.config.precedence import Precedence, Resolution, SourcedValue
