@@ -1,6 +1,6 @@
 """From files and flags to one configuration, with the origin of every value.
 
-A value goes one way through these modules, each of which knows none after it:
+A value goes one way through these modules and returns to none of them (the schemas of 5 say which names there are):
 
 1. `config_files`, `flags`: text -> names and values;
 2. `config_sources`, with `deepspeed_keys` and `deepspeed_settings`: those of one source -> sourced values;
