@@ -192,11 +192,7 @@ def _longest_first(items: list[int], microbatch_count: int, budget: int) -> list
 
 
 def _spread(
-    lengths: np.ndarray,
-    microbatch_of: np.ndarray,
-    microbatch_count: int,
-    world_size: int,
-    token_budget: int | None,
+    lengths: np.ndarray, microbatch_of: np.ndarray, microbatch_count: int, world_size: int, token_budget: int | None
 ) -> MicrobatchSchedule:
     """Give microbatches to ranks and micro-steps: the largest `world_size` are the first micro-step, and so on."""
     sizes = np.bincount(microbatch_of, minlength=microbatch_count)

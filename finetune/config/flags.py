@@ -178,87 +178,77 @@ def parse(
         keep_rest: unknown flags, and the arguments after them, are another command line's: kept in `rest`.
         join_lists: a repeated flag that takes a list adds to it; else its last list counts.
     """
-    reader = _Reader(list(arguments), flags, aliases or {}, extra, list(positional), keep_rest, join_lists)
-    while reader.position < len(reader.arguments):
+    settable = {name: one for name, one in flags.items() if name not in ONLY_IN_FILES and name not in positional}
+    waiting = [flags[name] for name in positional]
+    reader = _Reader(list(arguments), settable, aliases or {}, extra, waiting, keep_rest, join_lists)
+    while reader.arguments:
         reader.read_next()
     return reader.parsed
 
 
 @dataclass
 class _Reader:
-    """The state of `parse`: `position` is the argument to be read next."""
+    """The state of `parse`: the arguments still to be read, and the positional fields still to be filled."""
 
     arguments: list[str]
     flags: Mapping[str, Flag]
     aliases: Mapping[str, str]
     extra: Mapping[str, tuple[str, str]]
-    positional: list[str]
+    waiting: list[Flag]
     keep_rest: bool
     join_lists: bool
-    position: int = 0
     parsed: Parsed = field(default_factory=Parsed)
-
-    def __post_init__(self) -> None:
-        self.waiting = list(self.positional)
 
     def read_next(self) -> None:
         """A flag with its values, or an argument that stands alone."""
-        argument = self.arguments[self.position]
-        self.position += 1
+        argument = self.arguments.pop(0)
         if not IS_FLAG.match(argument):
             self._alone(argument)
             return
         typed, equals, attached = argument.partition("=")
         name = "help" if typed == "-h" else normal(typed) if typed.startswith("--") else typed
         name = self.aliases.get(name, name)
-        in_files, alone = name in ONLY_IN_FILES, name in self.positional
-        if name in self.extra or (name in self.flags and not in_files and not alone):
+        if name in self.extra or name in self.flags:
             self._take(name, typed, [attached] if equals else self._values(self._most_values(name)))
             return
         values = [] if equals else self._values(len(self.arguments))
         if self.keep_rest:
             self.parsed.rest += [argument, *values]
+        elif name in ONLY_IN_FILES:
+            fix = f"put {name} into a YAML file and give it as --config FILE"
+            self.parsed.refuse(f"{typed} cannot be given on the command line", fix)
         else:
-            self._refuse_unknown(typed, name)
+            self.parsed.problems.append(unknown_name(typed, COMMAND_LINE, [*self.flags, *self.extra], flags=True))
 
     def _alone(self, argument: str) -> None:
         if self.waiting:
-            name = self.waiting[0] if self.flags[self.waiting[0]].is_list else self.waiting.pop(0)
-            self._take(name, self.flags[name].metavar, [argument], join=True)
+            found = self.waiting[0] if self.waiting[0].is_list else self.waiting.pop(0)
+            before = self.parsed.values[found.name].value if found.name in self.parsed.values else []
+            value = [*before, argument] if found.is_list else _value(argument, found)
+            self.parsed.values[found.name] = _sourced(found.name, value, found.metavar)
         elif self.keep_rest:
             self.parsed.rest.append(argument)
         else:
             fix = "flags begin with --; put a value with spaces in quotes, and write several files after one flag"
             self.parsed.refuse(f"{argument!r} belongs to no flag", fix)
 
-    def _refuse_unknown(self, typed: str, name: str) -> None:
-        if name in ONLY_IN_FILES:
-            fix = f"put {name} into a YAML file and give it as --config FILE"
-            self.parsed.refuse(f"{typed} cannot be given on the command line", fix)
-            return
-        known = [known for known in [*self.flags, *self.extra] if known not in ONLY_IN_FILES or known in self.extra]
-        self.parsed.problems.append(unknown_name(typed, COMMAND_LINE, known, flags=True))
-
     def _values(self, most: int) -> list[str]:
-        """The arguments up to the next flag, at most so many."""
-        start = self.position
-        while self.position < min(len(self.arguments), start + most) and not IS_FLAG.match(
-            self.arguments[self.position]
-        ):
-            self.position += 1
-        return self.arguments[start : self.position]
+        """Take the arguments up to the next flag, at most so many."""
+        values: list[str] = []
+        while self.arguments and len(values) < most and not IS_FLAG.match(self.arguments[0]):
+            values.append(self.arguments.pop(0))
+        return values
 
     def _is_switch(self, name: str) -> bool:
         return name in ("help", "print_config") or (name in self.flags and self.flags[name].is_switch)
 
     def _most_values(self, name: str) -> int:
         if self._is_switch(name):
-            following = self.arguments[self.position : self.position + 1]
-            return int(following != [] and following[0].lower() in ("true", "false"))
+            return int(bool(self.arguments) and self.arguments[0].lower() in ("true", "false"))
         takes_many = name == "config" or (name in self.flags and self.flags[name].is_list)
         return len(self.arguments) if takes_many else 1
 
-    def _take(self, name: str, typed: str, values: list[str], *, join: bool = False) -> None:
+    def _take(self, name: str, typed: str, values: list[str]) -> None:
         """Give what follows a flag to what it sets."""
         parsed = self.parsed
         if self._is_switch(name):
@@ -279,7 +269,7 @@ class _Reader:
         elif name == "local_rank":
             if not re.fullmatch(r"-?\d+", values[0]):
                 parsed.refuse(f"{typed} is {values[0]!r}", "leave it to the launcher")
-        elif (join or self.join_lists) and self.flags[name].is_list:
+        elif self.join_lists and self.flags[name].is_list:
             before = parsed.values[name].value if name in parsed.values else []
             parsed.values[name] = _sourced(name, [*before, *values], typed)
         else:

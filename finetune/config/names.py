@@ -116,20 +116,13 @@ OTHERWISE: dict[str, tuple[str, str]] = {
         ("dtype names the number format", "use --dtype auto, float32, float16 or bfloat16"),
     ),
     "fp8": ("fine-tuning has no fp8", "use --dtype auto"),
-    **_each(
-        "no_cuda use_cpu",
-        ("device_type names the device", "use --device-type cpu"),
-    ),
+    **_each("no_cuda use_cpu", ("device_type names the device", "use --device-type cpu")),
     "use_wandb": ("report_to names the trackers", "use --report-to wandb"),
     "wandb_project": ("wandb reads it from the environment", "set WANDB_PROJECT, and use --report-to wandb"),
     **_each(
-        "wandb_run_name run_name",
-        ("wandb reads it from the environment", "set WANDB_NAME, and use --report-to wandb"),
+        "wandb_run_name run_name", ("wandb reads it from the environment", "set WANDB_NAME, and use --report-to wandb")
     ),
-    **_each(
-        "optim optimizer",
-        ("fine-tuning trains with AdamW", "remove it; see --adam-beta1, --weight-decay"),
-    ),
+    **_each("optim optimizer", ("fine-tuning trains with AdamW", "remove it; see --adam-beta1, --weight-decay")),
     **_each(
         "window_pattern aspect_ratio head_dim fp8_recipe",
         ("sliding windows, other shapes and fp8 recipes of nanochat are not in transformers' models", "remove it"),

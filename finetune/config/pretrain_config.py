@@ -46,10 +46,7 @@ class PretrainConfig(BaseConfig):
     }
 
     train_data_path: Paths = setting(
-        group="model and data",
-        unit="file...",
-        min_length=1,
-        description="Token files (.bin), folders, globs.",
+        group="model and data", unit="file...", min_length=1, description="Token files (.bin), folders, globs."
     )
     valid_data_path: Paths = setting(
         (), group="model and data", unit="file...", description="Token files to validate on."
@@ -200,17 +197,10 @@ class PretrainConfig(BaseConfig):
         description="Most validation tokens to evaluate on, from their beginning.",
     )
     sample_every: int = setting(
-        1000,
-        ge=0,
-        group="evaluation and logging",
-        unit="steps",
-        description="Steps between printed samples; 0: none.",
+        1000, ge=0, group="evaluation and logging", unit="steps", description="Steps between printed samples; 0: none."
     )
     sample_temperature: float = setting(
-        0.0,
-        ge=0,
-        group="evaluation and logging",
-        description="Temperature of samples; 0 takes the likeliest token.",
+        0.0, ge=0, group="evaluation and logging", description="Temperature of samples; 0 takes the likeliest token."
     )
     use_wandb: bool = setting(
         False, group="evaluation and logging", description="Report to Weights & Biases (the same as --report-to wandb)."
@@ -246,11 +236,7 @@ class PretrainConfig(BaseConfig):
             processes=world_size,
             accumulation=accumulation,
         )
-        return text, {
-            "windows": self.global_batch_size,
-            "tokens": self.total_batch_size,
-            "accumulation": accumulation,
-        }
+        return text, {"windows": self.global_batch_size, "tokens": self.total_batch_size, "accumulation": accumulation}
 
     def problems(self) -> list[tuple[str, str]]:
         """See `BaseConfig.problems`."""

@@ -1,6 +1,6 @@
 """From files and flags to one configuration, with the origin of every value.
 
-A value goes one way through these modules, each of which knows none after it:
+A value goes one way through these modules and returns to none of them (the schemas of 5 say which names there are):
 
 1. `config_files`, `flags`: text -> names and values;
 2. `config_sources`, with `deepspeed_keys` and `deepspeed_settings`: those of one source -> sourced values;
@@ -25,12 +25,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
-from finetune.config.config_sources import (
-    ConfigSource,
-    source_of_deepspeed_file,
-    source_of_file,
-    source_of_values,
-)
+from finetune.config.config_sources import ConfigSource, source_of_deepspeed_file, source_of_file, source_of_values
 from finetune.config.fields import ordered_fields
 from finetune.config.flags import Parsed, flags_of, help_text, parse
 from finetune.config.precedence import Precedence, Resolution, SourcedValue

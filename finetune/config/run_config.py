@@ -73,11 +73,7 @@ class BaseConfig(Strict):
         description="Recompute activations in the backward pass instead of keeping them.",
     )
     timeout_seconds: int = setting(
-        1800,
-        ge=1,
-        group="device",
-        unit="seconds",
-        description="Longest wait for another process before giving up.",
+        1800, ge=1, group="device", unit="seconds", description="Longest wait for another process before giving up."
     )
     deepspeed: dict[str, Any] | None = setting(
         None,
@@ -95,11 +91,7 @@ class BaseConfig(Strict):
         description="Steps between checkpoints; 0: only the last step.",
     )
     save_total_limit: int = setting(
-        2,
-        ge=2,
-        group="saving and resuming",
-        unit="checkpoints",
-        description="Newest checkpoints to keep, at least 2.",
+        2, ge=2, group="saving and resuming", unit="checkpoints", description="Newest checkpoints to keep, at least 2."
     )
     resume: Text = setting(
         "auto",
@@ -130,11 +122,7 @@ class BaseConfig(Strict):
         False, group="evaluation and logging", description="Write the record ids of every step to samples.jsonl."
     )
     dataloader_num_workers: int = setting(
-        0,
-        ge=0,
-        group="data preparation",
-        unit="processes",
-        description="Processes that prepare microbatches ahead.",
+        0, ge=0, group="data preparation", unit="processes", description="Processes that prepare microbatches ahead."
     )
     preprocessing_num_workers: Positive | None = setting(
         None,
@@ -230,10 +218,7 @@ class RunConfig(BaseConfig):
         2048, ge=2, group="batch and length", unit="tokens", description="Longest sample; longer ones are trimmed."
     )
     max_steps: Positive | None = setting(
-        None,
-        group="batch and length",
-        unit="steps",
-        description="Optimizer steps; wins over num_epochs.",
+        None, group="batch and length", unit="steps", description="Optimizer steps; wins over num_epochs."
     )
     num_epochs: float = setting(
         3.0, gt=0, group="batch and length", unit="passes", description="Passes over the data, unless max_steps is set."
@@ -259,10 +244,7 @@ class RunConfig(BaseConfig):
         0.0, ge=0, lt=1, group="adapter", description="Dropout in front of the LoRA matrices, as a probability."
     )
     lora_target_modules: Names = setting(
-        "all-linear",
-        min_length=1,
-        group="adapter",
-        description="Modules that get an adapter, by their names.",
+        "all-linear", min_length=1, group="adapter", description="Modules that get an adapter, by their names."
     )
     learning_rate: float = setting(
         default_factory=lambda values: 2e-5 if values.get("finetuning") == "full" else 2e-4,
@@ -285,9 +267,7 @@ class RunConfig(BaseConfig):
         default_factory=CurriculumConfig, group="curriculum", description="Difficulties and stages; set it in a file."
     )
     on_bad_row: Literal["refuse", "drop"] = setting(
-        "refuse",
-        group="data preparation",
-        description="What to do about a record that cannot be used.",
+        "refuse", group="data preparation", description="What to do about a record that cannot be used."
     )
 
     @property

@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +33,31 @@ def expand_paths(paths: Sequence[str | Path]) -> tuple[Path, ...]:
     """
     if isinstance(paths, (str, Path)):
         paths = [paths]
-    files: list[Path] = []
-    problems: list[FinetuneError] = []
-    for path in paths:
-        try:
-            files.extend(_expand(str(path)))
-        except DataError as problem:
-            problems.append(problem)
-    raise_problems(problems)
+    files = expand_each(paths, _expand)
     if not files:
         raise DataError("no data files were named", where="--data", fix="give --data a file, a folder or a glob")
     twice = sorted({str(file) for file in files if files.count(file) > 1})
     if twice:
         logger.warning("read more than once, as asked: %s (name a file once to train on it once)", ", ".join(twice))
     return tuple(files)
+
+
+def expand_each(paths: Sequence[str | Path], expand: Callable[[str], list[Path]]) -> list[Path]:
+    """The files that each path names, in order; what is wrong with several paths is reported together."""
+    files: list[Path] = []
+    problems: list[FinetuneError] = []
+    for path in paths:
+        try:
+            files += expand(str(path))
+        except DataError as problem:
+            problems.append(problem)
+    raise_problems(problems)
+    return files
+
+
+def glob_files(pattern: Path) -> list[Path]:
+    """The files that a glob names, sorted by name; ** stands for folders at any depth."""
+    return sorted(path for match in glob.glob(str(pattern), recursive=True) if (path := Path(match)).is_file())
 
 
 def _expand(given: str) -> list[Path]:
@@ -67,9 +78,7 @@ def _expand(given: str) -> list[Path]:
                 fix=f"use one of {', '.join(SUFFIXES)}",
             )
         return [path]
-    matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
-    matches = [match for match in matches if match.suffix.lower() in SUFFIXES and match.is_file()]
-    if matches:
+    if matches := [match for match in glob_files(path) if match.suffix.lower() in SUFFIXES]:
         return matches
     if glob.has_magic(given):
         raise DataError("no data file matches", where=given, fix=f"check the pattern; kinds: {', '.join(SUFFIXES)}")

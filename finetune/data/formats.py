@@ -228,8 +228,7 @@ def _difficulty(record: Mapping[str, Any], difficulties: Sequence[str] | None, d
     if difficulty not in difficulties:
         known = ", ".join(difficulties)
         raise RecordProblem(
-            "unknown difficulty",
-            f"{difficulty[:60]!r}, not one of {known}{did_you_mean(difficulty, difficulties)}",
+            "unknown difficulty", f"{difficulty[:60]!r}, not one of {known}{did_you_mean(difficulty, difficulties)}"
         )
     return difficulty
 

@@ -263,7 +263,7 @@ def broken_lines(place: Place):
     del rows[7]["output"]
     data = place.write("bad.jsonl", rows)
     return place.flags(data=data), (
-        "2 of 12 rows",
+        "2 of 12 records",
         f"{data}:5: broken JSON",
         f"{data}:8: no answer",
         "--on-bad-row drop",
@@ -273,7 +273,7 @@ def broken_lines(place: Place):
 def more_than_ten_bad_rows(place: Place):
     rows = [{"instruction": "a question without an answer", "difficulty": "explain"} for _ in range(25)]
     data = place.write("bad.jsonl", good_rows(place) + rows)
-    return place.flags(data=data), ("25 of 37 rows", f"{data}:13: ", f"{data}:22: ", "and 15 more")
+    return place.flags(data=data), ("25 of 37 records", f"{data}:13: ", f"{data}:22: ", "and 15 more")
 
 
 def unknown_level(place: Place):
@@ -285,23 +285,23 @@ def unknown_level(place: Place):
 
 def level_without_rows(place: Place):
     data = place.write("bad.jsonl", [row for row in good_rows(place) if row["difficulty"] != "topology"])
-    return place.flags(data=data), ("level 'topology' has weight", "no sample of it", "weight 0")
+    return place.flags(data=data), ("difficulty 'topology' has weight", "no sample of it", "weight 0")
 
 
 def rows_without_level_among_rows_with_one(place: Place):
     rows = good_rows(place)
     del rows[2]["difficulty"], rows[9]["difficulty"]
     data = place.write("bad.jsonl", rows)
-    return place.flags(data=data), ("2 of 12 rows", "no level", f"{data}:3: ", f"{data}:10: ", "'difficulty'")
+    return place.flags(data=data), ("2 of 12 records", "no difficulty", f"{data}:3: ", f"{data}:10: ", "'difficulty'")
 
 
 def empty_data(place: Place):
-    return place.flags(data=place.write("empty.jsonl", "\n\n")), ("no row", "empty.jsonl")
+    return place.flags(data=place.write("empty.jsonl", "\n\n")), ("no record", "empty.jsonl")
 
 
 def only_bad_rows_are_left_out(place: Place):
     data = place.write("bad.jsonl", [{"instruction": "q"}, "nothing\n"])
-    return place.flags(data=data, on_bad_row="drop"), ("no row is left", "1 no answer", "1 broken JSON")
+    return place.flags(data=data, on_bad_row="drop"), ("no record is left", "1 no answer", "1 broken JSON")
 
 
 def bad_validation_data(place: Place):

@@ -12,9 +12,9 @@ from typing import Any
 
 from finetune.config.config_files import similar_files
 from finetune.config.names import nearest
-from finetune.data.files import decode_record, first_character, read_records
+from finetune.data.files import decode_record, expand_each, first_character, glob_files, read_records
 from finetune.data.problems import RecordProblem
-from finetune.errors import DataError, FinetuneError, raise_problems
+from finetune.errors import DataError
 
 logger = logging.getLogger("finetune")
 
@@ -61,14 +61,7 @@ def find_files(paths: Sequence[str]) -> tuple[Path, ...]:
     Raises:
         DataError: nothing there, or compressed files; `Problems` for several.
     """
-    files: list[Path] = []
-    problems: list[FinetuneError] = []
-    for path in paths:
-        try:
-            files += _expand(path)
-        except DataError as problem:
-            problems.append(problem)
-    raise_problems(problems)
+    files = expand_each(paths, _expand)
     packed = [path for path in files if path.suffix.lower() in _PACKED_SUFFIXES]
     if packed:
         more = f" and {len(packed) - 1} more" if len(packed) > 1 else ""
@@ -93,8 +86,7 @@ def _expand(given: str) -> list[Path]:
         if len(known) < len(inside):
             logger.info("%s: %d files of other kinds are left out", given, len(inside) - len(known))
         return known
-    matches = sorted(Path(one) for one in glob.glob(str(path), recursive=True) if Path(one).is_file())
-    if matches:
+    if matches := glob_files(path):
         return matches
     if glob.has_magic(given):
         raise DataError("no file matches", given, "check the pattern; ** stands for folders at any depth")

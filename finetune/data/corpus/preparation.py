@@ -21,15 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from finetune.data.corpus.documents import Unit, find_files, units_of
-from finetune.data.corpus.passes import (
-    EncodeJob,
-    Scan,
-    ScanJob,
-    UnitTokens,
-    final_bound,
-    split_bound,
-    tokenizer_texts,
-)
+from finetune.data.corpus.passes import EncodeJob, Scan, ScanJob, UnitTokens, final_bound, split_bound, tokenizer_texts
 from finetune.data.corpus.shard_header import TOKENIZER_FOLDER, TokenHeader, dtype_for
 from finetune.data.corpus.shard_plan import Plan, read_plan
 from finetune.data.corpus.shard_writer import SPLITS, ShardKind, ShardWriter, finished_shards, remove_unfinished

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,8 @@ from finetune.data.corpus.shard_header import (
     index_path,
     read_header,
 )
-from finetune.errors import DataError, FinetuneError, raise_problems
+from finetune.data.files import expand_each, glob_files
+from finetune.errors import DataError
 from finetune.storage.durable_files import hash_file
 
 # llm.c and modded-nanogpt put 256 int32 before the ids; the first is this (llm.c, dev/data/data_common.py).
@@ -36,15 +36,8 @@ def find_shards(source: str | Path | Sequence[str | Path], split: str | None = N
     Raises:
         DataError: nothing there; `Problems` for several.
     """
-    sources = [source] if isinstance(source, (str, Path)) else list(source)
-    found: list[Path] = []
-    problems: list[FinetuneError] = []
-    for one in sources:
-        try:
-            found += _find(str(one), split)
-        except DataError as problem:
-            problems.append(problem)
-    raise_problems(problems)
+    sources = [source] if isinstance(source, (str, Path)) else source
+    found = expand_each(sources, lambda given: _find(given, split))
     if not found:
         raise DataError("no token files were named", fix="give a .bin file, a folder or a glob")
     twice = sorted({str(path) for path in found if found.count(path) > 1})
@@ -63,9 +56,7 @@ def _find(given: str, split: str | None) -> list[Path]:
         if not found:
             raise DataError(f"the folder holds no {pattern} file", given, "run `python -m finetune prepare` first")
         return found
-    matches = sorted(Path(one) for one in glob.glob(str(path), recursive=True) if Path(one).is_file())
-    matches = [one for one in matches if one.suffix == ".bin"]
-    if matches:
+    if matches := [one for one in glob_files(path) if one.suffix == ".bin"]:
         return matches
     guess = nearest(path.name, [one.name for one in path.parent.glob("*.bin")])
     fix = (
