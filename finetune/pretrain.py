@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.config.config_sources import source_of_file
 from finetune.config.kinds import RunKind
-from finetune.config.layers import layer_of_file
 from finetune.config.paths import check_folders
+from finetune.config.precedence import Precedence
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve
 from finetune.errors import ConfigError
@@ -52,8 +53,9 @@ def start_processes(arguments: Sequence[str]) -> None:
     parsed = KIND.parse(arguments)
     wanted: dict[str, Any] = {}
     for path in parsed.config_files:
-        wanted |= {name: given.value for name, given in layer_of_file(path, 1, PretrainConfig).values.items()}
-    wanted |= {name: value for name, (value, _) in parsed.values.items()}
+        source = source_of_file(path, Precedence.FILE, PretrainConfig)
+        wanted |= {name: sourced.value for name, sourced in source.values.items()}
+    wanted |= {name: sourced.value for name, sourced in parsed.values.items()}
     if wanted.get("distributed") is not True or parsed.help:
         return
     count = wanted.get("world_size") or _devices_here(str(wanted.get("device_type", "auto")))

@@ -62,7 +62,7 @@ def answers(output_dir: Path, rows: list[dict[str, str]]) -> Table:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from finetune.training.quiet import quiet_known_warnings
+    from finetune.training.build import quiet_known_warnings
 
     quiet_known_warnings()
     settings = json.loads((ROOT / CONFIG).read_text(encoding="utf-8"))["finetune"]

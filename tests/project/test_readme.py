@@ -155,12 +155,12 @@ def test_every_python_example_works(number: int, folder: Path, tmp_path: Path) -
         assert re.search(r"^done 2 \d+\.\d+$", output, re.MULTILINE)
 
 
-def test_the_data_example_is_a_row() -> None:
-    from finetune.data.formats import ALPACA, detect_format, to_conversation
+def test_the_data_example_is_a_record() -> None:
+    from finetune.data.formats import detect_format, to_conversation
 
-    (row,) = map(json.loads, blocks(ENGLISH, "json"))
-    assert detect_format(row) == ALPACA
-    assert to_conversation(row, ALPACA, ("explain", "reasoning", "topology")).level == "explain"
+    (record,) = map(json.loads, blocks(ENGLISH, "json"))
+    assert detect_format(record) == "alpaca"
+    assert to_conversation(record, "alpaca", ("explain", "reasoning", "topology")).difficulty == "explain"
 
 
 def test_the_curriculum_example_is_a_configuration() -> None:

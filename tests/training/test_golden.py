@@ -1,6 +1,6 @@
 """Golden trajectories: what was trained on in every step, and to what loss, stays as it was.
 
-    python tests/training/test_golden.py     # writes golden.json anew; only for a change that is meant to change training
+python tests/training/test_golden.py     # writes golden.json anew; only for a change that is meant to change training
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from launching import ROOT, run_cli
+from launching import run_cli
 
 GOLDEN = Path(__file__).with_name("golden.json")
 # Another processor adds in another order; a change of what is computed shows in the first digits.

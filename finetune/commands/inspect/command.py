@@ -12,6 +12,7 @@ import numpy as np
 from pydantic import Field
 
 from finetune.config.fields import setting
+from finetune.config.names import did_you_mean
 from finetune.config.options import Options, read_known_options
 from finetune.errors import DataError, ExitCode
 
@@ -95,10 +96,8 @@ def choose(samples: Samples, *, count: int, record: int | None, difficulty: str 
     chosen = np.arange(len(samples))
     if difficulty is not None:
         if difficulty not in samples.difficulty_names:
-            from finetune.data.problems import nearest
-
             known = ", ".join(samples.difficulty_names) or "none"
-            what = f"unknown difficulty {difficulty!r}{nearest(difficulty, samples.difficulty_names)}"
+            what = f"unknown difficulty {difficulty!r}{did_you_mean(difficulty, samples.difficulty_names)}"
             raise DataError(what, "--level", f"the difficulties are {known}")
         chosen = chosen[samples.difficulties == samples.difficulty_names.index(difficulty)]
     if record is None:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from finetune.commands.launch.environment import LaunchFacts, Variable, interface_to, variables, without_stale
 from finetune.commands.launch.options import DEFAULT_RESTARTS, LaunchOptions
+from finetune.config.config_sources import source_of_file
 from finetune.config.kinds import RunKind, run_kind
-from finetune.config.layers import layer_of_file
+from finetune.config.precedence import Precedence
 from finetune.config.resolution import Resolved, resolve
 from finetune.config.run_config import BaseConfig
 from finetune.errors import ConfigError
@@ -156,9 +157,9 @@ def _wanted_device_type(flags: Sequence[str], kind: RunKind) -> str:
     parsed = kind.parse(list(flags))
     wanted = "auto"
     for path in parsed.config_files:
-        found = layer_of_file(path, 1, kind.config_class).values.get("device_type")
+        found = source_of_file(path, Precedence.FILE, kind.config_class).values.get("device_type")
         wanted = wanted if found is None else found.value
-    return str(parsed.values["device_type"][0] if "device_type" in parsed.values else wanted)
+    return str(parsed.values["device_type"].value if "device_type" in parsed.values else wanted)
 
 
 def _devices(device_type: str, *, count: bool) -> tuple[str, int]:

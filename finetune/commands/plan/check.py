@@ -7,9 +7,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from finetune.config.config_files import read_file
 from finetune.config.kinds import kind_names, kind_of_settings, run_kind
 from finetune.config.resolution import resolve_object
-from finetune.config.sources import read_file
 from finetune.errors import DataError
 from finetune.planning.advice import KEPT_BY_GLIBC
 from finetune.planning.inputs import DTYPE_BYTES, Cluster, shape_for, workload_of

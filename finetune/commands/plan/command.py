@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.kinds import RunKind, kind_names, kind_of_arguments, run_kind
+from finetune.config.names import flag
 from finetune.config.resolution import resolve
-from finetune.config.rules import flag
 from finetune.errors import ConfigError, ExitCode
 from finetune.planning.inputs import Cluster, shape_for
 from finetune.runtime.device import peak_flops

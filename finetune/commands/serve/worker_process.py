@@ -33,7 +33,8 @@ from finetune.runtime.device import LaunchWorld
 from finetune.runtime.parent_watchdog import die_with_launcher
 
 if TYPE_CHECKING:
-    from finetune.inference.generation import Answer, Generation, GenerationError, Generator
+    from finetune.inference.answer import GenerationError
+    from finetune.inference.generation import Answer, Generation, Generator
 
 CPU_NICENESS = 5  # the process that serves the clients comes first
 CHECK_SECONDS = 0.5

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from finetune.runtime.smi_nvidia import parse_table
 
 from finetune.commands.doctor.devices import (
     accelerator,
@@ -18,7 +19,6 @@ from finetune.config.run_config import RunConfig
 from finetune.runtime.language import speaking
 from finetune.runtime.smi import Output, SmiDevice, SmiReport
 from finetune.runtime.smi_npu import parse_info
-from finetune.runtime.smi_nvidia import parse_table
 
 OUTPUTS = Path(__file__).parents[2] / "smi_outputs"
 GIB = 1 << 30
