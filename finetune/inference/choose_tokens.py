@@ -78,7 +78,7 @@ def _draw(scores: torch.Tensor, sequences: Sequence[RunningSequence]) -> torch.T
 
 
 def gumbel(keys: Sequence[tuple[int, int]], like: torch.Tensor) -> torch.Tensor:
-    """Noise (rows, vocabulary) from two 32-bit keys a sequence."""
+    """Noise (sequences, vocabulary) from two 32-bit keys a sequence."""
     key = torch.tensor(keys, dtype=torch.int64, device=like.device)
     token = torch.arange(like.shape[1], dtype=torch.int64, device=like.device)
     number = _mix((_mix(token ^ key[:, :1]) + key[:, 1:]) & _MASK)

@@ -214,7 +214,7 @@ class ContinuousEngine:
         self._manager.cancel_request(identity)
 
     def close(self) -> None:
-        """End the threads; answers that are not finished are told so."""
+        """End the threads; answers that are not finished fail."""
         if self._closed.is_set():
             return
         self._closed.set()

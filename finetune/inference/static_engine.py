@@ -1,7 +1,7 @@
 """Many answers at once with transformers' `generate`: a batch is filled, answered to its end, then the next one.
 
 For models whose layers are not all attention, and for devices where continuous batching has not been tried. Requests
-wait for the batch before theirs; the key-value cache of a single answer is kept for a prompt that goes on from it.
+wait for the batch before theirs; the key-value cache of a single answer is kept for a prompt that continues it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class StaticEngine:
             answers = _Answers(self, batch, self._stop_ids)
             try:
                 self._answer(batch, answers)
-            except Exception as error:  # whatever the model raised, these requests must be told
+            except Exception as error:  # whatever the model raised, these requests must end
                 self._kept = None
                 answers.fail(f"{type(error).__name__}: {error}")
             else:

@@ -85,8 +85,5 @@ class ChatSession:
 
 
 def _is_message(message: Any) -> bool:
-    return (
-        isinstance(message, dict)
-        and isinstance(message.get("content"), str)
-        and message.get("role") in ("system", "user", "assistant")
-    )
+    is_text = isinstance(message, dict) and isinstance(message.get("content"), str)
+    return is_text and message.get("role") in ("system", "user", "assistant")

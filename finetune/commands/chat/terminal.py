@@ -99,13 +99,9 @@ class TerminalChat:
         """
         self.session.ask(question)
         began = time.monotonic()
-        first = None
+        first = stream = None
         try:
             stream = self.generator.stream(self.session.messages, self.sampling)
-        except FinetuneError:
-            self.session.take_back()
-            raise
-        try:
             while True:
                 try:
                     for piece in stream:
@@ -116,7 +112,8 @@ class TerminalChat:
                     stream.cancel()  # the pieces end, and the answer is what was written
         except FinetuneError:
             self.session.take_back()
-            self._write("\n")
+            if stream is not None:
+                self._write("\n")
             raise
         answer = stream.answer
         assert answer is not None

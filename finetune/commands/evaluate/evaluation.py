@@ -80,7 +80,7 @@ class Evaluation:
         if wanted == "answered":
             prompts = [prompt for prompt in prompts if prompt.answer is not None]
         elif isinstance(wanted, int):
-            # A prompt whose answer can be checked says more than one whose answer cannot.
+            # A prompt whose answer can be checked tells more than one whose answer cannot.
             prompts = sorted(prompts, key=lambda prompt: prompt.answer is None)
             names = [prompt.difficulty for prompt in prompts]
             numbers = np.array([names.index(name) for name in names], dtype=np.int64)

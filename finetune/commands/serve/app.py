@@ -65,7 +65,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def unexpected(_: Request, error: Exception) -> JSONResponse:
-        # uvicorn logs the exception; its words may hold the prompt, so the client gets none of them.
+        # uvicorn logs the exception; its message may hold the prompt, so the client does not get it.
         return _error(ApiError(500, "the server failed on this request", kind="server_error", code="internal"))
 
 

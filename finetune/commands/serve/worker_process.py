@@ -1,6 +1,6 @@
 """A worker: one model on one device in a process of its own. `workers.py` starts it and exchanges messages with it.
 
-JSON, a line each; what a worker is told (standard input):
+JSON, a line each; what a worker gets (standard input):
 
     {"do": "load", "model": ..., ...}             first; arguments of load_for_generation
     {"do": "answer", "id": ..., "prompt": ..., "sampling": {...}}

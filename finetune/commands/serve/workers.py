@@ -67,15 +67,10 @@ class _WaitingRequest:
 
 
 class WorkerPool:
-    """Workers with the same model.
+    """Workers with the same model, each with its variables on top of this process's own.
 
-    Args:
-        load: arguments of `load_for_generation`, sent to each worker.
-        environments: one mapping of variables per worker, on top of this process's own.
-        per_worker: answers that a worker writes at the same time.
-        max_queue: requests that may wait for room.
-        command: how a worker is started.
-        on_restart: called when a worker is started again.
+    Each loads with `load`, arguments of `load_for_generation`, and writes up to `per_worker` answers at the same time;
+    `max_queue` requests may wait for room. `on_restart` is called when a worker is started again.
     """
 
     def __init__(
