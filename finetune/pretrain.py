@@ -1,7 +1,7 @@
 """Pretraining from scratch: `torchrun --nproc_per_node 4 -m finetune.pretrain --train-data-path data/*train*.bin ...`.
 
-The order in which things happen is in `training.run`, what pretraining prepares in `training.prepare_pretrain`; here is
-how it starts its own processes for `--distributed --world_size N`.
+The order in which things happen is in training/run.py, what pretraining prepares in training/prepare_pretrain.py; here
+is how it starts its own processes for `--distributed --world_size N`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.config.config_sources import source_of_file
 from finetune.config.kinds import RunKind
@@ -22,10 +22,7 @@ from finetune.config.resolution import resolve
 from finetune.errors import ConfigError
 from finetune.runtime.language import N_, _
 from finetune.training.results import RunResult
-from finetune.training.run import run_command, run_object
-
-if TYPE_CHECKING:
-    pass
+from finetune.training.run import run_command, run_config
 
 logger = logging.getLogger("finetune")
 
@@ -41,14 +38,14 @@ def run(config: PretrainConfig | Mapping[str, Any] | str | Path) -> RunResult:
     Raises:
         FinetuneError: with what is wrong, where, and the fix.
     """
-    return run_object(KIND, config)
+    return run_config(KIND, config)
 
 
 def start_processes(arguments: Sequence[str]) -> None:
-    """With --distributed, replace this process by torchrun with the same words; else do nothing.
+    """With --distributed, replace this process by torchrun with the same arguments; else do nothing.
 
     Raises:
-        ConfigError: what is wrong with the configuration for that many processes; said once, here.
+        ConfigError: what is wrong with the configuration for that many processes; reported once, here.
     """
     parsed = KIND.parse(arguments)
     wanted: dict[str, Any] = {}

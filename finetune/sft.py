@@ -1,6 +1,6 @@
 """Supervised fine-tuning: `accelerate launch -m finetune.sft --config ds_configs/zero3.json`, or `finetune.run(cfg)`.
 
-The order in which things happen is in `training.run`; what fine-tuning prepares is in `training.prepare_sft`.
+The order in which things happen is in training/run.py; what fine-tuning prepares is in training/prepare_sft.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from finetune.config.paths import check_paths
 from finetune.config.run_config import RunConfig
 from finetune.runtime.language import N_, _
 from finetune.training.results import RunResult
-from finetune.training.run import run_command, run_object
+from finetune.training.run import run_command, run_config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,7 +32,7 @@ def run(config: RunConfig | Mapping[str, Any] | str | Path) -> RunResult:
     Raises:
         FinetuneError: with what is wrong, where, and the fix.
     """
-    return run_object(KIND, config)
+    return run_config(KIND, config)
 
 
 def _describe(settings: Mapping[str, Any]) -> str:

@@ -1,9 +1,9 @@
 """Attention that never looks across documents, per device.
 
-A packed row holds several documents one after another, `(1, microbatch_tokens)`; a padded row holds one document per
-line, `(samples, longest)`, padded on the right. In both, a token may see only earlier tokens of its own document.
+A packed sequence holds several documents one after another, `(1, T)`; a padded batch holds one document per line,
+`(samples, longest)`, padded on the right. In both, a token may see only earlier tokens of its own document.
 
-| device             | packed rows                                              | padded rows                        |
+| device             | packed sequences                                         | padded batches                     |
 |--------------------|----------------------------------------------------------|------------------------------------|
 | CUDA, 16-bit       | torch.nn.attention.varlen (flash) over document bounds   | SDPA, causal                       |
 | NPU, 16-bit        | transformers' own npu_fusion_attention path, TND         | the same path, one document a line |
@@ -13,7 +13,8 @@ line, `(samples, longest)`, padded on the right. In both, a token may see only e
 
 Right padding needs no mask under causal attention: a real token never sees the padding behind it.
 
-Shapes below: H query heads, K key-value heads, T row tokens, D head dimension.
+Shapes below: H query heads, K key-value heads, T tokens of a microbatch, D head dimension. What the comments say of
+others is of transformers 5.23 and torch 2.13.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from transformers import AttentionInterface, PretrainedConfig
 
 ISOLATED = "finetune_isolated"
 # Model types whose packed documents stay apart and whose logits here equal transformers' own: each is tested
-# (tests/modeling/test_attention.py). Others are trained in padded rows, with transformers' attention: they may build
+# (tests/modeling/test_attention.py). Others are trained in padded batches, with transformers' attention: they may build
 # ALiBi or a window into a mask that we do not see (Bloom, Llama 4, Phi-3.5-MoE), call attention by themselves
-# (Nemotron, StableLM), not tell the mask about documents (gpt-oss), or carry a state along the row (Mamba).
+# (Nemotron, StableLM), not tell the mask about documents (gpt-oss), or carry a state along the sequence (Mamba).
 _TESTED = """
     afmoe apertus arcee bitnet cohere cohere2 cwm deepseek_v2 deepseek_v3 diffllama ernie4_5 ernie4_5_moe exaone4
     exaone_moe flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox granite
@@ -46,17 +47,24 @@ def choose_attention(config: PretrainedConfig, device_type: str, dtype: torch.dt
     None leaves the choice to transformers: a model type that was not tested with ours.
     """
     if getattr(config, "attn_logit_softcapping", None):
-        return "eager"  # SDPA has no softcap
+        # scaled_dot_product_attention has no softcap, and varlen_attn none either. The eager path builds its mask from
+        # position_ids, which begin anew with each document (masking_utils.find_packed_sequence_indices).
+        return "eager"
     if not can_pack(config):
         return None
     if device_type == "npu" and dtype in (torch.float16, torch.bfloat16):
+        # On an NPU this name stands for npu_fusion_attention (integrations/npu_flash_attention.py), and a packed
+        # sequence takes its variable-length form, by the cu_seq_lens that microbatches carry.
         return "flash_attention_2"
+    # In AttentionInterface and not in AttentionMaskInterface too: of a name that is unknown there, transformers takes
+    # it that no mask is needed, and builds none (masking_utils._preprocess_mask_arguments). A mask of T x T numbers for
+    # a packed sequence is what ours exists to do without. Registering twice does no harm.
     AttentionInterface.register(ISOLATED, isolated_attention)
     return ISOLATED
 
 
 def can_pack(config: PretrainedConfig) -> bool:
-    """Whether documents are known to stay apart in a packed row: a tested model type with attention layers only."""
+    """Whether documents are known to stay apart when packed: a tested model type with attention layers only."""
     layer_types = getattr(config, "layer_types", None) or ()
     return config.model_type in ISOLATED_MODEL_TYPES and set(layer_types) <= ATTENTION_LAYER_TYPES
 
@@ -71,20 +79,23 @@ def isolated_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     document_lengths: tuple[int, ...] | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    max_length_q: int | None = None,
+    cu_seq_lens_q: Any = None,
+    max_length_q: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within documents, in the form of a transformers attention function.
+    """Causal attention within documents, with the signature of a transformers attention function.
 
     Args:
         query: `(samples, H, T, D)`; key, value: `(samples, K, T, D)`.
-        document_lengths: tokens of each document of a packed row, in order; None: every line is one document.
+        document_lengths: tokens of each document of a packed sequence, in order; None: every line is one document.
+            It and the next two come from `Microbatch.model_inputs`: models pass on keyword arguments they do not know.
         cu_seq_lens_q: `(documents + 1,)` int32, running sum of the lengths, on the device of `query`.
 
     Returns:
         `(samples, T, H, D)` and None (no attention weights).
     """
+    # The flash kernel is for 16 bits only. Lengths as numbers of Python beside cu_seq_lens: to cut by a tensor's values
+    # the host would have to wait for the device in every layer.
     if document_lengths is not None and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
         return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window), None
     bounds = document_lengths if document_lengths is not None else (query.shape[2],)
@@ -95,7 +106,15 @@ def isolated_attention(
     return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)).transpose(1, 2).contiguous(), None
 
 
-def _causal(query, key, value, dropout, scaling, sliding_window):
+def _causal(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    # is_causal lets SDPA take its kernels without a mask; only a window that is shorter than the document needs one.
     mask = None
     if sliding_window is not None and query.shape[2] > sliding_window:
         position = torch.arange(query.shape[2], device=query.device)
@@ -113,14 +132,23 @@ def _causal(query, key, value, dropout, scaling, sliding_window):
     )
 
 
-def _varlen(query, key, value, cu_seq_lens, max_length, scaling, sliding_window):
+def _varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    max_length: int,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    def flat(states):  # (1, heads, T, D) -> (T, heads, D)
+    def flat(states: torch.Tensor) -> torch.Tensor:  # (1, heads, T, D) -> (T, heads, D)
         return states.squeeze(0).transpose(0, 1).contiguous()
 
+    # (left, right) as in flash-attention: tokens before and after that are seen beside the own; right 0 is causal.
     window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
-    output = varlen_attn(
+    output: Any = varlen_attn(
         flat(query),
         flat(key),
         flat(value),
@@ -132,4 +160,5 @@ def _varlen(query, key, value, cu_seq_lens, max_length, scaling, sliding_window)
         window_size=window,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return output.unsqueeze(0)  # (1, T, H, D)
+    unflat: torch.Tensor = output.unsqueeze(0)  # (1, T, H, D)
+    return unflat

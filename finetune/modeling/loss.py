@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy, linear
@@ -57,12 +58,13 @@ class ChunkedHead:
         self.tokens_per_chunk = max(1, logits_per_chunk // head.out_features)
         self.targets: torch.Tensor | None = None
         self._plain_forward = head.forward
-        head.forward = self._forward
+        head.forward = self._forward  # type: ignore[method-assign, assignment]  # on the instance, on purpose
 
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.targets is None:
             return self._plain_forward(hidden)
-        hidden = hidden.flatten(0, -2)  # microbatches of windows come whole, (S, T, width)
+        hidden = hidden.flatten(0, -2)  # microbatches of windows keep their shape, (S, T, width)
+        # Compiled, the softmax is fused with what is around it; checkpointing would cut the graph in pieces.
         if self.compiled:
             return self._chunk(hidden, self.targets)
         chunks = zip(hidden.split(self.tokens_per_chunk), self.targets.split(self.tokens_per_chunk), strict=True)
@@ -94,9 +96,11 @@ class ChunkedHead:
                 self.config.final_logit_softcapping = self.softcap
 
 
-def make_chunked_head(model: torch.nn.Module, *, compiled: bool = False) -> ChunkedHead | None:
-    """A chunked head for this model, or None where the head's output is transformed after it by what we cannot do."""
+def make_chunked_head(model: Any, *, compiled: bool = False) -> ChunkedHead | None:
+    """A chunked head for a transformers model (bare or inside a peft one); None where it would change the loss."""
     head = model.get_output_embeddings()
+    # NanoChat squashes logits after the head, which the chunked head can do in its place. Other models that squash or
+    # scale them are left alone, and so is a head that is not a plain linear layer (quantised, or with LoRA on it).
     if model.config.model_type == "nanochat" and type(head) is torch.nn.Linear:
         return ChunkedHead(head, compiled=compiled, softcapped=model.config)
     softcapped = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
@@ -109,9 +113,10 @@ def make_chunked_head(model: torch.nn.Module, *, compiled: bool = False) -> Chun
 def microbatch_losses(
     model: torch.nn.Module, microbatch: Microbatch, device: torch.device, head: ChunkedHead | None = None
 ) -> torch.Tensor:
-    """Loss of each target of one microbatch: float32 `(n,)`; empty, but part of the graph, for a microbatch without targets."""
+    """Loss of each target of one microbatch: float32 `(n,)`; empty, but part of the graph, where it has no targets."""
     inputs = microbatch.model_inputs(device)
     targets = microbatch.targets.to(device, non_blocking=True)
+    # Through `logits`, because that is what the model's forward returns of its head.
     if head is not None and head.scores(len(targets)):
         with head.scoring(targets):
             return model(**inputs).logits

@@ -6,7 +6,7 @@ start at zero, so that every block starts as the identity. Llama and Qwen3 get t
 rates belong to it.
 
 Three traps of transformers' NanoChat, each with a test: its default `pad_token_id=1` makes token 1 a `padding_idx`
-that never trains; its own start is normal 0.02; its MLP is `fc1`, `fc2`, which LoRA target lists of Llama pass over.
+that never trains; its own start is normal 0.02; its MLP is `fc1`, `fc2`, which LoRA target lists for Llama do not name.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import (
@@ -74,7 +75,7 @@ def scratch_config(
         ValueError: another architecture.
     """
     shape = shape_of(depth)
-    common = {
+    common: dict[str, Any] = {
         "vocab_size": math.ceil(vocab_size / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE,
         "hidden_size": shape.width,
         "num_hidden_layers": depth,
@@ -86,13 +87,13 @@ def scratch_config(
         "tie_word_embeddings": False,
         "bos_token_id": bos_token_id,
         "eos_token_id": eos_token_id,
-        # Never the tokenizer's pad token: it would be an index that does not train. Rows of ours have no padding.
+        # Never the tokenizer's pad token: it would be an index that does not train. Windows have no padding.
         "pad_token_id": None,
     }
     if arch == "nanochat":
         return NanoChatConfig(intermediate_size=4 * shape.width, **common)
     # As many numbers as nanochat's two matrices of 4 x width, in the three of a gated MLP.
-    gated = {"intermediate_size": math.ceil(8 * shape.width / 3 / 64) * 64, "head_dim": shape.head_dim}
+    gated: dict[str, Any] = {"intermediate_size": math.ceil(8 * shape.width / 3 / 64) * 64, "head_dim": shape.head_dim}
     if arch == "qwen3":
         return Qwen3Config(**gated, **common)
     if arch == "llama":

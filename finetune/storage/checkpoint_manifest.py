@@ -184,7 +184,7 @@ def newest_valid(run_folder: Path | str, *, hashes: bool = True) -> tuple[Path |
     Raises:
         StateError: the folder is there but cannot be read.
     """
-    skipped = []
+    skipped: list[tuple[Path, str]] = []
     for folder in reversed(list_checkpoints(run_folder)):
         validity = verify(folder, hashes=hashes)
         if validity.valid:

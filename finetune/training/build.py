@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from importlib.metadata import version
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from transformers import TrainingArguments
@@ -21,10 +21,15 @@ from finetune.modeling.loss import ChunkedHead
 from finetune.modeling.pretrained import count_parameters
 from finetune.runtime.device import LaunchWorld
 from finetune.training.checkpointer import Checkpointer
+from finetune.training.context import RunContext
 from finetune.training.control import StopSignals
 from finetune.training.executor import StepExecutor, largest_microbatch
-from finetune.training.session import Resume, Session, read_out_of_memory
-from finetune.training.trainer import RunContext, RunTrainer
+from finetune.training.resume import Resume
+from finetune.training.session import Session, read_out_of_memory
+from finetune.training.trainer import RunTrainer
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 logger = logging.getLogger("finetune")
 
@@ -47,8 +52,11 @@ AnyTrainer = TypeVar("AnyTrainer", bound=RunTrainer)
 class PreparedRun(Protocol):
     """What both kinds of run know before a model exists."""
 
-    batches: BatchSource
-    identity: dict[str, Any]
+    @property
+    def batches(self) -> BatchSource: ...
+
+    @property
+    def identity(self) -> dict[str, Any]: ...
 
 
 def make_context(
@@ -85,7 +93,7 @@ def make_execution(
     if note is not None:
         token_budget = min(token_budget, note.get("token_budget") or token_budget)
         samples_per_microbatch = min(samples_per_microbatch, note.get("samples_per_row") or samples_per_microbatch)
-        logger.warning("the last start ran out of memory at step %s: going on with smaller rows", note["step"])
+        logger.warning("the last start ran out of memory at step %s: this one takes smaller microbatches", note["step"])
     return Execution(
         world.rank,
         world.world_size,
@@ -117,7 +125,7 @@ def make_trainer(
         own: further arguments of the class.
     """
 
-    def make_executor(accelerator: Any) -> StepExecutor:
+    def make_executor(accelerator: Accelerator) -> StepExecutor:
         return StepExecutor(
             accelerator,
             step_batches,
@@ -125,9 +133,10 @@ def make_trainer(
             seed=config.seed,
             head=head,
             flat_reduce=flat_reduce,
-            heaviest=largest_microbatch(step_batches),
+            largest=largest_microbatch(step_batches),
         )
 
+    # Ranks plan and name tensors without talking: other packages, or another cut, would part them in silence.
     context.control.check_equal({**package_versions(), "rows": step_batches.execution.describe()})
     trained = count_parameters(model)["trainable"]
     trainer = trainer_class(
@@ -135,15 +144,16 @@ def make_trainer(
         args=arguments,
         step_batches=step_batches,
         context=context,
-        executor=make_executor,
+        make_executor=make_executor,
         head=head,
         num_workers=config.dataloader_num_workers,
         **own,
     )
+    # Trainer.__init__ has moved the model to its device by now, where a tied weight may have become two.
     _check_world(trainer, config, world, device_type)
     if count_parameters(trainer.model)["trainable"] != trained:
         raise FinetuneError(
-            f"tied weights came apart on the way to the {device_type} device: each would train on its own",
+            f"tied weights came apart on the move to the {device_type} device: each would train on its own",
             "start of training",
             "report this with your versions; until then train a model whose embeddings are not tied",
         )
@@ -229,7 +239,7 @@ def say_start(
     )
     if context.resume_from is not None:
         context.runlog.event("resume", step=context.start_step, checkpoint=context.resume_from.name)
-        logger.info("going on from %s", context.resume_from.name)
+        logger.info("resuming from %s", context.resume_from.name)
     if not world.is_main:
         return
     for title, lines in tables.items():
@@ -238,7 +248,7 @@ def say_start(
 
 
 def plan_summary(step_batches: StepBatches, *, token_budget: int, samples_per_microbatch: int) -> PlanSummary:
-    """Microbatches, fill, imbalance and padding of an even choice of the run's steps.
+    """Microbatches, packing efficiency, imbalance and padding of an even choice of the run's steps.
 
     Args:
         token_budget, samples_per_microbatch: of the way of making microbatches that the run does not take, to compare.
@@ -262,10 +272,10 @@ def startup_lines(summary: PlanSummary, facts: dict[str, Any]) -> list[tuple[str
     counts = f"{fewest}" if fewest == most else f"{fewest} to {most}, {mean:.1f} on average"
     return [
         *((name, str(value)) for name, value in facts.items()),
-        ("rows per process and step", counts),
+        ("microbatches per process and step", counts),
         ("tokens per step", f"{summary.tokens:,.0f}"),
-        ("fill of rows", f"{summary.fill:.0%}"),
-        ("heaviest row", f"{summary.heaviest_row_tokens:,} tokens"),
+        ("packing efficiency", f"{summary.fill:.0%}"),
+        ("largest microbatch", f"{summary.heaviest_row_tokens:,} tokens"),
         ("imbalance over processes", f"{summary.imbalance:.3f}"),
         ("padding here", f"{summary.padding_share:.0%} of computed tokens"),
         ("padding of a padded run", f"{summary.padded_padding_share:.0%}"),

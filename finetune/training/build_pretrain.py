@@ -29,13 +29,15 @@ from finetune.training.build import (
     quiet_known_warnings,
     say_start,
 )
+from finetune.training.context import RunContext
+from finetune.training.metrics import ComputeCost
 from finetune.training.optimizers import scaled_rates
 from finetune.training.prepare_pretrain import Prepared
 from finetune.training.pretrain_trainer import PretrainTrainer
-from finetune.training.schedules import learning_rate_factor, warmdown_factor, warmup_count
-from finetune.training.session import Resume, Session
+from finetune.training.resume import Resume
+from finetune.training.schedules import ScheduleSettings, learning_rate_schedule, warmup_count
+from finetune.training.session import Session
 from finetune.training.state import TrainingState
-from finetune.training.trainer import RunContext
 
 logger = logging.getLogger("finetune")
 
@@ -77,18 +79,23 @@ def build_trainer(
     model = make_model(
         data.model_config,
         seed=config.seed,
-        attention=choose_attention(data.model_config, device_type, DTYPES[dtype]),
+        attention=choose_attention(data.model_config, device_type, DTYPES[dtype]) or "sdpa",
     )
     if data.tokenizer is not None:
-        # As Trainer would, with a warning; the embedding is made already and has no padding_idx. Not saved with it.
+        # As Trainer would, with a warning (trainer_utils._align_special_token). The embedding is made already and has
+        # no padding_idx; the trainer unsets it again before it saves.
         model.config.pad_token_id = model.generation_config.pad_token_id = data.tokenizer.pad_token_id
     if start.folder is not None:
         TrainingState(model).load_weights(start.folder)
-    flops = flops_per_token(model, config.max_seq_len)
+    cost = ComputeCost(
+        flops_per_token(model, config.max_seq_len),
+        able.peak_flops if dtype != "float32" else None,
+        devices=world.world_size,
+    )
     compiled = able.compile if config.compile is None else config.compile
     fp8 = _use_fp8(model, config, able)
     if compiled:
-        # In place: names stay, and generation can do without.
+        # In place (Module.compile): parameter names have no "_orig_mod." in front, and generation can do without.
         model.compile()
     step_batches, eval_step_batches = _step_batches(config, world, data, session)
     trainer = make_trainer(
@@ -108,13 +115,12 @@ def build_trainer(
         processing_class=data.tokenizer,
         settings=config,
         rates=rates,
-        flops_per_token=flops,
-        peak_flops=able.peak_flops if dtype != "float32" else None,
+        cost=cost,
         bytes_per_token=_padded(data.bytes_per_token, data.model_config.vocab_size),
         fused=devices.DEVICE_KINDS[device_type].fused_adamw,
     )
     execution = {"compiled": compiled, "fp8": fp8}
-    _say_start(trainer, config, world, data, able, dtype, execution)
+    _say_start(trainer, config, world, data, able, dtype, cost, execution)
     return trainer
 
 
@@ -139,7 +145,7 @@ def _use_fp8(model: torch.nn.Module, config: PretrainConfig, able: Capabilities)
 
 
 def _padded(sizes: np.ndarray | None, vocabulary: int) -> np.ndarray | None:
-    """Bytes per token for every microbatch of the head; those beyond the tokenizer's have none."""
+    """Bytes per token for every id of the head; those beyond the tokenizer's have none."""
     if sizes is None:
         return None
     return np.pad(np.asarray(sizes), (0, max(0, vocabulary - len(sizes))))
@@ -147,19 +153,13 @@ def _padded(sizes: np.ndarray | None, vocabulary: int) -> np.ndarray | None:
 
 def _context(config: PretrainConfig, world: LaunchWorld, data: Prepared, start: Resume, session: Session) -> RunContext:
     total = data.batches.total_steps
-    warmup = warmup_count(config.warmup_steps, total)
-
-    def factor(step: int) -> float:
-        if config.lr_scheduler == "warmdown":
-            return warmdown_factor(
-                step,
-                total_steps=total,
-                warmup_steps=warmup,
-                warmdown_ratio=config.warmdown_ratio,
-                final_fraction=config.final_lr_fraction,
-            )
-        return learning_rate_factor(step, total_steps=total, warmup_steps=warmup, scheduler=config.lr_scheduler)
-
+    settings = ScheduleSettings(
+        total,
+        warmup_count(config.warmup_steps, total),
+        warmdown_ratio=config.warmdown_ratio,
+        final_fraction=config.final_lr_fraction,
+    )
+    factor = learning_rate_schedule(config.lr_scheduler, settings)
     return make_context(data, world, start, session, learning_rate_factor=factor, epochs_per_step=data.passes / total)
 
 
@@ -186,6 +186,7 @@ def _say_start(
     data: Prepared,
     able: Capabilities,
     dtype: str,
+    cost: ComputeCost,
     execution: dict[str, bool],
 ) -> None:
     parameters, total = count_parameters(trainer.model), trainer.context.total_steps
@@ -199,10 +200,11 @@ def _say_start(
         "training data": f"{data.train.stream.tokens:,} tokens, {data.passes:.2f} passes, {cut:.1%} of them cut",
         "processes": f"{world.world_size} on {able.name}, {dtype}"
         + "".join(f", {name}" for name, used in execution.items() if used),
-        "gradient accumulation": f"{config.gradient_accumulation_steps} rows of {config.device_batch_size} windows",
+        "gradient accumulation": f"{config.gradient_accumulation_steps} microbatches of "
+        f"{config.device_batch_size} windows",
         "learning rates": f"matrices {rates.matrix:.3g} ({config.optimizer}), embedding {rates.embedding:.3g}, "
         f"head {rates.head:.3g}; decay {rates.decay:.3g}",
-        "arithmetic": f"{trainer.flops_per_token / 1e6:,.1f} MFLOP a token",
+        "arithmetic": f"{cost.flops_per_token / 1e6:,.1f} MFLOP a token",
     }
     say_start(
         trainer,
@@ -215,8 +217,8 @@ def _say_start(
         global_batch_size=config.global_batch_size,
         total_batch_size=config.total_batch_size,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
-        flops_per_token=trainer.flops_per_token,
-        peak_flops=trainer.peak_flops,
+        flops_per_token=cost.flops_per_token,
+        peak_flops=cost.peak_flops,
         passes=data.passes,
         **execution,
     )

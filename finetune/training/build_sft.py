@@ -1,11 +1,15 @@
-"""From a checked fine-tuning run to a trainer: arguments, DeepSpeed, model, adapter, microbatches, in the order they need."""
+"""From a checked fine-tuning run to a trainer: arguments, DeepSpeed, model, adapter, microbatches, in that order.
+
+Under DeepSpeed the order is forced (transformers 5.23, DeepSpeed 0.19.8): TrainingArguments registers the
+configuration, `deepspeed.init_distributed` makes its process group, and only then `from_pretrained` partitions what it
+loads.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from transformers import TrainingArguments
 
 from finetune.config.deepspeed_config import deepspeed_dict, zero_stage
 from finetune.config.run_config import RunConfig
@@ -25,13 +29,14 @@ from finetune.training.build import (
     quiet_known_warnings,
     say_start,
 )
+from finetune.training.context import RunContext
 from finetune.training.operators import load_shared_memory_operator
 from finetune.training.prepare_sft import Prepared
-from finetune.training.schedules import learning_rate_factor, warmup_count
-from finetune.training.session import Resume, Session
+from finetune.training.resume import Resume
+from finetune.training.schedules import ScheduleSettings, learning_rate_schedule, warmup_count
+from finetune.training.session import Session
 from finetune.training.sft_trainer import SFTTrainer
 from finetune.training.state import TrainingState
-from finetune.training.trainer import RunContext
 
 
 def build_trainer(
@@ -47,6 +52,9 @@ def build_trainer(
     """Build the trainer of a fine-tuning run; the process group exists."""
     quiet_known_warnings()
     devices.use_fast_matmul(device_type)
+    # First of all: it registers DeepSpeed's configuration (HfDeepSpeedConfig.__init__: a weak reference, which
+    # from_pretrained asks whether to load under zero.Init). Registered later, ZeRO-3 would load the whole model on
+    # every rank; that it did not, load_model checks.
     lora = config.finetuning == "lora"
     checkpointing = config.gradient_checkpointing
     arguments = training_arguments(
@@ -60,7 +68,8 @@ def build_trainer(
         deepspeed=_deepspeed(config, world, dtype),
         resumed=start.step > 0,
     )
-    model = _model(config, arguments, device_type, dtype)
+    model = _model(config, device_type, dtype)
+    # Before Trainer wraps the model: DeepSpeed copies its float32 masters from these weights (see state.py).
     if start.folder is not None:
         TrainingState(model).load_weights(start.folder)
     step_batches, eval_step_batches = _step_batches(config, world, data, session)
@@ -81,6 +90,7 @@ def build_trainer(
         processing_class=data.tokenizer,
         lora=lora,
         compute_dtype=dtype,
+        # LoRA's trainable weights are small enough to be saved whole, and peft can then read a checkpoint as it is.
         sliced_state=not lora and zero_stage(config) == 3,
     )
     _say_start(trainer, config, world, data, device_type, dtype)
@@ -90,6 +100,8 @@ def build_trainer(
 def _deepspeed(config: RunConfig, world: LaunchWorld, dtype: str) -> dict[str, Any] | None:
     if not config.deepspeed:
         return None
+    # Adapters stay whole under ZeRO-3 (stage3_param_persistence_threshold): gathering each for every use would cost
+    # more in messages than it saves in memory.
     largest = 0
     if config.finetuning == "lora":
         from finetune.modeling.pretrained import load_model_config
@@ -100,16 +112,18 @@ def _deepspeed(config: RunConfig, world: LaunchWorld, dtype: str) -> dict[str, A
     return deepspeed_dict(config, world_size=world.world_size, dtype=dtype, largest_adapter_tensor=largest)
 
 
-def _model(config: RunConfig, arguments: TrainingArguments, device_type: str, dtype: str) -> torch.nn.Module:
+def _model(config: RunConfig, device_type: str, dtype: str) -> torch.nn.Module:
     if config.deepspeed:
         import deepspeed
 
+        # init_distributed loads it as well, but waits for ever for the lock of a process that was killed meanwhile.
         load_shared_memory_operator()
-        # After TrainingArguments (which registers the configuration) and before the model: else DeepSpeed takes the
-        # world for one process.
+        # For a CPU run accelerate's PartialState knows torch's group only, and leaves DeepSpeed's wrapper of it unmade;
+        # zero.Init, under which the model is loaded, would take the world for one process and partition nothing.
         deepspeed.init_distributed(dist_backend=devices.DEVICE_KINDS[device_type].backend)
     lora = config.finetuning == "lora"
-    # Without DeepSpeed, full training keeps float32 weights under autocast; DeepSpeed keeps float32 masters itself.
+    # Without DeepSpeed, full training keeps float32 weights under autocast: AdamW's updates are lost in 16 bits.
+    # DeepSpeed keeps float32 masters itself. LoRA's base is not trained.
     model_dtype = DTYPES[dtype] if lora or config.deepspeed else torch.float32
     model = load_model(
         config, device_type=device_type, dtype=dtype, model_dtype=model_dtype, zero3=zero_stage(config) == 3
@@ -119,21 +133,18 @@ def _model(config: RunConfig, arguments: TrainingArguments, device_type: str, dt
 
 def _context(config: RunConfig, world: LaunchWorld, data: Prepared, start: Resume, session: Session) -> RunContext:
     total = data.batches.total_steps
-    warmup = warmup_count(config.warmup_steps, total)
+    settings = ScheduleSettings(total, warmup_count(config.warmup_steps, total))
     stages = data.stages
 
     def stage_name(step: int) -> str:
         return f"stage {data.batches.stage(step) + 1}/{len(stages)}" if len(stages) > 1 else ""
-
-    def factor(step: int) -> float:
-        return learning_rate_factor(step, total_steps=total, warmup_steps=warmup, scheduler=config.lr_scheduler)
 
     return make_context(
         data,
         world,
         start,
         session,
-        learning_rate_factor=factor,
+        learning_rate_factor=learning_rate_schedule(config.lr_scheduler, settings),
         epochs_per_step=config.global_batch_size / len(data.train),
         difficulty_names=data.difficulty_names,
         stage_name=stage_name,
@@ -185,7 +196,7 @@ def _say_start(
             "steps": f"{start + 1} to {trainer.context.total_steps}, {config.global_batch_size} samples each",
             "processes": f"{world.world_size} on {device_type}, {dtype}, sharding {sharding}",
             "trained parameters": f"{parameters['trainable']:,} of {parameters['total']:,}",
-            "rows": trainer.step_batches.execution.describe(),
+            "microbatches": trainer.step_batches.execution.describe(),
         },
         dtype=dtype,
         zero_stage=zero_stage(config),

@@ -3,6 +3,9 @@
 What is inside `checkpoint-<step>`: the training state (training/state.py), for LoRA also the adapter as peft reads it,
 and the manifest (storage/checkpoint_manifest.py). The sampler, the schedule and the random numbers have no state: they
 are functions of the step.
+
+Every failure is caught, told to all ranks and then raised on all: one that raised at once would leave the others
+waiting in a collective until its timeout, and the run would end with their error instead of the cause.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from safetensors import SafetensorError
 
 from finetune.errors import FinetuneError
 from finetune.storage import durable_files
-from finetune.storage.checkpoint_files import CheckpointWriter, newest_valid, rotate, step_of
+from finetune.storage.checkpoint_files import CheckpointWriter, rotate
 from finetune.storage.run_folder import SampleLog
 from finetune.storage.run_log import RunLog
 from finetune.training.control import Control
@@ -62,15 +65,20 @@ class Checkpointer:
             FinetuneError: on every rank, if any rank could not write or the result does not verify. What was there
                 before is still there.
         """
+        # One name for the staging folder on all ranks, and never one that a killed save has left.
         token = self.control.token()
         with CheckpointWriter(self.run_folder, step, token) as writer:
             records, failure = self._write(writer, state)
+            # After every rank has sealed its files: the manifest names all of them. As text, because exceptions that
+            # hold locks or tensors cannot be sent.
             reports = self.control.gather((records, None if failure is None else str(failure)))
+            # Its own first, so that this rank's traceback shows the cause.
             if failure is not None:
                 raise failure
             self._raise_first([report for _, report in reports])
             everything = {name: record for records, _ in reports for name, record in records.items()}
             name, problem = self._publish(writer, everything)
+        # The others wait until the checkpoint is published: what they train on from here could be lost before it.
         outcome = self.control.share((name, None if problem is None else str(problem)))
         if problem is not None:
             raise problem
@@ -79,6 +87,7 @@ class Checkpointer:
 
     def _write(self, writer: CheckpointWriter, state: TrainingState) -> tuple[dict[str, Any], Exception | None]:
         try:
+            # Every rank, though not every rank writes: tensors are gathered inside.
             names = state.save(writer.folder, rank=self.rank, world_size=self.world_size)
             if self.rank == 0:
                 names += self._add_model_files(writer.folder)
@@ -107,9 +116,11 @@ class Checkpointer:
         if self.rank != 0:
             return "", None
         try:
+            # Before the checkpoint appears: a resumed run expects a line for each of its steps.
             if self.sample_log is not None:
                 self.sample_log.sync()
             folder = writer.publish(records, self.metadata)
+            # After publish has verified it; `keep` counts valid ones only, so a damaged disk never costs the last.
             removed = rotate(self.run_folder, self.keep, known_valid=[folder.name])
         except (OSError, FinetuneError) as error:  # raised by the caller once the other ranks know
             return "", error
@@ -122,16 +133,3 @@ class Checkpointer:
         for rank, problem in enumerate(problems):
             if problem is not None:
                 raise FinetuneError(f"rank {rank} could not save the checkpoint: {problem}")
-
-
-def find_checkpoint(run_folder: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The newest valid checkpoint and, with the reason, those passed over for it."""
-    folder, skipped = newest_valid(run_folder)
-    for path, why in skipped:
-        logger.warning("%s is passed over: %s", path.name, why)
-    return folder, skipped
-
-
-def step_in(folder: Path | None) -> int:
-    """Optimizer steps done in a checkpoint; 0 for none."""
-    return 0 if folder is None else int(step_of(folder.name) or 0)

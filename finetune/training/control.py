@@ -1,6 +1,7 @@
 """What ranks agree on while they train, and the signals that ask a run to stop.
 
-Agreement uses a gloo group of its own beside the device's group: a handful of bytes per step, never on the device.
+Agreement uses a gloo group of its own beside the device's group: a handful of bytes per step, never on the device, so
+that asking does not wait for what the device still computes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +24,8 @@ from finetune.errors import FinetuneError
 
 logger = logging.getLogger("finetune")
 
-# Signals that come within this time are one request. Longer than a worker's watch over its launcher takes to notice.
+# Signals that come within this time are one request: a batch system signals every process, and the launcher passes its
+# own on. Longer than it takes a worker to notice that its launcher is gone (runtime/parent_watchdog.py).
 SAME_REQUEST_SECONDS = 3.0
 
 
@@ -42,11 +45,11 @@ class Control:
         dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self.group)
         return bool(shared.item())
 
-    def gather(self, item: object) -> list[object]:
+    def gather(self, item: object) -> list[Any]:
         """Every rank's plain object, by rank, on every rank."""
         if self.group is None:
             return [item]
-        items: list[object] = [None] * self.world_size
+        items: list[Any] = [None] * self.world_size
         dist.all_gather_object(items, item, group=self.group)
         return items
 
@@ -67,7 +70,7 @@ class Control:
                         "they share; if another run was just ending there, start the same command again",
                     )
 
-    def share(self, item: object) -> object:
+    def share(self, item: object) -> Any:
         """Rank 0's plain object on every rank."""
         if self.group is None:
             return item
@@ -87,8 +90,6 @@ class Control:
 class StopSignals:
     """SIGTERM and SIGINT ask for a stop at the end of the step; a second one, seconds later, leaves at once.
 
-    Not one that comes right after the first: a batch system signals every process, and the launcher passes its own on.
-
     A context manager: handlers are put back on exit. Outside the main thread (a notebook's worker, a test) Python does
     not allow handlers; then signals keep their meaning and this asks for nothing.
     """
@@ -96,7 +97,7 @@ class StopSignals:
     def __init__(self) -> None:
         self.name: str | None = None
         self._first_seconds = 0.0
-        self._previous: dict[int, Callable | int | None] = {}
+        self._previous: dict[int, Callable[..., Any] | int | None] = {}
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():

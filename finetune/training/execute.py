@@ -1,13 +1,15 @@
-"""Train, save the result, say how it ended."""
+"""The last step of a run: train, save the result, write how it ended. Where a run comes from: training/run.py."""
 
 from __future__ import annotations
 
 import errno
 import logging
+from typing import Any
 
 from finetune.errors import ExitCode, FinetuneError
 from finetune.runtime import device as devices
-from finetune.training.executor import OutOfMemory, floor_error
+from finetune.storage.run_folder import RunState
+from finetune.training.executor import StepOutOfMemory, cannot_shrink_error
 from finetune.training.results import RunResult
 from finetune.training.session import Session, write_out_of_memory
 from finetune.training.trainer import RunTrainer
@@ -16,23 +18,24 @@ logger = logging.getLogger("finetune")
 
 
 class OutOfMemoryError(FinetuneError):
-    """A sharded run ran out of device memory; it goes on with smaller microbatches when it is started again."""
+    """A sharded run ran out of device memory; started again it resumes with smaller microbatches."""
 
     exit_code = ExitCode.OUT_OF_MEMORY
 
 
-def execute(trainer: RunTrainer, session: Session) -> RunResult:
+def train_and_save(trainer: RunTrainer, session: Session) -> RunResult:
     """Train to the end or to a signal.
 
     Raises:
         OutOfMemoryError: under DDP buckets or ZeRO, after `oom.json` was written for the next start.
         FinetuneError: what stopped the training, with the last good checkpoint.
     """
+    # Until the output is written: a signal that comes then must not leave half of it.
     with trainer.context.signals:
         try:
             trainer.train()
-        except OutOfMemory as error:
-            _note_out_of_memory(trainer, session, str(error))
+        except StepOutOfMemory as error:
+            raise _out_of_memory(trainer, session, str(error)) from error
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -42,20 +45,20 @@ def execute(trainer: RunTrainer, session: Session) -> RunResult:
             session.steps_done = trainer.state.global_step
         if trainer.stopped_by is None:
             trainer.save_output(session.output_dir)
-        state = "stopped" if trainer.stopped_by is not None else "done"
+        state: RunState = "stopped" if trainer.stopped_by is not None else "done"
         steps = trainer.state.global_step
         session.finish(state, step=steps, checkpoint=trainer.last_checkpoint, peaks=_peaks(trainer))
     if state == "stopped":
         logger.warning("stopped by %s at step %d; %s is saved", trainer.stopped_by, steps, trainer.last_checkpoint)
-    metrics: dict[str, float] = {}
-    for record in trainer.history:
-        metrics.update(record)
+    metrics: dict[str, Any] = {}
+    for line in trainer.history:
+        metrics.update(line)
     return RunResult(session.output_dir, state, steps, metrics, trainer.history)
 
 
 def _peaks(trainer: RunTrainer) -> dict[str, list[int | None]]:
     """The most memory of each rank so far, by rank, on its device and its host. Every rank calls."""
-    mine = (devices.peak_memory_bytes(trainer.args.device), devices.peak_host_bytes())
+    mine: tuple[int | None, int | None] = (devices.peak_memory_bytes(trainer.args.device), devices.peak_host_bytes())
     of_device, of_host = zip(*trainer.context.control.gather(mine), strict=True)
     return {"peak_device_bytes": list(of_device), "peak_host_bytes": list(of_host)}
 
@@ -64,18 +67,21 @@ def _disk_full(error: OSError, trainer: RunTrainer, session: Session) -> Finetun
     return FinetuneError(
         f"the run folder's disk is full: {error.strerror}",
         where=str(session.output_dir),
-        fix="free some space on it, then start the same command again; it goes on from "
+        fix="free some space on it, then start the same command again; it resumes from "
         f"{trainer.last_checkpoint or 'the start, as there is no checkpoint yet'}",
     )
 
 
-def _note_out_of_memory(trainer: RunTrainer, session: Session, error: str) -> None:
-    """Write down a smaller execution for the next start. Any rank may be the one that knows."""
+def _out_of_memory(trainer: RunTrainer, session: Session, error: str) -> FinetuneError:
+    """The error to raise, after a smaller execution was written for the next start (where there is one)."""
+    # On whichever rank it happened: the others are in a collective with it and cannot be asked.
     old = trainer.step_batches.execution
     new = old.smaller(int(trainer.step_batches.samples.lengths.max()))
     step = trainer.state.global_step + 1
     if new is None:
-        raise floor_error(trainer.step_batches, step - 1, error, rehearsed=trainer.executor.heaviest is not None)
+        return cannot_shrink_error(
+            trainer.step_batches, step - 1, error, rehearsed=trainer.executor.largest is not None
+        )
     write_out_of_memory(
         session.output_dir,
         step=step,
@@ -85,8 +91,8 @@ def _note_out_of_memory(trainer: RunTrainer, session: Session, error: str) -> No
         error=error,
     )
     session.runlog.event("oom", step=step, error=error, old=old.describe(), new=new.describe())
-    raise OutOfMemoryError(
+    return OutOfMemoryError(
         f"out of memory at step {step} ({old.describe()}): {error}",
         where=str(session.output_dir),
-        fix=f"start the same command again: it goes on with {new.describe()} and the same training",
+        fix=f"start the same command again: it resumes with {new.describe()} and the same training",
     )

@@ -1,7 +1,8 @@
 """One optimizer step executed here: microbatches forward and backward, gradients summed over ranks.
 
 However the microbatches are cut and wherever they run, the gradient is that of (sum of target losses) / (targets of
-the global batch). DDP and DeepSpeed average over ranks, so their loss is scaled by the world size first.
+the global batch). DDP and DeepSpeed average over ranks, so their loss is scaled by the world size first. What the
+comments say of others is of accelerate 1.15, DeepSpeed 0.19.8 and torch 2.13.
 """
 
 from __future__ import annotations
@@ -9,10 +10,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
-import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,8 +29,6 @@ from finetune.training.control import Control
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-logger = logging.getLogger("finetune")
-
 
 @dataclass(frozen=True)
 class StepResult:
@@ -45,7 +43,7 @@ class StepResult:
     difficulty_losses: torch.Tensor
 
 
-class OutOfMemory(Exception):
+class StepOutOfMemory(Exception):
     """A device ran out of memory where the step cannot be tried again in this process."""
 
 
@@ -56,8 +54,11 @@ class StepExecutor:
         flat_reduce: sum gradients with one all-reduce at the end of the step instead of DDP's buckets. For LoRA, whose
             gradients are small: no collective runs while microbatches do, so a rank that runs out of memory can say
             so and all try again. (With DDP's buckets or ZeRO the peers would wait in a collective for it.)
-        heaviest: a microbatch that is run with weight 0 in the first step: if it does not fit, it shows now and not
+        largest: a microbatch that is run with weight 0 in the first step: if it does not fit, it shows now and not
             days on.
+
+    Attributes:
+        on_out_of_memory: called after each retry with the step (0-based), the old and the new execution, and the error.
     """
 
     def __init__(
@@ -69,10 +70,11 @@ class StepExecutor:
         seed: int,
         head: ChunkedHead | None,
         flat_reduce: bool,
-        heaviest: Microbatch | None,
+        largest: Microbatch | None,
     ) -> None:
         self.accelerator, self.step_batches, self.control = accelerator, step_batches, control
-        self.seed, self.head, self.heaviest = seed, head, heaviest
+        self.seed, self.head, self.largest = seed, head, largest
+        self.on_out_of_memory: Callable[[int, Execution, Execution, str], None] = lambda *arguments: None
         self.is_deepspeed = accelerator.distributed_type.value == "DEEPSPEED"
         self.flat_reduce = flat_reduce and not self.is_deepspeed and accelerator.num_processes > 1
         self.can_retry = not self.is_deepspeed and (self.flat_reduce or accelerator.num_processes == 1)
@@ -83,29 +85,42 @@ class StepExecutor:
         """Forward and backward of all microbatches; afterwards gradients are those of the global batch on every rank.
 
         Raises:
-            OutOfMemory: a device ran out of memory under DDP buckets or ZeRO.
+            StepOutOfMemory: a device ran out of memory under DDP buckets or ZeRO.
             FinetuneError: not even one sample a microbatch fits.
         """
         microbatches = batch.microbatches
-        if batch.execution != self.step_batches.execution:  # a prefetched batch, planned before an out-of-memory
+        # Loader processes are ahead by some batches, which they planned before this step (or one before it) shrank the
+        # microbatches; they also keep their own copy of `step_batches`, which never hears of it.
+        if batch.execution != self.step_batches.execution:
             microbatches = list(self.step_batches.microbatches(batch.indices, self.step_batches.execution))
         while True:
-            try:
-                result, error = self._run_microbatches(model, batch, microbatches), None
-            except Exception as caught:
-                if not devices.is_out_of_memory(caught):
-                    raise
-                if not self.can_retry:
-                    raise OutOfMemory(str(caught).splitlines()[0]) from caught
-                result, error = None, str(caught).splitlines()[0]
-            if not self.can_retry or not self.control.any(error is not None):
+            result, error = self._try_microbatches(model, batch, microbatches)
+            # Every rank asks, also one whose microbatches fitted: it must cut its part of the batch anew as the others
+            # do.
+            failed_somewhere = self.can_retry and self.control.any(result is None)
+            if result is not None and not failed_somewhere:
                 break
             self._shrink(model, batch, error)
             microbatches = list(self.step_batches.microbatches(batch.indices, self.step_batches.execution))
-        self.heaviest = None
+        self.largest = None  # tried once: it has fitted
         if self.flat_reduce:
             self._sum_gradients(model)
         return result
+
+    def _try_microbatches(
+        self, model: torch.nn.Module, batch: StepBatch, microbatches: list[Microbatch]
+    ) -> tuple[StepResult | None, str | None]:
+        """The result, or the error where memory did not suffice and the step can be tried again."""
+        try:
+            return self._run_microbatches(model, batch, microbatches), None
+        except Exception as caught:  # devices raise types of their own
+            if not devices.is_out_of_memory(caught):
+                raise
+            error = str(caught).splitlines()[0]
+            if not self.can_retry:
+                raise StepOutOfMemory(error) from caught
+            # Not `caught` itself: its traceback holds the frames, and with them the tensors that did not fit.
+            return None, error
 
     def _run_microbatches(self, model: torch.nn.Module, batch: StepBatch, microbatches: list[Microbatch]) -> StepResult:
         device = self.accelerator.device
@@ -113,17 +128,18 @@ class StepExecutor:
         difficulty_losses = torch.zeros(self.step_batches.difficulties + 1, device=device)
         weight = self.scale / batch.supervised_tokens
         work = [(microbatch, weight) for microbatch in microbatches]
-        if self.heaviest is not None:
-            work.insert(0, (self.heaviest, 0.0))
+        if self.largest is not None:
+            work.insert(0, (self.largest, 0.0))
         for number, (microbatch, weight_here) in enumerate(work):
             with self._microbatch(model, batch.step, number, last=number == len(work) - 1):
                 losses = microbatch_losses(model, microbatch, device, self.head)
                 microbatch_loss = losses.sum() * weight_here
                 self._backward(model, microbatch_loss)
             if weight_here:
+                # Not losses.sum() * weight: the reported loss has another scale, and is summed in float32.
                 detached = losses.detach().to(loss.dtype)
                 loss += detached.sum() * (self.accelerator.num_processes / batch.supervised_tokens)
-                # Level -1 (none) lands in the last slot and is dropped.
+                # Difficulty -1 (none) lands in the last slot and is dropped.
                 difficulty_losses.index_add_(
                     0, microbatch.difficulties.to(device) % (self.step_batches.difficulties + 1), detached
                 )
@@ -133,25 +149,35 @@ class StepExecutor:
     def _microbatch(self, model: torch.nn.Module, step: int, number: int, *, last: bool) -> Iterator[None]:
         """Seed the microbatch and set whether its backward is the one that ends the accumulation."""
         torch.manual_seed(microbatch_seed(self.seed, step, number, self.accelerator.process_index))
+        # Trainer's loop has set it for its own accumulation (one item a step: always True). It is what
+        # AcceleratedOptimizer.step and .zero_grad go by: they do nothing while it is False.
         self.accelerator.gradient_state._set_sync_gradients(last)
+        wrapped: Any = model  # DeepSpeed's engine, or DDP
         if self.is_deepspeed:
-            model.set_gradient_accumulation_boundary(is_boundary=last)
+            # The engine counts micro-steps against its configuration, which says 1; how many there are, the plan says.
+            # To be set before the forward too (documented with the method), and the same on every rank: ZeRO reduces
+            # there. Every rank has as many microbatches, if need be an empty one (data/collate.py).
+            wrapped.set_gradient_accumulation_boundary(is_boundary=last)
             yield
         elif self.accelerator.num_processes > 1 and (self.flat_reduce or not last):
-            with model.no_sync():
+            # DDP decides in the forward whether the backward that follows reduces, so both are inside.
+            with wrapped.no_sync():
                 yield
         else:
             yield
 
     def _backward(self, model: torch.nn.Module, loss: torch.Tensor) -> None:
         if self.is_deepspeed:
-            # engine.backward without accelerate's wrapper, which would call engine.step() at once: the trainer looks
-            # at the gradients first.
-            model.backward(loss, scale_wrt_gas=False)
+            # Not accelerator.backward: its DeepSpeedEngineWrapper calls engine.step() after the last microbatch, and
+            # the trainer looks at the gradients first. The weight is in the loss already, so nothing is to be divided
+            # by the engine's accumulation steps.
+            engine: Any = model
+            engine.backward(loss, scale_wrt_gas=False)
         else:
             self.accelerator.backward(loss)
 
     def _sum_gradients(self, model: torch.nn.Module) -> None:
+        # The same list on every rank: a microbatch without targets gives zeros, not None (modeling/loss.py).
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         flat = _flatten_dense_tensors(gradients)
         dist.all_reduce(flat)
@@ -163,35 +189,33 @@ class StepExecutor:
         old = self.step_batches.execution
         new = old.smaller(int(self.step_batches.samples.lengths.max()))
         if new is None:
-            raise floor_error(self.step_batches, batch.step, error, rehearsed=self.heaviest is not None)
+            raise cannot_shrink_error(self.step_batches, batch.step, error, rehearsed=self.largest is not None)
+        # Gradients of the microbatches that went well, which are part of what takes memory and would count twice. The
+        # collector first: a failed backward leaves cycles that hold tensors, and the cache gives back only free blocks.
         model.zero_grad(set_to_none=True)
         gc.collect()
         devices.empty_cache(self.accelerator.device)
         self.step_batches.execution = new
-        if self.heaviest is not None:
-            self.heaviest = largest_microbatch(self.step_batches)
+        if self.largest is not None:
+            self.largest = largest_microbatch(self.step_batches)
         self.on_out_of_memory(batch.step, old, new, error or "on another rank")
 
-    def on_out_of_memory(self, step: int, old: Execution, new: Execution, error: str) -> None:
-        """Told after each retry; the trainer replaces it to write the event."""
-        logger.warning("step %d ran out of memory (%s): %s -> %s", step + 1, error, old.describe(), new.describe())
 
-
-def floor_error(step_batches: StepBatches, step: int, error: str | None, *, rehearsed: bool) -> FinetuneError:
+def cannot_shrink_error(step_batches: StepBatches, step: int, error: str | None, *, rehearsed: bool) -> FinetuneError:
     """The error for microbatches that cannot be made smaller; names the sample that they must hold.
 
     Args:
         step: 0-based.
-        rehearsed: the microbatch may be another step's: the heaviest was being tried.
+        rehearsed: the microbatch may be another step's: the largest of the run was being tried.
     """
     # Packed microbatches must have room for the longest sample of the data, padded ones hold one of this step each.
     anywhere = rehearsed or step_batches.execution.token_budget is not None
     candidates = np.arange(len(step_batches.samples)) if anywhere else step_batches.batches.indices(step)
     worst = int(candidates[step_batches.samples.lengths[candidates].argmax()])
+    record, tokens = int(step_batches.samples.record_ids[worst]), int(step_batches.samples.lengths[worst])
     return FinetuneError(
-        f"out of memory with rows that cannot be made smaller ({step_batches.execution.describe()}): row "
-        f"{int(step_batches.samples.record_ids[worst])} of the data alone has {int(step_batches.samples.lengths[worst])} tokens; "
-        f"{error or 'another rank'}",
+        f"out of memory with rows that cannot be made smaller ({step_batches.execution.describe()}): "
+        f"record {record} of the data alone has {tokens} tokens; {error or 'another rank'}",
         where=f"step {step + 1}",
         fix="lower --cutoff-len, turn --gradient-checkpointing on, or shard the model and offload "
         "(ds_configs/zero3.json)",
@@ -205,22 +229,23 @@ def microbatch_seed(seed: int, step: int, microbatch: int, rank: int) -> int:
 
 
 def largest_microbatch(step_batches: StepBatches, *, looked_at_steps: int = 400) -> Microbatch:
-    """The planned microbatch with the most tokens, from all steps or an even choice of them; the same on every rank."""
+    """The planned microbatch with the most tokens, from all steps or an even choice; the same on every rank."""
     total = len(step_batches)
-    stride = max(1, total // looked_at_steps)
-    best, best_tokens = None, -1
-    for step in range(0, total, stride):
+    packing = step_batches.execution.token_budget is not None
+    best, best_tokens = np.empty(0, dtype=np.int64), -1
+    # A choice of a long run's steps: planning all of them would take longer than many a run's first step.
+    for step in range(0, total, max(1, total // looked_at_steps)):
         indices = step_batches.batches.indices(step)
         lengths = step_batches.samples.lengths[indices]
         for rank_microbatches in step_batches.execution.plan(lengths).microbatches:
             for positions in rank_microbatches:
-                tokens = _computed_tokens(lengths[positions], packing=step_batches.execution.token_budget is not None)
+                tokens = _computed_tokens(lengths[positions], packing=packing)
                 if tokens > best_tokens:
                     best, best_tokens = indices[positions], tokens
-    return step_batches.microbatch(best, packing=step_batches.execution.token_budget is not None)
+    return step_batches.microbatch(best, packing=packing)
 
 
-def _computed_tokens(lengths, *, packing: bool) -> int:
+def _computed_tokens(lengths: np.ndarray, *, packing: bool) -> int:
     if len(lengths) == 0:
         return 0
     return int(lengths.sum() if packing else lengths.max() * len(lengths))

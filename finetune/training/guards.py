@@ -7,7 +7,7 @@ from collections import deque
 
 from finetune.errors import FinetuneError
 
-# Skipped steps in a microbatch after which a run is beyond repair: one bad batch is not, a broken state is.
+# Skipped steps in a row after which a run is beyond repair: one bad batch is not, a broken state is.
 NONFINITE_LIMIT = 10
 SPIKE_WINDOW_STEPS = 128
 SPIKE_SIGMAS = 6.0
@@ -17,7 +17,7 @@ class NonFiniteGuard:
     """Counts steps that were skipped because loss or gradients were not finite.
 
     Args:
-        limit: skipped steps in a microbatch after which `skipped` raises.
+        limit: skipped steps in a row after which `skipped` raises.
     """
 
     def __init__(self, limit: int = NONFINITE_LIMIT) -> None:
@@ -42,7 +42,7 @@ class NonFiniteGuard:
             raise FinetuneError(
                 f"loss or gradients were NaN or inf in {self.in_a_row} steps in a row, up to step {step}",
                 where="training",
-                fix="lower --learning-rate, prefer --dtype bfloat16 to float16, and look at the rows of these steps "
+                fix="lower --learning-rate, prefer --dtype bfloat16 to float16, and look at the records of these steps "
                 f"(events.jsonl names them); the last good checkpoint is {last_good or 'none: start again'}",
             )
 
@@ -50,7 +50,7 @@ class NonFiniteGuard:
 class SpikeDetector:
     """Tells a loss that lies more than 6 sigma above the mean of the last 128 steps (OLMo's SkipStepOptimizer rule).
 
-    It only tells: a spike's step is trained on, so that the run stays what it was said to be.
+    It only tells: a spike's step is trained on, so that the samples of every step stay those of the plan.
     """
 
     def __init__(self, window_steps: int = SPIKE_WINDOW_STEPS, sigmas: float = SPIKE_SIGMAS) -> None:

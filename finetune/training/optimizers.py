@@ -2,7 +2,7 @@
 
 Which parameter is trained how, with which rate, follows nanochat (karpathy/nanochat, gpt.py setup_optimizer and
 base_train.py); Muon itself is torch.optim.Muon (Jordan et al. 2024). With several processes every rank holds all
-gradients after DDP's sum and takes the same step: nothing is sharded, so nothing can be half received.
+gradients after DDP's sum and takes the same step: nothing is sharded, so no rank can miss a part.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ def make_optimizer(model: PreTrainedModel, config: PretrainConfig, rates: Rates,
 class JointOptimizer(torch.optim.Optimizer):
     """Several optimizers of different parameters as one: one list of groups and one state, shared with the parts.
 
-    What sets a group's rate or reads a parameter's state (schedulers, accelerate, checkpoints) needs no word about it.
+    So what sets a group's rate or reads a parameter's state (schedulers, accelerate, checkpoints) need not know of
+    them.
     """
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
@@ -173,7 +174,7 @@ def momentum_at(step: int, total_steps: int, warmdown_ratio: float) -> float:
     return min(momentum, left * MOMENTUM_TOP + (1 - left) * MOMENTUM_END)
 
 
-def set_matrix_course(
+def set_matrix_schedule(
     optimizer: torch.optim.Optimizer, step: int, *, total_steps: int, warmdown_ratio: float, decay: float
 ) -> None:
     """Set momentum and decay of the matrices for the next update. A function of the step: nothing is restored."""

@@ -82,19 +82,17 @@ def prepare_data(config: PretrainConfig) -> Prepared:
     if config.wandb_project is not None:
         os.environ["WANDB_PROJECT"] = config.wandb_project
     tokenizer = _tokenizer(config)
-    known = {
-        "vocab_size": config.vocab_size or (None if tokenizer is None else vocabulary_of(tokenizer)),
-        "tokenizer_hash": None if tokenizer is None else tokenizer_hash(tokenizer),
-    }
-    stream = TokenShards(config.train_data_path, split="train", **known)
+    size = config.vocab_size or (None if tokenizer is None else vocabulary_of(tokenizer))
+    digest = None if tokenizer is None else tokenizer_hash(tokenizer)
+    stream = TokenShards(config.train_data_path, split="train", vocab_size=size, tokenizer_hash=digest)
     train = Windows(stream, config.max_seq_len, document_aligned=config.document_aligned, name="--train-data-path")
     valid = None
     if config.valid_data_path:
         limit = max(1, config.eval_tokens // config.max_seq_len)
-        valid_stream = TokenShards(config.valid_data_path, split="val", **known)
+        valid_stream = TokenShards(config.valid_data_path, split="val", vocab_size=size, tokenizer_hash=digest)
         valid = Windows(valid_stream, config.max_seq_len, limit=limit, name="--valid-data-path")
     _check_enough(config, train)
-    vocabulary = max(stream.header.vocabulary, known["vocab_size"] or 0)
+    vocabulary = max(stream.header.vocabulary, size or 0)
     model_config = scratch_config(
         config.arch,
         config.depth,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("finetune")
 
 # Settings that make a run this run, besides its data and schedule. What only executes it (devices, micro-batch,
-# packing, ZeRO stage, checkpointing) is not among them, and may change when a run goes on.
+# packing, ZeRO stage, checkpointing) is not among them, and may change when a run is resumed.
 IDENTITY_SETTINGS = (
     "model",
     "finetuning",
@@ -68,8 +68,9 @@ def prepare_data(config: RunConfig) -> Prepared:
         check_lora_targets(model_config, config.lora_target_modules, trust_remote_code=config.trust_remote_code)
         _warn_of_untrained_stops(config, tokenizer)
     difficulties = config.curriculum.levels if config.use_curriculum else None
-    train, valid = (
-        prepare_samples(
+
+    def samples_of(paths: tuple[str, ...]) -> Samples:
+        return prepare_samples(
             paths,
             tokenizer,
             cutoff_len=config.cutoff_len,
@@ -79,19 +80,19 @@ def prepare_data(config: RunConfig) -> Prepared:
             cache_dir=config.cache_dir,
             num_proc=config.preprocessing_num_workers,
         )
-        if paths
-        else None
-        for paths in (config.data, config.valid_data)
-    )
+
+    train = samples_of(config.data)
+    valid = samples_of(config.valid_data) if config.valid_data else None
     schedule, difficulty_ids = build_schedule(config, train.difficulties, train.record_ids)
     total_steps = count_steps(len(train), config.global_batch_size, config.num_epochs, config.max_steps)
     batches = GlobalBatches(difficulty_ids, schedule, config.global_batch_size, total_steps, config.curriculum_seed)
     for name, samples in batches.unused.items():
-        logger.warning("level %s has weight 0 in every stage: its %d samples are not trained on", name, samples)
+        logger.warning("difficulty %s has weight 0 in every stage: its %d samples are not trained on", name, samples)
     packing = config.packing
     if packing and not can_pack(model_config):
         logger.warning(
-            "documents are not known to stay apart in packed rows of a %s model: packing is off (fix: --packing false)",
+            "documents are not known to stay apart in packed sequences of a %s model: packing is off "
+            "(fix: --packing false)",
             model_config.model_type,
         )
         packing = False

@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.config.pretrain_config import PretrainConfig
-from finetune.data.steps import StepBatch, StepBatches
-from finetune.planning.flops import flops_utilisation
-from finetune.training.optimizers import Rates, make_optimizer, set_matrix_course
-from finetune.training.progress import Measured
+from finetune.data.steps import StepBatches
+from finetune.training.optimizers import Rates, make_optimizer, set_matrix_schedule
 from finetune.training.trainer import RunTrainer
 
 logger = logging.getLogger("finetune")
@@ -30,8 +29,6 @@ class PretrainTrainer(RunTrainer):
     Args:
         settings: of the run.
         rates: learning rates and decay, scaled.
-        flops_per_token: of training.
-        peak_flops: of one device; None where it is unknown.
         bytes_per_token: int `(vocabulary,)`; None without a tokenizer.
         fused: whether AdamW's fused kernels are right on this device.
     """
@@ -41,14 +38,11 @@ class PretrainTrainer(RunTrainer):
         *,
         settings: PretrainConfig,
         rates: Rates,
-        flops_per_token: int,
-        peak_flops: float | None,
         bytes_per_token: np.ndarray | None,
         fused: bool,
         **arguments: Any,
     ) -> None:
         self.settings, self.rates, self.fused = settings, rates, fused
-        self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self.bytes_per_token = None if bytes_per_token is None else torch.from_numpy(np.asarray(bytes_per_token))
         super().__init__(sliced_state=False, **arguments)
 
@@ -59,8 +53,9 @@ class PretrainTrainer(RunTrainer):
             self.optimizer = make_optimizer(self.model, self.settings, self.rates, fused=self.fused)
         return self.optimizer
 
-    def training_step(self, model: torch.nn.Module, inputs: StepBatch, num_items_in_batch: Any = None) -> torch.Tensor:
-        set_matrix_course(
+    def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        # Before the step and not in a scheduler: torch's schedulers set learning rates only.
+        set_matrix_schedule(
             self.optimizer,
             inputs.step,
             total_steps=self.context.total_steps,
@@ -94,18 +89,6 @@ class PretrainTrainer(RunTrainer):
             metrics["bpb"] = text_nats / (math.log(2) * text_bytes)
         return metrics
 
-    # ------------------------------------------------------------------ log
-
-    def speed_facts(self, measured: Measured) -> dict[str, float]:
-        used = flops_utilisation(
-            measured.tokens_per_second, self.flops_per_token, self.peak_flops, self.accelerator.num_processes
-        )
-        return {"mfu": None if used is None else round(used, 4)}
-
-    def line_facts(self, logs: dict[str, float]) -> str:
-        mfu = "unknown" if logs["mfu"] is None else f"{logs['mfu']:.1%}"
-        return f"  lr {logs['learning_rate']:.3g}  dt {logs['step_seconds']:.3f} s  mfu {mfu}"
-
     # ------------------------------------------------------------------ samples
 
     def end_of_step(self) -> None:
@@ -114,10 +97,10 @@ class PretrainTrainer(RunTrainer):
         due = every and (step % every == 0 or step == self.context.total_steps)
         if due and self.processing_class is not None and self.is_world_process_zero():
             with self.meter.paused():
-                self.print_samples(step)
+                self.print_samples(step, self.processing_class)
 
-    def print_samples(self, step: int) -> None:
-        """Go on with the beginnings of a few windows of the validation data (or else the training data)."""
+    def print_samples(self, step: int, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Let the model continue the beginnings of a few windows of the validation data (or else the training data)."""
         windows = (self.eval_step_batches or self.step_batches).samples
         length = self.settings.max_seq_len
         begin = min(PROMPT_TOKENS, length // 2)
@@ -125,11 +108,12 @@ class PretrainTrainer(RunTrainer):
         prompt = torch.from_numpy(np.stack(prompts)).long().to(self.args.device)
         temperature = self.settings.sample_temperature
         choice = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-        tokenizer = self.processing_class
         padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        # A generator of their own: training must not notice whether samples were taken.
         with _for_generation(self.model), torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.settings.seed + step)
-            made = self.model.generate(
+            generate: Any = self.model.generate  # typed as a tensor: torch's Module has __getattr__
+            generated = generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
                 max_new_tokens=min(SAMPLE_TOKENS, length - begin),
@@ -137,8 +121,7 @@ class PretrainTrainer(RunTrainer):
                 **choice,
             )
         texts = [
-            (tokenizer.decode(microbatch[: prompt.shape[1]]), tokenizer.decode(microbatch[prompt.shape[1] :]))
-            for microbatch in made
+            (tokenizer.decode(ids[: prompt.shape[1]]), tokenizer.decode(ids[prompt.shape[1] :])) for ids in generated
         ]
         for before, after in texts:
             logger.info("sample at step %d: %r -> %r", step, before, after)
@@ -169,7 +152,7 @@ class PretrainTrainer(RunTrainer):
 
 
 @contextlib.contextmanager
-def _for_generation(model: torch.nn.Module) -> Iterator[None]:
+def _for_generation(model: PreTrainedModel) -> Iterator[None]:
     """Uncompiled, with SDPA (whose masks know a cache) and without dropout; afterwards as before."""
     attention, training, compiled = model.config._attn_implementation, model.training, model._compiled_call_impl
     model._compiled_call_impl = None

@@ -1,6 +1,15 @@
-"""How a run is executed, of whatever kind: resolve, check, prepare data (before any process group), decide where to
-start, then build and train. What is theirs, `sft` and
-`pretrain` say with a `RunKind`.
+"""A run from the command line (or from Python) to its exit code, whatever it trains. The steps, in order:
+
+1. `run_command` or `run_config`: resolve the settings (config/resolution.py)
+2. `_check`: what can be seen without torch: paths, packages, the environment
+3. the kind's `prepare` (prepare_sft.py, prepare_pretrain.py): tokenizer, samples, the list of global batches
+4. `decide_resume` (resume.py): where the run starts. Until here nothing is written; what is wrong is refused
+5. `Session` (session.py): the run folder's lock, identity and logs; then `process_group` and `agree_on_run`
+6. the kind's `build_trainer` (build_sft.py, build_pretrain.py): model, executor, trainer, checkpointer
+7. `train_and_save` (execute.py): the loop of transformers.Trainer (trainer.py, executor.py), the output, the status
+8. `_exit_code`
+
+What is a kind's own, its `RunKind` says (finetune/sft.py, finetune/pretrain.py).
 """
 
 from __future__ import annotations
@@ -9,7 +18,8 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,13 +27,17 @@ from typing import Any
 from finetune.config.kinds import RunKind
 from finetune.config.resolution import Resolved, format_config, resolve, resolve_object, to_yaml
 from finetune.config.run_config import BaseConfig
-from finetune.errors import ConfigError, FinetuneError, raise_problems
+from finetune.errors import ConfigError, ExitCode, FinetuneError, raise_problems
 from finetune.runtime.device import LaunchWorld, launch_world, prepare_environment, probe_torch_npu
 from finetune.runtime.parent_watchdog import die_with_launcher
-from finetune.storage.run_log import setup_console
-from finetune.training.results import RunResult, exit_with
+from finetune.storage.run_log import setup_console, success
+from finetune.training.results import RunResult
 
 logger = logging.getLogger("finetune")
+
+# An elastic launcher ends all workers as soon as one has exited. Where all are refused, local rank 0 prints why and the
+# others wait so long, that it is heard.
+QUIET_RANK_SECONDS = 3.0
 
 
 def run_command(kind: RunKind, arguments: Sequence[str] | None) -> int:
@@ -31,10 +45,10 @@ def run_command(kind: RunKind, arguments: Sequence[str] | None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     world = launch_world()
     setup_console(world.rank)
-    return exit_with(world, lambda: _command(kind, arguments, world))
+    return _exit_code(world, lambda: _run_arguments(kind, arguments, world))
 
 
-def _command(kind: RunKind, arguments: Sequence[str], world: LaunchWorld) -> RunResult | None:
+def _run_arguments(kind: RunKind, arguments: Sequence[str], world: LaunchWorld) -> RunResult | None:
     if kind.start_processes is not None and not world.launched:
         kind.start_processes(arguments)
     resolved = resolve(arguments, world_size=world.world_size, model_class=kind.config_class)
@@ -42,20 +56,20 @@ def _command(kind: RunKind, arguments: Sequence[str], world: LaunchWorld) -> Run
         if world.is_main:
             sys.stdout.write(format_config(resolved) + "\n")
         return None
-    return train(kind, resolved, world)
+    return _run(kind, resolved, world)
 
 
-def run_object(kind: RunKind, config: BaseConfig | Mapping[str, Any] | str | Path) -> RunResult:
+def run_config(kind: RunKind, config: BaseConfig | Mapping[str, Any] | str | Path) -> RunResult:
     """Run from a configuration object, a dict of settings, or the path of a configuration file."""
     world = launch_world()
     setup_console(world.rank)
     resolved = resolve_object(config, world.world_size, kind.config_class)
-    with unchanged_environment():
-        return train(kind, resolved, world)
+    with _unchanged_environment():
+        return _run(kind, resolved, world)
 
 
 @contextlib.contextmanager
-def unchanged_environment() -> Iterator[None]:
+def _unchanged_environment() -> Iterator[None]:
     """Put the environment back as it was: another run in this process must not take our RANK for a launcher's."""
     before = dict(os.environ)
     try:
@@ -66,22 +80,16 @@ def unchanged_environment() -> Iterator[None]:
         os.environ.update(before)
 
 
-def train(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
-    """Execute the run that a resolved configuration describes."""
+def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
+    """Steps 2 to 7."""
     die_with_launcher(world)
     config = resolved.config
-    for note in resolved.notes:
-        probably_wrong = note.startswith("warning: ")
-        logger.log(logging.WARNING if probably_wrong else logging.INFO, "%s", note.removeprefix("warning: "))
-    probe_torch_npu()
-    for line in prepare_environment(
-        world, use_deepspeed=bool(config.deepspeed), timeout_seconds=config.timeout_seconds
-    ):
-        logger.info("environment: %s", line)
-    raise_problems([*kind.check(config), *missing_packages(config)])
+    _check(kind, resolved, world)
 
+    # torch is loaded from here on: the checks above answer without waiting for it.
     from finetune.runtime import device as devices
-    from finetune.training.session import Session, decide_resume
+    from finetune.training.resume import decide_resume
+    from finetune.training.session import Session, process_group
 
     device_type = devices.choose_device_type(config.device_type)
     devices.check_local_ranks(device_type, world)
@@ -106,21 +114,35 @@ def train(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
         logger.info("this run is finished: %s holds its output; choose another --output-dir for a new run", output_dir)
         return RunResult(output_dir, "done", total_steps)
     with session:
-        from finetune.training.execute import execute
-        from finetune.training.session import process_group
+        # The libraries that build a model take seconds to load; a locked or foreign folder is refused before that.
+        from finetune.training.execute import train_and_save
 
         with process_group(device_type, world, config.timeout_seconds, backend):
-            session.joined(config.timeout_seconds)
+            session.agree_on_run(config.timeout_seconds)
             trainer = kind.call(
                 kind.build_trainer, config, world, data, session.start, session, device_type=device_type, dtype=dtype
             )
-            return execute(trainer, session)
+            return train_and_save(trainer, session)
 
 
-def missing_packages(config: BaseConfig) -> list[FinetuneError]:
+def _check(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> None:
+    """Say what was noted while resolving, prepare the environment, and refuse what can be seen to be wrong."""
+    config = resolved.config
+    for note in resolved.notes:
+        probably_wrong = note.startswith("warning: ")
+        logger.log(logging.WARNING if probably_wrong else logging.INFO, "%s", note.removeprefix("warning: "))
+    probe_torch_npu()
+    for line in prepare_environment(
+        world, use_deepspeed=bool(config.deepspeed), timeout_seconds=config.timeout_seconds
+    ):
+        logger.info("environment: %s", line)
+    raise_problems([*kind.check(config), *_missing_packages(config)])
+
+
+def _missing_packages(config: BaseConfig) -> list[FinetuneError]:
     """Packages that this configuration needs and that are not installed."""
     trackers = () if config.report_to == "auto" else config.report_to
-    needed = {name: f"--report-to {name}" for name in trackers if name != "none"}
+    needed: dict[str, str] = {name: f"--report-to {name}" for name in trackers if name != "none"}
     if config.deepspeed:
         needed["deepspeed"] = "the configuration has DeepSpeed keys"
     return [
@@ -128,3 +150,24 @@ def missing_packages(config: BaseConfig) -> list[FinetuneError]:
         for name, why in needed.items()
         if find_spec(name) is None
     ]
+
+
+def _exit_code(world: LaunchWorld, run: Callable[[], RunResult | None]) -> int:
+    """Run, and turn the outcome into an exit code; known errors become a message without a traceback."""
+    try:
+        result = run()
+    except FinetuneError as error:
+        if world.local_rank == 0:
+            sys.stderr.write(f"[ERROR] {error}\n")
+            sys.stderr.flush()
+        else:
+            time.sleep(QUIET_RANK_SECONDS)
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        sys.stderr.write("[ERROR] interrupted before training began\n")
+        return 130
+    if result is None:
+        return int(ExitCode.DONE)
+    if world.is_main and result.state == "done":
+        success(f"done: {result.steps} steps, output in {result.output_dir}")
+    return int(result.exit_code)

@@ -1,9 +1,29 @@
-"""Learning-rate schedules as pure functions of the step, so that nothing has to be restored on resume."""
+"""Learning-rate schedules: functions of the step, so that nothing has to be restored on resume.
+
+A new schedule is a function here and its entry in `SCHEDULES`, and its name among the settings' choices.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
+
+
+@dataclass(frozen=True)
+class ScheduleSettings:
+    """What a schedule may depend on beside the step.
+
+    Attributes:
+        warmdown_ratio: share of the run in which `warmdown` falls.
+        final_fraction: where it falls to.
+    """
+
+    total_steps: int
+    warmup_steps: int
+    warmdown_ratio: float = 0.0
+    final_fraction: float = 0.0
 
 
 def warmup_count(warmup_steps: int | float, total_steps: int) -> int:
@@ -14,38 +34,62 @@ def warmup_count(warmup_steps: int | float, total_steps: int) -> int:
     return math.ceil(Fraction(str(warmup_steps)) * total_steps) if warmup_steps < 1 else int(warmup_steps)
 
 
-def warmdown_factor(
-    step: int, *, total_steps: int, warmup_steps: int, warmdown_ratio: float, final_fraction: float
-) -> float:
-    """Factor for the update after `step` steps: warm-up, stable, and linearly down in the last share of the run.
-
-    nanochat's course (base_train.py get_lr_multiplier): the first update has 1 / warmup_steps, not 0, and the rate ends
-    at `final_fraction`. Where warm-up and warm-down overlap, the lower of the two counts.
-    """
-    up = (step + 1) / warmup_steps if step < warmup_steps else 1.0
-    warmdown_steps = round(warmdown_ratio * total_steps)
-    if step <= total_steps - warmdown_steps:
-        return up
-    left = max(0, total_steps - step) / warmdown_steps
-    return min(up, left + (1 - left) * final_fraction)
-
-
-def learning_rate_factor(step: int, *, total_steps: int, warmup_steps: int, scheduler: str) -> float:
-    """Factor on the learning rate for the update that takes the run from `step` to `step + 1` (0-based).
-
-    Linear warm-up from 0, then constant, linear to 0, or half a cosine to 0 (Loshchilov & Hutter 2017, without
-    restarts): the same curves as transformers' get_scheduler, with which a test compares them.
+def learning_rate_schedule(name: str, settings: ScheduleSettings) -> Callable[[int], float]:
+    """Step (0-based) -> factor on the learning rate, for the update that takes the run from there to the next step.
 
     Raises:
-        ValueError: a scheduler that is not one of cosine, linear, constant.
+        ValueError: there is no schedule of this name.
     """
-    if step < warmup_steps:
-        return step / max(1, warmup_steps)
-    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-    if scheduler == "constant":
-        return 1.0
-    if scheduler == "linear":
-        return max(0.0, 1.0 - progress)
-    if scheduler == "cosine":
-        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
-    raise ValueError(f"unknown scheduler {scheduler!r}")
+    if name not in SCHEDULES:
+        raise ValueError(f"unknown schedule {name!r}; there are {', '.join(SCHEDULES)}")
+    factor = SCHEDULES[name]
+    return lambda step: factor(step, settings)
+
+
+# The first three are transformers' get_scheduler, with which a test compares them: linear warm-up from 0, then
+# constant, linear to 0, or half a cosine to 0 (Loshchilov & Hutter 2017, without restarts).
+
+
+def constant(step: int, settings: ScheduleSettings) -> float:
+    return _rise(step, settings) if step < settings.warmup_steps else 1.0
+
+
+def linear(step: int, settings: ScheduleSettings) -> float:
+    return _rise(step, settings) if step < settings.warmup_steps else max(0.0, 1.0 - _progress(step, settings))
+
+
+def cosine(step: int, settings: ScheduleSettings) -> float:
+    if step < settings.warmup_steps:
+        return _rise(step, settings)
+    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * _progress(step, settings))))
+
+
+def warmdown(step: int, settings: ScheduleSettings) -> float:
+    """Warm-up, stable, and linearly down in the last share of the run.
+
+    As in nanochat (base_train.py get_lr_multiplier): the first update has 1 / warmup_steps, not 0, and the rate ends at
+    `final_fraction`. Where warm-up and warm-down overlap, the lower of the two counts.
+    """
+    up = (step + 1) / settings.warmup_steps if step < settings.warmup_steps else 1.0
+    warmdown_steps = round(settings.warmdown_ratio * settings.total_steps)
+    if step <= settings.total_steps - warmdown_steps:
+        return up
+    left = max(0, settings.total_steps - step) / warmdown_steps
+    return min(up, left + (1 - left) * settings.final_fraction)
+
+
+def _rise(step: int, settings: ScheduleSettings) -> float:
+    return step / max(1, settings.warmup_steps)
+
+
+def _progress(step: int, settings: ScheduleSettings) -> float:
+    """From 0 at the end of the warm-up to 1 at the end of the run."""
+    return (step - settings.warmup_steps) / max(1, settings.total_steps - settings.warmup_steps)
+
+
+SCHEDULES: dict[str, Callable[[int, ScheduleSettings], float]] = {
+    "cosine": cosine,
+    "linear": linear,
+    "constant": constant,
+    "warmdown": warmdown,
+}

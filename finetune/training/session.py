@@ -1,4 +1,9 @@
-"""A run as a process: its folder, lock, logs and process group, and how it ends. The same for every training."""
+"""A run as a process: its folder, lock, logs and process group, and how it ends. The same for every kind of run.
+
+The order, with who calls: `Session(...)` decides where to start, writing nothing; entering takes the lock and writes
+the first files (rank 0); `process_group` lets the ranks meet; `agree_on_run` tells the others that rank 0 holds the
+folder and checks that all have the same run; `finish` writes how it ended, or `__exit__` where it failed.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,116 +21,31 @@ from finetune.runtime import device as devices
 from finetune.runtime.device import LaunchWorld
 from finetune.storage import durable_files
 from finetune.storage.checkpoint_files import clean_staging, list_checkpoints, set_aside, verify
-from finetune.storage.run_folder import (
-    Difference,
-    RunLock,
-    SampleLog,
-    check_output_folder,
-    describe_folder,
-    format_differences,
-    write_identity,
-    write_status,
-)
+from finetune.storage.run_folder import RunLock, RunState, SampleLog, write_identity, write_status
 from finetune.storage.run_log import LOG_FILE_ONLY, RunLog, add_log_file
-from finetune.training.checkpointer import find_checkpoint, step_in
 from finetune.training.control import Control
 from finetune.training.results import EXIT_CODES
+from finetune.training.resume import Resume, step_in
 
 logger = logging.getLogger("finetune")
 
 OUT_OF_MEMORY_NAME = "oom.json"
 
 
-@dataclass(frozen=True)
-class Resume:
-    """Where a run starts: a checkpoint and its step, or None and 0.
-
-    Attributes:
-        changed: the run differs from the one in the folder, and the user allowed it.
-        passed_over: names of newer checkpoints that are not valid, each with the reason.
-    """
-
-    folder: Path | None
-    step: int
-    changed: bool = False
-    passed_over: tuple[tuple[str, str], ...] = ()
-
-
-def decide_resume(
-    output_dir: Path, resume: str, identity: dict[str, Any], *, total_steps: int, allow_change: bool
-) -> Resume | None:
-    """What to do with what is in the output folder. Reads only. None: this run is finished already.
-
-    Raises:
-        StateError: the folder holds another run or foreign files; the checkpoint asked for is broken or another run's.
-    """
-    if resume not in ("auto", "never"):
-        return _resume_path(Path(resume), output_dir, identity, allow_change)
-    differences = check_output_folder(output_dir, identity)
-    if describe_folder(output_dir).kind == "empty":
-        return Resume(None, 0)
-    if resume == "never":
-        raise StateError(
-            "the output folder holds a run already, and --resume is never",
-            str(output_dir),
-            "choose another --output-dir, or leave --resume out to continue that run",
-        )
-    _refuse_differences(differences, str(output_dir), allow_change)
-    folder, skipped = find_checkpoint(output_dir)
-    status = describe_folder(output_dir).status or {}
-    if step_in(folder) >= total_steps and status.get("state") == "done":
-        return None
-    passed_over = tuple((path.name, why) for path, why in skipped)
-    return Resume(folder, step_in(folder), changed=bool(differences), passed_over=passed_over)
-
-
-def _resume_path(folder: Path, output_dir: Path, identity: dict[str, Any], allow_change: bool) -> Resume:
-    validity = verify(folder)
-    if not validity.valid:
-        raise StateError(
-            f"the checkpoint is not valid: {validity.why}",
-            str(folder),
-            "python -m finetune checkpoints RUN lists the valid ones; --resume auto takes the newest",
-        )
-    saved = validity.manifest.get("metadata", {}).get("identity", {})
-    differences = [
-        Difference(name, saved.get(name), json.loads(json.dumps(value)))
-        for name, value in identity.items()
-        if saved.get(name) != json.loads(json.dumps(value))
-    ]
-    _refuse_differences(differences, str(folder), allow_change)
-    if describe_folder(output_dir).kind != "empty":
-        differences += check_output_folder(output_dir, identity)
-        _refuse_differences(differences, str(output_dir), allow_change)
-    return Resume(folder, step_in(folder), changed=bool(differences))
-
-
-def _refuse_differences(differences: list[Difference], where: str, allow_change: bool) -> None:
-    if not differences:
-        return
-    if allow_change:
-        logger.warning("going on although the run was changed:\n%s", format_differences(differences))
-        return
-    raise StateError(
-        f"this is not the run in the folder:\n{format_differences(differences)}",
-        where,
-        "choose another --output-dir for a new run; give the old values to continue the old one; or continue it "
-        "changed, on your own account, with --allow-data-change",
-    )
-
-
 class Session:
     """Everything a run holds while it works; enters after every check has passed, so that a refused run writes nothing.
 
     Args:
-        decide: says where the run starts (see `decide_resume`); called again where the folder changed meanwhile.
+        decide: says where the run starts (see resume.decide_resume); called again where the folder changed meanwhile.
 
     Attributes:
-        start: where the run starts; None where it is finished already, and then there is nothing to enter.
-        control: agreement between the ranks, once they have joined.
+        start: where the run starts; None where it is finished already: then it must not be entered.
+        control: agreement between the ranks, from `agree_on_run` on.
         runlog: events and steps; silent on ranks other than 0.
         sample_log: samples.jsonl where asked for, on rank 0.
     """
+
+    control: Control
 
     def __init__(
         self,
@@ -139,65 +58,70 @@ class Session:
         log_samples: bool,
     ) -> None:
         self.output_dir, self.world, self._decide = output_dir, world, decide
+        # Before deciding: a checkpoint that appears in between must make them differ.
         self._checkpoints_seen = self._checkpoint_names()
         self.start = decide()
         self._identity, self._config_yaml, self._log_samples = identity, config_yaml, log_samples
         self._stack = contextlib.ExitStack()
-        self.runlog, self.sample_log = RunLog(None), None
-        self.control: Control | None = None
+        self.runlog = RunLog(None)
+        self.sample_log: SampleLog | None = None
         self.steps_done = self.start.step if self.start is not None else 0
 
     def __enter__(self) -> Session:
         with contextlib.ExitStack() as stack:
             if self.world.is_main:
+                # The lock before everything: what follows changes the folder, and removes what looks abandoned.
                 stack.enter_context(RunLock(self.output_dir))
-                self._decide_again()
+                start = self._decide_again()
+                # The identity is the first file: without it, what a kill leaves would be a foreign folder, refused.
                 write_identity(self.output_dir, self._identity)
                 durable_files.replace_file(self.output_dir / "run.yaml", self._config_yaml.encode())
                 clean_staging(self.output_dir)
-                self._set_aside_what_is_left_behind()
-                self.runlog = RunLog(self.output_dir, resume_step=self.start.step)
+                self._set_aside_later_checkpoints(start)
+                self.runlog = RunLog(self.output_dir, resume_step=start.step)
                 stack.callback(self.runlog.close)
-                for name, why in self.start.passed_over:
+                for name, why in start.skipped:
                     self.runlog.event("skipped_checkpoint", name=name, why=why)
                 if self._log_samples:
                     self.sample_log = stack.enter_context(
-                        SampleLog(self.output_dir / "samples.jsonl", resume_step=self.start.step)
+                        SampleLog(self.output_dir / "samples.jsonl", resume_step=start.step)
                     )
-                write_status(self.output_dir, "running", None, step=self.start.step, pid=os.getpid())
+                write_status(self.output_dir, "running", None, step=start.step, pid=os.getpid())
                 self._copy_log(stack)
+            # Other ranks may not touch the folder yet: rank 0 may still be waiting for its lock, or be refused it.
             self._stack = stack.pop_all()
         return self
 
     def _checkpoint_names(self) -> list[str]:
         return [folder.name for folder in list_checkpoints(self.output_dir)] if self.output_dir.is_dir() else []
 
-    def _decide_again(self) -> None:
+    def _decide_again(self) -> Resume:
         """The run that held the folder may have saved while this one waited for it, and ranks look at different times.
 
         Raises:
             StateError: it is finished meanwhile.
         """
-        if self._checkpoint_names() == self._checkpoints_seen:
-            return  # deciding reads all of a checkpoint
-        start = self._decide()
-        if start is None:
+        # Only where checkpoints came or went: deciding reads all of one, and its hash takes a second for each GB.
+        if self._checkpoint_names() != self._checkpoints_seen:
+            self.start = self._decide()
+        if self.start is None:
             raise StateError(
                 "another process finished this run meanwhile", str(self.output_dir), "nothing is left to do"
             )
-        self.start, self.steps_done = start, start.step
+        self.steps_done = self.start.step
+        return self.start
 
-    def _set_aside_what_is_left_behind(self) -> None:
-        """Going back to an earlier checkpoint, or on with a changed run, later checkpoints are another training's.
+    def _set_aside_later_checkpoints(self, start: Resume) -> None:
+        """After a step back to an earlier checkpoint, or with a changed run, later checkpoints are another training's.
 
         The run will come to their steps again and must not find its own work done there.
         """
-        later = [folder for folder in list_checkpoints(self.output_dir) if step_in(folder) > self.start.step]
+        later = [folder for folder in list_checkpoints(self.output_dir) if step_in(folder) > start.step]
         for folder in later:
             if verify(folder, hashes=False).valid:
-                set_aside(folder, f"the run goes on from step {self.start.step}")
+                set_aside(folder, f"the run resumes from step {start.step}")
 
-    def joined(self, timeout_seconds: int) -> None:
+    def agree_on_run(self, timeout_seconds: int) -> None:
         """The process group exists, so rank 0 holds the folder: other ranks may look at it and write logs into it.
 
         Args:
@@ -210,7 +134,7 @@ class Session:
         if not self.world.is_main:
             self._copy_log(self._stack)
             self._decide_again()
-        checkpoint = self.start.folder.name if self.start.folder is not None else "none"
+        checkpoint = self.start.folder.name if self.start is not None and self.start.folder is not None else "none"
         # Ranks plan without talking: two nodes with different files would train on different batches, in silence.
         self.control.check_equal({**self._identity, "checkpoint": checkpoint})
 
@@ -221,7 +145,7 @@ class Session:
 
     def finish(
         self,
-        state: str,
+        state: RunState,
         *,
         step: int,
         exit_code: int | None = None,
@@ -242,7 +166,7 @@ class Session:
         if error is not None:
             text = str(error) if isinstance(error, FinetuneError) else f"{type(error).__name__}: {error}"
             logger.error("%s", text, extra=LOG_FILE_ONLY)  # the console gets it when the process ends
-            message = str(error).splitlines()[0] if str(error) else kind.__name__
+            message = str(error).splitlines()[0] if str(error) else type(error).__name__
             code = int(getattr(error, "exit_code", ExitCode.FAILED))
             try:
                 self.finish("failed", step=self.steps_done, exit_code=code, error=message)
@@ -257,14 +181,15 @@ def process_group(
 ) -> Iterator[None]:
     """The process group of the run, if it has several processes; torn down with a barrier, so that none aborts.
 
-    Made here rather than by accelerate because accelerate gives the CPU's group no timeout. One that exists is used and
-    left alone.
+    One that exists is used and left alone.
 
     Args:
         backend: None for the device's own.
     """
     import torch.distributed as dist
 
+    # Here and not by TrainingArguments, which uses one that exists: it passes no timeout on for a CPU run
+    # (transformers 5.23, _setup_devices), and the group would have torch's 30 minutes whatever was asked for.
     ours = world.world_size > 1 and not dist.is_initialized()
     if ours:
         dist.init_process_group(
@@ -283,6 +208,8 @@ def process_group(
 
 def _forget_accelerate() -> None:
     """Reset accelerate's shared state, so that another run in this process starts clean."""
+    # Its classes keep their state in class attributes: device, number of processes and DeepSpeed of the first run would
+    # be those of every later one.
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerBase
 
 from finetune.modeling.pretrained import DTYPES, check_adapter_file
 from finetune.storage import durable_files
@@ -21,6 +22,8 @@ class SFTTrainer(RunTrainer):
         lora: whether the model carries an adapter.
         compute_dtype: name of the run's dtype; a whole model is saved in it.
     """
+
+    processing_class: PreTrainedTokenizerBase  # there is always one
 
     def __init__(self, *, lora: bool, compute_dtype: str, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -52,14 +55,21 @@ class SFTTrainer(RunTrainer):
         self.processing_class.save_pretrained(folder)
 
 
-def write_adapter(folder: Path, model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Write adapter_config.json and adapter_model.safetensors from trainable weights by parameter name."""
+def write_adapter(folder: Path, model: Any, weights: dict[str, torch.Tensor]) -> None:
+    """Write adapter_config.json and adapter_model.safetensors.
+
+    Args:
+        model: a peft model.
+        weights: its trainable ones, by parameter name.
+    """
     from peft import get_peft_model_state_dict
 
     lora = model.peft_config["default"]
+    # As PeftModel.save_pretrained does: an adapter is frozen when it is loaded, unless the loader asks to train it.
     in_training, lora.inference_mode = lora.inference_mode, True
     lora.save_pretrained(folder)
     lora.inference_mode = in_training
+    # Not PeftModel.save_pretrained: it takes the tensors from the model, and under ZeRO-3 those are empty there.
     adapter = get_peft_model_state_dict(model, state_dict=weights)
     path = folder / "adapter_model.safetensors"
     save_file({name: tensor.contiguous() for name, tensor in adapter.items()}, path)

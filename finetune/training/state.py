@@ -12,8 +12,9 @@ slices  `weights-<rank>.safetensors`, `moments-<rank>.safetensors`: full-paramet
 Either form loads into any layout. Weights enter the model before DeepSpeed makes its engine (setting its float32
 masters afterwards is not enough: the first forward would still use the old weights); moments enter after.
 
-Of DeepSpeed this uses deepspeed.utils.safe_* (documented) and, because its state is empty before the first step, the
-optimizer's `state` of each flat group; a test pins the attributes used.
+Of DeepSpeed (0.19.8) this uses deepspeed.utils.safe_* (documented) and, because its state is empty before the first
+step, the optimizer's `state` of each flat group; a test pins the attributes used. Its own checkpoints are not used:
+they are pickles, and belong to one ZeRO stage and one number of processes.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class TrainingState:
         model: torch.nn.Module,
         *,
         engine: Any = None,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Any = None,
         sliced: bool = False,
     ) -> None:
         self.model, self.engine, self.optimizer, self.sliced = model, engine, optimizer, sliced
@@ -67,6 +68,7 @@ class TrainingState:
         """Write this rank's files; every rank must call (tensors are gathered). Returns the names written here."""
         writes = self.sliced or rank == 0
         suffix = f"-{rank:05d}" if self.sliced else ""
+        # Of step 0 there are no moments: torch and DeepSpeed make them in the first step.
         kinds: dict[str, tuple[str | None, ...]] = {"weights": (None,)}
         if self._optimizer_step():
             kinds["moments"] = MOMENTS if self.engine is not None else ALL_MOMENTS
@@ -79,7 +81,7 @@ class TrainingState:
                 if self._write(path, keys, keep=writes and failure is None):
                     names.append(path.name)
             except (OSError, SafetensorError) as error:
-                # The other ranks are in the next collective already: go through it, then say so.
+                # The other ranks are in the next gathering already: take part in it to its end, then raise.
                 failure = error
         if failure is not None:
             raise failure
@@ -103,9 +105,11 @@ class TrainingState:
     def _collect(self, keys: tuple[str | None, ...], *, keep: bool) -> dict[str, torch.Tensor]:
         """Float32 CPU tensors by name; every rank takes part, and only those that write keep them."""
         tensors = {}
+        # The order of named_parameters is the same on every rank: each _get may be a collective.
         for name, parameter in trainable(self.model):
             for key in self._held(parameter, keys):
                 tensor = self._get(parameter, key)
+                # Copied out at once where it is kept, and let go where not: one whole tensor on the device at a time.
                 if keep:
                     tensors[name if key is None else f"{key}.{name}"] = tensor.detach().float().cpu().contiguous()
         return tensors
@@ -125,6 +129,8 @@ class TrainingState:
             return parameter if key is None else self.optimizer.state[parameter][key]
         from deepspeed import utils
 
+        # Full-parameter ZeRO-3 reads its own slice, which needs no other rank. With LoRA under ZeRO-3, as under
+        # ZeRO-1/2, the whole is gathered: it is small, and rank 0 writes a file that peft can read.
         if self.sliced:
             return (
                 utils.safe_get_local_fp32_param(parameter)
@@ -138,6 +144,8 @@ class TrainingState:
         )
 
     def _optimizer_step(self) -> int:
+        # Of DeepSpeed: the optimizer below ZeRO's, whose states are those of flat groups. They all have one step, so
+        # the largest is as good as any; a parameter that never had a gradient has none.
         optimizer = self.optimizer if self.engine is None else self.engine.optimizer.optimizer
         steps = [int(state["step"]) for state in optimizer.state.values() if "step" in state]
         return max(steps, default=0)
@@ -154,6 +162,7 @@ class TrainingState:
         parameters = dict(trainable(self.model))
         saved.check({name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()})
         for name, parameter in parameters.items():
+            # In place, so that ties, hooks and the dtype stay the parameter's.
             with gathered(parameter), torch.no_grad():
                 parameter.copy_(saved.get(name))
 
@@ -167,6 +176,7 @@ class TrainingState:
             self._load_plain(saved, step)
         else:
             self._seed_engine(step)
+            # Weights once more: the engine made its float32 masters from the model's, which 16 bits had rounded.
             self._load_engine(saved, SavedTensors(folder, "weights"))
 
     def _load_plain(self, saved: SavedTensors, step: int) -> None:
@@ -179,12 +189,14 @@ class TrainingState:
                 for key in ALL_MOMENTS
                 if f"{key}.{name}" in saved
             }
-            if MOMENTS[0] in state:
+            if MOMENTS[0] in state:  # Adam's; Muon counts no steps
                 state["step"] = torch.tensor(float(step), device=step_device)
             self.optimizer.state[parameter] = state
 
     def _seed_engine(self, step: int) -> None:
         """Give each flat group the state that its first step would make, so that there is something to set."""
+        # The setters of deepspeed.utils write into what is there, and before the first step nothing is. ZeRO-3 keeps
+        # the flat groups under one name, ZeRO-1/2 under another.
         zero = self.engine.optimizer
         flats = zero.fp32_partitioned_groups_flat if hasattr(zero, "fp32_partitioned_groups_flat") else None
         for flat in flats if flats is not None else zero.single_partition_of_fp32_groups:
@@ -195,12 +207,11 @@ class TrainingState:
         self._link_stage_1_and_2()
 
     def _link_stage_1_and_2(self) -> None:
-        """Let parameters of ZeRO-1/2 see their slices of the flat state.
-
-        DeepSpeed 0.19.8 links all groups when the first group has stepped, at which time the others have no state yet,
-        and never again; `safe_get_full_optimizer_state` then raises on some ranks. May go when that is fixed there.
-        """
-        zero = getattr(self.engine, "optimizer", None)
+        """Let parameters of ZeRO-1/2 see their slices of the flat state."""
+        # DeepSpeed links all groups when the first group has stepped (_optimizer_step calls
+        # _lazy_init_hp_params_optimizer_state), at which time the others have no state yet, and never again;
+        # safe_get_full_optimizer_state then raises on some ranks. May go when each group is linked after its own step.
+        zero: Any = getattr(self.engine, "optimizer", None)
         if hasattr(zero, "_hp_optimizer_states_linked"):
             zero._hp_optimizer_states_linked = False
             zero._lazy_init_hp_params_optimizer_state()
@@ -209,9 +220,12 @@ class TrainingState:
         from deepspeed import utils
 
         for name, parameter in trainable(self.model):
-            values = {None: weights.get(name), **{key: moments.get(f"{key}.{name}") for key in MOMENTS}}
+            values: dict[str | None, torch.Tensor] = {None: weights.get(name)}
+            values |= {key: moments.get(f"{key}.{name}") for key in MOMENTS}
             for key, whole in values.items():
-                if hasattr(parameter, "ds_id"):
+                if hasattr(parameter, "ds_id"):  # partitioned: ZeRO-3
+                    # Not safe_set_full_*: ZeRO-3's set_full_hp_param narrows the whole tensor and knows no padding, so
+                    # it raises on the last rank where the ranks do not divide the size.
                     part = local_slice(whole, parameter, self.engine)
                     if key is None:
                         utils.safe_set_local_fp32_param(parameter, part)
@@ -223,16 +237,18 @@ class TrainingState:
                     utils.safe_set_full_optimizer_state(parameter, whole, key)
 
 
-def gathered(parameter: torch.nn.Parameter) -> contextlib.AbstractContextManager:
+def gathered(parameter: torch.nn.Parameter) -> contextlib.AbstractContextManager[Any]:
     """A context in which a ZeRO-3 parameter is whole and what rank 0 writes to it is kept; nothing for others."""
     if not hasattr(parameter, "ds_id"):
         return contextlib.nullcontext()
     import deepspeed
 
+    # With a rank that modifies it, what it holds at the end is broadcast and partitioned again; without one, it is
+    # dropped.
     return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
 
 
-def local_slice(whole: torch.Tensor, parameter: torch.nn.Parameter, engine: Any) -> torch.Tensor:
+def local_slice(whole: torch.Tensor, parameter: Any, engine: Any) -> torch.Tensor:
     """This rank's flat slice of a whole tensor, padded with zeros to DeepSpeed's partition size."""
     size = parameter.ds_tensor.numel()
     rank = engine.optimizer._get_param_partition_rank(parameter)
@@ -241,7 +257,8 @@ def local_slice(whole: torch.Tensor, parameter: torch.nn.Parameter, engine: Any)
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / STATE_NAME).read_text(encoding="utf-8"))
+    description: dict[str, Any] = json.loads((folder / STATE_NAME).read_text(encoding="utf-8"))
+    return description
 
 
 class SavedTensors:
@@ -271,6 +288,7 @@ class SavedTensors:
 
     def get(self, name: str) -> torch.Tensor:
         """The whole float32 tensor, in the parameter's shape, on the CPU."""
+        # Of moments the name has the key in front, the shapes have not.
         parts = [file.get_tensor(name) for file in self.files]
         shape = self.description["shapes"][
             name.split(".", 1)[1] if name.startswith(tuple(f"{key}." for key in ALL_MOMENTS)) else name
@@ -293,6 +311,6 @@ def whole_weights(model: torch.nn.Module, dtype: torch.dtype | None, *, keep: bo
                 weights[name] = parameter.detach().to("cpu", dtype or parameter.dtype, copy=True)
     if keep:
         for name, buffer in model.state_dict(keep_vars=True).items():
-            if not isinstance(buffer, torch.nn.Parameter):
+            if not isinstance(buffer, torch.nn.Parameter):  # buffers are whole on every rank, also under ZeRO-3
                 weights[name] = buffer.detach().cpu().clone()
     return weights

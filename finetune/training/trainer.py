@@ -1,8 +1,9 @@
 """RunTrainer: transformers.Trainer executing a list of global batches.
 
-Trainer keeps the loop, accelerate the devices. Overridden are: where batches come from (one loader item is one
-optimizer step), how a step is executed (training/executor.py), the loss, evaluation by the same plan and sums,
-checkpoints (training/checkpointer.py), and what is logged. Private hooks that are overridden or called
+Trainer keeps the loop (`Trainer._inner_training_loop`), accelerate the devices. Overridden are: where batches come from
+(one loader item is one optimizer step), how a step is executed (training/executor.py), the loss, evaluation by the same
+plan and sums, checkpoints (training/checkpointer.py), and what is logged (training/metrics.py). What the comments say
+of others is of transformers 5.23, accelerate 1.15 and DeepSpeed 0.19.8. Private hooks that are overridden or called
 (`_init_training_state`, `_prepare_for_training`, `_save_checkpoint`, `_get_grad_norm`, `_tr_loss`) are pinned by
 tests/training/test_trainer_hooks.py.
 """
@@ -12,70 +13,51 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
 from finetune.data.collate import Microbatch
-from finetune.data.steps import StepBatch, StepBatches
+from finetune.data.steps import Execution, StepBatch, StepBatches
 from finetune.modeling.loss import ChunkedHead, microbatch_losses
 from finetune.storage.durable_files import put_output
-from finetune.storage.run_folder import SampleLog
-from finetune.storage.run_log import RunLog
 from finetune.training.checkpointer import Checkpointer
-from finetune.training.control import Control, StopSignals
-from finetune.training.difficulty_losses import DifficultyLosses
+from finetune.training.context import RunContext
 from finetune.training.executor import StepExecutor
 from finetune.training.guards import NonFiniteGuard, SpikeDetector
-from finetune.training.progress import Measured, ProgressLine, StepMeter
+from finetune.training.metrics import ComputeCost, StepMeter, line_facts, progress_text
+from finetune.training.progress import ProgressLine
 from finetune.training.state import TrainingState, whole_weights
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 logger = logging.getLogger("finetune")
-
-
-@dataclass
-class RunContext:
-    """What a run has beside model and data; the same object on every rank, with rank 0's files on rank 0 only.
-
-    Attributes:
-        total_steps: optimizer steps of the whole run.
-        resume_from: checkpoint folder that the run goes on from; None at its start.
-        start_step: steps done there.
-        difficulty_names: of the schedule; empty where samples have no difficulties.
-        stage_name: step (0-based) -> name of the curriculum stage, for people; "" for none.
-        learning_rate_factor: step (0-based) -> factor on the learning rate.
-        epochs_per_step: passes over the data in one step.
-    """
-
-    total_steps: int
-    resume_from: Path | None
-    start_step: int
-    difficulty_names: tuple[str, ...]
-    stage_name: Callable[[int], str]
-    learning_rate_factor: Callable[[int], float]
-    epochs_per_step: float
-    control: Control
-    signals: StopSignals
-    runlog: RunLog
-    sample_log: SampleLog | None
 
 
 class RunTrainer(Trainer):
     """Executes a run.
 
     Args:
-        microbatches: the training steps on this rank.
+        step_batches: the training steps on this rank.
         eval_step_batches: the validation batches on this rank; None without validation data.
-        context: see `RunContext`.
-        executor: makes the step executor once accelerate is there.
+        make_executor: makes the step executor once accelerate is there.
         sliced_state: full-parameter ZeRO-3, whose checkpoints are slices.
         num_workers: loader processes.
+        cost: for the utilisation in the log; None where it is not counted.
     """
+
+    # Narrower than Trainer's own annotations: there is always a model, and never an image processor.
+    model: PreTrainedModel
+    processing_class: PreTrainedTokenizerBase | None
+    optimizer: Any  # torch's, then accelerate's wrapper around it, or DeepSpeed's
+    checkpointer: Checkpointer  # given once the model is known (build.make_trainer)
+    _batch: StepBatch  # of the step under way
 
     def __init__(
         self,
@@ -83,35 +65,36 @@ class RunTrainer(Trainer):
         step_batches: StepBatches,
         eval_step_batches: StepBatches | None,
         context: RunContext,
-        executor: Callable[..., StepExecutor],
+        make_executor: Callable[[Accelerator], StepExecutor],
         head: ChunkedHead | None,
         sliced_state: bool,
         num_workers: int,
+        cost: ComputeCost | None = None,
         **trainer_arguments: Any,
     ) -> None:
         super().__init__(train_dataset=step_batches, eval_dataset=eval_step_batches, **trainer_arguments)
+        # Trainer adds the first with disable_tqdm, the second without: both would write over our progress line.
         self.remove_callback(PrinterCallback)
         self.remove_callback(ProgressCallback)
         self.add_callback(_StepEnd(self))
         self.step_batches, self.eval_step_batches, self.context = step_batches, eval_step_batches, context
         self.head, self.sliced_state, self.num_workers = head, sliced_state, num_workers
-        self.executor = executor(self.accelerator)
+        self.executor = make_executor(self.accelerator)
         self.executor.on_out_of_memory = self._log_out_of_memory
-        self.meter = StepMeter()
+        self.meter = StepMeter(context.difficulty_names, self.args.device, cost)
         self.guard, self.spikes = NonFiniteGuard(), SpikeDetector()
-        self.checkpointer: Checkpointer | None = None
         self.last_checkpoint = None if context.resume_from is None else context.resume_from.name
         self.stopped_by: str | None = None
         self.history: list[dict[str, Any]] = []
         self._progress: ProgressLine | None = None
-        self._batch: StepBatch | None = None
         self._nonfinite = False
-        self._difficulty_losses = DifficultyLosses(context.difficulty_names, self.args.device)
 
     # ------------------------------------------------------------------ the list of global batches
 
     def get_train_dataloader(self) -> DataLoader:
-        """Steps from the first that is not done. Not prepared by accelerate: it would shard or skip what is exact."""
+        """Steps from the first that is not done."""
+        # Trainer's own would be prepared by accelerate, which gives each rank a part of the items and, on resume, reads
+        # and drops what is done. Here each item holds this rank's part already, and the sampler begins where it must.
         return DataLoader(
             self.step_batches,
             batch_size=None,
@@ -121,25 +104,38 @@ class RunTrainer(Trainer):
             persistent_workers=False,
         )
 
-    def set_initial_training_values(self, args, dataloader) -> tuple[int, int, int, int, int, int, int]:
-        """One "epoch" as long as the run: epochs proper are a matter of the sampler."""
+    def set_initial_training_values(
+        self, args: TrainingArguments, dataloader: DataLoader
+    ) -> tuple[int, int, int, int, int, int, int]:
+        """One "epoch" as long as the run."""
+        # Trainer's own takes the loader's length for an epoch, and would plan several of them for a resumed run, whose
+        # loader holds what is left. Passes over the data are the sampler's matter. A test pins the order of the seven.
         total, remaining = self.context.total_steps, self.context.total_steps - self.context.start_step
         return 1, max(1, remaining), len(self.step_batches.samples), total, 1, max(1, remaining), total
 
     def _init_training_state(self, *arguments: Any) -> tuple[int, int]:
         epochs = super()._init_training_state(*arguments)
+        # Here and not later: the loop remembers this number as the step of the last line of the log, and divides the
+        # summed loss by the distance to it.
         self.state.global_step = self.context.start_step
         return epochs
 
-    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[StepBatch], num_batches: int, device: torch.device
+    ) -> tuple[list[StepBatch], None]:
+        """Trainer's own would also count targets by `labels`; None instead of the number: the batch has it."""
         with self.meter.waiting_for_data():
             batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         return batches, None
 
     # ------------------------------------------------------------------ optimizer, schedule, restored state
 
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.lr_scheduler.LRScheduler:
         """The schedule is a function of the step, so a resumed run starts it at its own step and restores nothing."""
+        # `optimizer` is given where DeepSpeed makes the optimizer: transformers' deepspeed_optim_sched then calls this
+        # on a copy of the trainer, inside deepspeed.initialize. The engine steps that schedule itself.
         if self.lr_scheduler is None:
             start, factor = self.context.start_step, self.context.learning_rate_factor
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -148,8 +144,12 @@ class RunTrainer(Trainer):
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
-    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
+    ) -> tuple[torch.nn.Module, DataLoader]:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        # After super: moments live in the optimizer that it creates and wraps (DeepSpeed: in the engine). Trainer is
+        # never told of a checkpoint to resume from: it would look for its own files, and unpickle them.
         if self.context.resume_from is not None:
             self.training_state().load_moments(self.context.resume_from)
         return prepared
@@ -164,44 +164,54 @@ class RunTrainer(Trainer):
 
     # ------------------------------------------------------------------ a step
 
-    def training_step(self, model: torch.nn.Module, inputs: StepBatch, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Forward and backward of all microbatches of a global batch; returns its loss (this rank's share times the ranks)."""
-        model.train()
+    def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Forward and backward of all microbatches of a global batch.
+
+        Args:
+            inputs: a `StepBatch`, where Trainer has a dict of tensors.
+
+        Returns:
+            this rank's share of the batch's loss times the ranks: Trainer logs the mean over ranks.
+        """
+        model.train()  # evaluation leaves it in eval mode
         result = self.executor.run(model, inputs)
         self._batch = inputs
-        self._difficulty_losses.add(result.difficulty_losses, inputs.difficulty_tokens)
+        self.meter.add_step(inputs, result.difficulty_losses)
         if self.is_deepspeed_enabled:
             self._step_engine(model)
         return result.loss
 
     def _step_engine(self, engine: Any) -> None:
-        """DeepSpeed's step, unless gradients are not finite.
-
-        ZeRO-1/2 and float16 look for themselves; ZeRO-3 in float32 and bfloat16 would take NaN into the weights.
-        """
+        """DeepSpeed's step, unless gradients are not finite."""
+        # accelerate steps the engine inside `backward` and makes `optimizer.step()` of Trainer's loop a no-op
+        # (DeepSpeedEngineWrapper); the executor goes round it, so the step is ours to take. ZeRO-1/2 look for NaN in
+        # every dtype (check_grad_overflow), ZeRO-3 in float16 only (_overflow_check_and_loss_scale_update): in float32
+        # and bfloat16 it would take NaN into the weights. The first condition may go when ZeRO-3 looks too.
         zero = engine.optimizer
         if hasattr(zero, "_overflow_clean_up") and not engine.fp16_enabled() and zero.has_overflow():
             zero._overflow_clean_up(zero.loss_scale)
             self._nonfinite = True
             return
         engine.step()
+        # In float16 an overflow is the loss scaler at work, not a step gone wrong.
         self._nonfinite = bool(zero.overflow) and not engine.fp16_enabled()
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
         """The gradient norm, with or without clipping; where it is not finite the optimizer's step is made empty."""
+        # The last hook before `optimizer.step()`. DeepSpeed has stepped by now, and a skipped step leaves the norm of
+        # the step before.
         norm = super()._get_grad_norm(model, grad_norm)
         if self.is_deepspeed_enabled:
             return math.nan if self._nonfinite else norm
         self._nonfinite = not math.isfinite(float(norm))
         if self._nonfinite and self.accelerator.scaler is None:  # float16's scaler skips the step by itself
-            self.optimizer.optimizer.zero_grad(set_to_none=True)  # AdamW passes over parameters without gradient
+            self.optimizer.optimizer.zero_grad(set_to_none=True)  # AdamW leaves out parameters without gradient
         return norm
 
     def end_of_step(self) -> None:
         """After the optimizer's step: guards, sample log, agreement on a stop."""
         batch, step = self._batch, self.state.global_step
-        self.state.epoch = step * self.context.epochs_per_step
-        self.meter.add_step(tokens=batch.tokens, samples=len(batch.indices))
+        self.state.epoch = step * self.context.epochs_per_step  # the loop's own counts our one "epoch"
         if self.context.sample_log is not None:
             self.context.sample_log.append(step, self._record_ids(batch))
         if self._nonfinite:
@@ -210,25 +220,30 @@ class RunTrainer(Trainer):
             self.guard.skipped(step, self.last_checkpoint)
         else:
             self.guard.fine()
+        # Agreed in every step: signals reach ranks at different times, and a rank that saved alone would wait for the
+        # others in the checkpoint's collectives.
         if self.context.control.any(self.context.signals.requested):
             names = self.context.control.gather(self.context.signals.name)
             self.stopped_by = next(str(name) for name in names if name)
             self.context.runlog.event("signal", step=step, name=self.stopped_by)
             self.control.should_save = self.control.should_training_stop = True
-            self.control.should_evaluate = False
+            self.control.should_evaluate = False  # a batch system gives seconds, not an evaluation's minutes
 
     def _record_ids(self, batch: StepBatch) -> list[int]:
-        return [int(microbatch) for microbatch in self.step_batches.samples.record_ids[batch.indices]]
+        return [int(number) for number in self.step_batches.samples.record_ids[batch.indices]]
 
-    def floating_point_ops(self, inputs: StepBatch) -> int:
+    def floating_point_ops(self, inputs: Any) -> int:
         return 0  # Trainer's own count is 6N whatever is trained; ours is in planning/flops.py
 
     # ------------------------------------------------------------------ evaluation
 
-    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
         """Over all validation targets: sums over a plan, not means of means."""
+        step_batches: Any = self.eval_step_batches if eval_dataset is None else eval_dataset
         with self.meter.paused():
-            measured = self.evaluation(self.eval_step_batches if eval_dataset is None else eval_dataset)
+            measured = self.evaluation(step_batches)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -243,6 +258,7 @@ class RunTrainer(Trainer):
             tokens += batch.supervised_tokens
             difficulty_tokens += torch.from_numpy(batch.difficulty_tokens)
             for microbatch, losses in scored:
+                # Difficulty -1 (none) lands in the last slot: it counts for the overall loss only.
                 sums.index_add_(0, microbatch.difficulties.to(self.args.device) % (difficulties + 1), losses)
         self._sum_over_ranks(sums)
         metrics = {"loss": float(sums.sum()) / tokens}
@@ -257,7 +273,7 @@ class RunTrainer(Trainer):
         self, step_batches: StepBatches
     ) -> Iterator[tuple[StepBatch, Iterator[tuple[Microbatch, torch.Tensor]]]]:
         """Each batch with this rank's microbatches of it and the losses of their targets, without gradients."""
-        model = self.model_wrapped
+        model = self.model_wrapped  # what training calls too (DDP, DeepSpeed's engine), so that both compute alike
         model.eval()
 
         def score(microbatch: Microbatch) -> tuple[Microbatch, torch.Tensor]:
@@ -274,50 +290,38 @@ class RunTrainer(Trainer):
 
     # ------------------------------------------------------------------ log
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        # Called with a training step's loss, with an evaluation's (from `evaluate`), and once at the end of training
+        # with a summary that only the other reporters get.
+        step = self.state.global_step
         if "loss" in logs:
             self._tr_loss.zero_()  # Trainer subtracts the sum from itself, which after a NaN leaves NaN for good
-            self._add_step_facts(logs)
-            record = {"step": self.state.global_step, **logs}
-            self.context.runlog.step(record)
-            self.history.append(record)
-            self._show(logs)
+            logs.update(line_facts(self.meter.take(self._sum_over_ranks)))
+            self._look_for_spike(step, logs["loss"])
+            line = {"step": step, **logs}
+            self.context.runlog.step(line)
+            self.history.append(line)
+            self._show_progress(step, logs)
         elif "eval_loss" in logs:
-            self.context.runlog.event("eval", step=self.state.global_step, **logs)
-            self.history.append({"step": self.state.global_step, **logs})
-            logger.info("step %d  %s", self.state.global_step, "  ".join(f"{k} {v:.4f}" for k, v in logs.items()))
+            self.context.runlog.event("eval", step=step, **logs)
+            self.history.append({"step": step, **logs})
+            logger.info("step %d  %s", step, "  ".join(f"{k} {v:.4f}" for k, v in logs.items()))
         super().log(logs, start_time)
 
-    def _add_step_facts(self, logs: dict[str, float]) -> None:
-        measured = self.meter.take()
-        logs.update(measured.facts())
-        logs.update(self.speed_facts(measured))
-        logs.update(self._difficulty_losses.take(self._sum_over_ranks))
-        if self.spikes.is_spike(logs["loss"]):
-            ids = self._record_ids(self._batch)
-            logger.warning("step %d: loss %.4f is a spike", self.state.global_step, logs["loss"])
-            self.context.runlog.event("spike", step=self.state.global_step, loss=logs["loss"], ids=ids)
+    def _look_for_spike(self, step: int, loss: float) -> None:
+        if self.spikes.is_spike(loss):
+            logger.warning("step %d: loss %.4f is a spike", step, loss)
+            self.context.runlog.event("spike", step=step, loss=loss, ids=self._record_ids(self._batch))
 
-    def speed_facts(self, measured: Measured) -> dict[str, float]:
-        """More facts for a line of the log, from what was measured since the last one."""
-        return {}
-
-    def line_facts(self, logs: dict[str, float]) -> str:
-        """More facts for the line that people see."""
-        return ""
-
-    def _show(self, logs: dict[str, float]) -> None:
+    def _show_progress(self, step: int, logs: dict[str, Any]) -> None:
         if not self.is_world_process_zero():
             return
-        step = self.state.global_step
         if self._progress is None:
             self._progress = ProgressLine(self.context.total_steps, step)
         self._progress.update(
             step,
             stage=self.context.stage_name(step - 1),
-            loss=logs["loss"],
-            tokens_per_second=logs["tokens_per_second"],
-            more=self.line_facts(logs),
+            facts=progress_text(logs),
             eta_seconds=(self.context.total_steps - step) * logs["step_seconds"],
         )
 
@@ -325,7 +329,8 @@ class RunTrainer(Trainer):
         if self._progress is not None:
             self._progress.close()
 
-    def _log_out_of_memory(self, step: int, old, new, error: str) -> None:
+    def _log_out_of_memory(self, step: int, old: Execution, new: Execution, error: str) -> None:
+        # Evaluation makes no gradients, but the same microbatches: what did not fit would hardly fit there.
         if self.eval_step_batches is not None:
             self.eval_step_batches.execution = new
         logger.warning("step %d ran out of memory (%s): %s -> %s", step + 1, error, old.describe(), new.describe())
@@ -334,6 +339,8 @@ class RunTrainer(Trainer):
     # ------------------------------------------------------------------ save
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        # Trainer's own pickles the optimizer, scheduler and random states, and removes old checkpoints before anything
+        # has looked at the new one.
         with self.meter.paused():
             self.last_checkpoint = self.checkpointer.save(self.state.global_step, self.training_state())
         logger.info("saved %s", self.last_checkpoint)
@@ -355,6 +362,7 @@ class RunTrainer(Trainer):
         weights = self.output_weights()
         if self.is_world_process_zero():
             put_output(output_dir, lambda folder: self.write_output(folder, weights))
+        # The others must not end, and have a launcher tear the run down, while rank 0 writes.
         self.context.control.barrier()
 
     def whole_weights(self, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
@@ -363,14 +371,17 @@ class RunTrainer(Trainer):
 
 
 class _StepEnd(TrainerCallback):
-    """Calls the trainer at the end of each step; callbacks added last run last, after Trainer's own flow decided."""
+    """Calls the trainer at the end of each step."""
+
+    # A callback, because Trainer has no method there to override; added last, so that it runs after DefaultFlowCallback
+    # has decided whether to evaluate, save or stop, and can decide otherwise.
 
     def __init__(self, trainer: RunTrainer) -> None:
         self._end_of_step = trainer.end_of_step
 
-    def on_step_end(self, args, state, control, **kwargs) -> None:
+    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self._end_of_step()
 
 
-def _as_is(item: StepBatch) -> StepBatch:
-    return item
+def _as_is(item: Any) -> Any:
+    return item  # a function of the module and not a lambda: loader processes that are spawned must find it by name

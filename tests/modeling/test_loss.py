@@ -124,7 +124,7 @@ def execute(
             seed=1,
             head=head,
             flat_reduce=False,
-            heaviest=largest_microbatch(rows) if rehearsal else None,
+            largest=largest_microbatch(rows) if rehearsal else None,
         )
         result = executor.run(model, rows[0])
         loss += float(result.loss)

@@ -20,9 +20,9 @@ from finetune.training.optimizers import (
     momentum_at,
     parameter_kinds,
     scaled_rates,
-    set_matrix_course,
+    set_matrix_schedule,
 )
-from finetune.training.schedules import warmdown_factor
+from finetune.training.schedules import ScheduleSettings, learning_rate_schedule
 from finetune.training.state import TrainingState
 
 RATES = Rates(matrix=0.02, embedding=0.3, head=0.008, vector=0.01, decay=0.28)
@@ -220,33 +220,27 @@ def test_one_rate_for_all_and_a_factor():
 
 
 # step: factor, of 100 steps with 10 of warm-up, 65% of warm-down to 5%. By hand.
-COURSE = {0: 0.1, 1: 0.2, 8: 0.9, 9: 1.0, 10: 1.0, 34: 1.0, 35: 1.0, 48: 0.81, 61: 0.62, 99: 1 / 65 + 64 / 65 * 0.05}
+WARMDOWN = {0: 0.1, 1: 0.2, 8: 0.9, 9: 1.0, 10: 1.0, 34: 1.0, 35: 1.0, 48: 0.81, 61: 0.62, 99: 1 / 65 + 64 / 65 * 0.05}
 
 
 def test_warm_up_stable_warm_down():
-    found = {
-        step: warmdown_factor(step, total_steps=100, warmup_steps=10, warmdown_ratio=0.65, final_fraction=0.05)
-        for step in COURSE
-    }
-    assert found == pytest.approx(COURSE)
+    factor = learning_rate_schedule("warmdown", ScheduleSettings(100, 10, warmdown_ratio=0.65, final_fraction=0.05))
+    found = {step: factor(step) for step in WARMDOWN}
+    assert found == pytest.approx(WARMDOWN)
 
 
 @pytest.mark.parametrize("total", [1, 2, 7, 50])
-def test_short_runs_have_a_course_too(total: int):
-    factors = [
-        warmdown_factor(step, total_steps=total, warmup_steps=40, warmdown_ratio=1.0, final_fraction=0.0)
-        for step in range(total + 1)
-    ]
+def test_short_runs_have_a_schedule_too(total: int):
+    factor = learning_rate_schedule("warmdown", ScheduleSettings(total, 40, warmdown_ratio=1.0, final_fraction=0.0))
+    factors = [factor(step) for step in range(total + 1)]
     assert all(0 <= factor <= 1 for factor in factors) and factors[-1] == 0
-    flat = [
-        warmdown_factor(step, total_steps=total, warmup_steps=0, warmdown_ratio=0.0, final_fraction=0.0)
-        for step in range(total + 1)
-    ]
+    without = learning_rate_schedule("warmdown", ScheduleSettings(total, 0, warmdown_ratio=0.0, final_fraction=0.0))
+    flat = [without(step) for step in range(total + 1)]
     assert flat == [1.0] * (total + 1)
 
 
 # step of 1000: momentum (0.85 -> 0.97 in 400, -> 0.90 over the last 650), decay factor (half a cosine). By hand.
-MATRIX_COURSE = {
+MATRIX_SCHEDULE = {
     0: (0.85, 1.0),
     200: (0.91, 0.5 * (1 + math.cos(math.pi / 5))),
     350: (0.955, 0.5 * (1 + math.cos(0.35 * math.pi))),
@@ -255,15 +249,15 @@ MATRIX_COURSE = {
 }
 
 
-def test_course_of_the_matrices():
-    found = {step: (momentum_at(step, 1000, 0.65), decay_factor(step, 1000)) for step in MATRIX_COURSE}
-    for step, expected in MATRIX_COURSE.items():
+def test_schedule_of_the_matrices():
+    found = {step: (momentum_at(step, 1000, 0.65), decay_factor(step, 1000)) for step in MATRIX_SCHEDULE}
+    for step, expected in MATRIX_SCHEDULE.items():
         assert found[step] == pytest.approx(expected, abs=1e-12), step
     model = tiny()
     optimizer = make_optimizer(model, config(), RATES, fused=False)
-    set_matrix_course(optimizer, 500, total_steps=1000, warmdown_ratio=0.65, decay=0.28)
+    set_matrix_schedule(optimizer, 500, total_steps=1000, warmdown_ratio=0.65, decay=0.28)
     groups = {group["kind"]: group for group in optimizer.param_groups}
-    assert groups["matrix"]["momentum"] == pytest.approx(MATRIX_COURSE[500][0])
+    assert groups["matrix"]["momentum"] == pytest.approx(MATRIX_SCHEDULE[500][0])
     assert groups["matrix"]["weight_decay"] == pytest.approx(0.14)
     assert groups["head"]["weight_decay"] == 0.01
     assert isinstance(optimizer, JointOptimizer)

@@ -153,7 +153,7 @@ def test_the_floor_names_the_sample(materials, tmp_path, packing):
     )
     row, tokens = int(row_lengths(materials).argmax()), row_lengths(materials).max()
     assert tokens > 50
-    assert f"row {row} of the data" in ranks.output() and f"{tokens} tokens" in ranks.output()
+    assert f"record {row} of the data" in ranks.output() and f"{tokens} tokens" in ranks.output()
     assert "--cutoff-len" in ranks.output()
     assert run_helpers.status(output_dir)["state"] == "failed"
 
@@ -168,7 +168,7 @@ def test_the_floor_names_the_sample_when_sharded(materials, tmp_path):
     ranks = run_helpers.start(wanted | {"micro_batch_size": 2}, 1, **limited)
     assert ranks.wait() == [1]
     row, tokens = int(row_lengths(materials).argmax()), row_lengths(materials).max()
-    assert f"row {row} of the data" in ranks.output() and f"{tokens} tokens" in ranks.output()
+    assert f"record {row} of the data" in ranks.output() and f"{tokens} tokens" in ranks.output()
 
 
 def test_the_users_own_smaller_rows_win_over_the_note(materials, tmp_path):

@@ -25,8 +25,8 @@ from finetune.data.corpus.token_shards import TokenShards
 from finetune.data.corpus.windows import Windows
 from finetune.modeling.scratch import make_model, scratch_config
 from finetune.runtime.device import free_port
-from finetune.training.optimizers import make_optimizer, scaled_rates, set_matrix_course
-from finetune.training.schedules import warmdown_factor
+from finetune.training.optimizers import make_optimizer, scaled_rates, set_matrix_schedule
+from finetune.training.schedules import ScheduleSettings, learning_rate_schedule
 
 STEPS, LENGTH, WINDOWS = 30, 32, 8
 SAVED, KILLED = 20, 24  # the last checkpoint of the killed run, and the step before which it is killed
@@ -107,13 +107,14 @@ def plain_loop(model, settings: dict, batches: list[list[int]], tokens: Path) ->
     rates = scaled_rates(config, width=64, worth_tokens=1, run_tokens=1)
     optimizer = make_optimizer(model, config, rates, fused=True)
     peaks = [group["lr"] for group in optimizer.param_groups]
+    warmdown = learning_rate_schedule("warmdown", ScheduleSettings(STEPS, 2, warmdown_ratio=0.65, final_fraction=0.05))
     losses = []
     for step, ids in enumerate(batches):
         batch = torch.from_numpy(np.stack([windows[i][0] for i in ids])).long()
-        factor = warmdown_factor(step, total_steps=STEPS, warmup_steps=2, warmdown_ratio=0.65, final_fraction=0.05)
+        factor = warmdown(step)
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * factor
-        set_matrix_course(optimizer, step, total_steps=STEPS, warmdown_ratio=0.65, decay=0.1)
+        set_matrix_schedule(optimizer, step, total_steps=STEPS, warmdown_ratio=0.65, decay=0.1)
         logits = model(batch[:, :-1]).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()

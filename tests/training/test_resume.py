@@ -18,7 +18,7 @@ import torch
 from run_helpers import LAYOUTS, Materials
 
 from finetune.storage.checkpoint_files import list_checkpoints
-from finetune.training.checkpointer import find_checkpoint
+from finetune.training.resume import find_checkpoint
 
 STEPS = 9
 TIMINGS = ("tokens_per_second", "samples_per_second", "step_seconds", "loader_wait_seconds")
@@ -246,7 +246,7 @@ def test_a_run_passes_over_a_damaged_checkpoint_and_says_so(materials, uninterru
     assert run_helpers.events(interrupted, "resume")[-1]["checkpoint"] == "checkpoint-3"
     (event,) = run_helpers.events(interrupted, "skipped_checkpoint")
     assert event["name"] == "checkpoint-6" and name in event["why"]
-    assert "checkpoint-6 is passed over" in ranks.output()
+    assert "checkpoint-6 is skipped" in ranks.output()
     assert_same_run(interrupted, uninterrupted("lora"))
 
 

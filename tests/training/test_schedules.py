@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import get_scheduler
 
-from finetune.training.schedules import learning_rate_factor, warmup_count
+from finetune.training.schedules import SCHEDULES, ScheduleSettings, learning_rate_schedule, warmup_count
 
 NAMES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 
@@ -30,18 +30,14 @@ def of_transformers(name: str, total_steps: int, warmup_steps: int) -> list[floa
     ("total_steps", "warmup_steps"), [(1, 0), (1, 1), (7, 0), (20, 3), (100, 1), (100, 99), (50, 50), (5, 20)]
 )
 def test_every_step_is_that_of_transformers(name: str, total_steps: int, warmup_steps: int):
-    ours = [
-        learning_rate_factor(step, total_steps=total_steps, warmup_steps=warmup_steps, scheduler=name)
-        for step in range(total_steps)
-    ]
+    factor = learning_rate_schedule(name, ScheduleSettings(total_steps, warmup_steps))
+    ours = [factor(step) for step in range(total_steps)]
     assert ours == pytest.approx(of_transformers(name, total_steps, warmup_steps), abs=1e-12)
 
 
 @given(st.sampled_from(sorted(NAMES)), st.integers(1, 5000), st.integers(0, 6000), st.data())
 def test_rises_in_a_line_and_then_only_falls_to_zero(name: str, total: int, warmup: int, data: st.DataObject):
-    def factor(step: int) -> float:
-        return learning_rate_factor(step, total_steps=total, warmup_steps=warmup, scheduler=name)
-
+    factor = learning_rate_schedule(name, ScheduleSettings(total, warmup))
     step = data.draw(st.integers(0, total - 1), label="step")
     assert 0 <= factor(step) <= 1
     if step < warmup:
@@ -53,15 +49,28 @@ def test_rises_in_a_line_and_then_only_falls_to_zero(name: str, total: int, warm
 
 
 def test_values_by_hand():
-    at = {step: learning_rate_factor(step, total_steps=14, warmup_steps=4, scheduler="cosine") for step in (0, 1, 4, 9)}
+    settings = ScheduleSettings(total_steps=14, warmup_steps=4)
+    at = {step: learning_rate_schedule("cosine", settings)(step) for step in (0, 1, 4, 9)}
     assert at == pytest.approx({0: 0.0, 1: 0.25, 4: 1.0, 9: 0.5})
-    assert learning_rate_factor(9, total_steps=14, warmup_steps=4, scheduler="linear") == pytest.approx(0.5)
-    assert learning_rate_factor(13, total_steps=14, warmup_steps=4, scheduler="constant") == 1.0
+    assert learning_rate_schedule("linear", settings)(9) == pytest.approx(0.5)
+    assert learning_rate_schedule("constant", settings)(13) == 1.0
 
 
 def test_an_unknown_schedule_is_refused():
     with pytest.raises(ValueError, match="polynomial"):
-        learning_rate_factor(5, total_steps=9, warmup_steps=0, scheduler="polynomial")
+        learning_rate_schedule("polynomial", ScheduleSettings(total_steps=9, warmup_steps=0))
+
+
+def test_every_name_of_the_settings_is_a_schedule():
+    from typing import get_args, get_type_hints
+
+    from finetune.config.pretrain_config import PretrainConfig
+    from finetune.config.run_config import RunConfig
+
+    names = {
+        name for config in (RunConfig, PretrainConfig) for name in get_args(get_type_hints(config)["lr_scheduler"])
+    }
+    assert names == set(SCHEDULES)
 
 
 @pytest.mark.parametrize(

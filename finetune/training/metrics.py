@@ -1,0 +1,175 @@
+"""What a line of the log says beside loss, gradient norm and learning rate.
+
+A new metric is a function here and its entry in `METRICS`; what it needs of every step is added up by `StepMeter`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from finetune.data.steps import StepBatch
+from finetune.planning.flops import flops_utilisation
+
+
+@dataclass(frozen=True)
+class ComputeCost:
+    """For the utilisation of the devices.
+
+    Attributes:
+        flops_per_token: of training.
+        peak_flops: of one device; None where it is unknown.
+        devices: of the run.
+    """
+
+    flops_per_token: int
+    peak_flops: float | None
+    devices: int
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The steps between two lines of the log, over all ranks. Evaluation and saving are not in the seconds.
+
+    Attributes:
+        difficulty_losses: summed losses of each difficulty's targets, by its name; empty where samples have none.
+        difficulty_tokens: the number of those targets.
+        cost: None where the run does not count its arithmetic.
+    """
+
+    steps: int
+    tokens: int
+    samples: int
+    seconds: float
+    loader_wait_seconds: float
+    difficulty_losses: dict[str, float]
+    difficulty_tokens: dict[str, int]
+    cost: ComputeCost | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / max(self.seconds, 1e-9)
+
+
+def speed(interval: Interval) -> dict[str, Any]:
+    steps = max(1, interval.steps)
+    return {
+        "tokens_per_second": round(interval.tokens_per_second, 1),
+        "samples_per_second": round(interval.samples / max(interval.seconds, 1e-9), 2),
+        "step_seconds": round(interval.seconds / steps, 4),
+        "loader_wait_seconds": round(interval.loader_wait_seconds / steps, 4),
+    }
+
+
+def model_flops_utilisation(interval: Interval) -> dict[str, Any]:
+    """`mfu`: a fraction; null where the device's peak is unknown."""
+    cost = interval.cost
+    if cost is None:
+        return {}
+    used = flops_utilisation(interval.tokens_per_second, cost.flops_per_token, cost.peak_flops, cost.devices)
+    return {"mfu": None if used is None else round(used, 4)}
+
+
+def per_difficulty(interval: Interval) -> dict[str, Any]:
+    """Targets, their share and their mean loss; no loss for a difficulty that had no targets."""
+    facts: dict[str, Any] = {}
+    total = max(1, sum(interval.difficulty_tokens.values()))
+    for name, tokens in interval.difficulty_tokens.items():
+        facts[f"tokens/{name}"], facts[f"share/{name}"] = tokens, round(tokens / total, 4)
+        if tokens:
+            facts[f"loss/{name}"] = interval.difficulty_losses[name] / tokens
+    return facts
+
+
+# In the order of the line.
+METRICS: tuple[Callable[[Interval], dict[str, Any]], ...] = (speed, model_flops_utilisation, per_difficulty)
+
+
+def line_facts(interval: Interval) -> dict[str, Any]:
+    return {name: value for metric in METRICS for name, value in metric(interval).items()}
+
+
+def progress_text(logs: dict[str, Any]) -> str:
+    """What people see of a line while the run works."""
+    text = f"loss {logs['loss']:.4f}  {logs['tokens_per_second']:,.0f} tok/s"
+    if "mfu" not in logs:
+        return text
+    mfu = "unknown" if logs["mfu"] is None else f"{logs['mfu']:.1%}"
+    return f"{text}  lr {logs['learning_rate']:.3g}  dt {logs['step_seconds']:.3f} s  mfu {mfu}"
+
+
+class StepMeter:
+    """Adds up what was trained between two lines of the log, and the time that training took.
+
+    Args:
+        difficulty_names: empty where samples have no difficulties.
+        device: where losses are.
+    """
+
+    def __init__(self, difficulty_names: Sequence[str], device: torch.device, cost: ComputeCost | None = None) -> None:
+        self.difficulty_names, self.cost = tuple(difficulty_names), cost
+        # On the device: reading a loss after every step would make the host wait for the device.
+        self._losses = torch.zeros(len(self.difficulty_names), device=device)
+        self._mark: float | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._steps = self._tokens = self._samples = 0
+        self._seconds = self._wait_seconds = 0.0
+        self._losses.zero_()
+        self._difficulty_tokens = np.zeros(len(self.difficulty_names), dtype=np.int64)
+
+    def add_step(self, batch: StepBatch, difficulty_losses: torch.Tensor) -> None:
+        """A step of the whole global batch; losses `(difficulties,)` are those of this rank's microbatches."""
+        self._steps += 1
+        self._tokens += batch.tokens
+        self._samples += len(batch.indices)
+        self._losses += difficulty_losses
+        self._difficulty_tokens += batch.difficulty_tokens
+
+    @contextlib.contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        # The clock starts with the first batch: what comes before (engine, first evaluation) is no training.
+        if self._mark is None:
+            self._mark = time.perf_counter()
+        began = time.perf_counter()
+        yield
+        self._wait_seconds += time.perf_counter() - began
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time inside does not count as training."""
+        self._collect_seconds()
+        yield
+        if self._mark is not None:
+            self._mark = time.perf_counter()
+
+    def _collect_seconds(self) -> None:
+        if self._mark is not None:
+            now = time.perf_counter()
+            self._seconds += now - self._mark
+            self._mark = now
+
+    def take(self, sum_over_ranks: Callable[[torch.Tensor], None]) -> Interval:
+        """What was added since the last call. Every rank calls."""
+        self._collect_seconds()
+        if self.difficulty_names:
+            sum_over_ranks(self._losses)
+        interval = Interval(
+            steps=self._steps,
+            tokens=self._tokens,
+            samples=self._samples,
+            seconds=self._seconds,
+            loader_wait_seconds=self._wait_seconds,
+            difficulty_losses=dict(zip(self.difficulty_names, self._losses.tolist(), strict=True)),
+            difficulty_tokens=dict(zip(self.difficulty_names, self._difficulty_tokens.tolist(), strict=True)),
+            cost=self.cost,
+        )
+        self._reset()
+        return interval

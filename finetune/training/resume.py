@@ -1,0 +1,106 @@
+"""Where a run starts: anew, from a checkpoint, or not at all because it is finished. Reads only."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import StateError
+from finetune.storage.checkpoint_files import newest_valid, step_of, verify
+from finetune.storage.run_folder import Difference, check_output_folder, describe_folder, format_differences
+
+logger = logging.getLogger("finetune")
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A checkpoint and its step, or None and 0.
+
+    Attributes:
+        changed: the run differs from the one in the folder, and the user allowed it.
+        skipped: names of newer checkpoints that are not valid, each with the reason.
+    """
+
+    folder: Path | None
+    step: int
+    changed: bool = False
+    skipped: tuple[tuple[str, str], ...] = ()
+
+
+def decide_resume(
+    output_dir: Path, resume: str, identity: dict[str, Any], *, total_steps: int, allow_change: bool
+) -> Resume | None:
+    """What to do with what is in the output folder. None: this run is finished already.
+
+    Raises:
+        StateError: the folder holds another run or foreign files; the checkpoint asked for is broken or another run's.
+    """
+    if resume not in ("auto", "never"):
+        return _resume_path(Path(resume), output_dir, identity, allow_change)
+    differences = check_output_folder(output_dir, identity)
+    if describe_folder(output_dir).kind == "empty":
+        return Resume(None, 0)
+    if resume == "never":
+        raise StateError(
+            "the output folder holds a run already, and --resume is never",
+            str(output_dir),
+            "choose another --output-dir, or leave --resume out to continue that run",
+        )
+    _refuse_differences(differences, str(output_dir), allow_change)
+    folder, skipped = find_checkpoint(output_dir)
+    status = describe_folder(output_dir).status or {}
+    if step_in(folder) >= total_steps and status.get("state") == "done":
+        return None
+    reasons = tuple((path.name, why) for path, why in skipped)
+    return Resume(folder, step_in(folder), changed=bool(differences), skipped=reasons)
+
+
+def _resume_path(folder: Path, output_dir: Path, identity: dict[str, Any], allow_change: bool) -> Resume:
+    validity = verify(folder)
+    if not validity.valid:
+        raise StateError(
+            f"the checkpoint is not valid: {validity.why}",
+            str(folder),
+            "python -m finetune checkpoints RUN lists the valid ones; --resume auto takes the newest",
+        )
+    saved = (validity.manifest or {}).get("metadata", {}).get("identity", {})
+    # Through JSON, as the saved one went: tuples are lists there.
+    wanted = json.loads(json.dumps(identity))
+    differences = [
+        Difference(name, saved.get(name), value) for name, value in wanted.items() if saved.get(name) != value
+    ]
+    _refuse_differences(differences, str(folder), allow_change)
+    if describe_folder(output_dir).kind != "empty":
+        differences += check_output_folder(output_dir, identity)
+        _refuse_differences(differences, str(output_dir), allow_change)
+    return Resume(folder, step_in(folder), changed=bool(differences))
+
+
+def _refuse_differences(differences: list[Difference], where: str, allow_change: bool) -> None:
+    if not differences:
+        return
+    if allow_change:
+        logger.warning("resuming although the run was changed:\n%s", format_differences(differences))
+        return
+    raise StateError(
+        f"this is not the run in the folder:\n{format_differences(differences)}",
+        where,
+        "choose another --output-dir for a new run; give the old values to continue the old one; or continue it "
+        "changed, on your own account, with --allow-data-change",
+    )
+
+
+def find_checkpoint(run_folder: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """The newest valid checkpoint and, with the reason, the newer ones that were skipped."""
+    folder, skipped = newest_valid(run_folder)
+    for path, why in skipped:
+        logger.warning("%s is skipped: %s", path.name, why)
+    return folder, skipped
+
+
+def step_in(folder: Path | None) -> int:
+    """Optimizer steps done in a checkpoint; 0 for none."""
+    return 0 if folder is None else int(step_of(folder.name) or 0)
