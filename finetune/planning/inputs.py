@@ -1,10 +1,10 @@
-"""From a configuration and a described cluster to what the planner computes with. No torch, no network, no weights."""
+"""From a configuration and a described cluster to what the planner computes with. No network, no weights."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -15,39 +15,12 @@ from finetune.config.resolution import resolve_object
 from finetune.config.run_config import BaseConfig, RunConfig
 from finetune.errors import ConfigError
 from finetune.planning.activations import Computing
-from finetune.planning.known_shapes import KNOWN_MODELS, known_shape
-from finetune.planning.memory import Sharding, Workload
-from finetune.planning.shapes import ModelShape, read_shape, scratch_shape
+from finetune.planning.shapes import KNOWN_MODELS, ModelShape, known_config, read_shape, shape_of_config, shape_of_model
+from finetune.planning.workload import Cluster, Sharding, Workload
 from finetune.runtime.device import DEVICE_KINDS
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 DEFAULT_VOCABULARY = 32768  # of `prepare` where pretraining's token files are not there yet
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """The machines that a run is planned for.
-
-    Attributes:
-        device_memory_bytes, host_memory_bytes: of one device, of one node; None where not said.
-        peak_flops: of one device in the compute dtype; None where it is not known.
-        network_bytes_per_second, host_bytes_per_second: of one device; None where not known.
-    """
-
-    nodes: int = 1
-    devices_per_node: int = 1
-    device_type: str = "cuda"
-    device_name: str = ""
-    device_memory_bytes: int | None = None
-    host_memory_bytes: int | None = None
-    peak_flops: float | None = None
-    network_bytes_per_second: float | None = None
-    host_bytes_per_second: float | None = None
-
-    @property
-    def devices(self) -> int:
-        """Of all nodes."""
-        return self.nodes * self.devices_per_node
 
 
 def shape_for(config: BaseConfig, model_config: Path | None = None) -> ModelShape:
@@ -68,7 +41,11 @@ def shape_for(config: BaseConfig, model_config: Path | None = None) -> ModelShap
 
 def shape_from_scratch(config: PretrainConfig) -> ModelShape:
     """The shape that pretraining makes."""
-    return scratch_shape(config.arch, config.depth, config.vocab_size or _stream_vocabulary(config))
+    from finetune.modeling.scratch import make_empty_model, scratch_config
+
+    vocabulary = config.vocab_size or _stream_vocabulary(config)
+    made = scratch_config(config.arch, config.depth, vocab_size=vocabulary, max_seq_len=config.max_seq_len)
+    return shape_of_model(make_empty_model(made))
 
 
 def shape_of_base_model(config: RunConfig) -> ModelShape:
@@ -76,18 +53,16 @@ def shape_of_base_model(config: RunConfig) -> ModelShape:
     folder = Path(config.model).expanduser()
     if folder.exists():
         return read_shape(folder)
-    cached = _cached_config(config.model)
-    if cached is not None:
+    if (cached := _cached_config(config.model)) is not None:
         return read_shape(cached)
-    shape = known_shape(config.model)
-    if shape is None:
-        raise ConfigError(
-            f"the sizes of {config.model} are not known here",
-            where="--model",
-            fix="give --model-config FILE with the model's config.json (weights are not needed); known by name: "
-            + ", ".join(KNOWN_MODELS),
-        )
-    return shape
+    if (known := known_config(config.model)) is not None:
+        return shape_of_config(known, config.model)
+    raise ConfigError(
+        f"the sizes of {config.model} are not known here",
+        where="--model",
+        fix="give --model-config FILE with the model's config.json (weights are not needed); known by name: "
+        + ", ".join(KNOWN_MODELS),
+    )
 
 
 def _cached_config(name: str) -> Path | None:
@@ -136,14 +111,15 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
     size = element_bytes(config, cluster.device_type)
     engine, lora = bool(config.deepspeed), config.finetuning == "lora"
     checkpointing = config.gradient_checkpointing
-    adapter = shape.lora(config.lora_r, config.lora_target_modules) if lora else 0
+    adapted = shape.adapted(config.lora_target_modules) if lora else frozenset()
+    adapter = sum(shape.lora_tensors(config.lora_r, adapted))
     tokens = config.micro_batch_size * config.cutoff_len
     return Workload(
         shape=shape,
         computing=Computing(
             element_bytes=size,
             weight_bytes=size if lora or engine else 4,
-            adapted=shape.adapted(config.lora_target_modules) if lora else (),
+            adapted=adapted,
             adapter_rank=config.lora_r if lora else 0,
             adapter_bytes=(size if engine else 4) if lora else 0,
             dropout=lora and config.lora_dropout > 0,
@@ -157,7 +133,7 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
         microbatch_tokens=tokens,
         targets=tokens,
         longest=config.cutoff_len,
-        rows=max(1, ceil(config.global_batch_size / (config.micro_batch_size * cluster.devices))),
+        microbatches=max(1, ceil(config.global_batch_size / (config.micro_batch_size * cluster.devices))),
         fused=DEVICE_KINDS[cluster.device_type].fused_adamw,
         device_type=cluster.device_type,
         file_bytes=size,
@@ -187,7 +163,7 @@ def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Clu
         microbatch_tokens=tokens,
         targets=tokens,
         longest=config.max_seq_len,
-        rows=config.gradient_accumulation_steps or 1,
+        microbatches=config.gradient_accumulation_steps or 1,
         muon=config.optimizer == "muon",
         fused=DEVICE_KINDS[cluster.device_type].fused_adamw,
         device_type=cluster.device_type,
@@ -241,15 +217,15 @@ def with_sharding(work: Workload, sharding: Sharding) -> Workload:
 
 
 def with_micro_batch(work: Workload, config: BaseConfig, micro_batch: int) -> Workload:
-    """The same run with so many samples (windows) in a row."""
+    """The same run with so many samples (windows) in a microbatch."""
     tokens = micro_batch * work.longest
     samples = config.tokens_per_step // work.longest
-    rows = max(1, ceil(samples / (micro_batch * work.processes)))
-    return replace(work, microbatch_tokens=tokens, targets=tokens, rows=rows)
+    count = max(1, ceil(samples / (micro_batch * work.processes)))
+    return replace(work, microbatch_tokens=tokens, targets=tokens, microbatches=count)
 
 
-def _size(path: str) -> int:
-    place = Path(path)
-    if place.is_dir():
-        return sum(file.stat().st_size for file in place.glob("*.bin"))
-    return place.stat().st_size if place.is_file() else 0
+def _size(name: str) -> int:
+    path = Path(name)
+    if path.is_dir():
+        return sum(file.stat().st_size for file in path.glob("*.bin"))
+    return path.stat().st_size if path.is_file() else 0

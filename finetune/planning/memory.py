@@ -1,6 +1,6 @@
-"""What a run needs of each device and of the host, term by term: numbers in, bytes out, no torch.
+"""What a run needs of each device and of the host, term by term: numbers in, bytes out.
 
-A term lives on the device or on the host, in some phases of the run; the need of a place is its worst phase. On a CPU
+A term is on the device or on the host, in some phases of the run; the need of a location is its worst phase. On a CPU
 both are the process's own memory. Every term names the source of its formula; P is all parameters, P_t the trained
 ones, N processes. What of it is checked by measurement: docs/planning.md.
 """
@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from finetune.planning.activations import activation_bytes, loss_bytes, working_bytes
-from finetune.planning.memory_state import state_terms
-from finetune.planning.memory_terms import PHASES, STEP, TRAINING, Phase, Place, Sharding, Term, Workload
-
-__all__ = ["PHASES", "STEP", "Memory", "Phase", "Place", "Sharding", "Term", "Workload", "memory_of"]
+from finetune.planning.state import state_terms
+from finetune.planning.workload import PHASES, TRAINING, Location, Phase, Term, Workload
 
 MIB = 2**20
 
@@ -34,9 +32,9 @@ class Memory:
     work: Workload
     terms: tuple[Term, ...]
 
-    def in_phase(self, place: Place, phase: Phase) -> int:
-        """Bytes of one process at a place in a phase."""
-        return sum(term.bytes for term in self.terms if term.place == place and phase in term.phases)
+    def in_phase(self, location: Location, phase: Phase) -> int:
+        """Bytes of one process in a phase."""
+        return sum(term.bytes for term in self.terms if term.location == location and phase in term.phases)
 
     def device(self) -> int:
         """Most bytes of one device."""
@@ -51,10 +49,10 @@ class Memory:
 
     def node(self) -> int:
         """Most host bytes of one node; on a CPU, of all its processes together."""
-        places = ("device", "host") if self.work.device_type == "cpu" else ("host",)
+        locations = ("device", "host") if self.work.device_type == "cpu" else ("host",)
 
         def in_phase(phase: Phase) -> int:
-            here = [term for term in self.terms if term.place in places and phase in term.phases]
+            here = [term for term in self.terms if term.location in locations and phase in term.phases]
             return sum(term.bytes * (1 if term.once else self.work.local_processes) for term in here)
 
         return max(in_phase(phase) for phase in PHASES)
@@ -62,63 +60,43 @@ class Memory:
 
 def memory_of(work: Workload) -> Memory:
     """All terms of a workload that are not zero."""
-    terms = [*state_terms(work), *_row(work), *_surroundings(work)]
+    terms = [*state_terms(work), *_microbatch(work), *_surroundings(work), *(_saving(work) if work.saves else [])]
     return Memory(work, tuple(term for term in terms if term.bytes))
 
 
-# ---------------------------------------------------------------- a row, and what is around it
-
-
-def _row(work: Workload) -> list[Term]:
-    shape, how = work.shape, work.computing
-    checkpointed = "blocks' inputs + one block's" if how.checkpointing else "layers x a block's"
-    chunk = "all targets" if how.compiled else "one chunk of targets"
+def _microbatch(work: Workload) -> list[Term]:
+    shape, how, tokens = work.shape, work.computing, work.microbatch_tokens
+    kept = "blocks' inputs + one block's" if how.checkpointing else "layers x a block's"
+    kept += f" kept tensors x {tokens:,} tokens"
+    logits = "logits of all targets x 6 B" if how.compiled else "logits of one chunk of targets x 12 B"
+    ours, of_loss = "ours: planning/activations.py", "ours: modeling/loss.py, ChunkedHead: supervised positions only"
+    code, flowing = f"{ours} (transformers' code, tensor by tensor)", working_bytes(shape, how, tokens, work.longest)
     return [
-        Term(
-            "activations",
-            activation_bytes(shape, how, work.microbatch_tokens),
-            "device",
-            f"{checkpointed} kept tensors x {work.microbatch_tokens:,} tokens",
-            "ours: planning/activations.py (transformers' code, tensor by tensor)",
-            ("rows",),
-        ),
-        Term(
-            "activations",
-            working_bytes(shape, how, work.microbatch_tokens, work.longest),
-            "device",
-            "gradients within a block",
-            "ours: planning/activations.py",
-            ("rows",),
-        ),
-        Term(
-            "logits",
-            loss_bytes(shape, how, work.targets),
-            "device",
-            f"logits of {chunk} x 12 B" if not how.compiled else f"logits of {chunk} x 6 B",
-            "ours: modeling/loss.py, ChunkedHead: supervised positions only",
-            ("rows",),
-        ),
+        Term("activations", activation_bytes(shape, how, tokens), "device", kept, code, ("rows",)),
+        Term("activations", flowing, "device", "gradients within a block", ours, ("rows",)),
+        Term("logits", loss_bytes(shape, how, work.targets), "device", logits, of_loss, ("rows",)),
     ]
 
 
 def _surroundings(work: Workload) -> list[Term]:
-    """Loading, saving, loader and framework."""
-    kind, accelerator = work.device_type, work.device_type != "cpu"
+    """Loading, loader and framework."""
+    kind, accelerator, weight_bytes = work.device_type, work.device_type != "cpu", work.computing.weight_bytes
     file = work.file_bytes * work.shape.total
-    zero3 = work.sharding.stage == 3
-    whole = work.computing.weight_bytes * work.shape.total
-    said = "assumed" if accelerator else "measured: benchmarks/plan_memory.py"
-    terms = [
-        Term(
-            "framework", FRAMEWORK_DEVICE_BYTES[kind], "device", "context", "public reports, not measured here", PHASES
-        ),
-        Term("framework", FRAMEWORK_HOST_BYTES[kind], "host", "imports and libraries", said, PHASES),
-        Term("loader", WORKER_BYTES * work.loader_workers, "host", "300 MiB x loader processes", "assumed", TRAINING),
+    # On a CPU without ZeRO-3 the mapped files are the weights themselves; where nothing is converted, so are they
+    # before they go to a device.
+    mapped = min(file, SHARD_BYTES) if accelerator else 0 if work.mapped else file
+    moved = accelerator and work.sharding.stage != 3 and weight_bytes != work.file_bytes
+    context, libraries = FRAMEWORK_DEVICE_BYTES[kind], FRAMEWORK_HOST_BYTES[kind]
+    measured = "assumed" if accelerator else "measured: benchmarks/plan_memory.py"
+    workers = WORKER_BYTES * work.loader_workers
+    return [
+        Term("framework", context, "device", "context", "public reports, not measured here", PHASES),
+        Term("framework", libraries, "host", "imports and libraries", measured, PHASES),
+        Term("loader", workers, "host", "300 MiB x loader processes", "assumed", TRAINING),
         Term("loader", work.data_bytes, "host", "5 B x tokens, mapped", "ours: data/samples.py", PHASES, once=True),
         Term(
             "load",
-            # On a CPU without ZeRO-3 the mapped files are the weights themselves.
-            min(file, SHARD_BYTES) if accelerator else 0 if work.mapped else file,
+            mapped,
             "host",
             "a file of the model, mapped" if accelerator else "the model's files, mapped",
             "safetensors: mmap; transformers: files of at most 5 GB, all mapped; what is read may be dropped again",
@@ -127,15 +105,13 @@ def _surroundings(work: Workload) -> list[Term]:
         ),
         Term(
             "load",
-            # Where nothing is converted, these too are the mapped files.
-            whole if accelerator and not zero3 and work.computing.weight_bytes != work.file_bytes else 0,
+            weight_bytes * work.shape.total if moved else 0,
             "host",
-            f"{work.computing.weight_bytes} B x P before it goes to the device",
+            f"{weight_bytes} B x P before it goes to the device",
             "ours: modeling/pretrained.py, scratch.py: made on the host, moved by Trainer",
             ("load",),
         ),
     ]
-    return terms + (_saving(work) if work.saves else [])
 
 
 def _saving(work: Workload) -> list[Term]:
@@ -143,19 +119,11 @@ def _saving(work: Workload) -> list[Term]:
     sharding = work.sharding
     sliced = sharding.stage == 3 and not work.adapter
     on_host = work.device_type == "cpu" or sharding.offload_optimizer
-    where_they_are = on_host and (sliced or not sharding.engine)  # float32 on the host: written from there
-    state = 0 if where_they_are else 8 * (work.share if sliced else work.trained)
+    written_in_place = on_host and (sliced or not sharding.engine)  # float32 on the host already
+    state = 0 if written_in_place else 8 * (work.share if sliced else work.trained)
+    formula = f"8 B x P_t{' / N' if sliced else ''}: moments, after the weights"
     result = 0 if work.adapter else work.computing.element_bytes * work.shape.total
-    each = " / N" if sliced else ""
     return [
-        Term(
-            "save",
-            state,
-            "host",
-            f"8 B x P_t{each}: moments, after the weights",
-            "ours: training/state.py, save",
-            ("save",),
-            not sliced,
-        ),
+        Term("save", state, "host", formula, "ours: training/state.py, save", ("save",), not sliced),
         Term("save", result, "host", "c x P: whole", "ours: training/state.py, whole_weights", ("result",), True),
     ]

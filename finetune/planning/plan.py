@@ -1,4 +1,4 @@
-"""A plan: the need of each place, the time of a step, the largest rows, the ways to shard it, and what to do."""
+"""A plan: the need of each location, the time of a step, the largest microbatch, ways to shard it, and what to do."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from finetune.commands.plan.text import draw
 from finetune.config.run_config import BaseConfig
 from finetune.planning.advice import advise
-from finetune.planning.inputs import Cluster, with_micro_batch, with_sharding, workload_of
-from finetune.planning.memory import PHASES, Memory, Place, Sharding, Workload, memory_of
+from finetune.planning.inputs import with_micro_batch, with_sharding, workload_of
+from finetune.planning.memory import Memory, memory_of
 from finetune.planning.shapes import ModelShape
 from finetune.planning.traffic import (
     StepTime,
@@ -20,7 +19,7 @@ from finetune.planning.traffic import (
     step_time,
     traffic_of,
 )
-from finetune.runtime.language import Language, Text
+from finetune.planning.workload import LOCATIONS, PHASES, Cluster, Sharding, Workload
 
 # Of a device's or a host's memory; allocators leave gaps, and the system wants some. Assumed.
 USABLE_SHARE = 0.92
@@ -44,12 +43,11 @@ class Plan:
 
     Attributes:
         fits: None where no memory was given to judge by.
-        largest_micro_batch: samples (windows) of the largest row that fits; 0 if none does, None where not judged.
-        guide_memory: what the guide expects of a preset, in words; empty for others.
+        largest_micro_batch: samples (windows) of the largest that fits; 0 if none does, None where not judged.
+        expected_memory: what a device is expected to need with a preset of pretraining; empty for others.
         choices: other ways to shard the run (fine-tuning), from the one that moves least.
     """
 
-    config: BaseConfig
     cluster: Cluster
     memory: Memory
     fits: bool | None
@@ -59,15 +57,11 @@ class Plan:
     flops_per_token: int
     computed_flops_per_token: int
     largest_micro_batch: int | None
-    guide_memory: str
+    expected_memory: str
     choices: tuple[Choice, ...]
-    advice: tuple[Text, ...]
+    advice: tuple[str, ...]
 
-    def text(self, language: Language) -> str:
-        """For people."""
-        return draw(self, language)
-
-    def to_json(self, language: Language) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """For machines: its form is frozen by tests/frozen/plan.txt."""
         work, cluster = self.memory.work, self.cluster
         return {
@@ -88,11 +82,11 @@ class Plan:
             "sharding": work.sharding.name,
             "device_bytes": self.memory.device(),
             "node_bytes": self.memory.node(),
-            "phases": {phase: {place: self.memory.in_phase(place, phase) for place in _PLACES} for phase in PHASES},
+            "phases": {phase: {where: self.memory.in_phase(where, phase) for where in LOCATIONS} for phase in PHASES},
             "terms": [
                 {
                     "kind": term.kind,
-                    "place": term.place,
+                    "place": term.location,
                     "bytes": term.bytes,
                     "phases": list(term.phases),
                     "formula": term.formula,
@@ -101,25 +95,12 @@ class Plan:
                 }
                 for term in self.memory.terms
             ],
-            "guide_memory": self.guide_memory or None,
+            "guide_memory": self.expected_memory or None,
             "row_tokens": work.microbatch_tokens,
-            "rows_per_step": work.rows,
+            "rows_per_step": work.microbatches,
             "largest_micro_batch": self.largest_micro_batch,
             "largest_row_tokens": None if self.largest_micro_batch is None else self.largest_micro_batch * work.longest,
-            "step": {
-                "tokens": self.step_tokens,
-                "flops_per_token": self.flops_per_token,
-                "computed_flops_per_token": self.computed_flops_per_token,
-                "compute_seconds": self.time.compute,
-                "network_seconds": self.time.network,
-                "host_seconds": self.time.host,
-                "shortest_seconds": self.time.shortest,
-                "longest_seconds": self.time.longest,
-                "network_bytes": self.traffic.network_bytes,
-                "network_formula": self.traffic.network_formula,
-                "host_bytes": self.traffic.host_bytes,
-                "host_formula": self.traffic.host_formula,
-            },
+            "step": self._step_json(),
             "choices": [
                 {
                     "sharding": choice.sharding.name,
@@ -131,11 +112,24 @@ class Plan:
                 }
                 for choice in self.choices
             ],
-            "advice": [text[language] for text in self.advice],
+            "advice": list(self.advice),
         }
 
-
-_PLACES: tuple[Place, ...] = ("device", "host")
+    def _step_json(self) -> dict[str, Any]:
+        return {
+            "tokens": self.step_tokens,
+            "flops_per_token": self.flops_per_token,
+            "computed_flops_per_token": self.computed_flops_per_token,
+            "compute_seconds": self.time.compute,
+            "network_seconds": self.time.network,
+            "host_seconds": self.time.host,
+            "shortest_seconds": self.time.shortest,
+            "longest_seconds": self.time.longest,
+            "network_bytes": self.traffic.network_bytes,
+            "network_formula": self.traffic.network_formula,
+            "host_bytes": self.traffic.host_bytes,
+            "host_formula": self.traffic.host_formula,
+        }
 
 
 def make_plan(config: BaseConfig, shape: ModelShape, cluster: Cluster, efficiency: float) -> Plan:
@@ -144,29 +138,21 @@ def make_plan(config: BaseConfig, shape: ModelShape, cluster: Cluster, efficienc
     memory, traffic = memory_of(work), traffic_of(work)
     if traffic.host_bytes and cluster.host_bytes_per_second is None:
         cluster = replace(cluster, host_bytes_per_second=measured_copy_rate())
-    largest = _largest_micro_batch(work, config, cluster)
+    judged, largest = fits(memory, cluster), _largest_micro_batch(work, config, cluster)
     choices = tuple(_choice(work, sharding, cluster) for sharding in _shardings(work))
     return Plan(
-        config=config,
         cluster=cluster,
         memory=memory,
-        fits=fits(memory, cluster),
-        time=step_time(
-            work,
-            config.tokens_per_step,
-            peak_flops=cluster.peak_flops,
-            network_bytes_per_second=cluster.network_bytes_per_second,
-            host_bytes_per_second=cluster.host_bytes_per_second,
-            efficiency=efficiency,
-        ),
+        fits=judged,
+        time=step_time(work, cluster, config.tokens_per_step, efficiency),
         traffic=traffic,
         step_tokens=config.tokens_per_step,
         flops_per_token=flops_per_token(work),
         computed_flops_per_token=computed_flops_per_token(work),
         largest_micro_batch=largest,
-        guide_memory=_guide_memory(config),
+        expected_memory=_expected_memory(config),
         choices=choices,
-        advice=tuple(advise(work, cluster, fits(memory, cluster), choices, largest)),
+        advice=tuple(advise(work, cluster, judged, choices, largest)),
     )
 
 
@@ -197,20 +183,15 @@ def _shardings(work: Workload) -> list[Sharding]:
     if work.muon or (work.computing.full and not work.sharding.engine and not work.file_bytes):
         return []
     plain = replace(work.sharding, engine=False, stage=0, offload_optimizer=False, offload_param=False)
-    made = [plain]
-    for stage, optimizer, weights in (
-        (2, False, False),
-        (2, True, False),
-        (3, False, False),
-        (3, True, False),
-        (3, True, True),
-    ):
-        made.append(replace(plain, engine=True, stage=stage, offload_optimizer=optimizer, offload_param=weights))
-    return made
+    stages = ((2, False, False), (2, True, False), (3, False, False), (3, True, False), (3, True, True))
+    return [plain] + [
+        replace(plain, engine=True, stage=stage, offload_optimizer=optimizer, offload_param=weights)
+        for stage, optimizer, weights in stages
+    ]
 
 
 def _largest_micro_batch(work: Workload, config: BaseConfig, cluster: Cluster) -> int | None:
-    """By halving: memory never falls with the row."""
+    """By halving: memory never falls with the microbatch."""
 
     def fitting(micro_batch: int) -> bool:
         return fits(memory_of(with_micro_batch(work, config, micro_batch)), cluster) is not False
@@ -226,13 +207,13 @@ def _largest_micro_batch(work: Workload, config: BaseConfig, cluster: Cluster) -
     return low
 
 
-# What guide 004 expects of each of its presets for two GPUs: (depth, device batch, sequence) -> GB of one device.
-_GUIDE = {(12, 8, 1536): "15-16 GB", (16, 12, 2048): "20-22 GB", (20, 14, 3072): "28-30 GB"}
+# What each preset of ds_configs/pretrain_gpu2_*.json was chosen for: (depth, device batch, sequence) -> of one device.
+_EXPECTED = {(12, 8, 1536): "15-16 GB", (16, 12, 2048): "20-22 GB", (20, 14, 3072): "28-30 GB"}
 
 
-def _guide_memory(config: BaseConfig) -> str:
+def _expected_memory(config: BaseConfig) -> str:
     sizes = tuple(getattr(config, name, None) for name in ("depth", "device_batch_size", "max_seq_len"))
-    return _GUIDE.get(sizes, "")  # type: ignore[call-overload]
+    return _EXPECTED.get(sizes, "")  # type: ignore[call-overload]
 
 
 def measured_copy_rate() -> float:
@@ -242,7 +223,7 @@ def measured_copy_rate() -> float:
     source = np.ones(8 * 2**20)
     target = np.empty_like(source)
     rates = []
-    for _ in range(3):
+    for _attempt in range(3):
         start = time.perf_counter()
         np.copyto(target, source)
         rates.append(source.nbytes / (time.perf_counter() - start))

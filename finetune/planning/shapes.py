@@ -1,82 +1,110 @@
-"""A model's config.json -> its parameters by kind, without torch, transformers or weights.
+"""A model's config.json -> the sizes and parameters that a plan needs, read off transformers' own model of it.
 
-Dense decoders whose blocks are attention and an MLP are known by name (`FAMILIES`); every family's count is compared
-with transformers' own model in tests/planning/test_memory.py. What is not known is refused: a wrong count would be a
+The model is made without numbers, on torch's meta device, so no weights are needed; code that comes with a model is
+never run. What transformers cannot make, or has no blocks that can be found, is refused: a wrong count would be a
 wrong plan.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.errors import ConfigError
 
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
 
-@dataclass(frozen=True)
-class Family:
-    """How the blocks of a model type are made.
-
-    Attributes:
-        gated: the MLP has gate, up and down; else one matrix in and one out.
-        fused: q, k, v are one matrix, gate and up are one matrix.
-        norms: norms of a block that are as wide as the model.
-        norm_vectors: numbers of a norm per width: 1 for a scale, 2 with a shift, 0 without parameters.
-        head_norms: "head" for norms of q and k as wide as a head, "width" as wide as all heads, "" for none.
-        attention_bias: which of "qkv", "o" have a bias; "config" follows `attention_bias`.
-        mlp_bias: "config" follows `mlp_bias` (or `use_bias`), "" for none.
-        tied: default of `tie_word_embeddings`.
-    """
-
-    gated: bool = True
-    fused: bool = False
-    norms: int = 2
-    norm_vectors: int = 1
-    head_norms: str = ""
-    attention_bias: str = ""
-    mlp_bias: str = ""
-    tied: bool = False
-
-
-FAMILIES = {
-    "llama": Family(attention_bias="config", mlp_bias="config"),
-    "mistral": Family(),
-    "ministral": Family(),
-    "qwen2": Family(attention_bias="qkv"),
-    "qwen3": Family(head_norms="head", attention_bias="config"),
-    "seed_oss": Family(attention_bias="config", mlp_bias="config"),
-    "smollm3": Family(attention_bias="config", mlp_bias="config", tied=True),
-    "granite": Family(attention_bias="config", mlp_bias="config"),
-    "gemma": Family(attention_bias="config", tied=True),
-    "gemma2": Family(norms=4, attention_bias="config", tied=True),
-    "gemma3_text": Family(norms=4, head_norms="head", attention_bias="config", tied=True),
-    "phi3": Family(fused=True),
-    "olmo2": Family(head_norms="width", attention_bias="config"),
-    "starcoder2": Family(gated=False, norm_vectors=2, attention_bias="config", mlp_bias="config", tied=True),
-    "nanochat": Family(gated=False, norm_vectors=0, attention_bias="config"),
-}
-# Head width where the file has none: fixed in these families' configuration classes.
-_HEAD_DIM = {"qwen3": 128, "gemma": 256, "gemma2": 256, "gemma3_text": 256, "seed_oss": 128}
+# Attention whose work grows with the sequence; a `linear_attn` is counted by its matrices alone.
+_ATTENTION = re.compile(r"(?<!linear_)attn|attention", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A linear layer of a block: its module's name, numbers in and out, and of its bias."""
+    """A parameter of two or more dimensions; those of all experts of a mixture are one.
 
-    name: str
+    Attributes:
+        path: of its module within the block; outside the blocks, within the model.
+        linear: LoRA can adapt it.
+        active: experts that compute a token, of `experts`.
+    """
+
+    path: str
     inputs: int
     outputs: int
-    bias: int = 0
+    linear: bool = True
+    experts: int = 1
+    active: int = 1
+
+    @property
+    def name(self) -> str:
+        """As in `--lora-target-modules`."""
+        return self.path.rpartition(".")[2]
 
     @property
     def numbers(self) -> int:
-        """Numbers of the matrix without its bias."""
-        return self.inputs * self.outputs
+        return self.inputs * self.outputs * self.experts
+
+
+@dataclass(frozen=True)
+class Part:
+    """The matrices of one module of a block: attention, MLP, the experts of a mixture. Widths are of a token.
+
+    Attributes:
+        writer: the one whose output is added to the residual stream.
+    """
+
+    matrices: tuple[Matrix, ...]
+    writer: Matrix | None
+    attention: bool
+
+    @cached_property
+    def made(self) -> int:
+        """Numbers that the others make: q, k and v; gate and up."""
+        return sum(matrix.outputs * matrix.active for matrix in self.matrices if matrix != self.writer)
+
+    @cached_property
+    def inner(self) -> int:
+        """Numbers that the writer reads."""
+        return self.writer.inputs * self.writer.active if self.writer else 0
+
+    @cached_property
+    def routed(self) -> int:
+        """Numbers that experts write, before they are weighted and added up."""
+        return self.writer.outputs * self.writer.active if self.writer and self.writer.experts > 1 else 0
+
+    def inputs(self, adapted: frozenset[str] | None = None, *, shared: bool = False) -> list[int]:
+        """Widths of the inputs of the matrices (with an adapter).
+
+        Args:
+            shared: one for q, k and v, and one for gate and up.
+        """
+        found = [m for m in self.matrices if adapted is None or (m.linear and m.name in adapted)]
+        widths = [(m == self.writer, m.inputs * m.active) for m in found]
+        return [width for _writes, width in (set(widths) if shared else widths)]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One layer of a decoder.
+
+    Attributes:
+        norms: norms of the residual stream; `scaled`: they have parameters.
+        normed: numbers of a token's queries and keys that are normalised.
+    """
+
+    hidden: int
+    parts: tuple[Part, ...]
+    norms: int
+    scaled: bool
+    normed: int
 
 
 @dataclass(frozen=True)
@@ -84,117 +112,102 @@ class ModelShape:
     """What counts about a decoder: sizes in numbers, parameters by kind.
 
     Attributes:
-        matrices: linear layers of one block.
-        block_vectors: numbers of a block's norms (biases are with their matrices).
-        final_vectors: numbers of the norms outside the blocks.
+        blocks: the different ones, each with how many there are.
+        others: matrices outside the blocks, without embedding and head.
+        total: all parameters; `small` of them are norms and biases, which ZeRO-3 keeps whole on every device.
         tied: the output head is the embedding.
-        gated, norms: see `Family`.
-        head_norms: q and k are normalised (with or without parameters).
-        softcapped: attention scores are squashed, so that they are made whole.
+        softcapped_heads: heads whose scores are squashed, so that they are made whole.
     """
 
     model_type: str
-    layers: int
     hidden: int
-    heads: int
-    key_value_heads: int
-    head_dim: int
     intermediate: int
     vocabulary: int
     tied: bool
-    matrices: tuple[Matrix, ...]
-    block_vectors: int
-    final_vectors: int
-    gated: bool
-    norms: int
-    head_norms: bool
-    softcapped: bool = False
+    blocks: tuple[tuple[Block, int], ...]
+    others: tuple[Matrix, ...]
+    total: int
+    small: int
+    softcapped_heads: int
 
-    @property
+    @cached_property
+    def layers(self) -> int:
+        return sum(count for _block, count in self.blocks)
+
+    @cached_property
     def query_width(self) -> int:
-        """Numbers of a token's queries."""
-        return self.heads * self.head_dim
+        """Numbers of a token's queries in all blocks."""
+        return sum(n * part.inner for block, n in self.blocks for part in block.parts if part.attention)
 
-    @property
-    def key_width(self) -> int:
-        """Numbers of a token's keys (and values)."""
-        return self.key_value_heads * self.head_dim
+    @cached_property
+    def in_blocks(self) -> tuple[tuple[Matrix, int], ...]:
+        """The matrices of all blocks, each with how many there are."""
+        return tuple((m, n) for block, n in self.blocks for part in block.parts for m in part.matrices)
+
+    @cached_property
+    def matrices(self) -> tuple[tuple[Matrix, int], ...]:
+        """The same with those outside the blocks; without embedding and head."""
+        return (*self.in_blocks, *((matrix, 1) for matrix in self.others))
 
     @cached_property
     def block_matrices(self) -> int:
-        """Numbers in the matrices of one block."""
-        return sum(matrix.numbers for matrix in self.matrices)
-
-    @cached_property
-    def block(self) -> int:
-        """Parameters of one block."""
-        return self.block_matrices + self.block_vectors + sum(matrix.bias for matrix in self.matrices)
+        """Numbers in the matrices of all blocks."""
+        return sum(count * matrix.numbers for matrix, count in self.in_blocks)
 
     @property
     def embedding(self) -> int:
-        """Parameters of the embedding."""
         return self.vocabulary * self.hidden
 
+    @cached_property
+    def idle(self) -> int:
+        """Parameters of the experts that do not compute a token."""
+        return sum(n * m.inputs * m.outputs * (m.experts - m.active) for m, n in self.in_blocks)
+
     @property
-    def head(self) -> int:
-        """Parameters of the output head that are not the embedding's."""
-        return 0 if self.tied else self.embedding
-
-    @cached_property
-    def total(self) -> int:
-        """All parameters."""
-        return self.layers * self.block + self.embedding + self.head + self.final_vectors
-
-    @cached_property
     def passed(self) -> int:
         """Numbers in matrices that a token passes: blocks and head; the embedding is only looked up."""
-        return self.layers * self.block_matrices + self.embedding
-
-    @cached_property
-    def small(self) -> int:
-        """Parameters in norms and biases, which ZeRO-3 keeps whole on every device."""
-        return self.total - self.layers * self.block_matrices - self.embedding - self.head
+        return self.block_matrices + self.embedding - self.idle
 
     @cached_property
     def largest_module(self) -> int:
-        """Parameters of the largest module that is gathered at once: embedding, head, or a matrix of a block."""
-        return max(self.embedding, max(matrix.numbers for matrix in self.matrices))
+        """Parameters of the largest module that is gathered at once: embedding, head, or a matrix."""
+        return max(self.embedding, *(matrix.numbers for matrix, _count in self.matrices))
 
-    def adapted(self, targets: str | Sequence[str]) -> tuple[Matrix, ...]:
-        """The linear layers of a block that get an adapter.
+    def adapted(self, targets: str | Sequence[str]) -> frozenset[str]:
+        """Names of the linear layers that get an adapter.
 
         Args:
             targets: "all-linear", or names as of `--lora-target-modules`; a dotted name counts by its last part.
 
         Raises:
-            ConfigError: a name that no linear layer of a block has.
+            ConfigError: a name that no linear layer has.
         """
-        if targets == "all-linear":
-            return self.matrices
-        names = [targets] if isinstance(targets, str) else list(targets)
-        wanted = {name.rpartition(".")[2] for name in names}
-        known = {matrix.name for matrix in self.matrices}
+        known = {matrix.name for matrix, _count in self.matrices if matrix.linear}
+        names = [targets] if isinstance(targets, str) else targets
+        wanted = known if targets == "all-linear" else {name.rpartition(".")[2] for name in names}
         if unknown := sorted(wanted - known - {"lm_head"}):
             raise ConfigError(
                 f"LoRA target {', '.join(unknown)} is no linear layer of a {self.model_type} model",
                 where="--lora-target-modules",
                 fix=f"choose from {', '.join(sorted(known))}, or use all-linear",
             )
-        return tuple(matrix for matrix in self.matrices if matrix.name in wanted)
+        return frozenset(wanted)
 
-    def lora(self, rank: int, targets: str | Sequence[str]) -> int:
-        """Parameters of a LoRA adapter (Hu et al. 2021, section 4.1: rank x (inputs + outputs) per matrix)."""
-        blocks = self.layers * sum(rank * (m.inputs + m.outputs) for m in self.adapted(targets))
-        names = [targets] if isinstance(targets, str) else targets
-        head = rank * (self.hidden + self.vocabulary) if any(n.endswith("lm_head") for n in names) else 0
-        return blocks + head
+    def lora_tensors(self, rank: int, adapted: frozenset[str]) -> list[int]:
+        """Numbers of each tensor of a LoRA adapter (Hu et al. 2021, section 4.1), two a linear layer."""
+        layers = [(m.inputs, m.outputs) for m, n in self.matrices if m.linear and m.name in adapted for _ in range(n)]
+        head = [(self.hidden, self.vocabulary)] if "lm_head" in adapted else []
+        return [rank * width for widths in layers + head for width in widths]
+
+
+# ---------------------------------------------------------------- from a configuration
 
 
 def read_shape(path: Path) -> ModelShape:
     """The shape that a config.json (or the folder that holds one) describes.
 
     Raises:
-        ConfigError: no such file, not JSON, or a model that is not a dense decoder known here.
+        ConfigError: no such file, not JSON, or not the configuration of a decoder that transformers can make.
     """
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -217,105 +230,140 @@ def shape_of_config(config: Mapping[str, Any], where: str = "config.json") -> Mo
     Raises:
         ConfigError: see `read_shape`.
     """
+    from transformers import CONFIG_MAPPING
+
+    from finetune.modeling.scratch import make_empty_model
+
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if kind not in CONFIG_MAPPING:
         raise ConfigError(
-            f"model_type {kind!r} is not among the dense decoders whose parameters are counted here",
+            f"model_type {kind!r} is not among the models of transformers, and a model's own code is not run here",
             where,
-            f"known: {', '.join(sorted(FAMILIES))}; for another model of the same kind, give a config.json with the "
-            "nearest of these names and its sizes",
+            "for a model that is made like another, give --model-config FILE with that one's model_type and the sizes",
         )
-    family = FAMILIES[kind]
-    hidden, layers, heads, vocabulary = (
-        _size(config, name, where) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    )
-    key_value_heads = _size(config, "num_key_value_heads", where, heads)
-    head_dim = _size(config, "head_dim", where, _HEAD_DIM.get(kind, hidden // heads))
-    intermediate = _size(config, "intermediate_size", where)
-    queries, keys = heads * head_dim, key_value_heads * head_dim
-    matrices = (
-        *_attention(family, config, hidden, queries, keys),
-        *_mlp(family, config, hidden, intermediate),
-    )
-    of_heads = {"head": 2 * head_dim, "width": queries + keys, "": 0}[family.head_norms]
-    return ModelShape(
-        model_type=str(kind),
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        key_value_heads=key_value_heads,
-        head_dim=head_dim,
-        intermediate=intermediate,
-        vocabulary=vocabulary,
-        tied=bool(config.get("tie_word_embeddings", family.tied)),
-        matrices=matrices,
-        block_vectors=family.norms * family.norm_vectors * hidden + of_heads,
-        final_vectors=family.norm_vectors * hidden,
-        gated=family.gated,
-        norms=family.norms,
-        head_norms=bool(family.head_norms) or kind == "nanochat",
-        softcapped=bool(config.get("attn_logit_softcapping")),
-    )
-
-
-def scratch_shape(arch: str, depth: int, vocabulary: int) -> ModelShape:
-    """The shape that pretraining makes of a depth: `modeling.scratch.scratch_config` without transformers."""
-    width = 64 * depth
-    heads, head_dim = (2, width // 2) if width <= 128 else (math.ceil(width / 128), 128)
-    width = heads * head_dim
-    config = {
-        "model_type": arch,
-        "hidden_size": width,
-        "num_hidden_layers": depth,
-        "num_attention_heads": heads,
-        "head_dim": head_dim,
-        "vocab_size": math.ceil(vocabulary / 64) * 64,
-        "intermediate_size": 4 * width if arch == "nanochat" else math.ceil(8 * width / 3 / 64) * 64,
-        "tie_word_embeddings": False,
-    }
-    return shape_of_config(config, f"--arch {arch} --depth {depth}")
-
-
-def _attention(family: Family, config: Mapping[str, Any], hidden: int, queries: int, keys: int) -> tuple[Matrix, ...]:
-    biased = family.attention_bias
-    if biased == "config":
-        by_default = config.get("use_bias", config.get("model_type") in ("starcoder2", "seed_oss"))
-        on = bool(config.get("attention_bias", by_default))
-        # Seed-OSS has a switch of its own for the output.
-        out = bool(config.get("attention_out_bias", on and config.get("model_type") != "seed_oss"))
-    else:
-        on, out = biased == "qkv", False
-    if family.fused:
-        return (Matrix("qkv_proj", hidden, queries + 2 * keys), Matrix("o_proj", queries, hidden))
-    return (
-        Matrix("q_proj", hidden, queries, queries * on),
-        Matrix("k_proj", hidden, keys, keys * on),
-        Matrix("v_proj", hidden, keys, keys * on),
-        Matrix("o_proj", queries, hidden, hidden * out),
-    )
-
-
-def _mlp(family: Family, config: Mapping[str, Any], hidden: int, inner: int) -> tuple[Matrix, ...]:
-    by_default = config.get("use_bias", config.get("model_type") == "starcoder2")
-    on = family.mlp_bias == "config" and bool(config.get("mlp_bias", by_default))
-    if family.fused:
-        return (Matrix("gate_up_proj", hidden, 2 * inner), Matrix("down_proj", inner, hidden))
-    if not family.gated:
-        names = ("fc1", "fc2") if config.get("model_type") == "nanochat" else ("c_fc", "c_proj")
-        return (Matrix(names[0], hidden, inner, inner * on), Matrix(names[1], inner, hidden, hidden * on))
-    return (
-        Matrix("gate_proj", hidden, inner, inner * on),
-        Matrix("up_proj", hidden, inner, inner * on),
-        Matrix("down_proj", inner, hidden, hidden * on),
-    )
-
-
-def _size(config: Mapping[str, Any], name: str, where: str, otherwise: int | None = None) -> int:
-    value = config.get(name)
-    if value is None:
-        value = otherwise
-    if type(value) is not int or value < 1:
+    try:
+        # Without the reference to code that came with the model.
+        made = CONFIG_MAPPING[kind].from_dict({name: value for name, value in config.items() if name != "auto_map"})
+        return shape_of_model(make_empty_model(made))
+    except Exception as error:  # whatever a model's code makes of values that do not fit
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ConfigError(
-            f"{name} is {value!r}, and a whole number above 0 is needed", where, f"write the model's {name} into it"
-        )
-    return value
+            f"no plan can be made of this {kind} configuration: {reason}",
+            where,
+            "compare the file with the one that the model was published with; a decoder of text is needed",
+        ) from error
+
+
+def shape_of_model(model: PreTrainedModel) -> ModelShape:
+    """The shape of a model, which may be on the meta device.
+
+    Raises:
+        ValueError: its blocks are not found, or how many experts compute a token.
+    """
+    config = model.config.get_text_config()
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    layers = _decoder_layers(model, config.num_hidden_layers)
+    active = getattr(config, "num_experts_per_tok", None)
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()} | {id(embedding), id(head)}
+    blocks = Counter(_block(layer, config.hidden_size, active) for layer in layers)
+    parameters = list(model.parameters())
+    softcapped = bool(getattr(config, "attn_logit_softcapping", None))
+    return ModelShape(
+        model_type=str(model.config.model_type),
+        hidden=config.hidden_size,
+        intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        vocabulary=embedding.shape[0],
+        tied=head is embedding,
+        blocks=tuple(blocks.items()),
+        others=tuple(_matrices(model, config.hidden_size, active, inside)),
+        total=sum(parameter.numel() for parameter in parameters),
+        small=sum(parameter.numel() for parameter in parameters if parameter.ndim < 2),
+        softcapped_heads=config.num_attention_heads if softcapped else 0,
+    )
+
+
+def _decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
+    """The list of so many modules that holds most of the model's parameters: a vision tower may have as many."""
+    from torch import nn
+
+    def numbers(module: nn.Module) -> int:
+        return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim >= 2)
+
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    found = max(lists, key=numbers, default=None)
+    tables = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Embedding))
+    if found is None or 2 * numbers(found) < numbers(model) - tables - model.get_output_embeddings().weight.numel():
+        raise ValueError(f"the {count} blocks of a {type(model).__name__} are not found")
+    return found
+
+
+def _block(layer: nn.Module, hidden: int, active: int | None) -> Block:
+    modules: dict[str, list[Matrix]] = {}
+    for matrix in _matrices(layer, hidden, active):
+        modules.setdefault(matrix.path.rpartition(".")[0], []).append(matrix)
+    norms = {path: module for path, module in layer.named_modules() if "Norm" in type(module).__name__}
+    own = [module for path, module in norms.items() if "." not in path]
+    with_norms = {path.rpartition(".")[0] for path in norms}
+    parts, normed = [], 0
+    for path, found in modules.items():
+        writer = next((matrix for matrix in reversed(found) if matrix.outputs == hidden), None)
+        parts.append(part := Part(tuple(found), writer, bool(_ATTENTION.search(path))))
+        if part.attention and path in with_norms:  # of q and k: q, k and v are made, and as much is read as q
+            normed += (part.made + part.inner) // 2
+    return Block(hidden, tuple(parts), len(own), any(list(norm.parameters()) for norm in own), normed)
+
+
+def _matrices(root: nn.Module, hidden: int, active: int | None, skipped: Collection[int] = ()) -> Iterator[Matrix]:
+    """The matrices of a module, without the parameters whose ids are `skipped`."""
+    from torch import nn
+
+    for path, module in root.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim < 2 or id(parameter) in skipped or "bias" in name:
+                continue
+            full = path if name == "weight" else f"{path}.{name}".lstrip(".")
+            first, second, *third = parameter.shape
+            if third and "Expert" in type(module).__name__:
+                if active is None:
+                    raise ValueError("num_experts_per_tok is not set: how many experts compute a token?")
+                # Stacked; in some families (experts, inputs, outputs), in others the other way round.
+                inner = third[0] if second == hidden else second
+                sizes = (inner, hidden) if "down" in full or "output" in full else (hidden, inner)
+                yield Matrix(full, *sizes, linear=False, experts=first, active=min(active, first))
+            elif type(module).__name__ == "Conv1D":  # GPT-2's linear layer
+                yield Matrix(full, first, second)
+            else:
+                yield Matrix(full, parameter.numel() // first, first, isinstance(module, nn.Linear))
+
+
+# ---------------------------------------------------------------- public models
+
+# From each model's public config.json, so that a plan needs neither network nor file.
+# name: layers, width, heads, key-value heads, width of the MLP, vocabulary, whether head and embedding are tied
+_QWEN3 = {
+    "Qwen/Qwen3-0.6B": (28, 1024, 16, 8, 3072, 151936, True),
+    "Qwen/Qwen3-1.7B": (28, 2048, 16, 8, 6144, 151936, True),
+    "Qwen/Qwen3-4B": (36, 2560, 32, 8, 9728, 151936, True),
+    "Qwen/Qwen3-8B": (36, 4096, 32, 8, 12288, 151936, False),
+    "Qwen/Qwen3-14B": (40, 5120, 40, 8, 17408, 151936, False),
+    "Qwen/Qwen3-32B": (64, 5120, 64, 8, 25600, 151936, False),
+}
+_QWEN25 = {
+    "Qwen/Qwen2.5-0.5B": (24, 896, 14, 2, 4864, 151936, True),
+    "Qwen/Qwen2.5-1.5B": (28, 1536, 12, 2, 8960, 151936, True),
+    "Qwen/Qwen2.5-3B": (36, 2048, 16, 2, 11008, 151936, True),
+    "Qwen/Qwen2.5-7B": (28, 3584, 28, 4, 18944, 152064, False),
+    "Qwen/Qwen2.5-14B": (48, 5120, 40, 8, 13824, 152064, False),
+    "Qwen/Qwen2.5-32B": (64, 5120, 40, 8, 27648, 152064, False),
+    "Qwen/Qwen2.5-72B": (80, 8192, 64, 8, 29568, 152064, False),
+}
+KNOWN_MODELS = (*_QWEN3, *_QWEN25)
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+
+
+def known_config(name: str) -> dict[str, Any] | None:
+    """The configuration of a public model, `-Base` and `-Instruct` included; None for one that is not known."""
+    plain = name.removesuffix("-Instruct").removesuffix("-Base")
+    kind = {"model_type": "qwen3", "head_dim": 128} if plain in _QWEN3 else {"model_type": "qwen2"}
+    sizes = (_QWEN3 | _QWEN25).get(plain)
+    return sizes and {**kind, **dict(zip((*_SIZES, "vocab_size", "tie_word_embeddings"), sizes, strict=True))}

@@ -1,4 +1,4 @@
-"""What an optimizer step costs each device: operations, bytes over the network, bytes to and from the host. No torch.
+"""What an optimizer step costs each device: operations, bytes over the network, bytes to and from the host.
 
 Operations are counted as in planning/flops.py (PaLM, appendix B), less what LoRA does not compute: a frozen matrix has
 no gradient of its own, 4 operations per number instead of 6.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from finetune.planning.memory import Workload
+from finetune.planning.workload import Cluster, Workload
 
 # Share of the peak that training reaches. Published for dense models: 33-50% (torchtitan Llama-3.1-8B 33-39% on H100;
 # nanochat d24 50%; QwenLM 72B LoRA with ZeRO-3 33-38%).
@@ -19,13 +19,13 @@ EFFICIENCY = 0.4
 def forward_flops_per_token(work: Workload) -> int:
     """Operations of a token's forward pass."""
     shape = work.shape
-    return 2 * (shape.passed + work.adapter) + 4 * shape.layers * shape.query_width * work.longest
+    return 2 * (shape.passed + work.adapter) + 4 * shape.query_width * work.longest
 
 
 def flops_per_token(work: Workload) -> int:
     """Operations of training that are progress: forward and backward, without recomputing."""
     shape = work.shape
-    attention = 12 * shape.layers * shape.query_width * work.longest
+    attention = 12 * shape.query_width * work.longest
     return (4 if work.adapter else 6) * shape.passed + 6 * work.adapter + attention
 
 
@@ -55,36 +55,34 @@ def traffic_of(work: Workload) -> Traffic:
 
 
 def _network(work: Workload) -> tuple[int, str, str]:
-    n, c, rows = work.processes, work.computing.element_bytes, work.rows
+    n, c, count = work.processes, work.computing.element_bytes, work.microbatches
     part = (n - 1) / n
     if n == 1:
         return 0, "one process", ""
     if not work.sharding.engine:
-        return (
-            int(2 * part * 4 * work.trained),
-            "2 (N-1)/N x 4 B x P_t, once a step",
-            "ring all-reduce (Patarasuk and Yuan 2009)",
-        )
+        source = "ring all-reduce (Patarasuk and Yuan 2009)"
+        return int(2 * part * 4 * work.trained), "2 (N-1)/N x 4 B x P_t, once a step", source
     if work.sharding.stage < 3:
-        reductions = rows if work.sharding.stage == 2 else 1
-        bytes_ = part * c * work.trained * (reductions + 1)
-        return int(bytes_), "(N-1)/N x P_t x (rows + 1)", "ZeRO paper, sec. 7.2.1; a reduction per row"
+        reductions = count if work.sharding.stage == 2 else 1
+        source = "ZeRO paper, sec. 7.2.1; a reduction per microbatch"
+        return int(part * c * work.trained * (reductions + 1)), "(N-1)/N x P_t x (microbatches + 1)", source
     gathered = 2 * c * (work.parameters - work.adapter - work.shape.small)
-    bytes_ = part * rows * (gathered + c * work.trained)
-    return int(bytes_), "(N-1)/N x rows x (2 P + P_t)", "ZeRO paper, sec. 7.2.2: gathered for forward and backward"
+    formula = "(N-1)/N x microbatches x (2 P + P_t)"
+    source = "ZeRO paper, sec. 7.2.2: gathered for forward and backward"
+    return int(part * count * (gathered + c * work.trained)), formula, source
 
 
 def _host(work: Workload) -> tuple[int, str, str]:
-    c, rows, sharding = work.computing.element_bytes, work.rows, work.sharding
-    bytes_, said = 0, []
+    c, count, sharding = work.computing.element_bytes, work.microbatches, work.sharding
+    bytes_, formulas = 0, []
     if sharding.offload_param:
-        bytes_ += 2 * rows * c * ceil(work.parameters / work.processes)
-        said.append("rows x 2 x P / N")
+        bytes_ += 2 * count * c * ceil(work.parameters / work.processes)
+        formulas.append("microbatches x 2 x P / N")
     if sharding.offload_optimizer:
-        bytes_ += work.share * ((2 * rows - 1) * 4 + c)
-        said.append("(2 rows - 1) x 4 B x P_t / N + P_t / N")
-    source = "deepspeed 0.19.8 runtime/zero/stage3.py: partition_grads" if said else ""
-    return bytes_, " + ".join(said) or "nothing is offloaded", source
+        bytes_ += work.share * ((2 * count - 1) * 4 + c)
+        formulas.append("(2 microbatches - 1) x 4 B x P_t / N + P_t / N")
+    source = "deepspeed 0.19.8 runtime/zero/stage3.py: partition_grads" if formulas else ""
+    return bytes_, " + ".join(formulas) or "nothing is offloaded", source
 
 
 @dataclass(frozen=True)
@@ -111,34 +109,24 @@ class StepTime:
         return None if None in known else sum(known)  # type: ignore[arg-type]
 
 
-def step_time(
-    work: Workload,
-    step_tokens: int,
-    *,
-    peak_flops: float | None,
-    network_bytes_per_second: float | None,
-    host_bytes_per_second: float | None,
-    efficiency: float = EFFICIENCY,
-) -> StepTime:
+def step_time(work: Workload, cluster: Cluster, step_tokens: int, efficiency: float) -> StepTime:
     """How long a step takes.
 
     Args:
         step_tokens: of all devices.
-        peak_flops: of one device.
-        network_bytes_per_second, host_bytes_per_second: of one device.
+        efficiency: share of the peak that is reached.
     """
-    moved = traffic_of(work)
+    moved, compute = traffic_of(work), None
 
     def seconds(bytes_: int, rate: float | None) -> float | None:
         if bytes_ == 0:
             return 0.0
         return None if rate is None else bytes_ / rate
 
-    compute = None
-    if peak_flops is not None:
-        compute = computed_flops_per_token(work) * step_tokens / work.processes / (peak_flops * efficiency)
+    if cluster.peak_flops is not None:
+        compute = computed_flops_per_token(work) * step_tokens / work.processes / (cluster.peak_flops * efficiency)
     return StepTime(
         compute,
-        seconds(moved.network_bytes, network_bytes_per_second),
-        seconds(moved.host_bytes, host_bytes_per_second),
+        seconds(moved.network_bytes, cluster.network_bytes_per_second),
+        seconds(moved.host_bytes, cluster.host_bytes_per_second),
     )

@@ -12,15 +12,17 @@ from finetune.config.kinds import kind_names, kind_of_settings, run_kind
 from finetune.config.resolution import resolve_object
 from finetune.errors import DataError
 from finetune.planning.advice import KEPT_BY_GLIBC
-from finetune.planning.inputs import DTYPE_BYTES, Cluster, shape_for, workload_of
-from finetune.planning.memory import Workload, memory_of
+from finetune.planning.inputs import DTYPE_BYTES, shape_for, workload_of
+from finetune.planning.memory import memory_of
 from finetune.planning.traffic import flops_per_token
-from finetune.runtime.language import Language
+from finetune.planning.workload import Cluster, Workload
+from finetune.runtime.language import N_, _
 from finetune.storage.run_log import read_jsonl_tolerant
 
 LIMIT = 0.15
 WARM_UP_STEPS = 2
 MIB = 2**20
+NAMES = {"device": N_("peak of a device: {numbers}"), "host": N_("peak of a process on the host: {numbers}")}
 
 
 @dataclass(frozen=True)
@@ -73,28 +75,23 @@ class Checked:
             "efficiency": self.efficiency,
         }
 
-    def text(self, language: Language) -> str:
+    def text(self) -> str:
         """For people."""
-        chinese = language == "zh"
-        names = {
-            "device": "设备显存峰值" if chinese else "peak of a device",
-            "host": "主机进程峰值" if chinese else "peak of a process on the host",
-        }
+        numbers = _("predicted {predicted:,.0f} MiB, measured {measured:,.0f} MiB, {error:+.1%}")
         lines = [
-            f"{names[number.name]}: {'预测' if chinese else 'predicted'} {number.predicted / MIB:,.0f} MiB, "
-            f"{'实测' if chinese else 'measured'} {number.measured / MIB:,.0f} MiB, {number.error:+.1%}"
+            _(NAMES[number.name]).format(
+                numbers=numbers.format(
+                    predicted=number.predicted / MIB, measured=number.measured / MIB, error=number.error
+                )
+            )
             for number in self.compared
         ]
         if self.tokens_per_second is not None and self.flops_per_second is not None:
-            share = (
-                "" if self.efficiency is None else f", {self.efficiency:.1%} {'利用率' if chinese else 'of the peak'}"
-            )
+            share = "" if self.efficiency is None else _(", {share:.1%} of the peak").format(share=self.efficiency)
             lines.append(f"{self.tokens_per_second:,.0f} tok/s, {self.flops_per_second / 1e12:,.3g} TFLOP/s{share}")
         if any(number.name == "host" and number.error < -LIMIT for number in self.compared):
-            lines.append(KEPT_BY_GLIBC[language])
-        good = "预测误差在 15% 以内" if chinese else "within 15%"
-        bad = "预测误差超过 15%" if chinese else "missed by more than 15%"
-        return "\n".join([*lines, good if self.agrees else bad])
+            lines.append(_(KEPT_BY_GLIBC))
+        return "\n".join([*lines, _("within 15%") if self.agrees else _("missed by more than 15%")])
 
 
 def check_run(run: Path, model_config: Path | None) -> Checked:
@@ -121,7 +118,7 @@ def check_run(run: Path, model_config: Path | None) -> Checked:
         compared.append(Compared("host", with_framework, max(end["peak_host_bytes"])))
     else:
         of_devices = [peak for peak in end["peak_device_bytes"] if peak]
-        context = sum(t.bytes for t in memory.terms if t.kind == "framework" and t.place == "device")
+        context = sum(t.bytes for t in memory.terms if t.kind == "framework" and t.location == "device")
         if of_devices:  # what torch allocated: the context is not in it
             compared.append(Compared("device", memory.device() - context, max(of_devices)))
     speed = _speed(run)
@@ -132,7 +129,7 @@ def check_run(run: Path, model_config: Path | None) -> Checked:
 
 
 def _planned(run: Path, start: dict[str, Any], model_config: Path | None) -> tuple[Workload, Cluster]:
-    """The workload of the run as it started, with the rows that it planned instead of the largest there may be."""
+    """The workload of the run as it started, with the microbatches that it had instead of the largest there may be."""
     processes = int(start["world_size"])
     path = run / "run.yaml"
     kind = kind_of_settings(read_file(path)) or run_kind(kind_names()[0])
@@ -142,8 +139,9 @@ def _planned(run: Path, start: dict[str, Any], model_config: Path | None) -> tup
     if start["dtype"] in DTYPE_BYTES and DTYPE_BYTES[start["dtype"]] != work.computing.element_bytes:
         config = config.model_copy(update={"dtype": start["dtype"]})
         work = workload_of(config, work.shape, cluster)
-    tokens, rows = int(start["plan"]["heaviest_row_tokens"]), int(start["plan"]["rows_per_rank"][2])
-    work = replace(work, microbatch_tokens=tokens, targets=tokens, longest=min(work.longest, tokens), rows=rows)
+    tokens, count = int(start["plan"]["heaviest_row_tokens"]), int(start["plan"]["rows_per_rank"][2])
+    longest = min(work.longest, tokens)
+    work = replace(work, microbatch_tokens=tokens, targets=tokens, longest=longest, microbatches=count)
     return work, cluster
 
 

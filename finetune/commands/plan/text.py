@@ -1,100 +1,95 @@
-"""A plan as text, in both languages."""
+"""A plan as text."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from finetune.planning.plan import Plan
+from finetune.planning.workload import GIB, PHASES, STEP, Location
+from finetune.runtime.language import N_, _
 
-from finetune.planning.memory import PHASES, STEP, Place
-from finetune.runtime.language import Language, Text
-
-if TYPE_CHECKING:
-    from finetune.planning.plan import Plan
-
-GIB = 2**30
-KINDS: dict[str, Text] = {
-    "weights": {"en": "weights", "zh": "权重"},
-    "gradients": {"en": "gradients", "zh": "梯度"},
-    "optimizer": {"en": "optimizer", "zh": "优化器状态"},
-    "live": {"en": "live set", "zh": "当前聚合的参数"},
-    "activations": {"en": "activations", "zh": "激活"},
-    "logits": {"en": "logits", "zh": "logits"},
-    "buffers": {"en": "buffers", "zh": "缓冲区"},
-    "loader": {"en": "loader, data", "zh": "数据加载"},
-    "framework": {"en": "framework", "zh": "框架"},
-    "load": {"en": "loading", "zh": "加载模型"},
-    "save": {"en": "saving", "zh": "保存"},
+KINDS = {
+    "weights": N_("weights"),
+    "gradients": N_("gradients"),
+    "optimizer": N_("optimizer"),
+    "live": N_("live set"),
+    "activations": N_("activations"),
+    "logits": N_("logits"),
+    "buffers": N_("buffers"),
+    "loader": N_("loader, data"),
+    "framework": N_("framework"),
+    "load": N_("loading"),
+    "save": N_("saving"),
 }
-PHASE_NAMES: dict[str, Text] = {
-    "load": {"en": "loading", "zh": "加载"},
-    "gather": {"en": "gathering weights", "zh": "收集权重"},
-    "rows": {"en": "forward and backward", "zh": "前向与反向"},
-    "reduce": {"en": "summing gradients", "zh": "归约梯度"},
-    "update": {"en": "update", "zh": "更新"},
-    "save": {"en": "checkpoint", "zh": "检查点"},
-    "result": {"en": "writing the result", "zh": "写出结果"},
+PHASE_NAMES = {
+    "load": N_("loading weights"),
+    "gather": N_("gathering weights"),
+    "rows": N_("forward and backward"),
+    "reduce": N_("summing gradients"),
+    "update": N_("update"),
+    "save": N_("checkpoint"),
+    "result": N_("writing the result"),
 }
-PLACES: dict[Place, Text] = {
-    "device": {"en": "each device", "zh": "每个设备"},
-    "host": {"en": "each process, host", "zh": "每个进程（主机）"},
-}
+LOCATION_NAMES: dict[Location, str] = {"device": N_("each device"), "host": N_("each process, host")}
+FITS = {True: N_("fits"), False: N_("does not fit"), None: "?"}
+VERDICTS = {True: N_("it fits"), False: N_("it does not fit"), None: N_("not judged")}
 
 
-def draw(plan: Plan, language: Language) -> str:
+def plan_text(plan: Plan) -> str:
     """The whole plan."""
-    lines = [*_head(plan, language), "", *_memory(plan, language), "", *_step(plan, language)]
+    lines = [_head(plan), "", *_memory(plan), "", *_step(plan)]
     if plan.choices:
-        lines += ["", *_choices(plan, language)]
+        lines += ["", *_choices(plan)]
     for text in plan.advice:
-        lines += ["", f"{'建议' if language == 'zh' else 'advice'}: {text[language]}"]
-    return "\n".join([*lines, "", _verdict(plan, language)])
+        lines += ["", _("advice: {text}").format(text=text)]
+    return "\n".join([*lines, "", _verdict(plan)])
 
 
 def gib(number: int | None) -> str:
-    """GiB with one or two digits behind the point."""
+    """GiB with two digits behind the point."""
     return "?" if number is None else f"{number / GIB:,.2f} GiB"
 
 
-def _head(plan: Plan, language: Language) -> list[str]:
+def _head(plan: Plan) -> str:
     work, cluster = plan.memory.work, plan.cluster
-    device = f"{cluster.device_name or cluster.device_type}"
-    sizes = f"{work.shape.total / 1e9:,.2f} B"
-    trained = f"{work.trained / 1e6:,.1f} M"
-    dtype = f"{8 * work.computing.element_bytes}"
-    rows = f"{work.microbatch_tokens:,}"
-    if language == "zh":
-        return [
-            f"模型 {work.shape.model_type}：参数 {sizes}，训练 {trained}；{cluster.nodes} 台 x "
-            f"{cluster.devices_per_node} 个 {device}；切分：{work.sharding.name}；{dtype} 位计算；"
-            f"每行 {rows} 个 token，每步 {work.rows} 行；检查点重计算：{'开' if work.computing.checkpointing else '关'}"
-        ]
-    return [
-        f"{work.shape.model_type}, {sizes} parameters, {trained} of them trained, on {cluster.nodes} x "
-        f"{cluster.devices_per_node} {device}; sharding: {work.sharding.name}",
-        f"{dtype}-bit compute, rows of {rows} tokens, {work.rows} rows a step and device, checkpointing "
-        f"{'on' if work.computing.checkpointing else 'off'}",
-    ]
+    shape, checkpointing = work.shape, work.computing.checkpointing
+    sizes = f"{shape.total / 1e9:,.2f} B"
+    if shape.idle:
+        sizes += _(" ({active:,.2f} B of them for each token)").format(active=(shape.total - shape.idle) / 1e9)
+    return _(
+        "{model}, {sizes} parameters, {trained:,.1f} M of them trained, on {nodes} x {devices} {device}; sharding: "
+        "{sharding}\n{bits}-bit compute, microbatches of {tokens:,} tokens, {count} of them a step and device, "
+        "{checkpointing}"
+    ).format(
+        model=shape.model_type,
+        sizes=sizes,
+        trained=work.trained / 1e6,
+        nodes=cluster.nodes,
+        devices=cluster.devices_per_node,
+        device=cluster.device_name or cluster.device_type,
+        sharding=work.sharding.name,
+        bits=8 * work.computing.element_bytes,
+        tokens=work.microbatch_tokens,
+        count=work.microbatches,
+        checkpointing=_("checkpointing on") if checkpointing else _("checkpointing off"),
+    )
 
 
-def _memory(plan: Plan, language: Language) -> list[str]:
+def _memory(plan: Plan) -> list[str]:
     lines = []
-    for place, title in PLACES.items():
-        terms = sorted((t for t in plan.memory.terms if t.place == place), key=lambda term: -term.bytes)
+    for location, title in LOCATION_NAMES.items():
+        terms = sorted((t for t in plan.memory.terms if t.location == location), key=lambda term: -term.bytes)
         if not terms:
             continue
-        lines.append(f"{title[language]}:")
+        lines.append(f"{_(title)}:")
         for term in terms:
-            named = ", ".join(PHASE_NAMES[phase][language] for phase in term.phases)
+            named = ", ".join(_(PHASE_NAMES[phase]) for phase in term.phases)
             phases = "" if set(STEP) <= set(term.phases) else f" [{named}]"
-            lines.append(
-                f"  {gib(term.bytes):>13}  {KINDS[term.kind][language]}: {term.formula}{phases}  ({term.source})"
-            )
-        worst = max(PHASES, key=lambda phase: plan.memory.in_phase(place, phase))
-        most = "最多" if language == "zh" else "most"
-        lines.append(f"  {gib(plan.memory.in_phase(place, worst)):>13}  {most}: {PHASE_NAMES[worst][language]}")
-    lines.append(f"{'每台主机' if language == 'zh' else 'each host'}: {gib(plan.memory.node())}")
-    if plan.guide_memory:
-        name = "指南预期每设备" if language == "zh" else "the guide expects of each device"
-        lines.append(f"{name}: {plan.guide_memory}")
+            lines.append(f"  {gib(term.bytes):>13}  {_(KINDS[term.kind])}: {term.formula}{phases}  ({term.source})")
+        worst = max(PHASES, key=lambda phase: plan.memory.in_phase(location, phase))
+        most = _("most: {phase}").format(phase=_(PHASE_NAMES[worst]))
+        lines.append(f"  {gib(plan.memory.in_phase(location, worst)):>13}  {most}")
+    lines.append(_("each host: {size}").format(size=gib(plan.memory.node())))
+    if plan.expected_memory:
+        lines.append(_("expected of each device with this preset: {size}").format(size=plan.expected_memory))
     return lines
 
 
@@ -102,57 +97,53 @@ def _seconds(value: float | None) -> str:
     return "?" if value is None else f"{value:,.3g} s"
 
 
-def _step(plan: Plan, language: Language) -> list[str]:
+def _step(plan: Plan) -> list[str]:
     time, traffic = plan.time, plan.traffic
     shortest, longest = time.shortest, time.longest
     speed = "?"
     if shortest and longest:
         speed = f"{plan.step_tokens / longest:,.0f} - {plan.step_tokens / shortest:,.0f} tok/s"
-    head = "一步" if language == "zh" else "a step"
-    words = ("计算", "网络", "主机往返") if language == "zh" else ("compute", "network", "host")
+    head = _("a step: {tokens:,} tokens, {shortest} - {longest}, {speed}")
+    compute = (
+        f"{_seconds(time.compute)}; {plan.computed_flops_per_token / 1e9:,.2f} GFLOP/token "
+        f"({plan.flops_per_token / 1e9:,.2f} progress)  (PaLM, appendix B; a frozen matrix counts 4 of 6)"
+    )
+    moved = (
+        (_("network"), time.network, traffic.network_bytes, traffic.network_formula, traffic.network_source),
+        (_("to and from the host"), time.host, traffic.host_bytes, traffic.host_formula, traffic.host_source),
+    )
     lines = [
-        f"{head}: {plan.step_tokens:,} tokens, {_seconds(shortest)} - {_seconds(longest)}, {speed}",
-        f"  {words[0]}: {_seconds(time.compute)}; {plan.computed_flops_per_token / 1e9:,.2f} GFLOP/token "
-        f"({plan.flops_per_token / 1e9:,.2f} progress)  (PaLM, appendix B; a frozen matrix counts 4 of 6)",
-        f"  {words[1]}: {_seconds(time.network)}; {gib(traffic.network_bytes)}: {traffic.network_formula}"
-        + (f"  ({traffic.network_source})" if traffic.network_source else ""),
-        f"  {words[2]}: {_seconds(time.host)}; {gib(traffic.host_bytes)}: {traffic.host_formula}"
-        + (f"  ({traffic.host_source})" if traffic.host_source else ""),
+        head.format(tokens=plan.step_tokens, shortest=_seconds(shortest), longest=_seconds(longest), speed=speed),
+        f"  {_('compute')}: {compute}",
     ]
+    for name, seconds, size, formula, source in moved:
+        lines.append(f"  {name}: {_seconds(seconds)}; {gib(size)}: {formula}" + (f"  ({source})" if source else ""))
     if plan.largest_micro_batch is not None:
-        tokens = plan.largest_micro_batch * plan.memory.work.longest
-        said = "放得下的最大行" if language == "zh" else "largest rows that fit"
-        lines.append(f"{said}: {tokens:,} tokens ({plan.largest_micro_batch} x {plan.memory.work.longest:,})")
+        count, each = plan.largest_micro_batch, plan.memory.work.longest
+        text = _("largest microbatch that fits: {tokens:,} tokens ({count} x {each:,})")
+        lines.append(text.format(tokens=count * each, count=count, each=each))
     return lines
 
 
-def _choices(plan: Plan, language: Language) -> list[str]:
-    lines = ["切分方式对比：" if language == "zh" else "ways to shard it:"]
-    names = (
-        ("设备", "主机", "网络/步", "主机往返/步")
-        if language == "zh"
-        else ("device", "host", "network/step", "host/step")
-    )
-    mark: dict[bool | None, Text] = {
-        True: {"en": "fits", "zh": "放得下"},
-        False: {"en": "does not fit", "zh": "放不下"},
-        None: {"en": "?", "zh": "?"},
-    }
+def _choices(plan: Plan) -> list[str]:
+    lines = [_("ways to shard it:")]
+    names = (_("device"), _("host"), _("network/step"), _("host/step"))
     for choice in plan.choices:
         cells = (choice.device_bytes, choice.node_bytes, choice.traffic.network_bytes, choice.traffic.host_bytes)
         numbers = "  ".join(f"{name} {gib(value):>11}" for name, value in zip(names, cells, strict=True))
-        lines.append(f"  {choice.sharding.name:<40} {numbers}  {mark[choice.fits][language]}")
+        lines.append(f"  {choice.sharding.name:<40} {numbers}  {_(FITS[choice.fits])}")
     return lines
 
 
-def _verdict(plan: Plan, language: Language) -> str:
-    there = f"{gib(plan.cluster.device_memory_bytes)} / {gib(plan.cluster.host_memory_bytes)}"
-    need = f"{gib(plan.memory.device())} / {gib(plan.memory.node())}"
-    words: dict[bool | None, Text] = {
-        True: {"en": "it fits", "zh": "放得下"},
-        False: {"en": "it does not fit", "zh": "放不下"},
-        None: {"en": "not judged", "zh": "未判断"},
-    }
-    of = "设备 / 主机" if language == "zh" else "device / host"
-    has, usable = ("共有", "按 92% 可用计") if language == "zh" else ("there is", "92% of it counted as usable")
-    return f"{words[plan.fits][language]}: {of} {need}; {has} {there}, {usable}"
+def _verdict(plan: Plan) -> str:
+    memory, cluster = plan.memory, plan.cluster
+    return _(
+        "{verdict}: device / host {device} / {host}; there is {device_memory} / {host_memory}, "
+        "92% of it counted as usable"
+    ).format(
+        verdict=_(VERDICTS[plan.fits]),
+        device=gib(memory.device()),
+        host=gib(memory.node()),
+        device_memory=gib(cluster.device_memory_bytes),
+        host_memory=gib(cluster.host_memory_bytes),
+    )

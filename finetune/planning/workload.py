@@ -1,4 +1,4 @@
-"""The words of a memory plan: how a run is sharded, what decides its memory, one use of memory. No torch."""
+"""What a plan computes with: how a run is sharded, what decides its memory, one use of memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,41 @@ from typing import Literal
 from finetune.planning.activations import Computing
 from finetune.planning.shapes import ModelShape
 
-Place = Literal["device", "host"]
-# Of a step: weights are gathered, rows go forward and backward, gradients are summed over processes, weights updated.
+GIB = 2**30
+Location = Literal["device", "host"]
+LOCATIONS: tuple[Location, ...] = ("device", "host")
+# Of a step: weights are gathered, microbatches ("rows", as in the JSON form) go forward and backward, gradients are
+# summed over processes, weights updated.
 Phase = Literal["load", "gather", "rows", "reduce", "update", "save", "result"]
 PHASES: tuple[Phase, ...] = ("load", "gather", "rows", "reduce", "update", "save", "result")
 STEP: tuple[Phase, ...] = ("gather", "rows", "reduce", "update")
 TRAINING: tuple[Phase, ...] = (*STEP, "save", "result")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The machines that a run is planned for.
+
+    Attributes:
+        device_memory_bytes, host_memory_bytes: of one device, of one node; None where not said.
+        peak_flops: of one device in the compute dtype; None where it is not known.
+        network_bytes_per_second, host_bytes_per_second: of one device; None where not known.
+    """
+
+    nodes: int = 1
+    devices_per_node: int = 1
+    device_type: str = "cuda"
+    device_name: str = ""
+    device_memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
+    peak_flops: float | None = None
+    network_bytes_per_second: float | None = None
+    host_bytes_per_second: float | None = None
+
+    @property
+    def devices(self) -> int:
+        """Of all nodes."""
+        return self.nodes * self.devices_per_node
 
 
 @dataclass(frozen=True)
@@ -57,8 +86,8 @@ class Workload:
     Attributes:
         trained: trained parameters; `adapter` of them are LoRA's, which come on top of the model's own.
         processes: of the whole run. local_processes: on one node.
-        microbatch_tokens: most tokens of a row; targets: of them, supervised; longest: of the longest document.
-        rows: rows of a device in one optimizer step.
+        microbatch_tokens: most tokens of a microbatch; targets: of them, supervised; longest: of the longest document.
+        microbatches: of a device in one optimizer step.
         muon: the blocks' matrices are trained by Muon, which has one moment.
         fused: the optimizer's kernel needs no temporaries.
         file_bytes: bytes of a parameter in the model's files; 0 for a model from scratch.
@@ -76,7 +105,7 @@ class Workload:
     microbatch_tokens: int = 2048
     targets: int = 2048
     longest: int = 2048
-    rows: int = 1
+    microbatches: int = 1
     muon: bool = False
     fused: bool = True
     device_type: str = "cuda"
@@ -100,8 +129,7 @@ class Workload:
         """Numbers of the largest tensor that is trained."""
         if not self.adapter:
             return self.shape.largest_module
-        widths = (max(matrix.inputs, matrix.outputs) for matrix in self.computing.adapted)
-        return self.computing.adapter_rank * max(widths, default=0)
+        return max(self.shape.lora_tensors(self.computing.adapter_rank, self.computing.adapted), default=0)
 
     @property
     def gloo(self) -> bool:
@@ -127,7 +155,7 @@ class Term:
 
     kind: str
     bytes: int
-    place: Place
+    location: Location
     formula: str
     source: str
     phases: tuple[Phase, ...] = TRAINING
