@@ -169,7 +169,8 @@ def examine(
     nodes, _checks = check_nodes(environment)
     count = 1 if nodes is None else nodes.count
     processes = options.nproc or 1
-    config, config_checks = None, []
+    config: BaseConfig | None = None
+    config_checks: list[Check] = []
     if parsed.config_files or parsed.deepspeed or set(parsed.values) - _NO_RUN:
         config, config_checks = check_config(arguments, kind, processes * count)
     context = CheckContext(
