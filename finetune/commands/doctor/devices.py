@@ -11,7 +11,7 @@ from finetune.runtime.language import _
 from finetune.runtime.smi import SmiDevice, SmiProcess, SmiReport, visible
 from finetune.storage.durable_files import format_bytes
 
-TOOLS = {"npu": "npu-smi", "cuda": "nvidia-smi"}
+TOOLS = {"npu": "npu-smi", "cuda": "NVML"}
 # Memory that others may hold on a device before it is worth a warning; drivers and idle contexts hold a few GiB on an
 # NPU.
 HELD_SHARE = 0.15
@@ -63,8 +63,8 @@ def check_devices(
     tool = TOOLS[device_type]
     report = next((one for one in reports if one.device_type == device_type), None)
     if report is None:
-        what = _("{tool} is not on the path: devices and their memory are not known").format(tool=tool)
-        return warn(name, what, _("install the driver's tools, or add {tool}'s folder to PATH").format(tool=tool))
+        what = _("{tool} was not found: devices and their memory are not known").format(tool=tool)
+        return warn(name, what, _("install the driver with its tools; npu-smi must be on PATH"))
     if not report.devices:  # torch tells whether it is the tool alone, as in a container that it was not made for
         what = _("devices and their memory are not known: {tool}: {problem}")
         return warn(name, what.format(tool=tool, problem=report.problem), _driver_fix())

@@ -16,9 +16,9 @@ from pydantic import BeforeValidator
 
 from finetune.config.fields import PathOption, Text, rule_broken, setting
 from finetune.config.kinds import RunKind, kind_names, kind_of_arguments, run_kind
+from finetune.config.names import flag
 from finetune.config.options import SpokenOptions, read_known_options
 from finetune.config.resolution import resolve
-from finetune.config.names import flag
 from finetune.errors import ConfigError, ExitCode
 from finetune.runtime.device import peak_flops
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from finetune.runtime.smi_nvidia import parse_table
 
 from finetune.commands.doctor.devices import (
     accelerator,
@@ -17,7 +16,7 @@ from finetune.commands.doctor.devices import (
 from finetune.commands.doctor.torch_device import check_capabilities, check_device_type
 from finetune.config.run_config import RunConfig
 from finetune.runtime.language import speaking
-from finetune.runtime.smi import Output, SmiDevice, SmiReport
+from finetune.runtime.smi import SmiDevice, SmiReport
 from finetune.runtime.smi_npu import parse_info
 
 OUTPUTS = Path(__file__).parents[2] / "smi_outputs"
@@ -25,11 +24,7 @@ GIB = 1 << 30
 
 
 def npus(name: str) -> SmiReport:
-    return parse_info(Output(0, (OUTPUTS / name).read_text()))
-
-
-def gpus(name: str) -> SmiReport:
-    return parse_table(Output(0, (OUTPUTS / name).read_text()))
+    return parse_info((OUTPUTS / name).read_text())
 
 
 BUSY = npus("npu_24.1_910B1_busy.txt")  # four 910B1; 1 and 2 are held
@@ -97,7 +92,7 @@ def test_memory_without_a_number_asks_that_nobody_else_is_there():
     assert check_device_memory(BUSY.devices, needed_devices=1).verdict == "ok"  # the held ones are not taken
     assert check_device_memory(BUSY.devices[:1]).verdict == "ok"  # what the driver itself holds is not worth a warning
     assert check_device_memory(IDLE.devices, needed_bytes=20 * GIB, needed_devices=2).verdict == "ok"
-    assert check_device_memory(gpus("nvidia_580_GB10_no_memory.txt").devices).verdict == "skip"
+    assert check_device_memory([SmiDevice(0, "NVIDIA GB10", "GPU 0")]).verdict == "skip"
 
 
 def test_memory_of_somebody_who_is_not_listed():
@@ -131,9 +126,12 @@ def test_health(healths: list[str], verdict: str):
 
 def test_health_of_a_real_layout():
     assert "NPU 1: Alarm" in check_device_health(npus("npu_24.1_910B2_alarm.txt").devices).what
-    assert "GPU 2: ECC errors: 4" in check_device_health(gpus("nvidia_535_A100.txt").devices).what
+    assert "GPU 2: ECC errors: 4" in check_device_health([SmiDevice(2, "NVIDIA A100", "GPU 2", "ECC errors: 4")]).what
     with speaking("zh"):
-        assert "驱动报告：GPU 2: ECC errors: 4" in check_device_health(gpus("nvidia_535_A100.txt").devices).what
+        assert (
+            "驱动报告：GPU 2: ECC errors: 4"
+            in check_device_health([SmiDevice(2, "NVIDIA A100", "GPU 2", "ECC errors: 4")]).what
+        )
 
 
 # ---------------------------------------------------------------- what torch says
