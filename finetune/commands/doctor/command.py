@@ -201,7 +201,7 @@ def examine(
 
 
 def _wanted_device(parsed: Parsed) -> str:
-    return str(parsed.values.get("device_type", ("auto", ""))[0])
+    return str(parsed.values["device_type"].value) if "device_type" in parsed.values else "auto"
 
 
 # ---------------------------------------------------------------- what is printed

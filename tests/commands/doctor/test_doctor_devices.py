@@ -58,7 +58,7 @@ def test_what_a_run_takes(reports: list[SmiReport], wanted: str, usable: list[st
         ([IDLE], "cuda", {"CUDA_VISIBLE_DEVICES": ""}, 1, None, "fail", "0 of 2"),
         ([], "cpu", {}, 2, None, "ok", "takes the cpu"),
         ([], "cpu", {}, 2, 2, "fail", "2 devices are needed"),
-        ([], "npu", {}, 2, None, "warn", "npu-smi is not on the path"),
+        ([], "npu", {}, 2, None, "warn", "npu-smi was not found"),
         ([SmiReport("npu", problem="dcmi module initialize failed")], "npu", {}, 1, None, "warn", "dcmi"),
         ([SmiReport("cuda", problem="No devices were found")], "cpu", {}, 1, None, "warn", "No devices were found"),
     ],
