@@ -66,7 +66,7 @@ def shape(config: ToyConfig) -> Any:
     from finetune.planning.inputs import shape_from_scratch
 
     class Like:
-        arch, depth, vocab_size = "qwen3", 1, BYTES
+        arch, depth, vocab_size, max_seq_len = "qwen3", 1, BYTES, WINDOW_TOKENS
 
     return shape_from_scratch(Like())
 

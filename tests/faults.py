@@ -1,0 +1,384 @@
+"""Faults put into the core on purpose: each must be caught by a test.
+
+    python tests/faults.py            # all of them, the table into docs/fault_table.md (`make faults`)
+    python tests/faults.py packed     # those with this word in their name, printed only
+
+Each is put into a copy of the tree, whose tests of that part are then run until the first that fails.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = ROOT / "docs" / "fault_table.md"
+COPIED = ("finetune", "tests", "ds_configs", "accelerate_configs", "data_samples", "launchers", "setup.cfg", "docs")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault.
+
+    Attributes:
+        file: below finetune/.
+        right, wrong: a text that occurs in the file, and what stands there instead.
+        tests: files below tests/ that should catch it.
+        only: pytest's -k, where the files have slow tests about other things.
+    """
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    tests: str
+    only: str = ""
+
+
+FAULTS = (
+    Fault(
+        "samples land in other microbatches",
+        "batching/microbatch_schedule.py",
+        "    microbatch_of[order] = microbatch_of_rank\n",
+        "    microbatch_of[:] = microbatch_of_rank\n",
+        "batching/test_microbatch_schedule.py",
+    ),
+    Fault(
+        "microbatches above the token budget",
+        "batching/microbatch_schedule.py",
+        "((budget + 1) << shift) - 1",
+        "((2 * budget + 1) << shift) - 1",
+        "batching/test_microbatch_schedule.py",
+    ),
+    Fault(
+        "ranks with unequal numbers of microbatches",
+        "batching/microbatch_schedule.py",
+        "return max(1, -(-count // world_size)) * world_size",
+        "return max(1, count)",
+        "batching/test_microbatch_schedule.py",
+    ),
+    Fault(
+        "padded microbatches not sorted by length",
+        "batching/microbatch_schedule.py",
+        'order = np.argsort(-lengths, kind="stable")',
+        "order = np.arange(len(lengths))",
+        "batching/test_microbatch_schedule.py",
+    ),
+    Fault(
+        "micro-steps dealt out one way only",
+        "batching/microbatch_schedule.py",
+        "        slots[1::2] = slots[1::2, ::-1].copy()\n",
+        "        pass\n",
+        "batching/test_microbatch_schedule.py",
+    ),
+    Fault(
+        "every pass in the same order",
+        "batching/sampler.py",
+        "permutation(size, self.seed, _DIFFICULTY_KEY, *key, exact_limit",
+        "permutation(size, self.seed, _DIFFICULTY_KEY, difficulty, 0, exact_limit",
+        "batching/test_sampler.py",
+    ),
+    Fault(
+        "difficulties not shuffled inside a step",
+        "batching/sampler.py",
+        'shuffled[np.argsort(difficulty_of_slot, kind="stable")] = batch',
+        "shuffled[:] = batch",
+        "batching/test_sampler.py",
+    ),
+    Fault(
+        "a step too few",
+        "batching/sampler.py",
+        "return math.ceil(Fraction(repr(float(num_epochs))) * samples / global_batch_size)",
+        "return math.floor(Fraction(repr(float(num_epochs))) * samples / global_batch_size)",
+        "batching/test_sampler.py",
+    ),
+    Fault(
+        "draws of a difficulty overlap between steps",
+        "batching/sampler.py",
+        "np.cumsum(self.counts, axis=0) - self.counts",
+        "np.cumsum(self.counts, axis=0) - self.counts // 2",
+        "batching/test_sampler.py",
+    ),
+    Fault(
+        "the key is not used",
+        "batching/permutation.py",
+        "self._table = exact_order(size, size, *key)",
+        "self._table = exact_order(size, size)",
+        "batching/test_permutation.py batching/test_sampler.py",
+    ),
+    Fault(
+        "binary fractions instead of decimals",
+        "batching/curriculum.py",
+        "else Fraction(repr(float(number)))",
+        "else Fraction(float(number))",
+        "batching/test_curriculum.py",
+    ),
+    Fault(
+        "stage boundaries half a step late",
+        "batching/curriculum.py",
+        "* total_steps - half)",
+        "* total_steps)",
+        "batching/test_curriculum.py",
+    ),
+    Fault(
+        "the smallest fractions go up",
+        "batching/rounding.py",
+        "np.where(partial, -fractions, 1.0)",
+        "np.where(partial, fractions, 1.0)",
+        "batching/test_curriculum.py",
+    ),
+    Fault(
+        "ramps begin at the wrong mix",
+        "batching/curriculum.py",
+        "else schedule.shares(index - 1)\n        polynomials",
+        "else schedule.shares(index)\n        polynomials",
+        "batching/test_curriculum.py",
+    ),
+    Fault(
+        "positions go on over documents",
+        "data/collate.py",
+        "[np.arange(len(line)) for line in ids], 0))",
+        "[np.arange(len(line)) + sum(map(len, ids[:n])) for n, line in enumerate(ids)], 0))",
+        "modeling/test_attention.py modeling/test_loss.py",
+    ),
+    Fault(
+        "targets off by one",
+        "data/collate.py",
+        "np.append(supervised[1:], False)",
+        "np.append(supervised[:-1], False)",
+        "modeling/test_loss.py",
+    ),
+    Fault(
+        "documents of a packed microbatch see each other",
+        "data/collate.py",
+        "tuple(len(line) for line in ids) if packing else None",
+        "(sum(map(len, ids)),) if packing else None",
+        "modeling/test_loss.py",
+    ),
+    Fault(
+        "the denominator counts tokens",
+        "data/steps.py",
+        "supervised_tokens=int(supervised.sum())",
+        "supervised_tokens=int(self.samples.lengths[indices].sum())",
+        "modeling/test_loss.py",
+    ),
+    Fault(
+        "smaller microbatches below the longest sample",
+        "data/steps.py",
+        "max(self.token_budget // 2, longest_sample_tokens)",
+        "self.token_budget // 2",
+        "training/test_out_of_memory.py batching/test_microbatch_schedule.py modeling/test_loss.py",
+    ),
+    Fault(
+        "losses not scaled for DDP's mean",
+        "training/executor.py",
+        "self.scale = 1 if self.can_retry else accelerator.num_processes",
+        "self.scale = 1",
+        "modeling/test_loss.py training/test_executions.py",
+    ),
+    Fault(
+        "DeepSpeed steps at every microbatch",
+        "training/executor.py",
+        "is_boundary=last)",
+        "is_boundary=True)",
+        "training/test_grid_sample.py",
+    ),
+    Fault(
+        "gradients of LoRA not summed over ranks",
+        "training/executor.py",
+        "            gradient.copy_(summed)\n",
+        "            pass\n",
+        "training/test_grid_sample.py",
+    ),
+    Fault(
+        "mean losses instead of sums",
+        "modeling/loss.py",
+        'reduction="none")',
+        'reduction="none") / max(1, len(targets))',
+        "modeling/test_loss.py",
+    ),
+    Fault(
+        "targets chunked otherwise than hidden states",
+        "modeling/loss.py",
+        "return torch.cat(losses)",
+        "return torch.cat(losses[::-1])",
+        "modeling/test_loss.py",
+    ),
+    Fault(
+        "attention looks ahead",
+        "modeling/attention.py",
+        "is_causal=mask is None",
+        "is_causal=False",
+        "modeling/test_attention.py",
+    ),
+    Fault(
+        "a window one token too wide",
+        "modeling/attention.py",
+        "(distance < sliding_window)",
+        "(distance <= sliding_window)",
+        "modeling/test_attention.py",
+    ),
+    Fault(
+        "documents not cut in attention",
+        "modeling/attention.py",
+        "document_lengths if document_lengths is not None else (query.shape[2],)",
+        "(query.shape[2],)",
+        "modeling/test_attention.py",
+    ),
+    Fault(
+        "a resumed run begins at step 0",
+        "training/trainer.py",
+        "sampler=range(self.context.start_step, self.context.total_steps)",
+        "sampler=range(0, self.context.total_steps)",
+        "training/test_resume.py",
+        only="older_checkpoint or logs_of_a_killed or two_then_one",
+    ),
+    Fault(
+        "the learning rate begins anew on resume",
+        "training/trainer.py",
+        "lambda step: factor(start + step)",
+        "lambda step: factor(step)",
+        "training/test_resume.py",
+        only="older_checkpoint or logs_of_a_killed or two_then_one",
+    ),
+    Fault(
+        "moments not restored",
+        "training/trainer.py",
+        "            self.training_state().load_moments(self.context.resume_from)\n",
+        "            pass\n",
+        "training/test_resume.py",
+        only="older_checkpoint or logs_of_a_killed or two_then_one",
+    ),
+    Fault(
+        "evaluation divides by samples",
+        "training/trainer.py",
+        "float(sums.sum()) / tokens}",
+        "float(sums.sum()) / len(rows.samples)}",
+        "modeling/test_loss.py",
+    ),
+    Fault(
+        "the optimizer's step count is lost",
+        "training/state.py",
+        'state["step"] = torch.tensor(float(step), device=step_device)',
+        'state["step"] = torch.tensor(0.0, device=step_device)',
+        "training/test_resume.py",
+        only="older_checkpoint or logs_of_a_killed or two_then_one",
+    ),
+    Fault(
+        "content of checkpoints not verified",
+        "storage/checkpoint_manifest.py",
+        "    if hashes:\n        names",
+        "    if False:\n        names",
+        "storage/test_checkpoint_files.py",
+        only="not killed_at and not error_of_the_disk",
+    ),
+    Fault(
+        "the run folder not synced after the rename",
+        "storage/checkpoint_files.py",
+        "        os.rename(self.folder, target)\n        durable_files.sync_folder(self.run_folder)",
+        "        os.rename(self.folder, target)",
+        "storage/test_checkpoint_files.py",
+        only="not killed_at and not error_of_the_disk",
+    ),
+    Fault(
+        "broken checkpoints count as kept",
+        "storage/checkpoint_files.py",
+        "        if not validity.valid:\n            if not enough:",
+        "        if not validity.valid and False:\n            if not enough:",
+        "storage/test_checkpoint_files.py",
+        only="not killed_at and not error_of_the_disk",
+    ),
+    Fault(
+        "resume from a broken checkpoint",
+        "storage/checkpoint_manifest.py",
+        "        if validity.valid:\n            return folder, skipped",
+        "        if True:\n            return folder, skipped",
+        "storage/test_checkpoint_files.py",
+        only="not killed_at and not error_of_the_disk",
+    ),
+    Fault(
+        "one checkpoint too few is kept",
+        "storage/checkpoint_files.py",
+        "enough = kept >= keep",
+        "enough = kept >= keep - 1",
+        "storage/test_checkpoint_files.py",
+        only="not killed_at and not error_of_the_disk",
+    ),
+    Fault(
+        "vectors decay",
+        "training/optimizers.py",
+        '"betas": (beta1, beta2), "weight_decay": 0.0}',
+        '"betas": (beta1, beta2), "weight_decay": 0.1}',
+        "training/test_optimizers.py",
+    ),
+    Fault(
+        "the parts of the optimizer do not share state",
+        "training/optimizers.py",
+        "            part.state = self.state\n",
+        "            pass\n",
+        "training/test_optimizers.py training/test_pretrain.py",
+    ),
+)
+
+
+def caught_by(fault: Fault, folder: Path) -> str:
+    """The first test that fails with the fault in the copy of the tree in `folder`; "" where none does."""
+    path = folder / "finetune" / fault.file
+    source = path.read_text(encoding="utf-8")
+    assert fault.right in source, f"{fault.name}: {fault.file} has changed"
+    path.write_text(source.replace(fault.right, fault.wrong, 1), encoding="utf-8")
+    tests = [f"tests/{name}" for name in fault.tests.split()]
+    words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    words += ["-k", fault.only] if fault.only else []
+    try:
+        done = subprocess.run(
+            words,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(folder)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    finally:
+        path.write_text(source, encoding="utf-8")
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    assert done.returncode == (1 if failed else 0), done.stdout + done.stderr
+    return failed[0].split(" - ")[0].split(" ", 1)[1] if failed else ""
+
+
+def copy_tree(folder: Path) -> None:
+    """What the tests need, into an empty folder."""
+    for name in COPIED:
+        source, target = ROOT / name, folder / name
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        else:
+            shutil.copy(source, target)
+
+
+def main() -> int:
+    chosen = [fault for fault in FAULTS if all(word in fault.name for word in sys.argv[1:])]
+    lines, missed, began = [], 0, time.monotonic()
+    with tempfile.TemporaryDirectory() as temporary:
+        copy_tree(Path(temporary))
+        for fault in chosen:
+            test = caught_by(fault, Path(temporary))
+            missed += not test
+            lines.append(f"| {fault.name} | `{fault.file}` | {f'`{test}`' if test else '**not caught**'} |")
+            print(lines[-1], flush=True)
+    if len(chosen) == len(FAULTS):
+        head = f"# Deliberate faults\n\nEach was put into the core, and a test failed: **{len(chosen) - missed} of {len(chosen)} "
+        head += f"caught** ({time.monotonic() - began:.0f} s). `make faults` makes this page.\n\n"
+        head += "| fault | in | first test that failed |\n|---|---|---|\n"
+        TABLE.write_text(head + "\n".join(lines) + "\n", encoding="utf-8")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
