@@ -213,7 +213,7 @@ _EXPECTED = {(12, 8, 1536): "15-16 GB", (16, 12, 2048): "20-22 GB", (20, 14, 307
 
 def _expected_memory(config: BaseConfig) -> str:
     sizes = tuple(getattr(config, name, None) for name in ("depth", "device_batch_size", "max_seq_len"))
-    return _EXPECTED.get(sizes, "")  # type: ignore[call-overload]
+    return _EXPECTED.get(sizes, "")  # type: ignore[arg-type]
 
 
 def measured_copy_rate() -> float:
