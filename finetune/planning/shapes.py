@@ -240,7 +240,7 @@ def shape_of_config(config: Mapping[str, Any], where: str = "config.json") -> Mo
 
     from finetune.modeling.scratch import make_empty_model
 
-    kind = config.get("model_type")
+    kind = config.get("model_type", "")
     if kind not in CONFIG_MAPPING:
         raise ConfigError(
             f"model_type {kind!r} is not among the models of transformers, and a model's own code is not run here",
@@ -334,8 +334,8 @@ def _matrices(root: nn.Module, hidden: int, active: int | None, skipped: Collect
                     raise ValueError("num_experts_per_tok is not set: how many experts compute a token?")
                 # Stacked; in some families (experts, inputs, outputs), in others the other way round.
                 inner = third[0] if second == hidden else second
-                sizes = (inner, hidden) if "down" in full or "output" in full else (hidden, inner)
-                yield Matrix(full, *sizes, linear=False, experts=first, active=min(active, first))
+                inputs, outputs = (inner, hidden) if "down" in full or "output" in full else (hidden, inner)
+                yield Matrix(full, inputs, outputs, linear=False, experts=first, active=min(active, first))
             elif type(module).__name__ == "Conv1D":  # GPT-2's linear layer
                 yield Matrix(full, first, second)
             else:

@@ -12,7 +12,7 @@ from plan_workloads import SMALL, known_shape, of_kind, workload
 from finetune.planning.activations import Computing, block_bytes_per_token, loss_bytes
 from finetune.planning.memory import Memory, memory_of
 from finetune.planning.shapes import KNOWN_MODELS, shape_of_config, shape_of_model
-from finetune.planning.traffic import computed_flops_per_token, flops_per_token, traffic_of
+from finetune.planning.traffic import computed_flops_per_token, flops_per_token, host_traffic
 from finetune.planning.workload import Sharding
 
 NAMES = [name for name in KNOWN_MODELS if "-4B" not in name]
@@ -193,7 +193,7 @@ def test_offload_moves_bytes_and_loses_none(name, lora, devices, stage):
         for kind in ("weights", "optimizer"):
             assert of_kind(new, kind) == of_kind(old, kind)
         assert of_kind(new, "gradients") + of_kind(new, "buffers") >= of_kind(old, "gradients")
-        assert traffic_of(new).host_bytes > traffic_of(old).host_bytes
+        assert host_traffic(new).bytes > host_traffic(old).bytes
         before = after
 
 
