@@ -1,4 +1,4 @@
-"""What `plan` predicts of a process's memory, beside what it is: LoRA and full, ZeRO 0, 2 and 3, offload, row lengths.
+"""What `plan` predicts of a process's memory, beside what it is: LoRA and full, ZeRO 0, 2 and 3, offload, lengths.
 
     python benchmarks/plan_memory.py --output runs/plan_memory   # two minutes each; prints the table
     python benchmarks/plan_memory.py --output runs/plan_memory --only-table
@@ -47,7 +47,7 @@ MODEL = {
 
 @dataclass(frozen=True)
 class Case:
-    """A run: what is trained, how it is sharded, on how many processes, in rows of how many tokens."""
+    """A run: what is trained, how it is sharded, on how many processes, in microbatches of how many tokens."""
 
     finetuning: str
     stage: int | None = None
@@ -114,49 +114,35 @@ def main() -> int:
 
 
 def _make_materials(folder: Path) -> None:
-    """A Qwen3 of eight layers, 1,024 wide, with random weights and the bundled tokenizer; samples longer than rows."""
+    """A Qwen3 of eight layers, 1,024 wide, with random weights and the bundled tokenizer; long samples."""
     model = folder / "model"
     if (model / "model.safetensors").exists():
         return
     import numpy as np
     from safetensors.numpy import save_file
+    from transformers import AutoConfig
 
-    from finetune.planning.shapes import shape_of_config
+    from finetune.modeling.scratch import make_empty_model
 
     shutil.copytree(TOKENIZER, model, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((model / "config.json").read_text(encoding="utf-8")) | MODEL
     config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
     (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    shape = shape_of_config(config)
     drawn = np.random.default_rng(0).standard_normal(2**20, dtype=np.float32) * 0.02
 
-    def normal(*sizes: int) -> np.ndarray:
-        return np.resize(drawn, sizes)  # repeats itself: what the weights are is no matter
-
-    ones = np.ones(shape.hidden, np.float32)
+    # The numbers repeat themselves: what the weights are is no matter.
     weights = {
-        "model.embed_tokens.weight": normal(shape.vocabulary, shape.hidden),
-        "lm_head.weight": normal(shape.vocabulary, shape.hidden),
-        "model.norm.weight": ones,
+        name: np.ones(parameter.shape, np.float32) if parameter.ndim < 2 else np.resize(drawn, parameter.shape)
+        for name, parameter in make_empty_model(AutoConfig.from_pretrained(model)).named_parameters()
     }
-    for layer in range(shape.layers):
-        block = f"model.layers.{layer}"
-        for matrix in shape.matrices:
-            part = "self_attn" if matrix.name in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
-            weights[f"{block}.{part}.{matrix.name}.weight"] = normal(matrix.outputs, matrix.inputs)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"{block}.{name}.weight"] = ones.copy()
-        for name in ("q_norm", "k_norm"):
-            weights[f"{block}.self_attn.{name}.weight"] = np.ones(shape.head_dim, np.float32)
-    assert sum(array.size for array in weights.values()) == shape.total
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    row = {"instruction": "Count.", "input": "", "output": " ".join(str(number) for number in range(3000))}
-    lines = [json.dumps({**row, "instruction": f"Count from {start}."}) for start in range(16)]
+    record = {"instruction": "Count.", "input": "", "output": " ".join(str(number) for number in range(3000))}
+    lines = [json.dumps({**record, "instruction": f"Count from {start}."}) for start in range(16)]
     (folder / "train.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def settings_of(folder: Path, case: Case) -> dict[str, Any]:
-    """The run's settings: two steps of two rows on each process, every row full."""
+    """The run's settings: two steps of two microbatches on each process, every one full."""
     made = {
         "model": str(folder / "model"),
         "data": str(folder / "train.jsonl"),
@@ -295,7 +281,8 @@ def _train(config: Path, to: Path) -> None:
 def table(folder: Path) -> str:
     """Measured and predicted, case by case, as Markdown."""
     from finetune.planning.inputs import workload_of_settings
-    from finetune.planning.memory import STEP, memory_of
+    from finetune.planning.memory import memory_of
+    from finetune.planning.workload import STEP
 
     lines = [
         "| case | needed MiB | predicted MiB | error | loading | training | saving | kept MiB | error |",

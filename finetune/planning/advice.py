@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from finetune.planning.workload import GIB, Cluster, Workload
+from finetune.planning.traffic import Traffic
+from finetune.planning.workload import GIB, Cluster, Sharding, Workload
 from finetune.runtime.language import N_, _
-
-if TYPE_CHECKING:
-    from finetune.planning.plan import Choice
 
 # Measured: benchmarks/plan_memory.py, docs/planning.md.
 KEPT_BY_GLIBC = N_(
     "on a CPU the C library keeps much of what is freed: a process can hold twice what is planned. "
     "MALLOC_MMAP_THRESHOLD_=65536 in the environment makes glibc give it back, which takes more time"
 )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to shard the run: what it needs of a device and a node, and what it moves."""
+
+    sharding: Sharding
+    device_bytes: int
+    node_bytes: int
+    network: Traffic
+    host: Traffic
+    fits: bool | None
 
 
 def advise(
@@ -50,9 +60,7 @@ def advise(
 
 def _cheapest_first(choices: Sequence[Choice]) -> list[Choice]:
     """From the one that moves the fewest bytes; one that shards less comes first where they are equal."""
-    return sorted(
-        choices, key=lambda choice: (choice.traffic.host_bytes > 0, choice.sharding.stage, choice.traffic.host_bytes)
-    )
+    return sorted(choices, key=lambda choice: (choice.host.bytes > 0, choice.sharding.stage, choice.host.bytes))
 
 
 def _need(choice: Choice) -> str:
@@ -62,7 +70,7 @@ def _need(choice: Choice) -> str:
 
 def _better(work: Workload, best: Choice, fits: bool | None) -> str:
     moves = _("{network:.2f} GiB over the network and {host:.2f} GiB to and from the host a step and device").format(
-        network=best.traffic.network_bytes / GIB, host=best.traffic.host_bytes / GIB
+        network=best.network.bytes / GIB, host=best.host.bytes / GIB
     )
     text = _("{best} fits and moves less than {now}: {need}; {moves}")
     if not fits:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from finetune.config.run_config import BaseConfig
-from finetune.planning.advice import advise
+from finetune.planning.advice import Choice, advise
 from finetune.planning.inputs import with_micro_batch, with_sharding, workload_of
 from finetune.planning.memory import Memory, memory_of
 from finetune.planning.shapes import ModelShape
@@ -16,25 +16,15 @@ from finetune.planning.traffic import (
     Traffic,
     computed_flops_per_token,
     flops_per_token,
+    host_traffic,
+    network_traffic,
     step_time,
-    traffic_of,
 )
 from finetune.planning.workload import LOCATIONS, PHASES, Cluster, Sharding, Workload
 
 # Of a device's or a host's memory; allocators leave gaps, and the system wants some. Assumed.
 USABLE_SHARE = 0.92
 MOST_SAMPLES = 1 << 14
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One way to shard the run: what it needs of a device and a node, and what it moves."""
-
-    sharding: Sharding
-    device_bytes: int
-    node_bytes: int
-    traffic: Traffic
-    fits: bool | None
 
 
 @dataclass(frozen=True)
@@ -52,7 +42,8 @@ class Plan:
     memory: Memory
     fits: bool | None
     time: StepTime
-    traffic: Traffic
+    network: Traffic
+    host: Traffic
     step_tokens: int
     flops_per_token: int
     computed_flops_per_token: int
@@ -106,8 +97,8 @@ class Plan:
                     "sharding": choice.sharding.name,
                     "device_bytes": choice.device_bytes,
                     "node_bytes": choice.node_bytes,
-                    "network_bytes": choice.traffic.network_bytes,
-                    "host_bytes": choice.traffic.host_bytes,
+                    "network_bytes": choice.network.bytes,
+                    "host_bytes": choice.host.bytes,
                     "fits": choice.fits,
                 }
                 for choice in self.choices
@@ -125,18 +116,18 @@ class Plan:
             "host_seconds": self.time.host,
             "shortest_seconds": self.time.shortest,
             "longest_seconds": self.time.longest,
-            "network_bytes": self.traffic.network_bytes,
-            "network_formula": self.traffic.network_formula,
-            "host_bytes": self.traffic.host_bytes,
-            "host_formula": self.traffic.host_formula,
+            "network_bytes": self.network.bytes,
+            "network_formula": self.network.formula,
+            "host_bytes": self.host.bytes,
+            "host_formula": self.host.formula,
         }
 
 
 def make_plan(config: BaseConfig, shape: ModelShape, cluster: Cluster, efficiency: float) -> Plan:
     """The plan of a configuration on a cluster. Measures a copy in memory where no host bandwidth is given."""
     work = workload_of(config, shape, cluster)
-    memory, traffic = memory_of(work), traffic_of(work)
-    if traffic.host_bytes and cluster.host_bytes_per_second is None:
+    memory, moved = memory_of(work), host_traffic(work)
+    if moved.bytes and cluster.host_bytes_per_second is None:
         cluster = replace(cluster, host_bytes_per_second=measured_copy_rate())
     judged, largest = fits(memory, cluster), _largest_micro_batch(work, config, cluster)
     choices = tuple(_choice(work, sharding, cluster) for sharding in _shardings(work))
@@ -145,7 +136,8 @@ def make_plan(config: BaseConfig, shape: ModelShape, cluster: Cluster, efficienc
         memory=memory,
         fits=judged,
         time=step_time(work, cluster, config.tokens_per_step, efficiency),
-        traffic=traffic,
+        network=network_traffic(work),
+        host=moved,
         step_tokens=config.tokens_per_step,
         flops_per_token=flops_per_token(work),
         computed_flops_per_token=computed_flops_per_token(work),
@@ -175,7 +167,8 @@ def fits(memory: Memory, cluster: Cluster) -> bool | None:
 def _choice(work: Workload, sharding: Sharding, cluster: Cluster) -> Choice:
     other = with_sharding(work, sharding)
     memory = memory_of(other)
-    return Choice(sharding, memory.device(), memory.node(), traffic_of(other), fits(memory, cluster))
+    moved = network_traffic(other), host_traffic(other)
+    return Choice(sharding, memory.device(), memory.node(), *moved, fits(memory, cluster))
 
 
 def _shardings(work: Workload) -> list[Sharding]:
@@ -213,7 +206,7 @@ _EXPECTED = {(12, 8, 1536): "15-16 GB", (16, 12, 2048): "20-22 GB", (20, 14, 307
 
 def _expected_memory(config: BaseConfig) -> str:
     sizes = tuple(getattr(config, name, None) for name in ("depth", "device_batch_size", "max_seq_len"))
-    return _EXPECTED.get(sizes, "")  # type: ignore[call-overload]
+    return _EXPECTED.get(sizes, "")  # type: ignore[arg-type]
 
 
 def measured_copy_rate() -> float:

@@ -180,16 +180,22 @@ class ModelShape:
             targets: "all-linear", or names as of `--lora-target-modules`; a dotted name counts by its last part.
 
         Raises:
-            ConfigError: a name that no linear layer has.
+            ConfigError: a name that no linear layer has; layers beside the experts of a mixture, because which of
+                those get an adapter peft decides by the family.
         """
-        known = {matrix.name for matrix, _count in self.matrices if matrix.linear}
+        mixed = {matrix.path.partition(".")[0] for matrix, _count in self.in_blocks if matrix.experts > 1}
+        linear = [matrix for matrix, _count in self.matrices if matrix.linear]
+        known = {matrix.name for matrix in linear if matrix.path.partition(".")[0] not in mixed}
+        if targets == "all-linear" and not mixed:
+            targets = tuple(known)
         names = [targets] if isinstance(targets, str) else targets
-        wanted = known if targets == "all-linear" else {name.rpartition(".")[2] for name in names}
+        wanted = {name.rpartition(".")[2] for name in names}
         if unknown := sorted(wanted - known - {"lm_head"}):
+            problem = "is not counted where a mixture has its experts" if mixed else "is no linear layer"
             raise ConfigError(
-                f"LoRA target {', '.join(unknown)} is no linear layer of a {self.model_type} model",
+                f"LoRA target {', '.join(unknown)} {problem}: {self.model_type}",
                 where="--lora-target-modules",
-                fix=f"choose from {', '.join(sorted(known))}, or use all-linear",
+                fix=f"choose from {', '.join(sorted(known))}" + ("" if mixed else ", or use all-linear"),
             )
         return frozenset(wanted)
 
@@ -234,7 +240,7 @@ def shape_of_config(config: Mapping[str, Any], where: str = "config.json") -> Mo
 
     from finetune.modeling.scratch import make_empty_model
 
-    kind = config.get("model_type")
+    kind = config.get("model_type", "")
     if kind not in CONFIG_MAPPING:
         raise ConfigError(
             f"model_type {kind!r} is not among the models of transformers, and a model's own code is not run here",
@@ -328,8 +334,8 @@ def _matrices(root: nn.Module, hidden: int, active: int | None, skipped: Collect
                     raise ValueError("num_experts_per_tok is not set: how many experts compute a token?")
                 # Stacked; in some families (experts, inputs, outputs), in others the other way round.
                 inner = third[0] if second == hidden else second
-                sizes = (inner, hidden) if "down" in full or "output" in full else (hidden, inner)
-                yield Matrix(full, *sizes, linear=False, experts=first, active=min(active, first))
+                inputs, outputs = (inner, hidden) if "down" in full or "output" in full else (hidden, inner)
+                yield Matrix(full, inputs, outputs, linear=False, experts=first, active=min(active, first))
             elif type(module).__name__ == "Conv1D":  # GPT-2's linear layer
                 yield Matrix(full, first, second)
             else:

@@ -37,42 +37,35 @@ def computed_flops_per_token(work: Workload) -> int:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one device in one optimizer step, each with its formula and source."""
+    """Bytes of one device in one optimizer step."""
 
-    network_bytes: int
-    network_formula: str
-    network_source: str
-    host_bytes: int
-    host_formula: str
-    host_source: str
+    bytes: int
+    formula: str
+    source: str = ""
 
 
-def traffic_of(work: Workload) -> Traffic:
-    """What one device sends over the network, and moves to and from the host, in one optimizer step."""
-    network, formula, source = _network(work)
-    host, host_formula, host_source = _host(work)
-    return Traffic(network, formula, source, host, host_formula, host_source)
-
-
-def _network(work: Workload) -> tuple[int, str, str]:
+def network_traffic(work: Workload) -> Traffic:
+    """What one device sends over the network."""
     n, c, count = work.processes, work.computing.element_bytes, work.microbatches
     part = (n - 1) / n
     if n == 1:
-        return 0, "one process", ""
+        return Traffic(0, "one process")
     if not work.sharding.engine:
         source = "ring all-reduce (Patarasuk and Yuan 2009)"
-        return int(2 * part * 4 * work.trained), "2 (N-1)/N x 4 B x P_t, once a step", source
+        return Traffic(int(2 * part * 4 * work.trained), "2 (N-1)/N x 4 B x P_t, once a step", source)
     if work.sharding.stage < 3:
         reductions = count if work.sharding.stage == 2 else 1
         source = "ZeRO paper, sec. 7.2.1; a reduction per microbatch"
-        return int(part * c * work.trained * (reductions + 1)), "(N-1)/N x P_t x (microbatches + 1)", source
+        sent = int(part * c * work.trained * (reductions + 1))
+        return Traffic(sent, "(N-1)/N x P_t x (microbatches + 1)", source)
     gathered = 2 * c * (work.parameters - work.adapter - work.shape.small)
     formula = "(N-1)/N x microbatches x (2 P + P_t)"
     source = "ZeRO paper, sec. 7.2.2: gathered for forward and backward"
-    return int(part * count * (gathered + c * work.trained)), formula, source
+    return Traffic(int(part * count * (gathered + c * work.trained)), formula, source)
 
 
-def _host(work: Workload) -> tuple[int, str, str]:
+def host_traffic(work: Workload) -> Traffic:
+    """What one device moves to and from the host."""
     c, count, sharding = work.computing.element_bytes, work.microbatches, work.sharding
     bytes_, formulas = 0, []
     if sharding.offload_param:
@@ -82,7 +75,7 @@ def _host(work: Workload) -> tuple[int, str, str]:
         bytes_ += work.share * ((2 * count - 1) * 4 + c)
         formulas.append("(2 microbatches - 1) x 4 B x P_t / N + P_t / N")
     source = "deepspeed 0.19.8 runtime/zero/stage3.py: partition_grads" if formulas else ""
-    return bytes_, " + ".join(formulas) or "nothing is offloaded", source
+    return Traffic(bytes_, " + ".join(formulas) or "nothing is offloaded", source)
 
 
 @dataclass(frozen=True)
@@ -116,17 +109,14 @@ def step_time(work: Workload, cluster: Cluster, step_tokens: int, efficiency: fl
         step_tokens: of all devices.
         efficiency: share of the peak that is reached.
     """
-    moved, compute = traffic_of(work), None
+    compute = None
 
-    def seconds(bytes_: int, rate: float | None) -> float | None:
-        if bytes_ == 0:
+    def seconds(moved: Traffic, rate: float | None) -> float | None:
+        if moved.bytes == 0:
             return 0.0
-        return None if rate is None else bytes_ / rate
+        return None if rate is None else moved.bytes / rate
 
     if cluster.peak_flops is not None:
         compute = computed_flops_per_token(work) * step_tokens / work.processes / (cluster.peak_flops * efficiency)
-    return StepTime(
-        compute,
-        seconds(moved.network_bytes, cluster.network_bytes_per_second),
-        seconds(moved.host_bytes, cluster.host_bytes_per_second),
-    )
+    network = seconds(network_traffic(work), cluster.network_bytes_per_second)
+    return StepTime(compute, network, seconds(host_traffic(work), cluster.host_bytes_per_second))

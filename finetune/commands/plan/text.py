@@ -98,7 +98,7 @@ def _seconds(value: float | None) -> str:
 
 
 def _step(plan: Plan) -> list[str]:
-    time, traffic = plan.time, plan.traffic
+    time = plan.time
     shortest, longest = time.shortest, time.longest
     speed = "?"
     if shortest and longest:
@@ -108,16 +108,14 @@ def _step(plan: Plan) -> list[str]:
         f"{_seconds(time.compute)}; {plan.computed_flops_per_token / 1e9:,.2f} GFLOP/token "
         f"({plan.flops_per_token / 1e9:,.2f} progress)  (PaLM, appendix B; a frozen matrix counts 4 of 6)"
     )
-    moved = (
-        (_("network"), time.network, traffic.network_bytes, traffic.network_formula, traffic.network_source),
-        (_("to and from the host"), time.host, traffic.host_bytes, traffic.host_formula, traffic.host_source),
-    )
+    moved = ((_("network"), time.network, plan.network), (_("to and from the host"), time.host, plan.host))
     lines = [
         head.format(tokens=plan.step_tokens, shortest=_seconds(shortest), longest=_seconds(longest), speed=speed),
         f"  {_('compute')}: {compute}",
     ]
-    for name, seconds, size, formula, source in moved:
-        lines.append(f"  {name}: {_seconds(seconds)}; {gib(size)}: {formula}" + (f"  ({source})" if source else ""))
+    for name, seconds, traffic in moved:
+        source = f"  ({traffic.source})" if traffic.source else ""
+        lines.append(f"  {name}: {_seconds(seconds)}; {gib(traffic.bytes)}: {traffic.formula}{source}")
     if plan.largest_micro_batch is not None:
         count, each = plan.largest_micro_batch, plan.memory.work.longest
         text = _("largest microbatch that fits: {tokens:,} tokens ({count} x {each:,})")
@@ -129,7 +127,7 @@ def _choices(plan: Plan) -> list[str]:
     lines = [_("ways to shard it:")]
     names = (_("device"), _("host"), _("network/step"), _("host/step"))
     for choice in plan.choices:
-        cells = (choice.device_bytes, choice.node_bytes, choice.traffic.network_bytes, choice.traffic.host_bytes)
+        cells = (choice.device_bytes, choice.node_bytes, choice.network.bytes, choice.host.bytes)
         numbers = "  ".join(f"{name} {gib(value):>11}" for name, value in zip(names, cells, strict=True))
         lines.append(f"  {choice.sharding.name:<40} {numbers}  {_(FITS[choice.fits])}")
     return lines

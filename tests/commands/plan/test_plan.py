@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launching import ROOT
+from plan_workloads import known_shape
+from pydantic_core import PydanticCustomError
 
-from finetune.commands.plan import command as planner
-from finetune.commands.plan.command import bytes_of, main
+from finetune.commands.plan.command import PlanOptions, bytes_of, main
 from finetune.errors import ConfigError, DataError, FinetuneError
-from finetune.planning.known_shapes import KNOWN_MODELS, known_shape
+from finetune.planning.shapes import KNOWN_MODELS, known_config
 
 FROZEN = Path(__file__).parents[2] / "frozen" / "plan.txt"
-ROOT = Path(__file__).resolve().parents[3]
 PRESET = ["--config", str(ROOT / "ds_configs" / "qwen32b_lora_zero3.json"), "--data", "rows.jsonl"]
 NODES = ["--nodes", "2", "--devices-per-node", "8", "--device-name", "910B3", "--device-memory", "64GiB"]
 HOSTS = ["--host-memory", "512GiB", "--host-bandwidth", "20GB", "--network-bandwidth", "25GB"]
@@ -27,20 +29,8 @@ def plan(capsys: pytest.CaptureFixture[str], *words: str, expect: int = 0) -> di
 
 def config_json(folder: Path, name: str) -> Path:
     """A public model's config.json, alone in a folder."""
-    shape = known_shape(name)
-    content = {
-        "model_type": shape.model_type,
-        "hidden_size": shape.hidden,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.key_value_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.intermediate,
-        "vocab_size": shape.vocabulary,
-        "tie_word_embeddings": shape.tied,
-    }
     path = folder / "config.json"
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(known_config(name)))
     return path
 
 
@@ -66,7 +56,7 @@ def test_flags_alone_describe_a_run(tmp_path, capsys):
     assert made["model"]["model_type"] == "nanochat"
 
 
-def test_the_guides_run_on_two_nodes(capsys):
+def test_a_preset_on_two_nodes(capsys):
     found = plan(capsys, *PRESET, *NODES, *HOSTS)
     assert found["fits"] is True and found["sharding"] == "ZeRO-3 + offload of optimizer and weights"
     assert found["rows_per_step"] == 8 and found["step"]["tokens"] == 128 * 2048
@@ -92,7 +82,7 @@ def test_what_does_not_fit_is_said_with_what_would(capsys):
     assert "放不下" in capsys.readouterr().out
 
 
-def test_the_largest_row_fits_and_the_next_does_not(capsys):
+def test_the_largest_microbatch_fits_and_the_next_does_not(capsys):
     words = [*PRESET, *NODES, *HOSTS]
     largest = plan(capsys, *words)["largest_micro_batch"]
     assert largest > 1
@@ -105,30 +95,42 @@ def test_the_largest_row_fits_and_the_next_does_not(capsys):
 
 
 @pytest.mark.parametrize(
-    ("preset", "guide"), [("conservative", "15-16 GB"), ("balanced", "20-22 GB"), ("aggressive", "28-30 GB")]
+    ("preset", "expected"), [("conservative", "15-16 GB"), ("balanced", "20-22 GB"), ("aggressive", "28-30 GB")]
 )
-def test_the_guides_expectation_stands_beside_the_plans_own(preset: str, guide: str, capsys):
+def test_what_a_preset_was_chosen_for_stands_beside_the_plans_own(preset: str, expected: str, capsys):
     words = ["--config", str(ROOT / "ds_configs" / f"pretrain_gpu2_{preset}.json"), "--devices-per-node", "2"]
     found = plan(capsys, *words, "--device-name", "A100", "--device-memory", "80GiB", "--host-memory", "128GiB")
-    assert found["guide_memory"] == guide and found["device_bytes"] > 0 and found["choices"] == []
+    assert found["guide_memory"] == expected and found["device_bytes"] > 0 and found["choices"] == []
     assert main([*words, "--device-name", "H100"]) == 0
     text = capsys.readouterr().out
-    assert f"the guide expects of each device: {guide}" in text and "each device:" in text and "not judged" in text
+    assert (
+        f"expected of each device with this preset: {expected}" in text
+        and "each device:" in text
+        and "not judged" in text
+    )
 
 
-def test_no_torch_comes_in(capsys):
-    if "torch" in sys.modules:
-        saved = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "torch"}
-        for name in saved:
-            del sys.modules[name]
-        try:
-            plan(capsys, *PRESET, *NODES, *HOSTS)
-            assert "torch" not in sys.modules
-        finally:
-            sys.modules.update(saved)
-    else:
-        plan(capsys, *PRESET, *NODES, *HOSTS)
-        assert "torch" not in sys.modules
+def test_a_mixture_of_experts_is_planned_and_its_experts_are_not_adapted(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "mixtral"}))
+    words = [*PRESET, "--model-config", str(path), *NODES, *HOSTS]
+    found = plan(capsys, *words, "--lora-target-modules", "q_proj", "v_proj")
+    assert found["model"]["parameters"] == 46_702_792_704
+    assert main([*words, "--lora-target-modules", "q_proj"]) == 0
+    assert "46.70 B (12.88 B of them for each token) parameters" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="where a mixture has its experts"):
+        main(words)
+
+
+def test_help_imports_no_torch():
+    code = (
+        "import contextlib, sys\n"
+        "from finetune.commands.plan import check, command\n"
+        "with contextlib.suppress(SystemExit): command.main(['--help'])\n"
+        "print(sorted({'torch', 'transformers', 'deepspeed', 'peft'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.startswith("usage: python -m finetune plan") and done.stdout.endswith("[]\n")
 
 
 @pytest.mark.parametrize(
@@ -138,7 +140,9 @@ def test_no_torch_comes_in(capsys):
         (["--device-memory", "0GiB"], "is not a size above 0"),
         (["--nodes", "0"], "nodes is 0"),
         (["--efficiency", "1.5"], "at most 1"),
-        (["--lang", "fr"], "en or"),
+        (["--lang", "fr"], "give en, zh"),
+        (["--kind", "rlhf"], "no kind of runs named 'rlhf'"),
+        (["rlhf"], "no kind of runs named 'rlhf'"),
         (["--model", "someone/else"], "sizes of someone/else are not known"),
         (["--learning-rat", "1"], "learning"),
     ],
@@ -150,8 +154,10 @@ def test_wrong_input_is_refused_in_words(words: list[str], said: str):
 
 
 def test_sizes():
-    assert bytes_of("64GiB", "") == 64 * 2**30 and bytes_of("512 GB", "") == 512 * 10**9
-    assert bytes_of("25GB/s", "") == 25 * 10**9 and bytes_of("1.5tib", "") == 3 * 2**39 and bytes_of("7", "") == 7
+    assert bytes_of("64GiB") == 64 * 2**30 and bytes_of("512 GB") == 512 * 10**9
+    assert bytes_of("25GB/s") == 25 * 10**9 and bytes_of("1.5tib") == 3 * 2**39 and bytes_of("7") == 7
+    with pytest.raises(PydanticCustomError, match="is not a size above 0"):
+        bytes_of("7 miles")
 
 
 def test_the_json_is_frozen(capsys):
@@ -224,5 +230,11 @@ def test_known_models_are_named_in_the_refusal_of_others():
     assert KNOWN_MODELS[0] in caught.value.fix
 
 
-def test_help_is_said_without_a_word(capsys):
-    assert main(["--help"]) == 0 and capsys.readouterr().out == planner.USAGE
+@pytest.mark.parametrize("words", [[], ["--help"]])
+def test_help_names_every_option(words: list[str], capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    text = capsys.readouterr().out
+    assert ended.value.code == 0 and "--nnodes" in text and "--nproc-per-node" in text
+    shown = {info.alias or name for name, info in PlanOptions.model_fields.items()} - {"run_kind"}
+    assert all(f"--{name.replace('_', '-')} " in text for name in shown)

@@ -1,0 +1,345 @@
+"""A model's sizes and parameters, read off transformers' model of its configuration."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from plan_workloads import SMALL, known_shape, of_kind, workload
+
+from finetune.errors import ConfigError
+from finetune.planning.activations import LOGITS_PER_CHUNK, Computing
+from finetune.planning.memory import memory_of
+from finetune.planning.shapes import KNOWN_MODELS, ModelShape, known_config, read_shape, shape_of_config, shape_of_model
+from finetune.planning.traffic import computed_flops_per_token, flops_per_token
+from finetune.planning.workload import Sharding, Workload
+
+# Taken when each of these families was counted by a table of its own, without transformers. Family, with biases and a
+# tied head or without: parameters, of them norms and biases, numbers in matrices that a token passes, the largest
+# module, an adapter of rank 4; bytes of a device of four, trained whole, the same compiled, LoRA under ZeRO-3; and
+# operations of a token.
+COUNTED = {
+    ("llama", False): (240096, 480, 215040, 24576, 13312, 1112790400, 1097979264, 2102381232, 10616832),
+    ("llama", True): (217184, 2144, 215040, 24576, 13312, 1112332160, 1097521024, 2102274800, 10616832),
+    ("mistral", False): (
+        240096,
+        480,
+        215040,
+        24576,
+        13312,
+        1112790400,
+        1097979264,
+        2102381232,
+        10616832,
+    ),
+    ("mistral", True): (215520, 480, 215040, 24576, 13312, 1112298880, 1097487744, 2102270640, 10616832),
+    ("ministral", False): (
+        240096,
+        480,
+        215040,
+        24576,
+        13312,
+        1112790400,
+        1097979264,
+        2102381232,
+        10616832,
+    ),
+    ("ministral", True): (
+        215520,
+        480,
+        215040,
+        24576,
+        13312,
+        1112298880,
+        1097487744,
+        2102270640,
+        10616832,
+    ),
+    ("qwen2", False): (
+        240736,
+        1120,
+        215040,
+        24576,
+        13312,
+        1112803200,
+        1097992064,
+        2102382832,
+        10616832,
+    ),
+    ("qwen2", True): (216160, 1120, 215040, 24576, 13312, 1112311680, 1097500544, 2102272240, 10616832),
+    ("qwen3", False): (240224, 608, 215040, 24576, 13312, 1119084416, 1097981824, 2106575856, 10616832),
+    ("qwen3", True): (216480, 1440, 215040, 24576, 13312, 1118609536, 1097506944, 2106467344, 10616832),
+    ("seed_oss", False): (
+        240736,
+        1120,
+        215040,
+        24576,
+        13312,
+        1112803200,
+        1097992064,
+        2102382832,
+        10616832,
+    ),
+    ("seed_oss", True): (
+        216992,
+        1952,
+        215040,
+        24576,
+        13312,
+        1112328320,
+        1097517184,
+        2102274320,
+        10616832,
+    ),
+    ("smollm3", False): (
+        240096,
+        480,
+        215040,
+        24576,
+        13312,
+        1112790400,
+        1097979264,
+        2102381232,
+        10616832,
+    ),
+    ("smollm3", True): (
+        217184,
+        2144,
+        215040,
+        24576,
+        13312,
+        1112332160,
+        1097521024,
+        2102274800,
+        10616832,
+    ),
+    ("granite", False): (
+        240096,
+        480,
+        215040,
+        24576,
+        13312,
+        1112790400,
+        1097979264,
+        2102381232,
+        10616832,
+    ),
+    ("granite", True): (
+        217184,
+        2144,
+        215040,
+        24576,
+        13312,
+        1112332160,
+        1097521024,
+        2102274800,
+        10616832,
+    ),
+    ("gemma", False): (240096, 480, 215040, 24576, 13312, 1112790400, 1097979264, 2102381232, 10616832),
+    ("gemma", True): (216352, 1312, 215040, 24576, 13312, 1112315520, 1097504384, 2102272720, 10616832),
+    ("gemma2", False): (240480, 864, 215040, 24576, 13312, 1320416128, 1299313536, 2306854512, 10616832),
+    ("gemma2", True): (
+        216736,
+        1696,
+        215040,
+        24576,
+        13312,
+        1319941248,
+        1298838656,
+        2306746000,
+        10616832,
+    ),
+    ("gemma3_text", False): (
+        240608,
+        992,
+        215040,
+        24576,
+        13312,
+        1125383552,
+        1097989504,
+        2109722544,
+        10616832,
+    ),
+    ("gemma3_text", True): (
+        216864,
+        1824,
+        215040,
+        24576,
+        13312,
+        1124908672,
+        1097514624,
+        2109614032,
+        10616832,
+    ),
+    ("phi3", False): (190944, 480, 165888, 30720, 8960, 1106466176, 1094800768, 2098782384, 5597184),
+    ("phi3", True): (166368, 480, 165888, 30720, 8960, 1105974656, 1094309248, 2098671792, 5597184),
+    ("olmo2", False): (240608, 992, 215040, 24576, 13312, 1119092096, 1097989504, 2106576816, 10616832),
+    ("olmo2", True): (216864, 1824, 215040, 24576, 13312, 1118617216, 1097514624, 2106468304, 10616832),
+    ("starcoder2", False): (
+        161728,
+        1984,
+        135168,
+        24576,
+        9216,
+        1104116480,
+        1092188928,
+        2095578464,
+        5480448,
+    ),
+    ("starcoder2", True): (
+        137152,
+        1984,
+        135168,
+        24576,
+        9216,
+        1103624960,
+        1091697408,
+        2095467872,
+        5480448,
+    ),
+    ("nanochat", False): (208896, 0, 184320, 24576, 11264, 1109090304, 1095327744, 2102974976, 10444800),
+    ("nanochat", True): (
+        185152,
+        832,
+        184320,
+        24576,
+        11264,
+        1108615424,
+        1094852864,
+        2102866464,
+        10444800,
+    ),
+}
+
+
+def of_four(shape: ModelShape, *, lora: bool, sharding: Sharding, compiled: bool = False) -> Workload:
+    made = workload(shape, lora=lora, sharding=sharding, devices=4, local_processes=2)
+    return replace(made, computing=replace(made.computing, checkpointing=False, compiled=compiled))
+
+
+@pytest.mark.parametrize(("kind", "biased"), COUNTED)
+def test_families_count_as_they_did_by_hand(kind: str, biased: bool):
+    head = {} if kind in ("phi3", "starcoder2") else {"head_dim": 32}
+    extra = {"attention_bias": biased, "mlp_bias": biased} if biased else {}
+    shape = shape_of_config({**SMALL, **head, **extra, "model_type": kind, "tie_word_embeddings": biased})
+    zero3 = of_four(shape, lora=True, sharding=Sharding(engine=True, stage=3, persistence_threshold=10_000))
+    whole, compiled = (of_four(shape, lora=False, sharding=Sharding(), compiled=on) for on in (False, True))
+    assert COUNTED[kind, biased] == (
+        *(shape.total, shape.small, shape.passed, shape.largest_module),
+        sum(shape.lora_tensors(4, shape.adapted("all-linear"))),
+        *(memory_of(work).device() for work in (whole, compiled, zero3)),
+        computed_flops_per_token(zero3),
+    )
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "opt", "cohere2", "exaone4", "mixtral", "qwen3_next", "gemma3"])
+def test_parameters_are_those_of_transformers(kind: str):
+    from transformers import CONFIG_MAPPING
+
+    from finetune.modeling.scratch import make_empty_model
+
+    model = make_empty_model(CONFIG_MAPPING[kind]())
+    shape = shape_of_model(model)
+    matrices = sum(count * matrix.numbers for matrix, count in shape.matrices)
+    heads = shape.embedding * (1 if shape.tied else 2)
+    assert shape.total == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.small + matrices + heads == shape.total
+
+
+@pytest.mark.parametrize(
+    ("kind", "billions", "active"),  # as they are published: Mixtral 8x7B, DeepSeek-V3, GPT-OSS-120B
+    [("mixtral", 46.7, 12.9), ("deepseek_v3", 671, 37.6), ("gpt_oss", 116.8, 5.75)],
+)
+def test_experts_that_do_not_compute_a_token_are_parameters_but_no_work(kind: str, billions: float, active: float):
+    shape = shape_of_config({"model_type": kind})
+    assert shape.total / 1e9 == pytest.approx(billions, rel=0.002)
+    assert (shape.total - shape.idle) / 1e9 == pytest.approx(active, rel=0.002)
+    assert shape.passed < shape.total - shape.idle
+    attention = 12 * shape.query_width * 2048
+    work = workload(shape, lora=False, sharding=Sharding(), devices=1)
+    assert flops_per_token(work) == 6 * shape.passed + attention
+    assert of_kind(work, "weights") >= 4 * shape.total
+    for targets in ("all-linear", ["o_proj", "down_proj"]):
+        with pytest.raises(ConfigError, match="is not counted where a mixture has its experts"):
+            shape.adapted(targets)
+
+
+def test_operations_and_small_parameters_are_those_that_the_run_counts():
+    from transformers import Qwen3Config
+
+    from finetune.modeling.loss import LOGITS_PER_CHUNK as of_loss
+    from finetune.modeling.scratch import make_empty_model, scratch_config
+    from finetune.planning.flops import flops_per_token as of_model
+
+    for arch in ("nanochat", "qwen3", "llama"):
+        model = make_empty_model(scratch_config(arch, 3, vocab_size=1000, max_seq_len=64))
+        shape = shape_of_model(model)
+        work = Workload(shape, Computing(4, 4), Sharding(), trained=shape.total, longest=64)
+        assert flops_per_token(work) == of_model(model, 64)
+    tied = Qwen3Config(**SMALL, head_dim=32, tie_word_embeddings=True)
+    model = make_empty_model(tied)
+    shape = shape_of_config(json.loads(tied.to_json_string()))
+    assert shape.passed == sum(p.numel() for p in model.parameters() if p.ndim == 2)
+    assert shape.small == sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    assert of_loss == LOGITS_PER_CHUNK
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [
+        ("qwen3", ["all-linear", ["q_proj", "down_proj"], ["v_proj", "lm_head"]]),
+        ("gpt2", ["all-linear", ["c_attn"]]),
+        ("qwen3_moe", [["q_proj", "o_proj"]]),
+    ],
+)
+def test_adapters_are_as_large_as_pefts(kind: str, targets: list):
+    from peft import LoraConfig, get_peft_model
+    from transformers import CONFIG_MAPPING
+
+    from finetune.modeling.scratch import make_empty_model
+
+    config = CONFIG_MAPPING[kind](**SMALL)
+    shape = shape_of_config(json.loads(config.to_json_string()))
+    for wanted in targets:
+        lora = LoraConfig(r=4, target_modules=wanted, task_type="CAUSAL_LM", fan_in_fan_out=kind == "gpt2")
+        adapted = get_peft_model(make_empty_model(config), lora)
+        trained = [p.numel() for p in adapted.parameters() if p.requires_grad]
+        assert sorted(shape.lora_tensors(4, shape.adapted(wanted))) == sorted(trained)
+    with pytest.raises(ConfigError, match="W_pack"):
+        shape.adapted(["W_pack"])
+
+
+@pytest.mark.parametrize("name", KNOWN_MODELS)
+def test_known_models_are_as_large_as_their_names_say(name: str):
+    promised = float(name.rpartition("-")[2].removesuffix("B"))
+    assert known_config(f"{name}-Instruct") == known_config(name)
+    # Some names leave the embedding out, or round: Qwen2.5-1.5B has 1.54, Qwen3-1.7B 1.72, Qwen2.5-7B 7.62.
+    assert abs(known_shape(name).total / 1e9 / promised - 1) < 0.11
+
+
+def test_what_no_model_can_be_made_of_is_refused(tmp_path):
+    from transformers import CONFIG_MAPPING
+
+    own_code = {"AutoConfig": "configuration_x.XConfig", "AutoModelForCausalLM": "modeling_x.X"}
+    for model_type in ("secret", None):
+        with pytest.raises(ConfigError, match="a model's own code is not run here"):
+            shape_of_config({**SMALL, "model_type": model_type, "auto_map": own_code})
+    known = {**SMALL, "model_type": "llama"}
+    assert shape_of_config({**known, "auto_map": own_code}) == shape_of_config(known)
+    for wrong, match in (
+        ({"hidden_size": "wide"}, "hidden_size"),
+        ({"num_attention_heads": 0}, "no plan can be made of this llama"),
+        ({"model_type": "vit"}, "ViTConfig"),
+        ({"model_type": "qwen3_moe", "num_experts_per_tok": None}, "num_experts_per_tok"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            shape_of_config({**known, **wrong})
+    assert "secret" not in CONFIG_MAPPING
+    (tmp_path / "config.json").write_text("[")
+    for path in (tmp_path, tmp_path / "nothing.json"):
+        with pytest.raises(ConfigError, match="configuration cannot be read"):
+            read_shape(path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="not a JSON object"):
+        read_shape(tmp_path)
