@@ -4,10 +4,10 @@
     python benchmarks/curriculum.py --seeds 1 2 3 4 5 --steps 300 --work-dir runs/curriculum
 
 For each seed two runs differ in one thing, the order of the samples. One has the default stages. The other has one
-stage for the whole run, whose mix is the number of samples of each level that the first run took: so every step has
-the run's overall mix, and as the order within a level is the same, both runs take the same samples equally often. That
-is checked on what the runs logged, sample by sample. Then both are evaluated on the held-out rows by
-`python -m finetune eval`. Runs that are done are not made again, so the same command goes on after a stop. The table
+stage for the whole run, whose mix is the number of samples of each difficulty that the first run took: so every step
+has the run's overall mix, and as the order within a difficulty is the same, both runs take the same samples equally
+often. That is checked on what the runs logged, sample by sample. Then both are evaluated on the held-out records by
+`python -m finetune eval`. Runs that are done are not made again, so the same command continues after a stop. The table
 goes into docs/curriculum_benchmark.md whichever wins.
 """
 
@@ -35,7 +35,7 @@ def main() -> int:
     pairs, drawn = [], {}
     for seed in options.seeds:
         staged = _train(work, "curriculum", seed, options, stages=None)
-        drawn = _drawn_per_level(staged)
+        drawn = _taken_per_difficulty(staged)
         uniform = _train(work, "uniform", seed, options, stages=[{"until": 1.0, "mix": list(drawn.values())}])
         _check_same_samples(staged, uniform)
         pairs.append((staged, uniform))
@@ -95,20 +95,20 @@ def _run(module: str, *arguments: str) -> str:
 
 
 def _samples(run: Path) -> Counter[int]:
-    """How often the run took each row, from its own log."""
+    """How often the run took each record, from its own log."""
     lines = (run / "samples.jsonl").read_text(encoding="utf-8").splitlines()
-    return Counter(row for line in lines for row in json.loads(line)["ids"])
+    return Counter(record for line in lines for record in json.loads(line)["ids"])
 
 
-def _levels() -> list[str]:
+def _difficulties() -> list[str]:
     return [json.loads(line)["difficulty"] for line in (DATA / "train.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def _drawn_per_level(run: Path) -> dict[str, int]:
-    levels, counts = _levels(), Counter[str]()
-    for row, times in _samples(run).items():
-        counts[levels[row]] += times
-    return {level: counts[level] for level in ("explain", "reasoning", "topology")}
+def _taken_per_difficulty(run: Path) -> dict[str, int]:
+    difficulties, counts = _difficulties(), Counter[str]()
+    for record, times in _samples(run).items():
+        counts[difficulties[record]] += times
+    return {name: counts[name] for name in ("explain", "reasoning", "topology")}
 
 
 def _check_same_samples(staged: Path, uniform: Path) -> None:
@@ -148,14 +148,15 @@ def _document(
         "",
         f"LoRA on `data_samples/tiny-qwen3`, {options.steps} steps of 32 samples of `data_samples/train.jsonl`, "
         f"learning rate {options.learning_rate:g}, seeds {', '.join(map(str, options.seeds))}. Per seed two runs take "
-        f"the same samples equally often (checked by row number): {mix}. With the curriculum they come in the default "
-        "stages; uniform, every step has that overall mix. Held-out rows: `data_samples/valid.jsonl`, 50 per level. "
+        f"the same samples equally often (checked by record number): {mix}. With the curriculum they come in the "
+        "default stages; uniform, every step has that overall mix. Held-out records: `data_samples/valid.jsonl`, "
+        "50 per difficulty. "
         "Mean ± standard deviation over the seeds; differences are taken seed by seed and signed so that above zero "
         "the curriculum is better.",
         "",
     ]
-    for title, key, digits in (("Loss per target", "loss", 4), ("Exact answers, of 50 a level", "correct", 1)):
-        lines += [f"## {title}", "", "| level | base | curriculum | uniform | curriculum better by | verdict |"]
+    for title, key, digits in (("Loss per target", "loss", 4), ("Exact answers, of 50 a difficulty", "correct", 1)):
+        lines += [f"## {title}", "", "| difficulty | base | curriculum | uniform | curriculum better by | verdict |"]
         lines.append("|---|---|---|---|---|---|")
         for level in [*levels, None]:
             if key == "correct" and not _of(base, level)["answered"]:

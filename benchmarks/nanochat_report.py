@@ -136,9 +136,9 @@ vocabulary {VOCABULARY:,}, {options.total_batch_size:,} tokens a step, {options.
 - nanochat's rates, warm-up, warm-down, weight decay, start and optimizer are its own defaults (`--window-pattern L`, as
   it recommends without flash attention), ours are ours. Both scale rates by batch and width by the same law; ours also
   by the run's length, which the variants with "our-rates" give to nanochat too.
-- nanochat reads our windows in place of its loader's. Its loader begins every row at a document and cuts what does not
-  fit: on documents much longer than a row it sees little more than their beginnings. `--only nanochat-own-loader`
-  measures that, on the same validation windows.
+- nanochat reads our windows in place of its loader's. Its loader begins every window at a document and cuts what
+  does not fit: on documents much longer than a window it sees little more than their beginnings. `--only
+  nanochat-own-loader` measures that, on the same validation windows.
 - Without its extras nanochat still has Polar Express, NorMuon, MuonEq and cautious decay in its optimizer, where ours
   is `torch.optim.Muon`, and the factor 1.2 on queries and keys.
 - Tokens per second are of the median step, optimizer and loader included, evaluation and compilation not. The first

@@ -1,12 +1,12 @@
-"""Packed against padded rows: the same training, side by side.
+"""Packed sequences against padded batches: the same training, side by side.
 
     python benchmarks/packing.py                       # on this machine's best device, a few minutes on two cores
     python benchmarks/packing.py --model DIR --micro-batch-size 8 --global-batch-size 128 --steps 30
 
-Each data set is trained for the same steps in packed and in padded rows, in turn, each time in a process of its own, so
-that peak memory is its own. Both have the same micro-batch: a packed row holds at most micro-batch x cutoff tokens, a
-padded row micro-batch samples. Throughput is the median over the steps after the first ones, in tokens of the data:
-padding does not count. Exits with 1 if losses differ by more than rounding or nothing was learned from.
+Each data set is trained for the same steps packed and padded, in turn, each time in a process of its own, so that peak
+memory is its own. Both have the same micro-batch: a packed sequence holds at most micro-batch x cutoff tokens, a padded
+batch micro-batch samples. Throughput is the median over the steps after the first ones, in tokens of the data: padding
+does not count. Exits with 1 if losses differ by more than rounding or nothing was learned from.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ def _data_sets(folder: Path, options: argparse.Namespace) -> list[tuple[str, Pat
     return [("bundled data", bundled), ("long-tailed", _long_tailed(folder / "long_tailed.jsonl", options.cutoff_len))]
 
 
-def _long_tailed(path: Path, cutoff_len: int, rows: int = 1000) -> Path:
+def _long_tailed(path: Path, cutoff_len: int, records: int = 1000) -> Path:
     """Answers of log-normal length: half below a 16th of the cutoff, the longest beyond it."""
     choose = random.Random(0)
     with path.open("w", encoding="utf-8") as file:
-        for _ in range(rows):
+        for _ in range(records):
             length = int(choose.lognormvariate(0, 1.2) * cutoff_len / 32) + 1
             answer = " ".join(choose.choices(WORDS, k=min(length, cutoff_len)))
             question = " ".join(choose.choices(WORDS, k=choose.randint(2, 12)))
@@ -172,7 +172,7 @@ def _heading(run: Measured, options: argparse.Namespace) -> str:
     )
     columns = (
         "data",
-        "padding of padded rows",
+        "padding of padded batches",
         "packed tok/s",
         "padded tok/s",
         "ratio (each pair)",
@@ -186,7 +186,7 @@ def _heading(run: Measured, options: argparse.Namespace) -> str:
 
 
 def _line(title: str, packed: list[Measured], padded: list[Measured]) -> tuple[str, bool]:
-    """A row of the table, and whether both trained the same."""
+    """A line of the table, and whether both trained the same."""
     difference = max(
         abs(a - b) / abs(a)
         for one, other in zip(packed, padded, strict=True)

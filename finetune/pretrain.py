@@ -57,14 +57,14 @@ def start_processes(arguments: Sequence[str]) -> None:
         return
     count = wanted.get("world_size") or _devices_here(str(wanted.get("device_type", "auto")))
     if type(count) is not int or count < 1:
-        return  # not a number: the configuration says so
+        return  # not a number: refused when the settings are resolved
     if resolve(arguments, world_size=count, model_class=PretrainConfig).print_config:
         return
-    words = ["torch.distributed.run", "--standalone", f"--nproc_per_node={count}", "-m", "finetune.pretrain"]
-    logger.info("starting %d processes: python -m %s ...", count, " ".join(words))
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc_per_node={count}", "-m", "finetune.pretrain"]
+    logger.info("starting %d processes: python -m %s ...", count, " ".join(torchrun))
     # Port and store are torchrun's to choose; what an old script exported must not tell it otherwise.
     environment = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "MASTER_PORT")}
-    os.execve(sys.executable, [sys.executable, "-m", *words, *arguments], environment)
+    os.execve(sys.executable, [sys.executable, "-m", *torchrun, *arguments], environment)
 
 
 def _devices_here(requested: str) -> int:

@@ -1,4 +1,4 @@
-"""Kill -9 at random moments of a run, go on, and compare with the run that was left alone.
+"""Kill -9 at random moments of a run, resume, and compare with the run that was left alone.
 
     python tests/crash.py             # 20 kills, the table into docs/crash_table.md (`make crash`)
     python tests/crash.py 1           # one kill per kind of run, printed only
@@ -75,7 +75,7 @@ class Crashes:
         return self._references[kind]
 
     def kill(self, number: int, finetuning: str, layout: str) -> Kill:
-        """Kill one run at a random moment, go on, compare."""
+        """Kill one run at a random moment, resume, compare."""
         reference = self.reference(finetuning, layout)
         settings = self.settings(f"{finetuning}-{layout}-{number}", finetuning, layout)
         run = Path(settings["output_dir"])
@@ -126,7 +126,7 @@ def table(kills: list[Kill]) -> str:
         "",
         f"**{held} of {len(kills)} hold.**",
         "",
-        "| trained | sharding | killed after | steps logged by then | went on from step | |",
+        "| trained | sharding | killed after | steps logged by then | resumed from step | |",
         "|---|---|--:|--:|--:|---|",
     ]
     for kill in kills:

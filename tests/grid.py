@@ -38,8 +38,8 @@ class Cell:
 
     @property
     def name(self) -> str:
-        rows = "packed" if self.packing else "padded"
-        return f"{self.finetuning}-{self.layout}-{self.processes}-{rows}-{self.micro_batch_size}"
+        packing = "packed" if self.packing else "padded"
+        return f"{self.finetuning}-{self.layout}-{self.processes}-{packing}-{self.micro_batch_size}"
 
     def settings(self, materials: runs.Materials, folder: Path) -> dict[str, Any]:
         return materials.settings(
@@ -142,13 +142,13 @@ def table(outcomes: list[Outcome], seconds: float) -> str:
         "# The equivalence grid",
         "",
         f"One run of {STEPS} steps in float32 on a CPU, executed in {len(outcomes)} ways. Reference: one process",
-        "without DeepSpeed, packed rows, micro-batch 1. `make grid` makes this page.",
+        "without DeepSpeed, packed, micro-batch 1. `make grid` makes this page.",
         "",
         f"Samples of every step the same, losses within {LOSS_LIMIT:g} relative, each trained tensor within "
         f"{WEIGHT_LIMIT:g} by",
         f"norm(difference) / norm(update): **{held} of {len(outcomes)} hold** ({seconds:.0f} s on 2 cores).",
         "",
-        "| trained | sharding | processes | rows | micro-batch | loss differs by | weights differ by | |",
+        "| trained | sharding | processes | microbatches | micro-batch | loss differs by | weights differ by | |",
         "|---|---|--:|---|--:|--:|--:|---|",
     ]
     for outcome in outcomes:

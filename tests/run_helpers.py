@@ -69,17 +69,17 @@ def make_model(folder: Path, *, seed: int = 0, tokenizer_name: str = "chatml") -
     return folder
 
 
-def make_data(path: Path, rows: int, *, seed: int = 0) -> Path:
-    """Alpaca rows of very different lengths on three levels."""
+def make_data(path: Path, records: int, *, seed: int = 0) -> Path:
+    """Alpaca records of very different lengths, of three difficulties."""
     choose = random.Random(seed)
     words = ("router", "switch", "port", "frame", "packet", "BGP", "VLAN", "路由", "交换", "端口", "42", "link", "node")
     with path.open("w", encoding="utf-8") as file:
-        for number in range(rows):
+        for number in range(records):
             question = " ".join(choose.choices(words, k=choose.randint(1, 6)))
             answer = " ".join(choose.choices(words, k=int(choose.paretovariate(1.2)) % 24 + 1))
             difficulty = ("explain", "reasoning", "topology")[number % 3]
-            row = {"instruction": question, "input": "", "output": answer, "difficulty": difficulty}
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            record = {"instruction": question, "input": "", "output": answer, "difficulty": difficulty}
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
     return path
 
 
@@ -116,12 +116,12 @@ class Materials:
         return {name: value for name, value in settings.items() if value is not None}
 
 
-def make_materials(folder: Path, *, rows: int = 60, seed: int = 0) -> Materials:
+def make_materials(folder: Path, *, records: int = 60, seed: int = 0) -> Materials:
     folder.mkdir(parents=True, exist_ok=True)
     return Materials(
         folder=folder,
         model=make_model(folder / "model", seed=seed),
-        data=make_data(folder / "train.jsonl", rows, seed=seed),
+        data=make_data(folder / "train.jsonl", records, seed=seed),
         valid=make_data(folder / "valid.jsonl", 13, seed=seed + 1),
     )
 
@@ -370,7 +370,7 @@ def alive(pids: Sequence[int]) -> list[int]:
 
 
 def send(pids: Sequence[int], number: int) -> None:
-    """Send a signal to processes, as nearly at once as can be; those that are gone are passed over."""
+    """Send a signal to processes, as nearly at once as can be; those that are gone are skipped."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)

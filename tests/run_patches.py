@@ -24,16 +24,18 @@ def follow_steps(before: Callable[[int], None]) -> None:
     StepExecutor.run = run
 
 
-def wrap_row_losses(wrap: Callable[..., torch.Tensor]) -> None:
-    """Let `wrap(original, model, row, device, head)` stand for the losses of a row in training."""
+def wrap_microbatch_losses(wrap: Callable[..., torch.Tensor]) -> None:
+    """Let `wrap(original, model, microbatch, device, head)` stand for the losses of a microbatch in training."""
     from finetune.training import executor as execution
 
     original = execution.microbatch_losses
     execution.microbatch_losses = lambda *arguments: wrap(original, *arguments)
 
 
-def limit_row_tokens(rank: int, on_rank: int, limit_tokens: int, from_step: int = 1, where: str = "forward") -> None:
-    """One rank's memory holds rows of so many tokens only, from a step on; it shows in the forward or backward pass."""
+def limit_microbatch_tokens(
+    rank: int, on_rank: int, limit_tokens: int, from_step: int = 1, where: str = "forward"
+) -> None:
+    """One rank's memory holds microbatches of so many tokens only, from a step on; it shows in either pass."""
     if rank != on_rank:
         return
     now = [0]
@@ -48,14 +50,14 @@ def limit_row_tokens(rank: int, on_rank: int, limit_tokens: int, from_step: int 
         def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
             raise torch.OutOfMemoryError("test: out of memory in the backward pass")
 
-    def wrap(original: Callable[..., torch.Tensor], model: Any, row: Any, *arguments: Any) -> torch.Tensor:
-        too_large = now[0] >= from_step and row.tokens > limit_tokens
+    def wrap(original: Callable[..., torch.Tensor], model: Any, microbatch: Any, *arguments: Any) -> torch.Tensor:
+        too_large = now[0] >= from_step and microbatch.tokens > limit_tokens
         if too_large and where == "forward":
-            raise torch.OutOfMemoryError(f"test: out of memory: {row.tokens} tokens where {limit_tokens} fit")
-        losses = original(model, row, *arguments)
+            raise torch.OutOfMemoryError(f"test: out of memory: {microbatch.tokens} tokens where {limit_tokens} fit")
+        losses = original(model, microbatch, *arguments)
         return Exhausted.apply(losses) if too_large else losses
 
-    wrap_row_losses(wrap)
+    wrap_microbatch_losses(wrap)
 
 
 def spoil_losses(rank: int, on_rank: int, steps: tuple[int, ...], factor: float, where: str = "loss") -> None:
@@ -80,7 +82,7 @@ def spoil_losses(rank: int, on_rank: int, steps: tuple[int, ...], factor: float,
             return losses
         return losses * factor if where == "loss" else SpoiledGradient.apply(losses)
 
-    wrap_row_losses(wrap)
+    wrap_microbatch_losses(wrap)
 
 
 def delay(rank: int, on_rank: int, seconds: float) -> None:

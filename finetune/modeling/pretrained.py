@@ -137,7 +137,7 @@ def check_partitioned(model: torch.nn.Module) -> None:
 
 
 def target_modules(model: PreTrainedModel, wanted: str | tuple[str, ...]) -> str | list[str]:
-    """LoRA's targets, checked by name against the model (peft passes over a name that matches nothing if others match).
+    """LoRA's targets, checked by name against the model (peft ignores a name that matches nothing if others match).
 
     Raises:
         ConfigError: a name that no linear module ends with; names the linear modules there are.

@@ -1,7 +1,8 @@
-"""Chat tokens that a base model never saw: its head's rows for all such tokens stay alike.
+"""Chat tokens that a base model never saw: its head's vectors for all such tokens stay alike.
 
-A base model pretrained on plain text has ids for chat tokens, but every unseen id gets the same gradient: their rows
-move together. LoRA on the layers below leaves the head as it is, and the tuned model ends its answers with any of them.
+A base model pretrained on plain text has ids for chat tokens, but every unseen id gets the same gradient: their
+vectors move together. LoRA on the layers below leaves the head as it is, and the tuned model ends its answers with any
+of them.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
 
-ALIKE = 0.05  # norm of the difference of two rows over the larger norm; between trained rows it is about 1
+ALIKE = 0.05  # norm of the difference of two vectors over the larger norm; between trained ones it is about 1
 MOST_COMPARED = 256
 _HEADS = ("lm_head.weight", "embed_out.weight", "model.embed_tokens.weight", "transformer.wte.weight")
 
 
 def untrained_tokens(model: str, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """The tokens of `ids` whose row in the model's head equals, nearly, that of another special token.
+    """The tokens of `ids` whose vector in the model's head equals, nearly, that of another special token.
 
-    Reads only those rows. Empty for a model that is not a local folder, or whose head has another name than usual.
+    Reads only those vectors. Empty for a model that is not a local folder, or whose head has another name than usual.
     """
     path = _file_of_head(Path(model).expanduser())
     if path is None:
@@ -35,12 +36,12 @@ def untrained_tokens(model: str, tokenizer: PreTrainedTokenizerBase, ids: Sequen
         compared = [number for number in others if number < size][:MOST_COMPARED]
         if not compared:
             return []
-        rows = torch.cat([head[number : number + 1] for number in compared]).float()
+        vectors = torch.cat([head[number : number + 1] for number in compared]).float()
         found = []
         for token in ids:
-            row = head[token : token + 1].float()
-            larger = torch.maximum(rows.norm(dim=1), row.norm()).clamp_min(torch.finfo(torch.float32).tiny)
-            alike = (rows - row).norm(dim=1) <= ALIKE * larger
+            vector = head[token : token + 1].float()
+            larger = torch.maximum(vectors.norm(dim=1), vector.norm()).clamp_min(torch.finfo(torch.float32).tiny)
+            alike = (vectors - vector).norm(dim=1) <= ALIKE * larger
             if any(same and number != token for number, same in zip(compared, alike.tolist(), strict=True)):
                 found.append(str(tokenizer.convert_ids_to_tokens(token)))
     return found
@@ -50,8 +51,8 @@ def _file_of_head(folder: Path) -> Path | None:
     """The safetensors file with the head's weights, or with the embedding that is tied to it."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return next((folder / places[name] for name in _HEADS if name in places), None)
+        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return next((folder / files[name] for name in _HEADS if name in files), None)
     path = folder / "model.safetensors"
     if not path.is_file():
         return None

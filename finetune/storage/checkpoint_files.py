@@ -53,7 +53,7 @@ VISIBLE_WITHIN_SECONDS = 60.0
 KEEP_AT_LEAST = 2
 
 _TOKEN = re.compile(r"[A-Za-z0-9]{1,64}")
-_LEFTOVER = re.compile(r"\.staging-\d+-[A-Za-z0-9]{1,64}|\.removing-checkpoint-\d+")
+_UNFINISHED = re.compile(r"\.staging-\d+-[A-Za-z0-9]{1,64}|\.removing-checkpoint-\d+")
 
 logger = logging.getLogger("finetune")
 
@@ -163,7 +163,7 @@ class CheckpointWriter:
         return target
 
     def discard(self) -> None:
-        """Remove the staging folder as far as that is possible; `clean_staging` takes the rest when the run goes on."""
+        """Remove the staging folder as far as possible; `clean_staging` removes the rest when the run is resumed."""
         try:
             durable_files.remove_tree(self.folder, missing_ok=True)
         except OSError as error:
@@ -210,7 +210,7 @@ class CheckpointWriter:
             return 0
 
     def _explained(self, error: OSError) -> FinetuneError:
-        """The error of the system, with the numbers and the way on."""
+        """The error of the system, with the numbers and the next step."""
         try:
             free = durable_files.format_bytes(durable_files.free_bytes(self.run_folder))
         except OSError as second:
@@ -226,7 +226,7 @@ class CheckpointWriter:
             errno.EROFS: "have it mounted for writing",
             errno.EIO: "look for its errors in the system log and use another disk if there are any",
         }
-        remedy = remedies.get(error.errno or 0, "mend what the system says about it")
+        remedy = remedies.get(error.errno or 0, "fix what the system reports about it")
         return FinetuneError(
             f"checkpoint-{self.step} could not be written: {error.strerror or error}; needed {needed}, free {free}",
             str(self.run_folder),
@@ -272,7 +272,7 @@ def rotate(run_folder: Path | str, keep: int, *, known_valid: Collection[str] = 
         enough = kept >= keep
         validity = verify(folder, hashes=not enough and folder.name not in known_valid)
         if not validity.valid:
-            if not enough:  # else it was said when it was new
+            if not enough:  # else it was reported when it was new
                 logger.warning("%s is invalid and left as it is: %s", folder.name, validity.why)
         elif enough:
             try:
@@ -296,7 +296,7 @@ def _remove(folder: Path) -> None:
 
 def staging_folders(run_folder: Path | str) -> list[Path]:
     """What saves and removals have under way or, where no run holds the folder's lock, have left."""
-    return [Path(run_folder) / name for name in sorted(os.listdir(run_folder)) if _LEFTOVER.fullmatch(name)]
+    return [Path(run_folder) / name for name in sorted(os.listdir(run_folder)) if _UNFINISHED.fullmatch(name)]
 
 
 def clean_staging(run_folder: Path | str) -> list[str]:

@@ -1,10 +1,10 @@
 """The run folder: what run it holds, how that run stands, which samples it took. Who may write in it: `RunLock`.
 
 .lock               held by one process of the run while it works; names its holder
-run_identity.json   what must be equal for a run to go on here
+run_identity.json   what must be equal for a run to be resumed here
 run.yaml            the resolved configuration
 status.json         running, done, failed or stopped, with the exit code
-samples.jsonl       one line per optimizer step: {"step": from 1, "ids": [row numbers]}
+samples.jsonl       one line per optimizer step: {"step": from 1, "ids": [record numbers]}
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def format_differences(differences: Sequence[Difference]) -> str:
 
 
 class SampleLog(StepLog):
-    """`samples.jsonl`: which rows every optimizer step took, one flushed write per step.
+    """`samples.jsonl`: which records every optimizer step took, one flushed write per step.
 
     Args:
         path: the file; made where it is not there.
@@ -203,7 +203,7 @@ class SampleLog(StepLog):
             present = set(self.kept_steps)
             missing = next((step for step in range(1, resume_step + 1) if step not in present), resume_step)
             logger.warning(
-                "%s is not whole up to step %d, from which the run goes on; lines are missing from step %d",
+                "%s is not whole up to step %d, from which the run resumes; lines are missing from step %d",
                 self.path, resume_step, missing,
             )  # fmt: skip
 
@@ -212,6 +212,6 @@ class SampleLog(StepLog):
 
         Args:
             step: counted from 1.
-            ids: row numbers of the step's global batch, counted from 0 through the data files in order.
+            ids: record numbers of the step's global batch, counted from 0 through the data files in order.
         """
-        self.write({"step": int(step), "ids": [int(row) for row in ids]})
+        self.write({"step": int(step), "ids": [int(number) for number in ids]})

@@ -83,7 +83,7 @@ class RunLock:
             raise StateError(
                 f"the output folder cannot be made or locked: {error.strerror or error}",
                 str(self.run_folder),
-                "choose another --output-dir, or mend what the system says about this one",
+                "choose another --output-dir, or fix what the system reports about this one",
             ) from error
         except FinetuneError:
             self._undo()
@@ -107,7 +107,7 @@ class RunLock:
 
     def _acquire(self) -> None:
         deadline = time.monotonic() + self.wait_seconds
-        told = False
+        warned = False
         while True:
             descriptor = self._open()
             try:
@@ -129,9 +129,9 @@ class RunLock:
                     str(self.run_folder),
                     "wait until it ends, stop that process, or choose another --output-dir",
                 )
-            if not told:
+            if not warned:
                 logger.warning("%s is in use by %s; waiting up to %.0f s", self.run_folder, holder, self.wait_seconds)
-                told = True
+                warned = True
             time.sleep(min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
 
     def _open(self) -> int:

@@ -31,11 +31,11 @@ LOG_FILE_ONLY = {"log_file_only": True}  # as `extra` of a log call: not to the 
 # Names of events in events.jsonl. A name outside this table is refused, so that readers can rely on it.
 EVENTS = (
     "start",  # the run (again) begins at a step: device, world size, plan, versions
-    "eval",  # validation loss, overall and per level
-    "sample",  # pretraining: beginnings of windows and how the model goes on with them
+    "eval",  # validation loss, overall and per difficulty
+    "sample",  # pretraining: beginnings of windows and how the model continues them
     "checkpoint",  # a checkpoint was verified and published
-    "skipped_checkpoint",  # resume passed over an invalid checkpoint, and why
-    "resume",  # the run goes on from a checkpoint
+    "skipped_checkpoint",  # an invalid checkpoint was skipped, and why
+    "resume",  # the run resumes from a checkpoint
     "spike",  # the loss jumped; the sample ids of the step
     "nonfinite",  # NaN or inf in loss or gradients; the step was skipped
     "oom",  # a device ran out of memory; the new token budget
@@ -45,7 +45,7 @@ EVENTS = (
 
 
 class JsonLines:
-    """Appends one record per line, each with a single unbuffered write: a crash tears at most the last line.
+    """Appends one object per line, each with a single unbuffered write: a crash tears at most the last line.
 
     Args:
         path: the file; made where it is not there.
@@ -57,8 +57,8 @@ class JsonLines:
             self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | os.O_CLOEXEC, 0o666
         )
 
-    def write(self, record: dict[str, Any]) -> None:
-        text = json.dumps(_strict(record), ensure_ascii=False, allow_nan=False)
+    def write(self, content: dict[str, Any]) -> None:
+        text = json.dumps(_strict(content), ensure_ascii=False, allow_nan=False)
         line = memoryview((text + "\n").encode())
         while line:  # one write; the system takes less only when the disk is full, and then says so on the second
             line = line[os.write(self._descriptor, line) :]
@@ -81,7 +81,7 @@ class JsonLines:
 
 
 def _strict(value: Any) -> Any:
-    """NaN and inf as null: JSON has no word for them. That a step had one is an event of its own."""
+    """NaN and inf as null: JSON does not know them. That a step had one is an event of its own."""
     if isinstance(value, dict):
         return {name: _strict(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -90,9 +90,9 @@ def _strict(value: Any) -> Any:
 
 
 class StepLog(JsonLines):
-    """A log with a line per step, that a resumed run goes on with.
+    """A log with a line per step, that a resumed run continues.
 
-    Opening it for a run that goes on after step `resume_step` cuts a torn last line and the lines of later steps, which
+    Opening it for a run that resumes after step `resume_step` cuts a torn last line and the lines of later steps, which
     the run will write again: so the file of an interrupted run ends up the same as that of an uninterrupted one.
 
     Attributes:

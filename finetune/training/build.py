@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 
 from finetune.batching.microbatch_schedule import PlanSummary, summarise
 from finetune.config.run_config import BaseConfig
-from finetune.data.steps import BatchSource, Execution, SampleSource, StepBatches
+from finetune.data.steps import BatchSource, Execution, StepBatches
 from finetune.errors import FinetuneError
 from finetune.modeling.loss import ChunkedHead
 from finetune.modeling.pretrained import count_parameters
@@ -149,14 +149,8 @@ def make_trainer(
         num_workers=config.dataloader_num_workers,
         **own,
     )
-    # Trainer.__init__ has moved the model to its device by now, where a tied weight may have become two.
     _check_world(trainer, config, world, device_type)
-    if count_parameters(trainer.model)["trainable"] != trained:
-        raise FinetuneError(
-            f"tied weights came apart on the move to the {device_type} device: each would train on its own",
-            "start of training",
-            "report this with your versions; until then train a model whose embeddings are not tied",
-        )
+    _check_ties(trainer, trained, device_type)
     trainer.checkpointer = Checkpointer(
         session.output_dir,
         context.control,
@@ -169,20 +163,6 @@ def make_trainer(
         sample_log=session.sample_log,
     )
     return trainer
-
-
-def make_step_batches(
-    samples: SampleSource,
-    batches: BatchSource,
-    execution: Execution,
-    *,
-    difficulties: Any,
-    difficulty_count: int,
-    pad: int | None,
-) -> StepBatches:
-    return StepBatches(
-        samples, batches, execution, difficulty_ids=difficulties, difficulties=difficulty_count, pad_token_id=pad or 0
-    )
 
 
 def _check_world(trainer: RunTrainer, config: BaseConfig, world: LaunchWorld, device_type: str) -> None:
@@ -202,6 +182,16 @@ def _check_world(trainer: RunTrainer, config: BaseConfig, world: LaunchWorld, de
     for right, what in checks:
         if not right:
             raise FinetuneError(f"accelerate set up {what}", "start of training", "report this with the launch command")
+
+
+def _check_ties(trainer: RunTrainer, trained: int, device_type: str) -> None:
+    # Trainer.__init__ has moved the model to its device by now, where a tied weight may have become two.
+    if count_parameters(trainer.model)["trainable"] != trained:
+        raise FinetuneError(
+            f"tied weights came apart on the move to the {device_type} device: each would train on its own",
+            "start of training",
+            "report this with your versions; until then train a model whose embeddings are not tied",
+        )
 
 
 def package_versions() -> dict[str, str]:

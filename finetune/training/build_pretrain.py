@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.data.corpus.windows import Windows
@@ -23,7 +24,6 @@ from finetune.training.arguments import training_arguments
 from finetune.training.build import (
     make_context,
     make_execution,
-    make_step_batches,
     make_trainer,
     plan_summary,
     quiet_known_warnings,
@@ -76,24 +76,15 @@ def build_trainer(
         resumed=start.step > 0,
         run_name=config.wandb_run_name,
     )
-    model = make_model(
-        data.model_config,
-        seed=config.seed,
-        attention=choose_attention(data.model_config, device_type, DTYPES[dtype]) or "sdpa",
-    )
-    if data.tokenizer is not None:
-        # As Trainer would, with a warning (trainer_utils._align_special_token). The embedding is made already and has
-        # no padding_idx; the trainer unsets it again before it saves.
-        model.config.pad_token_id = model.generation_config.pad_token_id = data.tokenizer.pad_token_id
-    if start.folder is not None:
-        TrainingState(model).load_weights(start.folder)
+    model = _model(config, data, start, device_type, dtype)
     cost = ComputeCost(
         flops_per_token(model, config.max_seq_len),
         able.peak_flops if dtype != "float32" else None,
         devices=world.world_size,
     )
-    compiled = able.compile if config.compile is None else config.compile
+    # float8 first: it replaces modules that the compiler would have seen as they were.
     fp8 = _use_fp8(model, config, able)
+    compiled = able.compile if config.compile is None else config.compile
     if compiled:
         # In place (Module.compile): parameter names have no "_orig_mod." in front, and generation can do without.
         model.compile()
@@ -119,9 +110,21 @@ def build_trainer(
         bytes_per_token=_padded(data.bytes_per_token, data.model_config.vocab_size),
         fused=devices.DEVICE_KINDS[device_type].fused_adamw,
     )
-    execution = {"compiled": compiled, "fp8": fp8}
-    _say_start(trainer, config, world, data, able, dtype, cost, execution)
+    _say_start(trainer, config, world, data, able, dtype, cost, {"compiled": compiled, "fp8": fp8})
     return trainer
+
+
+def _model(config: PretrainConfig, data: Prepared, start: Resume, device_type: str, dtype: str) -> PreTrainedModel:
+    """The model at the run's start or as it was saved; in float32, whatever the dtype of the computation."""
+    attention = choose_attention(data.model_config, device_type, DTYPES[dtype]) or "sdpa"
+    model = make_model(data.model_config, seed=config.seed, attention=attention)
+    if data.tokenizer is not None:
+        # As Trainer would, with a warning (trainer_utils._align_special_token). The embedding is made already and has
+        # no padding_idx; the trainer unsets it again before it saves.
+        model.config.pad_token_id = model.generation_config.pad_token_id = data.tokenizer.pad_token_id
+    if start.folder is not None:
+        TrainingState(model).load_weights(start.folder)
+    return model
 
 
 def _use_fp8(model: torch.nn.Module, config: PretrainConfig, able: Capabilities) -> bool:
@@ -172,7 +175,7 @@ def _step_batches(
 
     def make(windows: Windows, batches: Any) -> StepBatches:
         difficulties = np.broadcast_to(np.int64(-1), (len(windows),))
-        return make_step_batches(windows, batches, execution, difficulties=difficulties, difficulty_count=0, pad=0)
+        return StepBatches(windows, batches, execution, difficulty_ids=difficulties, difficulties=0, pad_token_id=0)
 
     at_a_time = config.device_batch_size * world.world_size
     valid = None if data.valid is None else make(data.valid, InOrder(len(data.valid), at_a_time))

@@ -23,7 +23,6 @@ from finetune.training.arguments import training_arguments
 from finetune.training.build import (
     make_context,
     make_execution,
-    make_step_batches,
     make_trainer,
     plan_summary,
     quiet_known_warnings,
@@ -163,13 +162,13 @@ def _step_batches(
     )
 
     def make(samples: Samples, batches: Any) -> StepBatches:
-        return make_step_batches(
+        return StepBatches(
             samples,
             batches,
             execution,
-            difficulties=samples.difficulties,
-            difficulty_count=len(data.difficulty_names),
-            pad=data.tokenizer.pad_token_id,
+            difficulty_ids=samples.difficulties,
+            difficulties=len(data.difficulty_names),
+            pad_token_id=data.tokenizer.pad_token_id or 0,
         )
 
     valid = None if data.valid is None else make(data.valid, InOrder(len(data.valid), config.global_batch_size))

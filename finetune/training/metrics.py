@@ -1,4 +1,4 @@
-"""What a line of the log says beside loss, gradient norm and learning rate.
+"""What a line of the log has beside loss, gradient norm and learning rate.
 
 A new metric is a function here and its entry in `METRICS`; what it needs of every step is added up by `StepMeter`.
 """

@@ -9,7 +9,7 @@
 7. `train_and_save` (execute.py): the loop of transformers.Trainer (trainer.py, executor.py), the output, the status
 8. `_exit_code`
 
-What is a kind's own, its `RunKind` says (finetune/sft.py, finetune/pretrain.py).
+A kind of run is described by its `RunKind` (finetune/sft.py, finetune/pretrain.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention isolation: what one document of a row holds never reaches another, and nothing reaches an earlier token."""
+"""Attention isolation: what one document of a microbatch holds reaches no other and no earlier token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from finetune.modeling.attention import ISOLATED, ISOLATED_MODEL_TYPES, can_pack
 
 VOCABULARY = 64
 CPU = torch.device("cpu")
-LENGTHS = (9, 1, 14, 5)  # of the documents of a row: longer and shorter than the window, and a single token
+LENGTHS = (9, 1, 14, 5)  # of the documents of a microbatch: longer and shorter than the window, and a single token
 
 # Every size that a model family calls by one of these names; a family takes those that its configuration has.
 TINY: dict[str, Any] = {
@@ -101,15 +101,15 @@ def documents(seed: int = 0) -> list[np.ndarray]:
     return [choose.integers(3, VOCABULARY, length).astype(np.int32) for length in LENGTHS]
 
 
-def make_row(docs: list[np.ndarray], *, packing: bool, pad_token_id: int = 0) -> Microbatch:
+def make_microbatch(docs: list[np.ndarray], *, packing: bool, pad_token_id: int = 0) -> Microbatch:
     members = [(ids, np.arange(len(ids)) % 3 == 1, 0) for ids in docs]
     return collate(members, packing=packing, pad_token_id=pad_token_id)
 
 
 def outputs(model: torch.nn.Module, docs: list[np.ndarray], *, packing: bool, pad_token_id: int = 0) -> list:
     """Logits of every token, by document."""
-    row = make_row(docs, packing=packing, pad_token_id=pad_token_id)
-    logits = model(**{**row.model_inputs(CPU), "logits_to_keep": 0}).logits
+    microbatch = make_microbatch(docs, packing=packing, pad_token_id=pad_token_id)
+    logits = model(**{**microbatch.model_inputs(CPU), "logits_to_keep": 0}).logits
     if packing:
         return list(logits[0].split([len(ids) for ids in docs]))
     return [line[: len(ids)] for line, ids in zip(logits, docs, strict=True)]
@@ -199,13 +199,13 @@ def test_the_padding_is_never_seen(close_model):
 
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 def test_only_the_kept_logits_are_computed_and_in_the_order_of_the_targets(close_model, packing):
-    row = make_row(documents(), packing=packing)
-    every = close_model(**{**row.model_inputs(CPU), "logits_to_keep": 0}).logits
-    kept = close_model(**row.model_inputs(CPU)).logits
-    assert kept.shape == (len(row.targets), VOCABULARY)
-    torch.testing.assert_close(kept, every[row.keep], rtol=1e-5, atol=1e-5)
-    following = torch.roll(row.input_ids, -1, dims=1)
-    assert torch.equal(row.targets, following[row.keep])
+    microbatch = make_microbatch(documents(), packing=packing)
+    every = close_model(**{**microbatch.model_inputs(CPU), "logits_to_keep": 0}).logits
+    kept = close_model(**microbatch.model_inputs(CPU)).logits
+    assert kept.shape == (len(microbatch.targets), VOCABULARY)
+    torch.testing.assert_close(kept, every[microbatch.keep], rtol=1e-5, atol=1e-5)
+    following = torch.roll(microbatch.input_ids, -1, dims=1)
+    assert torch.equal(microbatch.targets, following[microbatch.keep])
 
 
 # ---------------------------------------------------------------- every model type that may be packed
@@ -261,7 +261,7 @@ def test_a_short_convolution_among_attention_layers_is_not_packed():
 
 
 @pytest.mark.parametrize("model_type", ["bloom", "stablelm", "gpt_oss"])
-def test_a_type_that_is_not_packed_is_right_in_padded_rows(model_type):
+def test_a_type_that_is_not_packed_is_right_in_padded_batches(model_type):
     config = tiny_config(model_type)
     model = as_trained(config)
     docs = documents()
@@ -294,8 +294,8 @@ def test_varlen_attention_on_cuda(name, dtype):
     model = make_model(config, choose_attention(config, "cuda", dtype)).to(device, dtype)
 
     def on_device(docs: list[np.ndarray]) -> list[torch.Tensor]:
-        row = make_row(docs, packing=True)
-        logits = model(**{**row.model_inputs(device), "logits_to_keep": 0}).logits
+        microbatch = make_microbatch(docs, packing=True)
+        logits = model(**{**microbatch.model_inputs(device), "logits_to_keep": 0}).logits
         return list(logits[0].cpu().split([len(ids) for ids in docs]))
 
     docs = documents()

@@ -103,13 +103,14 @@ def execute(
     head: ChunkedHead | None = None,
     rehearsal: bool = False,
 ) -> tuple[float, torch.Tensor, int]:
-    """Run all samples as step 0 on every rank of the execution, one after the other; returns loss, level sums, rows.
+    """Run all samples as step 0 on every rank of the execution, one after the other.
 
-    One process adds the gradients up as the ranks' all-reduce would.
+    Returns loss, sums per difficulty and the number of microbatches. One process adds the gradients up as the
+    ranks' all-reduce would.
     """
-    loss, difficulty_losses, row_count = 0.0, torch.zeros(2), 0
+    loss, difficulty_losses, count = 0.0, torch.zeros(2), 0
     for rank in range(execution.world_size):
-        rows = StepBatches(
+        step_batches = StepBatches(
             samples,
             InOrder(len(samples), len(samples)),
             replace(execution, rank=rank),
@@ -119,30 +120,30 @@ def execute(
         )
         executor = StepExecutor(
             Accelerator(cpu=True),
-            rows,
+            step_batches,
             Control(1),
             seed=1,
             head=head,
             flat_reduce=False,
-            largest=largest_microbatch(rows) if rehearsal else None,
+            largest=largest_microbatch(step_batches) if rehearsal else None,
         )
-        result = executor.run(model, rows[0])
+        result = executor.run(model, step_batches[0])
         loss += float(result.loss)
         difficulty_losses += result.difficulty_losses
-        row_count += len(rows[0].microbatches)
-    return loss, difficulty_losses, row_count
+        count += len(step_batches[0].microbatches)
+    return loss, difficulty_losses, count
 
 
 EXECUTIONS = {
-    "one packed row": Execution(0, 1, 10_000, None),
-    "packed rows": Execution(0, 1, 40, None),
-    "one sample a packed row": Execution(0, 1, 24, None),
-    "padded rows": Execution(0, 1, None, 4),
-    "one sample a padded row": Execution(0, 1, None, 1),
+    "one packed sequence": Execution(0, 1, 10_000, None),
+    "packed": Execution(0, 1, 40, None),
+    "one sample a packed sequence": Execution(0, 1, 24, None),
+    "padded": Execution(0, 1, None, 4),
+    "one sample a padded batch": Execution(0, 1, None, 1),
     "packed, 3 ranks": Execution(0, 3, 60, None),
     "padded, 2 ranks": Execution(0, 2, None, 4),
     "packed, more ranks than samples": Execution(0, 30, 60, None),
-    "padded, more ranks than rows": Execution(0, 9, None, 6),
+    "padded, more ranks than microbatches": Execution(0, 9, None, 6),
 }
 
 
@@ -151,10 +152,10 @@ EXECUTIONS = {
 def test_gradient_is_that_of_the_definition(model, execution, rehearsal):
     samples = FakeSamples(23, seed=3)
     wanted_loss, wanted = defined_gradient(samples)
-    loss, difficulty_losses, row_count = execute(model, samples, execution, rehearsal=rehearsal)
-    assert row_count % execution.world_size == 0
+    loss, difficulty_losses, count = execute(model, samples, execution, rehearsal=rehearsal)
+    assert count % execution.world_size == 0
     if "more ranks" in next(name for name, value in EXECUTIONS.items() if value is execution):
-        assert row_count > len(samples) // (execution.samples_per_microbatch or 1)  # so some rows are empty
+        assert count > len(samples) // (execution.samples_per_microbatch or 1)  # so some microbatches are empty
     assert_gradients_equal(model, wanted)
     assert loss == pytest.approx(wanted_loss, rel=1e-6)  # summed in float32, for the log only
     plain = make_model("sdpa")
@@ -177,13 +178,13 @@ def test_an_empty_row_gives_zero_gradients_for_every_parameter(model):
 
 def test_a_row_of_samples_without_targets_trains_nothing(model):
     ids = np.arange(7, dtype=np.int32)
-    row = collate([(ids, np.zeros(7, dtype=bool), 0)] * 2, packing=True, pad_token_id=0)
-    microbatch_losses(model, row, CPU).sum().backward()
+    microbatch = collate([(ids, np.zeros(7, dtype=bool), 0)] * 2, packing=True, pad_token_id=0)
+    microbatch_losses(model, microbatch, CPU).sum().backward()
     assert all(not parameter.grad.any() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("tokens_per_chunk", [1, 3, 1000])
-@pytest.mark.parametrize("execution", [EXECUTIONS["packed rows"], EXECUTIONS["padded rows"]], ids=["packed", "padded"])
+@pytest.mark.parametrize("execution", [EXECUTIONS["packed"], EXECUTIONS["padded"]], ids=["packed", "padded"])
 def test_chunked_head_gives_the_same_loss_and_gradients(model, execution, tokens_per_chunk):
     samples = FakeSamples(23, seed=4)
     _, wanted = defined_gradient(samples)
@@ -197,16 +198,16 @@ def test_chunked_head_gives_the_same_loss_and_gradients(model, execution, tokens
 def test_chunked_losses_are_the_plain_ones_token_by_token(model):
     samples = FakeSamples(9, seed=5)
     members = [(*samples[i], 0) for i in range(9)]
-    row = collate(members, packing=True, pad_token_id=0)
-    plain = microbatch_losses(model, row, CPU)
+    microbatch = collate(members, packing=True, pad_token_id=0)
+    plain = microbatch_losses(model, microbatch, CPU)
     head = ChunkedHead(model.get_output_embeddings(), logits_per_chunk=4 * VOCABULARY)
-    torch.testing.assert_close(microbatch_losses(model, row, CPU, head), plain, rtol=1e-12, atol=0)
+    torch.testing.assert_close(microbatch_losses(model, microbatch, CPU, head), plain, rtol=1e-12, atol=0)
 
 
 def test_only_one_chunk_of_logits_is_kept(model):
     """What the chunks are for: of the logits nothing stays for the backward pass."""
     samples = FakeSamples(30, seed=6)
-    row = collate([(*samples[i], 0) for i in range(30)], packing=True, pad_token_id=0)
+    microbatch = collate([(*samples[i], 0) for i in range(30)], packing=True, pad_token_id=0)
     kept: list[int] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -215,12 +216,12 @@ def test_only_one_chunk_of_logits_is_kept(model):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        microbatch_losses(model, row, CPU)
-    assert max(kept) == len(row.targets)
+        microbatch_losses(model, microbatch, CPU)
+    assert max(kept) == len(microbatch.targets)
     kept.clear()
     head = ChunkedHead(model.get_output_embeddings(), logits_per_chunk=8 * VOCABULARY)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        microbatch_losses(model, row, CPU, head)
+        microbatch_losses(model, microbatch, CPU, head)
     assert kept == []
 
 
@@ -229,12 +230,12 @@ def test_the_head_is_an_ordinary_head_again_afterwards(model):
     before = model(input_ids=ids).logits
     head = make_chunked_head(model)
     assert head is not None
-    row = collate([(*FakeSamples(9, seed=7)[1], 0)], packing=True, pad_token_id=0)
+    microbatch = collate([(*FakeSamples(9, seed=7)[1], 0)], packing=True, pad_token_id=0)
     head.tokens_per_chunk = 1
-    microbatch_losses(model, row, CPU, head)
+    microbatch_losses(model, microbatch, CPU, head)
     assert head.targets is None
     assert torch.equal(model(input_ids=ids).logits, before)
-    with pytest.raises(ZeroDivisionError), head.scoring(row.targets):
+    with pytest.raises(ZeroDivisionError), head.scoring(microbatch.targets):
         raise ZeroDivisionError  # out of memory, say
     assert torch.equal(model(input_ids=ids).logits, before)
     copied = copy.deepcopy(model.state_dict())
@@ -266,7 +267,7 @@ def test_softmax_of_16_bit_logits_is_in_float32(dtype):
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_evaluation_is_the_mean_over_all_targets(tmp_path: Path, tiny_model: Path, packing: bool):
-    """13 validation rows in batches of 4: the last batch holds one; compared with each sample alone, per level too."""
+    """13 validation samples in batches of 4: the last holds one; against each sample alone, per difficulty too."""
     from finetune.data.dataset import prepare_samples
     from finetune.data.templates import load_tokenizer
 

@@ -1,4 +1,4 @@
-"""Tokens that a base model never saw are told from those that it knows, by their rows in its head."""
+"""Tokens that a base model never saw are told from those that it knows, by their vectors in its head."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ def stops_of(model: Path) -> list[str]:
 
 
 def spoil(model: Path, change: float) -> str:
-    """Make the head's row of the end of a turn that of another special token, but for a small part; its name."""
+    """Make the head's vector of the end of a turn that of another special token, but for a small part; its name."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     (stop,) = trained_end_ids(tokenizer)
     (other, *_) = [number for number in tokenizer.added_tokens_decoder if number != stop]
     path = model / "model.safetensors"
     weights = load_file(path)
     name = "lm_head.weight" if "lm_head.weight" in weights else "model.embed_tokens.weight"
-    row = weights[name][other]
-    weights[name][stop] = row + change * row.norm() * torch.nn.functional.normalize(torch.ones_like(row), dim=0)
+    vector = weights[name][other]
+    weights[name][stop] = vector + change * vector.norm() * torch.nn.functional.normalize(
+        torch.ones_like(vector), dim=0
+    )
     save_file(weights, path, metadata={"format": "pt"})
     return tokenizer.convert_ids_to_tokens(stop)
 

@@ -148,8 +148,8 @@ def test_samples_are_global_batches_of_the_data(run):
     samples = run("python").samples
     assert all(len(ids) == GLOBAL_BATCH and set(ids) <= set(range(60)) for ids in samples)
     # The guide's first stage is 80/20/0: rows of the third level (every third row) come later.
-    assert not any(row % 3 == 2 for ids in samples[: int(0.3 * STEPS)] for row in ids)
-    assert any(row % 3 == 2 for ids in samples for row in ids)
+    assert not any(record % 3 == 2 for ids in samples[: int(0.3 * STEPS)] for record in ids)
+    assert any(record % 3 == 2 for ids in samples for record in ids)
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -49,8 +49,8 @@ def assert_same_training(output_dir: Path, reference: Path) -> None:
     assert difference < 1e-5
 
 
-def row_lengths(materials: Materials) -> np.ndarray:
-    """Tokens of each data row, as the run's own tokenized data says; every row is one sample here."""
+def record_lengths(materials: Materials) -> np.ndarray:
+    """Tokens of each record, by the run's own tokenized data; every record is one sample here."""
     offsets = [np.load(path) for path in (materials.folder / "cache").glob("*/offsets.npy")]
     assert len(offsets) == 1
     return np.diff(offsets[0])
@@ -68,12 +68,12 @@ def row_lengths(materials: Materials) -> np.ndarray:
 def test_a_retry_in_process_changes_nothing(
     materials, reference, tmp_path, processes, on_rank, packing, where, finetuning
 ):
-    """LoRA over DDP, and one process whatever it trains: the step is tried again with smaller rows."""
+    """LoRA over DDP, and one process whatever it trains: the step is tried again with smaller microbatches."""
     output_dir = tmp_path / "run"
     run_helpers.train(
         settings(materials, output_dir, packing=packing, finetuning=finetuning),
         processes,
-        patch=run_patches.limit_row_tokens,
+        patch=run_patches.limit_microbatch_tokens,
         patch_arguments=(on_rank, 100, 3, where),
     )
     assert_same_training(output_dir, reference(finetuning, packing))
@@ -86,17 +86,17 @@ def test_a_retry_in_process_changes_nothing(
     assert run_helpers.status(output_dir)["state"] == "done"
 
 
-def test_the_heaviest_row_shows_in_the_first_step(materials, reference, tmp_path):
-    """Only a later step has a row that does not fit; it is rehearsed in the first, and what replaces it as well."""
-    lengths, steps = row_lengths(materials), run_helpers.sample_ids(reference("lora"))
-    heaviest = [schedule_microbatches(lengths[ids], 2, token_budget=4 * CUTOFF).heaviest_row_tokens for ids in steps]
-    limit = max(heaviest) - 1
-    assert heaviest[0] < limit
+def test_the_largest_microbatch_shows_in_the_first_step(materials, reference, tmp_path):
+    """Only a later step has a microbatch that does not fit; it is rehearsed in the first, as is what replaces it."""
+    lengths, steps = record_lengths(materials), run_helpers.sample_ids(reference("lora"))
+    largest = [schedule_microbatches(lengths[ids], 2, token_budget=4 * CUTOFF).heaviest_row_tokens for ids in steps]
+    limit = max(largest) - 1
+    assert largest[0] < limit
     output_dir = tmp_path / "run"
     run_helpers.train(
         settings(materials, output_dir, micro_batch_size=4),
         2,
-        patch=run_patches.limit_row_tokens,
+        patch=run_patches.limit_microbatch_tokens,
         patch_arguments=(1, limit),
     )
     (event,) = run_helpers.events(output_dir, "oom")
@@ -109,11 +109,13 @@ def test_the_heaviest_row_shows_in_the_first_step(materials, reference, tmp_path
     ("name", "layout", "finetuning"),
     [("ddp", "plain", "full"), ("zero2", "zero2", "lora"), ("zero3", "zero3_offload", "full")],
 )
-def test_a_sharded_run_is_relaunched_with_smaller_rows(materials, reference, tmp_path, name, layout, finetuning):
-    """DDP's buckets and ZeRO cannot try again: the rank writes oom.json and exits with 4; the next start goes on."""
+def test_a_sharded_run_is_relaunched_with_smaller_microbatches(
+    materials, reference, tmp_path, name, layout, finetuning
+):
+    """DDP's buckets and ZeRO cannot try again: the rank writes oom.json and exits with 4; the next start resumes."""
     output_dir = tmp_path / "run"
     wanted = settings(materials, output_dir, finetuning=finetuning, save_steps=2, **LAYOUTS[layout])
-    limited = {"patch": run_patches.limit_row_tokens, "patch_arguments": (0, 100, 4)}
+    limited = {"patch": run_patches.limit_microbatch_tokens, "patch_arguments": (0, 100, 4)}
     first = run_helpers.start(wanted, 2, **limited)
     codes = first.wait()
     assert codes[0] == 4 and codes[1] != 0, first.output()
@@ -132,7 +134,7 @@ def test_without_a_checkpoint_the_relaunched_run_begins_anew(materials, referenc
     """The rehearsal fails in the first step of a ZeRO-3 run, so there is nothing to go on from."""
     output_dir = tmp_path / "run"
     wanted = settings(materials, output_dir, finetuning="lora", **LAYOUTS["zero3"])
-    limited = {"patch": run_patches.limit_row_tokens, "patch_arguments": (1, 100)}
+    limited = {"patch": run_patches.limit_microbatch_tokens, "patch_arguments": (1, 100)}
     first = run_helpers.start(wanted, 2, **limited)
     assert first.wait()[1] == 4, first.output()
     assert json.loads((output_dir / "oom.json").read_text())["step"] == 1
@@ -142,36 +144,36 @@ def test_without_a_checkpoint_the_relaunched_run_begins_anew(materials, referenc
 
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 def test_the_floor_names_the_sample(materials, tmp_path, packing):
-    """One process: not even a row of one sample fits."""
+    """One process: not even a microbatch of one sample fits."""
     output_dir = tmp_path / "run"
     ranks = run_helpers.train(
         settings(materials, output_dir, packing=packing),
         1,
         expect=1,
-        patch=run_patches.limit_row_tokens,
+        patch=run_patches.limit_microbatch_tokens,
         patch_arguments=(0, 50),
     )
-    row, tokens = int(row_lengths(materials).argmax()), row_lengths(materials).max()
+    record, tokens = int(record_lengths(materials).argmax()), record_lengths(materials).max()
     assert tokens > 50
-    assert f"record {row} of the data" in ranks.output() and f"{tokens} tokens" in ranks.output()
+    assert f"record {record} of the data" in ranks.output() and f"{tokens} tokens" in ranks.output()
     assert "--cutoff-len" in ranks.output()
     assert run_helpers.status(output_dir)["state"] == "failed"
 
 
 def test_the_floor_names_the_sample_when_sharded(materials, tmp_path):
-    """ZeRO: each start takes smaller rows, until a row of the longest sample does not fit either."""
+    """ZeRO: each start takes smaller microbatches, until one of the longest sample does not fit either."""
     output_dir = tmp_path / "run"
     wanted = settings(materials, output_dir, micro_batch_size=1, packing=False, **LAYOUTS["zero2"])
-    limited = {"patch": run_patches.limit_row_tokens, "patch_arguments": (0, 50), "launched": True}
+    limited = {"patch": run_patches.limit_microbatch_tokens, "patch_arguments": (0, 50), "launched": True}
     ranks = run_helpers.start(wanted | {"micro_batch_size": 2}, 1, **limited)
     assert ranks.wait() == [4]
     ranks = run_helpers.start(wanted | {"micro_batch_size": 2}, 1, **limited)
     assert ranks.wait() == [1]
-    row, tokens = int(row_lengths(materials).argmax()), row_lengths(materials).max()
-    assert f"record {row} of the data" in ranks.output() and f"{tokens} tokens" in ranks.output()
+    record, tokens = int(record_lengths(materials).argmax()), record_lengths(materials).max()
+    assert f"record {record} of the data" in ranks.output() and f"{tokens} tokens" in ranks.output()
 
 
-def test_the_users_own_smaller_rows_win_over_the_note(materials, tmp_path):
+def test_the_users_own_smaller_microbatches_win_over_the_note(materials, tmp_path):
     output_dir = tmp_path / "run"
     wanted = settings(materials, output_dir, max_steps=2, save_steps=1, packing=False, micro_batch_size=2)
     run_helpers.train(wanted, 1)

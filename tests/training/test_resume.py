@@ -159,10 +159,10 @@ def content(folder: Path) -> dict[str, bytes]:
 # ---------------------------------------------------------------- changes
 
 
-def other_row(materials: Materials, folder: Path) -> dict[str, Any]:
-    rows = materials.data.read_text(encoding="utf-8").splitlines(keepends=True)
+def other_record(materials: Materials, folder: Path) -> dict[str, Any]:
+    lines = materials.data.read_text(encoding="utf-8").splitlines(keepends=True)
     changed = folder / "changed.jsonl"
-    changed.write_text("".join([rows[0].replace('"output": "', '"output": "no '), *rows[1:]]), encoding="utf-8")
+    changed.write_text("".join([lines[0].replace('"output": "', '"output": "no '), *lines[1:]]), encoding="utf-8")
     return {"data": str(changed)}
 
 
@@ -175,7 +175,7 @@ def other_tokenizer(materials: Materials, folder: Path) -> dict[str, Any]:
 
 CHANGES: dict[str, tuple[Callable[[Materials, Path], dict[str, Any]], str]] = {
     # what changes, and the name that the message must show
-    "data": (other_row, "data:"),
+    "data": (other_record, "data:"),
     "tokenizer": (other_tokenizer, "data:"),
     "schedule": (
         lambda *_: {"curriculum": {"stages": [{"until": 1.0, "mix": [1.0, 1.0, 1.0]}]}},
