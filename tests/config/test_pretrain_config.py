@@ -27,6 +27,7 @@ def refused(*flags: str, world_size: int = 1) -> str:
     return str(caught.value)
 
 
+@pytest.mark.frozen
 def test_flags_are_frozen() -> None:
     """To change a flag on purpose: python -c "from finetune.config.flags import flag_table; \
     from finetune.config.pretrain_config import PretrainConfig; \

@@ -108,6 +108,7 @@ def test_the_start_depends_on_seed_and_name_only():
     assert torch.equal(state, torch.get_rng_state()), "the process's own generator was used"
 
 
+@pytest.mark.frozen
 def test_numbers_of_the_start_are_frozen():
     """The same numbers on every machine; to change them is to change every run."""
     model = make_model(scratch_config("nanochat", 1, vocab_size=64, max_seq_len=8), seed=42)

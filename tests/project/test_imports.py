@@ -73,6 +73,7 @@ def layer(module: str) -> int:
     return LAYERS.index(unit)
 
 
+@pytest.mark.frozen
 @pytest.mark.parametrize("module", modules())
 def test_imports_point_down(module: str):
     """Those inside functions and for type checkers too."""
@@ -85,6 +86,7 @@ def test_imports_point_down(module: str):
         assert (unit, other) not in APART, f"finetune/{module} imports finetune/{imported}: these stand apart"
 
 
+@pytest.mark.frozen
 def test_commands_import_one_another_only_by_the_table():
     found = set()
     for module in modules():
@@ -96,6 +98,7 @@ def test_commands_import_one_another_only_by_the_table():
     assert found == COMMAND_IMPORTS
 
 
+@pytest.mark.frozen
 def test_no_cycle_among_imports():
     """Those inside functions and for type checkers too: a type that two modules need stands below both."""
     graph = {m: {i for i in imports_of(m) if i != m} for m in modules()}

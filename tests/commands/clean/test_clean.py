@@ -410,6 +410,7 @@ def test_locks_of_killed_operator_builds(place: Path, start: Start, capsys: pyte
 # ---------------------------------------------------------------- command
 
 
+@pytest.mark.frozen
 def test_the_form_of_the_json_is_frozen(place: Path, start: Start, capsys: pytest.CaptureFixture[str]):
     lines = [line for line in FROZEN.read_text().splitlines() if line and not line.startswith("#")]
     frozen = {name: set(fields.split()) for name, fields in (line.split(": ") for line in lines)}

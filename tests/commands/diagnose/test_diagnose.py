@@ -309,6 +309,7 @@ def test_secrets_are_masked(secret, tmp_path):
 # ---------------------------------------------------------------- the command
 
 
+@pytest.mark.frozen
 def test_json_does_not_swallow_the_log(capsys):
     log = LOGS / "device_oom" / "cuda.log"
     assert main(["--json", str(log)]) == ExitCode.FAILED
@@ -320,6 +321,7 @@ def test_json_does_not_swallow_the_log(capsys):
     assert shown["findings"][0]["cause"] == "device_oom"
 
 
+@pytest.mark.frozen
 def test_cause_names_are_public():
     assert (ROOT / "tests" / "frozen" / "diagnosis.txt").read_text().split()[-len(CAUSES) :] == sorted(CAUSES)
 

@@ -284,6 +284,7 @@ def test_a_terminal_gets_a_table():
     assert all(len(line.replace("\x1b", "")) < 100 for line in text.splitlines())
 
 
+@pytest.mark.frozen
 def test_form_of_json_and_exit_codes():
     checks = [ok("a", "fine", number=1), warn("b", "hm", "do"), skip("c", "no")]
     assert exit_code(checks) == 0 and exit_code([*checks, fail("d", "x", "y")]) == 1
@@ -302,6 +303,7 @@ def test_form_of_json_and_exit_codes():
     ]
 
 
+@pytest.mark.frozen
 def test_every_check_is_documented():
     document = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
     names = FROZEN.read_text().splitlines()[4].removeprefix("names: ").split()

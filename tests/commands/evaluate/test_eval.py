@@ -199,6 +199,7 @@ def evaluate(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
     return json.loads(out)
 
 
+@pytest.mark.frozen
 def test_the_losses_are_the_runs_own(
     run_folder: Path, rows_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -458,6 +458,7 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert str(tmp_path / "one") in refused.value.fix
 
 
+@pytest.mark.frozen
 def test_the_form_of_the_json_is_frozen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

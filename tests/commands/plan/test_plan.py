@@ -160,6 +160,7 @@ def test_sizes():
         bytes_of("7 miles")
 
 
+@pytest.mark.frozen
 def test_the_json_is_frozen(capsys):
     lines = [line for line in FROZEN.read_text().splitlines() if line and not line.startswith("#")]
     frozen = {name: set(fields.split()) for name, fields in (line.split(": ") for line in lines)}
@@ -189,6 +190,7 @@ def run_folder(folder: Path, peak_bytes: int) -> Path:
     return run
 
 
+@pytest.mark.frozen
 def test_a_run_is_compared_with_its_plan(tmp_path, capsys):
     run = run_folder(tmp_path, 10**9)
     found = json.loads(_said(capsys, ["--check", str(run), "--json"], None))
