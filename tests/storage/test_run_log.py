@@ -46,6 +46,7 @@ def assert_of_schema(record: dict, fields: set[str]) -> None:
 # ---------------------------------------------------------------- the schema
 
 
+@pytest.mark.frozen
 def test_the_events_are_the_frozen_ones():
     assert set(EVENTS) == set(frozen()) - {"trainer_log.jsonl"}
     assert len(EVENTS) == len(set(EVENTS))
