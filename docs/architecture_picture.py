@@ -1,7 +1,7 @@
-"""docs/images/architecture.svg, made from the imports: `python docs/architecture_picture.py`. A test says when it is old.
+"""docs/images/architecture.svg, from the imports: `python docs/architecture_picture.py`. A test says when it is old.
 
-A line for each folder, from what people call down to what everything stands on; a dot where it imports the folder of that
-column. Dots only to the right of the diagonal: imports point down.
+A line for each folder, from what people call down to what everything stands on; a dot where it imports the folder of
+that column. Dots only to the right of the diagonal: imports point down.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python tests/translations.py      # after texts have changed (`make translations`)
 
-Texts marked by `_` and `N_` are extracted from the package, the catalogue takes the new ones and drops what is gone, and
+Texts marked by `_` and `N_` are extracted from the package, the catalogue takes new ones and drops what is gone, and
 its compiled form is written beside it. What has no Chinese is listed; it is shown in English until it has.
 """
 
@@ -44,7 +44,18 @@ def compiled(catalogue: Catalog) -> bytes:
 
 def renew() -> list[str]:
     """Bring the catalogue up to date; returns the texts without a translation."""
-    before, now = read(), Catalog(locale="zh", domain="finetune", project="finetune", header_comment="")
+    before = read()
+    now = Catalog(
+        locale="zh",
+        domain="finetune",
+        project="finetune",
+        version="",
+        header_comment="",
+        msgid_bugs_address="",
+        last_translator="the finetune authors",
+        language_team="",
+        fuzzy=False,
+    )
     now.revision_date = before.revision_date
     now.creation_date = before.creation_date
     for text in sorted(texts()):
