@@ -49,11 +49,11 @@ def renew() -> list[str]:
         locale="zh",
         domain="finetune",
         project="finetune",
-        version="",
+        version="0",
         header_comment="",
-        msgid_bugs_address="",
+        msgid_bugs_address="none",
         last_translator="the finetune authors",
-        language_team="",
+        language_team="finetune",
         fuzzy=False,
     )
     now.revision_date = before.revision_date
