@@ -164,6 +164,7 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         if error is not None:
+            # Errors of others often begin with the offending value alone, so their type goes with them.
             text = str(error) if isinstance(error, FinetuneError) else f"{type(error).__name__}: {error}"
             logger.error("%s", text, extra=LOG_FILE_ONLY)  # the console gets it when the process ends
             message = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -203,6 +204,7 @@ def process_group(
     finally:
         if dist.is_initialized() and (ours or world.world_size == 1):
             dist.destroy_process_group()
+        # Whether or not the group was ours: TrainingArguments made the state.
         _forget_accelerate()
 
 
@@ -223,4 +225,5 @@ def read_out_of_memory(output_dir: Path) -> dict[str, Any] | None:
 
 
 def write_out_of_memory(output_dir: Path, **facts: Any) -> None:
+    # Whole or not at all: several ranks may run out of memory at once, and a launcher kills the others meanwhile.
     durable_files.replace_file(output_dir / OUT_OF_MEMORY_NAME, (json.dumps(facts) + "\n").encode())
