@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from launching import PATIENCE_SECONDS
+
 ROOT = Path(__file__).resolve().parent.parent
 PRELOADED = (
     "finetune.sft",
@@ -418,7 +420,9 @@ def largest_relative_difference(first: Sequence[float], second: Sequence[float])
     return max(abs(a - b) / abs(a) for a, b in zip(first, second, strict=True))
 
 
-def wait_for(condition: Callable[[], Any], timeout_seconds: float = 60.0, *, what: str = "the condition") -> Any:
+def wait_for(
+    condition: Callable[[], Any], timeout_seconds: float = PATIENCE_SECONDS, *, what: str = "the condition"
+) -> Any:
     """Poll until the condition is true; returns its value."""
     deadline = time.monotonic() + timeout_seconds
     while not (value := condition()):

@@ -167,7 +167,7 @@ def test_nodes_know_of_one_another_and_of_a_lost_heartbeat():
         heartbeats = [Heartbeat(*joined) for joined in join(first(port), second(port))]
         heartbeats[0].publish("ended", {"exit_code": 4, "rank": 0})
         heartbeats[1].publish("decision", {"restart": True})
-        run_helpers.wait_for(lambda: heartbeats[1].ended and heartbeats[0].decisions, 20)
+        run_helpers.wait_for(lambda: heartbeats[1].ended and heartbeats[0].decisions)
         assert heartbeats[1].ended == {0: {"exit_code": 4, "rank": 0}}
         assert heartbeats[0].decisions == {1: {"restart": True}}
         assert heartbeats[0].lost(-1, known=()).keys() == {1} and heartbeats[0].lost(10, known=()) == {}
