@@ -30,17 +30,12 @@ logger = logging.getLogger("finetune")
 
 @dataclass(frozen=True)
 class Stage:
-    """An interval of progress with its own mix. It begins where the stage before it ends.
+    """An interval of progress with its own mix. It begins where the stage before it ends."""
 
-    Attributes:
-        until: the progress at which it ends, above 0 and at most 1.
-        mix: one weight per difficulty, in any unit: 80/20/0 is 0.8/0.2/0.
-        ramp: "step": the mix holds throughout. "linear": the mix moves in a straight line from the mix of the stage
-            before, which it has at its beginning, to its own, which it has at its end.
-    """
-
-    until: float
-    mix: tuple[float, ...]
+    until: float  # the progress at which it ends, above 0 and at most 1
+    mix: tuple[float, ...]  # one weight per difficulty, in any unit: 80/20/0 is 0.8/0.2/0
+    # "step": the mix holds throughout. "linear": it moves in a straight line from the mix of the stage before, which
+    # it has at its beginning, to its own, which it has at its end.
     ramp: str = "step"
 
 
@@ -84,7 +79,7 @@ class Schedule:
 
     def ever_used(self) -> np.ndarray:
         """Which difficulties have a weight above zero somewhere: bool[difficulties]."""
-        return np.array([[weight > 0 for weight in stage.mix] for stage in self.stages]).any(axis=0)
+        return np.array([any(weights) for weights in zip(*(stage.mix for stage in self.stages), strict=True)])
 
     def empty_difficulties(self, samples_per_difficulty: np.ndarray) -> list[FinetuneError]:
         """A problem for each difficulty that has weight somewhere but no samples in int[difficulties]."""
@@ -122,18 +117,12 @@ def plan_counts(schedule: Schedule, total_steps: int, global_batch_size: int) ->
         ValueError: total_steps or global_batch_size below 1.
     """
     if total_steps < 1 or global_batch_size < 1:
-        raise ValueError(
-            f"total_steps is {total_steps}, global_batch_size {global_batch_size}; both must be at least 1"
-        )
+        raise ValueError(f"total_steps {total_steps} and global_batch_size {global_batch_size} must be at least 1")
     if len(schedule.difficulties) == 1:
         return np.full((total_steps, 1), global_batch_size, dtype=np.int64)
     pieces = _target_pieces(schedule, total_steps, global_batch_size)
     denominator = math.lcm(*(c.denominator for _, _, polynomials in pieces for p in polynomials for c in p))
-    bound = max(
-        sum(abs(c) * total_steps**power for power, c in enumerate(p))
-        for _, _, polynomials in pieces
-        for p in polynomials
-    )
+    bound = max(sum(abs(c) * total_steps**power for power, c in enumerate(p)) for _, _, ps in pieces for p in ps)
     dtype = np.int64 if bound * denominator < _INT64_ROOM else object
     targets = np.zeros((total_steps + 1, len(schedule.difficulties)), dtype=dtype)
     for first, last, polynomials in pieces:
@@ -209,13 +198,8 @@ def check_difficulties(schedule: Schedule, samples_per_difficulty: np.ndarray) -
         DataError: a difficulty has weight but no samples; every such difficulty is named.
     """
     raise_problems(schedule.empty_difficulties(samples_per_difficulty))
-    few = [
-        f"difficulty '{name}' has {count:,}"
-        for name, used, count in zip(
-            schedule.difficulties, schedule.ever_used(), samples_per_difficulty.tolist(), strict=True
-        )
-        if used and count < FEW_SAMPLES
-    ]
+    counts = zip(schedule.difficulties, schedule.ever_used(), samples_per_difficulty.tolist(), strict=True)
+    few = [f"difficulty '{name}' has {count:,}" for name, used, count in counts if used and count < FEW_SAMPLES]
     if not few:
         return []
     return [
@@ -270,21 +254,14 @@ def _schedule_problems(difficulties: tuple[str, ...], stages: tuple[Stage, ...])
             problem(f"until is {stage.until}", f"{where}.until", f"choose a progress above {previous} and at most 1")
         previous = stage.until
         if len(stage.mix) != len(difficulties):
-            problem(
-                f"the mix has {len(stage.mix)} weights for {len(difficulties)} difficulties",
-                f"{where}.mix",
-                "give one weight per difficulty",
-            )
+            what = f"the mix has {len(stage.mix)} weights for {len(difficulties)} difficulties"
+            problem(what, f"{where}.mix", "give one weight per difficulty")
         if not all(math.isfinite(weight) and weight >= 0 for weight in stage.mix) or not sum(stage.mix) > 0:
-            problem(
-                f"the mix is {list(stage.mix)}", f"{where}.mix", "weights must be finite, none negative, one above 0"
-            )
+            fix = "weights must be finite, none negative, one above 0"
+            problem(f"the mix is {list(stage.mix)}", f"{where}.mix", fix)
         if stage.ramp not in RAMPS:
             problem(f"ramp is {stage.ramp!r}", f"{where}.ramp", f"choose one of {', '.join(RAMPS)}")
         elif stage.ramp == "linear" and index == 0:
-            problem(
-                "the first stage has no mix before it to move from",
-                f"{where}.ramp",
-                'use ramp "step" in the first stage',
-            )
+            what = "the first stage has no mix before it to move from"
+            problem(what, f"{where}.ramp", 'use ramp "step" in the first stage')
     return problems

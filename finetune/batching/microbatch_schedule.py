@@ -25,20 +25,13 @@ _BISECTIONS = 2  # a microbatch less in a hundred is not worth another search
 
 @dataclass(frozen=True, eq=False)
 class MicrobatchSchedule:
-    """One global batch on `world_size` ranks.
+    """One global batch on `world_size` ranks."""
 
-    Attributes:
-        microbatches: for each rank, for each micro-step, int64[samples]: positions in the global batch, rising; empty
-            where there is none.
-        microbatch_tokens: int64[ranks, micro-steps], real tokens of each microbatch.
-        computed_tokens: int64[ranks, micro-steps], tokens that a device computes for it: padding included.
-        capacity_tokens: room of all microbatches: token budget x microbatches packed, computed tokens padded.
-    """
-
+    # For each rank, for each micro-step, int64[samples]: positions in the global batch, rising; empty: no sample.
     microbatches: tuple[tuple[np.ndarray, ...], ...]
-    microbatch_tokens: np.ndarray
-    computed_tokens: np.ndarray
-    capacity_tokens: int
+    microbatch_tokens: np.ndarray  # int64[ranks, micro-steps], real tokens of each microbatch
+    computed_tokens: np.ndarray  # int64[ranks, micro-steps], tokens that a device computes for it: padding included
+    capacity_tokens: int  # room of all microbatches: token budget x microbatches packed, computed tokens padded
 
     @property
     def world_size(self) -> int:
@@ -87,25 +80,23 @@ def schedule_microbatches(
     token_budget: int | None = None,
     samples_per_microbatch: int | None = None,
 ) -> MicrobatchSchedule:
-    """Assign the samples of one global batch to microbatches.
+    """Assign the samples of one global batch to microbatches: packed or padded, exactly one limit is given.
 
     Args:
         lengths: int[G], tokens of each sample, each at least 1.
-        world_size: ranks.
         token_budget: pack microbatches of at most this many tokens. The number of microbatches is the smallest
             multiple of world_size that the search finds to fit.
-        samples_per_microbatch: pad microbatches of at most this many samples, sorted by length. Exactly one of the
-            two is given.
+        samples_per_microbatch: pad microbatches of at most this many samples, sorted by length.
 
     Raises:
         DataError: a sample is longer than the budget: its position and length are named.
         ValueError: not exactly one of the two ways, or a number below 1.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    if (token_budget is None) == (samples_per_microbatch is None):
+    limits = [limit for limit in (token_budget, samples_per_microbatch) if limit is not None]
+    if len(limits) != 1:
         raise ValueError("give token_budget (packing) or samples_per_microbatch (padding), one of them")
-    limit = token_budget if samples_per_microbatch is None else samples_per_microbatch
-    if limit < 1 or world_size < 1 or (len(lengths) and lengths.min() < 1):
+    if limits[0] < 1 or world_size < 1 or (len(lengths) and lengths.min() < 1):
         raise ValueError("token_budget, samples_per_microbatch, world_size and every length must be at least 1")
     # Longest first; of equals the earlier first.
     order = np.argsort(-lengths, kind="stable")
@@ -113,7 +104,7 @@ def schedule_microbatches(
         microbatch_of_rank = np.arange(len(lengths)) // samples_per_microbatch
         microbatch_count = _multiple(-(-len(lengths) // samples_per_microbatch), world_size)
     else:
-        microbatch_of_rank, microbatch_count = _pack(lengths[order], world_size, limit, order)
+        microbatch_of_rank, microbatch_count = _pack(lengths[order], world_size, limits[0], order)
     microbatch_of = np.empty(len(lengths), dtype=np.int64)
     microbatch_of[order] = microbatch_of_rank
     return _spread(lengths, microbatch_of, microbatch_count, world_size, token_budget)
@@ -213,9 +204,8 @@ def _spread(
     positions = np.argsort(microbatch_of, kind="stable")
     ends = np.cumsum(sizes)
     starts, ends = (ends - sizes).tolist(), ends.tolist()
-    microbatches = tuple(
-        tuple([positions[starts[microbatch] : ends[microbatch]] for microbatch in rank]) for rank in slots.tolist()
-    )
+    members = [positions[start:end] for start, end in zip(starts, ends, strict=True)]
+    microbatches = tuple(tuple([members[microbatch] for microbatch in rank]) for rank in slots.tolist())
     return MicrobatchSchedule(microbatches, tokens[slots], computed[slots], capacity)
 
 
@@ -238,26 +228,17 @@ class PlanSummary:
     """Microbatch schedules of several global batches, for a start-up table. Shares and ratios are over all of them.
 
     The names are those of the `plan` in a run's log, which readers of old logs know.
-
-    Attributes:
-        rows_per_rank: (fewest, mean, most) microbatches of a rank in a step.
-        tokens: mean real tokens of a global batch.
-        fill: packing efficiency.
-        imbalance, lockstep_imbalance: means.
-        heaviest_row_tokens: tokens of the largest microbatch of all steps.
-        padding_share: tokens computed for nothing / tokens computed, of the schedules themselves.
-        padded_padding_share: the same for microbatches of `samples_per_microbatch` samples: what a padded run computes.
     """
 
     steps: int
-    rows_per_rank: tuple[int, float, int]
-    tokens: float
-    fill: float
-    imbalance: float
-    lockstep_imbalance: float
-    heaviest_row_tokens: int
-    padding_share: float
-    padded_padding_share: float
+    rows_per_rank: tuple[int, float, int]  # (fewest, mean, most) microbatches of a rank in a step
+    tokens: float  # mean real tokens of a global batch
+    fill: float  # packing efficiency
+    imbalance: float  # mean
+    lockstep_imbalance: float  # mean
+    heaviest_row_tokens: int  # of the largest microbatch of all steps
+    padding_share: float  # tokens computed for nothing / tokens computed, of the schedules themselves
+    padded_padding_share: float  # the same for microbatches of `samples_per_microbatch` samples, as a padded run has
 
 
 def summarise(
@@ -274,14 +255,11 @@ def summarise(
         DataError: as schedule_microbatches.
         ValueError: no global batch was given.
     """
-    padded = [
-        (lengths, schedule_microbatches(lengths, world_size, samples_per_microbatch=samples_per_microbatch))
-        for lengths in lengths_of_steps
-    ]
-    plans = [
-        schedule_microbatches(lengths, world_size, token_budget=token_budget) if packing else plan
-        for lengths, plan in padded
-    ]
+    steps = list(lengths_of_steps)
+    padded = [schedule_microbatches(step, world_size, samples_per_microbatch=samples_per_microbatch) for step in steps]
+    plans = (
+        [schedule_microbatches(step, world_size, token_budget=token_budget) for step in steps] if packing else padded
+    )
     if not plans:
         raise ValueError("there is no global batch to summarise")
     microbatches = [plan.micro_steps for plan in plans]
@@ -294,7 +272,7 @@ def summarise(
         lockstep_imbalance=float(np.mean([plan.lockstep_imbalance for plan in plans])),
         heaviest_row_tokens=max(plan.largest_microbatch_tokens for plan in plans),
         padding_share=_padding_share(plans),
-        padded_padding_share=_padding_share([plan for _, plan in padded]),
+        padded_padding_share=_padding_share(padded),
     )
 
 

@@ -33,9 +33,15 @@ def exact_order(size: int, *key: int) -> np.ndarray:
 
 
 class Permutation:
-    """A permutation of 0..size-1. Calling it maps positions, int64[N] in any order and number, to int64[N]."""
+    """The permutation of 0..size-1 that belongs to the integers `key`, as a function of positions.
 
-    def __init__(self, size: int, key: tuple[int, ...], exact_limit: int = EXACT_LIMIT) -> None:
+    `exact_limit` is the largest size that is held as an array; it changes the order, so runs keep the default.
+
+    Raises:
+        ValueError: size below 1 or above 2**62.
+    """
+
+    def __init__(self, size: int, *key: int, exact_limit: int = EXACT_LIMIT) -> None:
         if not 1 <= size <= MAX_SIZE:
             raise ValueError(f"size is {size}; a permutation needs 1 <= size <= 2**62")
         self.size = size
@@ -46,11 +52,7 @@ class Permutation:
             self._round_keys = random_words(FEISTEL_ROUNDS, size, *key)
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """Map positions, int64[N], each in 0..size-1, to int64[N].
-
-        Raises:
-            ValueError: a position is outside.
-        """
+        """Map positions, int64[N], each in 0..size-1 (else ValueError), to int64[N]."""
         positions = np.asarray(positions, dtype=np.int64)
         if positions.size and (positions.min() < 0 or positions.max() >= self.size):
             raise ValueError(f"positions {positions.min()}..{positions.max()} are not all inside 0..{self.size - 1}")
@@ -82,17 +84,6 @@ class Permutation:
             else:
                 high = high ^ (_mix(low ^ round_key) & high_mask)
         return (high << np.uint64(low_bits)) | low
-
-
-def permutation(size: int, *key: int, exact_limit: int = EXACT_LIMIT) -> Permutation:
-    """The permutation of 0..size-1 that belongs to the integers `key`.
-
-    `exact_limit` is the largest size that is held as an array; it changes the order, so runs keep the default.
-
-    Raises:
-        ValueError: size below 1 or above 2**62.
-    """
-    return Permutation(size, key, exact_limit)
 
 
 def _mix(words: np.ndarray) -> np.ndarray:

@@ -114,10 +114,11 @@ class _Rounding:
             for sample in self._samples(step, row):
                 if too_many != (sample.step == step):
                     continue
-                waiting = sample.step is None
-                if waiting and step == row:
+                if sample.step is None and step == row:
                     continue  # the row uses it already
-                if waiting or (too_many and sample.last == row - 1 and self.held[row - 1, sample.difficulty]):
+                if sample.step is None or (
+                    too_many and sample.last == row - 1 and self.held[row - 1, sample.difficulty]
+                ):
                     self._assign(sample, None if too_many else step)
                     self._follow(links, step, too_many)
                     return
@@ -125,9 +126,7 @@ class _Rounding:
                     if other not in links:
                         links[other] = (step, sample)
                         queue.append(other)
-        raise AssertionError(
-            f"no plan in whole samples up to step {row}: the targets do not sum to the global batch size"
-        )
+        raise AssertionError(f"no plan in whole samples up to step {row}: targets do not sum to the global batch size")
 
     def _follow(self, links: dict[int, tuple[int, _Sample] | None], step: int, too_many: bool) -> None:
         """Move the samples on the way from `step` back to the row that is being repaired."""

@@ -14,7 +14,7 @@ from fractions import Fraction
 import numpy as np
 
 from finetune.batching.curriculum import Schedule, plan_counts
-from finetune.batching.permutation import EXACT_LIMIT, Permutation, exact_order, permutation
+from finetune.batching.permutation import EXACT_LIMIT, Permutation, exact_order
 from finetune.errors import DataError, raise_problems
 
 ORDER_VERSION = 1  # part of the fingerprint: raise it when the same arguments give another order
@@ -32,10 +32,8 @@ class GlobalBatches:
     Args:
         difficulty_of_sample: int[N], the index of each sample's difficulty in `schedule.difficulties`.
         schedule: difficulties and stages; `uniform_schedule()` for training without curriculum.
-        global_batch_size: samples of one optimizer step.
         total_steps: optimizer steps of the whole run, not of what is left of it.
-        seed: any integer.
-        exact_limit: see `permutation`; for tests.
+        exact_limit: see `Permutation`; for tests.
 
     Raises:
         DataError: a difficulty with weight has no samples, or a sample has an index that is no difficulty.
@@ -66,15 +64,10 @@ class GlobalBatches:
         self._passes: dict[tuple[int, int], Permutation] = {}
 
     def __len__(self) -> int:
-        """Optimizer steps."""
         return self.total_steps
 
     def indices(self, step: int) -> np.ndarray:
-        """The samples of a step, counted from 0: int64[global_batch_size] dataset indices.
-
-        Raises:
-            IndexError: there is no such step.
-        """
+        """The samples of a step, counted from 0 (else IndexError): int64[global_batch_size] dataset indices."""
         self._check(step)
         counts = self.counts[step]
         batch = np.concatenate([self._take(difficulty, step) for difficulty in np.flatnonzero(counts).tolist()])
@@ -144,7 +137,7 @@ class GlobalBatches:
             while len(self._passes) >= max(_PASSES_HELD, 2 * len(self.schedule.difficulties)):
                 del self._passes[next(iter(self._passes))]
             size = int(self.samples_per_difficulty[difficulty])
-            self._passes[key] = permutation(size, self.seed, _DIFFICULTY_KEY, *key, exact_limit=self._exact_limit)
+            self._passes[key] = Permutation(size, self.seed, _DIFFICULTY_KEY, *key, exact_limit=self._exact_limit)
         return self._passes[key]
 
 

@@ -13,24 +13,16 @@ import torch
 @dataclass(frozen=True)
 class Microbatch:
     """One microbatch as CPU tensors. T tokens of a packed microbatch; S samples of a padded microbatch, each a line
-    of T; n targets.
+    of T; n targets."""
 
-    Attributes:
-        input_ids: int64 `(1, T)` packed or `(S, T)` padded.
-        position_ids: int64, the same shape; restarts at 0 in each document.
-        keep: bool, the same shape; True where the *next* token is a target (so its logits are needed). None: all are,
-            and the last tokens of the samples, which are only targets, are not among the inputs.
-        targets: int64 `(n,)`: the next tokens there, in row-major order.
-        difficulties: int64 `(n,)`: difficulty of each target's sample; -1 where samples have none.
-        document_lengths: tokens of each document of a packed microbatch; None for a padded microbatch.
-    """
-
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
+    input_ids: torch.Tensor  # int64 `(1, T)` packed or `(S, T)` padded
+    position_ids: torch.Tensor  # int64, the same shape; restarts at 0 in each document
+    # bool, the same shape; True where the *next* token is a target (so its logits are needed). None: all are, and the
+    # last tokens of the samples, which are only targets, are not among the inputs.
     keep: torch.Tensor | None
-    targets: torch.Tensor
-    difficulties: torch.Tensor
-    document_lengths: tuple[int, ...] | None
+    targets: torch.Tensor  # int64 `(n,)`: the next tokens there, in row-major order
+    difficulties: torch.Tensor  # int64 `(n,)`: difficulty of each target's sample; -1 where samples have none
+    document_lengths: tuple[int, ...] | None  # tokens of each document of a packed microbatch; None for a padded one
 
     @property
     def tokens(self) -> int:
@@ -72,24 +64,22 @@ def collate(samples: Sequence[Sample], *, packing: bool, pad_token_id: int) -> M
     loss is 0.
     """
     if not samples:
-        ids = np.full(2, pad_token_id, dtype=np.int32)
-        samples = [(ids, np.zeros(2, dtype=bool), -1)]
-    if samples[0][1] is None:
+        samples = [(np.full(2, pad_token_id, dtype=np.int32), np.zeros(2, dtype=bool), -1)]
+    masks = [supervised for _, supervised, _ in samples if supervised is not None]
+    if not masks:
         return _whole(samples)
-    kept = [np.append(supervised[1:], False) for _, supervised, _ in samples]
-    targets = np.concatenate([ids[1:][supervised[1:]] for ids, supervised, _ in samples])
-    difficulties = np.concatenate(
-        [np.full(keep.sum(), difficulty) for keep, (_, _, difficulty) in zip(kept, samples, strict=True)]
-    )
+    lines = [ids for ids, _, _ in samples]
+    kept = [np.append(mask[1:], False) for mask in masks]
+    targets = np.concatenate([line[1:][mask[1:]] for line, mask in zip(lines, masks, strict=True)])
+    difficulties = np.repeat([difficulty for _, _, difficulty in samples], [keep.sum() for keep in kept])
     join = _packed if packing else _padded
-    ids = [ids for ids, _, _ in samples]
     return Microbatch(
-        input_ids=_tensor(join(ids, pad_token_id)),
-        position_ids=_tensor(join([np.arange(len(line)) for line in ids], 0)),
+        input_ids=_tensor(join(lines, pad_token_id)),
+        position_ids=_tensor(join([np.arange(len(line)) for line in lines], 0)),
         keep=torch.from_numpy(join(kept, False)),
         targets=_tensor(targets),
         difficulties=_tensor(difficulties),
-        document_lengths=tuple(len(line) for line in ids) if packing else None,
+        document_lengths=tuple(map(len, lines)) if packing else None,
     )
 
 

@@ -54,14 +54,10 @@ class Encoder:
         cuts = _straddled(text, whole, turns)
         if not cuts:
             return whole
-        bounds = [0, *cuts, len(text)]
-        pieces = [self._piece(text[a:b], a) for a, b in zip(bounds, bounds[1:], strict=False)]
-        ids, starts, ends = (
-            np.concatenate([getattr(piece, name) for piece in pieces]) for name in ("ids", "starts", "ends")
-        )
-        if self._text(ids) != self._text(whole.ids):
-            return whole
-        return Encoded(ids, starts, ends)
+        pieces = [self._piece(text[a:b], a) for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        names = ("ids", "starts", "ends")
+        cut = Encoded(*(np.concatenate([getattr(piece, name) for piece in pieces]) for name in names))
+        return cut if self._text(cut.ids) == self._text(whole.ids) else whole
 
     def _piece(self, text: str, offset: int) -> Encoded:
         encoding = self._backend.encode(text, add_special_tokens=False)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from finetune.errors import DataError, FinetuneError, raise_problems
 logger = logging.getLogger("finetune")
 
 SUFFIXES = (".json", ".jsonl", ".parquet")
-_SPACE = re.compile(r"[ \t\r\n]*")
+_NO_SPACE = re.compile(r"[^ \t\r\n]")
 _PARQUET_BATCH_RECORDS = 1024
 
 
@@ -36,8 +37,7 @@ def expand_paths(paths: Sequence[str | Path]) -> tuple[Path, ...]:
     files = expand_each(paths, _expand)
     if not files:
         raise DataError("no data files were named", where="--data", fix="give --data a file, a folder or a glob")
-    twice = sorted({str(file) for file in files if files.count(file) > 1})
-    if twice:
+    if twice := named_twice(files):
         logger.warning("read more than once, as asked: %s (name a file once to train on it once)", ", ".join(twice))
     return tuple(files)
 
@@ -55,6 +55,17 @@ def expand_each(paths: Sequence[str | Path], expand: Callable[[str], list[Path]]
     return files
 
 
+def named_twice(files: Sequence[Path]) -> list[str]:
+    """The files that are in the list more than once, by name."""
+    return sorted(str(file) for file, times in Counter(files).items() if times > 1)
+
+
+def visible_files(folder: Path) -> list[Path]:
+    """The files of a folder down to the bottom, sorted by name, without hidden files and folders."""
+    inside = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(p for p in inside if not any(part.startswith(".") for part in p.relative_to(folder).parts))
+
+
 def glob_files(pattern: Path) -> list[Path]:
     """The files that a glob names, sorted by name; ** stands for folders at any depth."""
     return sorted(path for match in glob.glob(str(pattern), recursive=True) if (path := Path(match)).is_file())
@@ -63,8 +74,7 @@ def glob_files(pattern: Path) -> list[Path]:
 def _expand(given: str) -> list[Path]:
     path = Path(given).expanduser()
     if path.is_dir():
-        inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
-        files = [p for p in inside if not any(part.startswith(".") for part in p.relative_to(path).parts)]
+        files = [inside for inside in visible_files(path) if inside.suffix.lower() in SUFFIXES]
         if not files:
             raise DataError(
                 f"the folder holds no {', '.join(SUFFIXES)} file", where=given, fix="name a folder with data files"
@@ -159,11 +169,11 @@ def _array_records(path: Path) -> Iterator[tuple[int, Any]]:
     except UnicodeDecodeError as error:
         raise DataError(f"is not UTF-8 at byte {error.start}", where=str(path), fix="save the file as UTF-8") from error
     decoder = json.JSONDecoder()
-    position = _SPACE.match(text).end() + 1  # type: ignore[union-attr]  # after "["; the pattern always matches
+    position = _past_space(text, 0) + 1  # after "["
     line, counted = 1, 0
     expected = "value or ]"
     while True:
-        position = _SPACE.match(text, position).end()  # type: ignore[union-attr]
+        position = _past_space(text, position)
         line += text.count("\n", counted, position)
         counted = position
         following = text[position : position + 1]
@@ -183,6 +193,11 @@ def _array_records(path: Path) -> Iterator[tuple[int, Any]]:
         expected = ", or ]"
     if text[position + 1 :].strip(" \t\r\n"):
         raise _broken_array(path, line, "there is text after the closing ]")
+
+
+def _past_space(text: str, position: int) -> int:
+    found = _NO_SPACE.search(text, position)
+    return found.start() if found else len(text)
 
 
 def _broken_array(path: Path, line: int, reason: str) -> DataError:

@@ -14,17 +14,10 @@ from finetune.config.names import did_you_mean
 from finetune.data.problems import RecordProblem
 
 _ROLES = {
-    "system": "system",
-    "developer": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "assistant": "assistant",
-    "tool": "tool",
-    "observation": "tool",
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "model", "bot", "assistant"), "assistant"),
+    **dict.fromkeys(("tool", "observation"), "tool"),
 }
 _MAY_FOLLOW = {
     None: ("system", "user"),
@@ -37,19 +30,12 @@ _MAY_FOLLOW = {
 
 @dataclass(frozen=True)
 class Message:
-    """One turn.
+    """One turn."""
 
-    Attributes:
-        role: system, user, assistant or tool.
-        content: its text.
-        trained: False for an answer with `"weight": 0`; without meaning for the other roles.
-        reasoning: what the assistant thought before it answered, for templates that read `reasoning_content`.
-    """
-
-    role: str
+    role: str  # system, user, assistant or tool
     content: str
-    trained: bool = True
-    reasoning: str = ""
+    trained: bool = True  # False for an answer with `"weight": 0`; without meaning for the other roles
+    reasoning: str = ""  # what the assistant thought before it answered, for templates that read `reasoning_content`
 
 
 @dataclass(frozen=True)
@@ -79,12 +65,7 @@ def detect_format(record: Any) -> str:
 def to_conversation(
     record: Any, format_name: str, difficulties: Sequence[str] | None = None, difficulty_field: str = "difficulty"
 ) -> Conversation:
-    """Read one record of the given format.
-
-    Args:
-        format_name: one of `FORMATS` (see `detect_format`).
-        difficulties: the difficulties that are known; None: difficulties are not looked at.
-        difficulty_field: the key that holds the difficulty.
+    """Read one record of a format (see `detect_format`); without `difficulties`, difficulties are not looked at.
 
     Raises:
         RecordProblem: anything that makes the record unfit for training, by kind.
@@ -112,9 +93,8 @@ def _alpaca(record: Mapping[str, Any], key: str) -> list[Message]:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise RecordProblem("wrong type", "'history' must be a list of [question, answer] pairs of texts")
         messages += [Message("user", pair[0]), Message("assistant", pair[1])]
-    messages.append(Message("user", "\n".join(part for part in parts if part)))
-    messages.append(Message("assistant", _text(record, "output")))
-    return messages
+    question = Message("user", "\n".join(part for part in parts if part))
+    return [*messages, question, Message("assistant", _text(record, "output"))]
 
 
 def _leading_system(record: Mapping[str, Any]) -> list[Message]:
@@ -207,15 +187,12 @@ def _check_order(messages: Sequence[Message]) -> None:
 def _check_contents(messages: Sequence[Message]) -> None:
     for number, message in enumerate(messages):
         if message.role in ("user", "assistant") and not message.content.strip():
-            raise RecordProblem(
-                "empty answer" if message.role == "assistant" else "empty question", f"turn {number + 1}"
-            )
-        text = message.reasoning + message.content
-        if not text.isascii():
-            try:
-                text.encode("utf-8")
-            except UnicodeEncodeError:
-                raise RecordProblem("not UTF-8", f"turn {number + 1} holds half of a surrogate pair") from None
+            kind = "empty answer" if message.role == "assistant" else "empty question"
+            raise RecordProblem(kind, f"turn {number + 1}")
+        try:
+            (message.reasoning + message.content).encode()
+        except UnicodeEncodeError:
+            raise RecordProblem("not UTF-8", f"turn {number + 1} holds half of a surrogate pair") from None
 
 
 def _difficulty(record: Mapping[str, Any], difficulties: Sequence[str] | None, difficulty_field: str) -> str | None:
@@ -226,10 +203,8 @@ def _difficulty(record: Mapping[str, Any], difficulties: Sequence[str] | None, d
         raise RecordProblem("wrong type", f"'{difficulty_field}' is {_kind(value)}, not a difficulty's name")
     difficulty = str(value).strip()
     if difficulty not in difficulties:
-        known = ", ".join(difficulties)
-        raise RecordProblem(
-            "unknown difficulty", f"{difficulty[:60]!r}, not one of {known}{did_you_mean(difficulty, difficulties)}"
-        )
+        detail = f"{difficulty[:60]!r}, not one of {', '.join(difficulties)}{did_you_mean(difficulty, difficulties)}"
+        raise RecordProblem("unknown difficulty", detail)
     return difficulty
 
 

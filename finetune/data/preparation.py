@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from finetune.data.render import Rendered, Renderer
 from finetune.data.report import DataReport
 from finetune.data.samples import write_arrays
 from finetune.errors import DataError
+from finetune.runtime.host import usable_cores
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -39,12 +40,16 @@ _MESSAGE = pa.struct(
     [("role", pa.string()), ("content", pa.large_string()), ("trained", pa.bool_()), ("reasoning", pa.large_string())]
 )
 _RECORD_SCHEMA = pa.schema(
+    [*((name, pa.int64()) for name in ("row", "file", "line")), ("level", pa.int16()), ("messages", pa.list_(_MESSAGE))]
+)
+_SAMPLE_SCHEMA = pa.schema(
     [
-        ("row", pa.int64()),
-        ("file", pa.int64()),
-        ("line", pa.int64()),
+        *((name, pa.int64()) for name in ("row", "file", "line")),
         ("level", pa.int16()),
-        ("messages", pa.list_(_MESSAGE)),
+        *((name, pa.int32()) for name in ("length", "targets", "trimmed_tokens", "dropped_turns")),
+        *((name, pa.bool_()) for name in ("cut_answer", "ends", "follows_prompt")),
+        *((name, pa.string()) for name in ("problem_kind", "problem_detail")),
+        *(("input_ids", pa.list_(pa.int32())), ("supervised", pa.list_(pa.uint8()))),
     ]
 )
 _COUNTED = ("trimmed_tokens", "dropped_turns", "cut_answer", "ends", "follows_prompt")
@@ -53,23 +58,14 @@ _COLUMNS = ("row", "file", "line", "level", "length", "targets", *_COUNTED)
 
 @dataclass
 class Preparation:
-    """One set of data files and how to make samples of them.
-
-    Attributes:
-        sources: the files, in order.
-        renderer: makes samples of conversations; is sent to the processes that tokenize.
-        difficulties: names of the difficulties; None: difficulties are not looked at.
-        difficulty_field: the key that holds a record's difficulty.
-        drop_bad_records: leave bad records out and count them, instead of refusing them.
-        num_proc: processes that tokenize; None: as many as pay.
-    """
+    """One set of data files and how to make samples of them."""
 
     sources: tuple[Path, ...]
-    renderer: Renderer
-    difficulties: tuple[str, ...] | None
-    difficulty_field: str
-    drop_bad_records: bool
-    num_proc: int | None = None
+    renderer: Renderer  # is sent to the processes that tokenize
+    difficulties: tuple[str, ...] | None  # their names; None: difficulties are not looked at
+    difficulty_field: str  # the key that holds a record's difficulty
+    drop_bad_records: bool  # leave bad records out and count them, instead of refusing them
+    num_proc: int | None = None  # processes that tokenize; None: as many as pay
 
     def options(self) -> str:
         """What the samples depend on besides data, tokenizer and template, as JSON."""
@@ -105,8 +101,8 @@ class Preparation:
             batch: list[dict[str, Any]] = []
             for record in self._conversations(report, problems):
                 if record["level"] == NO_DIFFICULTY:
-                    file_and_line = (record["file"], record["line"])
-                    unlabelled.add(file_and_line, self._location(*file_and_line), self._no_difficulty())
+                    detail = f"other records have a '{self.difficulty_field}', this one has none"
+                    self._note(unlabelled, record["file"], record["line"], RecordProblem("no difficulty", detail))
                 report.difficulty_field_found |= record["level"] != NO_DIFFICULTY
                 batch.append(record)
                 if len(batch) == _BATCH_RECORDS:
@@ -125,7 +121,8 @@ class Preparation:
         return report, datasets.Dataset.from_file(str(path))
 
     def _conversations(self, report: DataReport, problems: ProblemLog) -> Iterator[dict[str, Any]]:
-        difficulties = {None: NO_DIFFICULTY, **{name: number for number, name in enumerate(self.difficulties or ())}}
+        names: tuple[str | None, ...] = (None, *(self.difficulties or ()))
+        difficulties = {name: number for number, name in enumerate(names, NO_DIFFICULTY)}
         for file, path in enumerate(self.sources):
             form = None
             for line, record in read_records(path):
@@ -137,31 +134,23 @@ class Preparation:
                     form = form or detect_format(record)
                     conversation = to_conversation(record, form, self.difficulties, self.difficulty_field)
                 except RecordProblem as problem:
-                    problems.add((file, line), f"{path}:{line}", problem)
+                    self._note(problems, file, line, problem)
                     continue
                 report.control_token_records += self.renderer.has_control_tokens(conversation)
                 messages = [asdict(message) for message in conversation.messages]
-                yield {
-                    "row": number,
-                    "file": file,
-                    "line": line,
-                    "level": difficulties[conversation.difficulty],
-                    "messages": messages,
-                }
-
-    def _no_difficulty(self) -> RecordProblem:
-        return RecordProblem("no difficulty", f"other records have a '{self.difficulty_field}', this one has none")
+                difficulty = difficulties[conversation.difficulty]
+                yield {"row": number, "file": file, "line": line, "level": difficulty, "messages": messages}
 
     def _tokenize(self, records: Dataset, scratch: Path) -> Dataset:
         import datasets
 
         return records.map(
-            _RenderBatch(self.renderer),
+            partial(_render_batch, self.renderer),
             batched=True,
             batch_size=_BATCH_RECORDS,
             num_proc=self._processes(len(records)),
             remove_columns=records.column_names,
-            features=_sample_features(datasets),
+            features=datasets.Features.from_arrow_schema(_SAMPLE_SCHEMA),
             load_from_cache_file=False,
             new_fingerprint="samples",  # the entry's own key covers what it depends on; hashing the tokenizer is slow
             cache_file_name=str(scratch / "samples.arrow"),
@@ -170,8 +159,7 @@ class Preparation:
 
     def _processes(self, records: int) -> int | None:
         """None means this process alone."""
-        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        processes = self.num_proc or min(cpus, _MOST_PROCESSES, records // _RECORDS_PER_PROCESS)
+        processes = self.num_proc or min(usable_cores(), _MOST_PROCESSES, records // _RECORDS_PER_PROCESS)
         return min(processes, records) if processes > 1 and records > 1 else None
 
     def _write(self, rendered: Dataset, report: DataReport, folder: Path) -> dict[str, Any]:
@@ -196,19 +184,15 @@ class Preparation:
         content = write_arrays(rendered, columns, kept, folder)
         names = list(self.difficulties or ())
         fingerprint = hashlib.sha256(json.dumps([content, names]).encode()).hexdigest()
-        return {"fingerprint": fingerprint, "level_names": names, "report": report.to_dict()}
+        return {"fingerprint": fingerprint, "level_names": names, "report": asdict(report)}
 
     def _refused(self, rendered: Dataset, columns: dict[str, np.ndarray], records: np.ndarray) -> ProblemLog:
         """The records that the chat template or the renderer refused."""
         kinds, details = rendered.data.column("problem_kind"), rendered.data.column("problem_detail")
         problems = ProblemLog()
         for record in records.tolist():
-            file_and_line = (int(columns["file"][record]), int(columns["line"][record]))
-            problems.add(
-                file_and_line,
-                self._location(*file_and_line),
-                RecordProblem(kinds[record].as_py(), details[record].as_py()),
-            )
+            problem = RecordProblem(kinds[record].as_py(), details[record].as_py())
+            self._note(problems, int(columns["file"][record]), int(columns["line"][record]), problem)
         return problems
 
     def _count(self, columns: dict[str, np.ndarray], kept: np.ndarray, report: DataReport) -> None:
@@ -225,10 +209,9 @@ class Preparation:
         report.unended_samples = int((~used["ends"]).sum())
         report.off_prompt_samples = int((~used["follows_prompt"]).sum())
         if report.difficulty_field_found:
-            records = np.bincount(used["level"][first], minlength=len(self.difficulties or ()))
-            report.records_per_difficulty = {
-                name: int(count) for name, count in zip(self.difficulties or (), records, strict=True)
-            }
+            names = self.difficulties or ()
+            records = np.bincount(used["level"][first], minlength=len(names)).tolist()
+            report.records_per_difficulty = dict(zip(names, records, strict=True))
 
     def _none_left(self, report: DataReport) -> DataError:
         reasons = ", ".join(f"{count} {reason}" for reason, count in report.dropped.items())
@@ -238,68 +221,33 @@ class Preparation:
             fix="see the reasons; --on-bad-row refuse names the records, and a larger --cutoff-len gives answers room",
         )
 
-    def _location(self, file: int, line: int) -> str:
-        return f"{self.sources[file]}:{line}"
+    def _note(self, problems: ProblemLog, file: int, line: int, problem: RecordProblem) -> None:
+        problems.add((file, line), f"{self.sources[file]}:{line}", problem)
 
     def _where(self) -> str:
         named = ", ".join(map(str, self.sources[:3]))
         return named if len(self.sources) <= 3 else f"{named} and {len(self.sources) - 3} more"
 
 
-class _RenderBatch:
-    """What a tokenizing process does with a batch of records; a class, so that it can be sent there."""
-
-    def __init__(self, renderer: Renderer) -> None:
-        self.renderer = renderer
-
-    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        columns: dict[str, list[Any]] = {name: [] for name in _SAMPLE_TYPES}
-        for number, messages in enumerate(batch["messages"]):
-            kind = detail = ""
-            samples: list[Rendered] = []
-            try:
-                samples = self.renderer(Conversation(tuple(Message(**message) for message in messages)))
-            except RecordProblem as problem:
-                kind, detail = problem.kind, problem.detail
-            empty = Rendered(np.zeros(0, np.int32), np.zeros(0, np.bool_))
-            for sample in samples or [empty]:
-                for name in ("row", "file", "line", "level"):
-                    columns[name].append(batch[name][number])
-                columns["input_ids"].append(sample.input_ids)
-                columns["supervised"].append(sample.supervised.view(np.uint8))
-                columns["length"].append(len(sample.input_ids))
-                columns["targets"].append(int(sample.supervised.sum()))
-                for name in _COUNTED:
-                    columns[name].append(getattr(sample, name))
-                columns["problem_kind"].append(kind)
-                columns["problem_detail"].append(detail)
-        return columns
-
-
-_SAMPLE_TYPES = {
-    "row": "int64",
-    "file": "int64",
-    "line": "int64",
-    "level": "int16",
-    "length": "int32",
-    "targets": "int32",
-    "trimmed_tokens": "int32",
-    "dropped_turns": "int32",
-    "cut_answer": "bool",
-    "ends": "bool",
-    "follows_prompt": "bool",
-    "problem_kind": "string",
-    "problem_detail": "string",
-    "input_ids": ["int32"],
-    "supervised": ["uint8"],
-}
-
-
-def _sample_features(datasets: Any) -> Any:
-    value = datasets.Value
-    return datasets.Features(
-        {
-            name: datasets.List(value(kind[0])) if isinstance(kind, list) else value(kind)
-            for name, kind in _SAMPLE_TYPES.items()
-        }
-    )
+def _render_batch(renderer: Renderer, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """What a tokenizing process does with a batch of records."""
+    columns: dict[str, list[Any]] = {name: [] for name in _SAMPLE_SCHEMA.names}
+    for number, messages in enumerate(batch["messages"]):
+        kind = detail = ""
+        samples = [Rendered(np.zeros(0, np.int32), np.zeros(0, np.bool_))]
+        try:
+            samples = renderer(Conversation(tuple(Message(**message) for message in messages)))
+        except RecordProblem as problem:
+            kind, detail = problem.kind, problem.detail
+        for sample in samples:
+            for name in ("row", "file", "line", "level"):
+                columns[name].append(batch[name][number])
+            columns["input_ids"].append(sample.input_ids)
+            columns["supervised"].append(sample.supervised.view(np.uint8))
+            columns["length"].append(len(sample.input_ids))
+            columns["targets"].append(int(sample.supervised.sum()))
+            for name in _COUNTED:
+                columns[name].append(getattr(sample, name))
+            columns["problem_kind"].append(kind)
+            columns["problem_detail"].append(detail)
+    return columns

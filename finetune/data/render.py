@@ -20,33 +20,19 @@ _PROBE = (Message("user", _PROBE_QUESTION), Message("assistant", "It forwards pa
 
 @dataclass(frozen=True)
 class Rendered:
-    """One sample of T tokens.
+    """One sample of T tokens."""
 
-    Attributes:
-        input_ids: int32 (T,).
-        supervised: bool (T,); True: this token is a target, predicted from the tokens before it. Never position 0.
-        trimmed_tokens: tokens taken out of the prompt's contents.
-        dropped_turns: answers left out from the end of the conversation.
-        cut_answer: the last answer lost its end, and no end-of-turn token is trained for it.
-        ends: an answer that stays whole ends with a special token, so the model learns to stop (True if none is whole).
-        follows_prompt: every answer comes right after the generation prompt that inference uses.
-    """
-
-    input_ids: np.ndarray
-    supervised: np.ndarray
-    trimmed_tokens: int = 0
-    dropped_turns: int = 0
-    cut_answer: bool = False
-    ends: bool = True
-    follows_prompt: bool = True
+    input_ids: np.ndarray  # int32 (T,)
+    supervised: np.ndarray  # bool (T,): the token is a target, predicted from those before it; never position 0
+    trimmed_tokens: int = 0  # taken out of the prompt's contents
+    dropped_turns: int = 0  # answers left out from the end of the conversation
+    cut_answer: bool = False  # the last answer lost its end, and no end-of-turn token is trained for it
+    ends: bool = True  # a whole answer ends with a special token: the model learns to stop (True if none is whole)
+    follows_prompt: bool = True  # every answer comes right after the generation prompt that inference uses
 
 
 class Renderer:
-    """Renders conversations with one tokenizer and cutoff; may be sent to other processes.
-
-    Args:
-        tokenizer: a fast tokenizer with a chat template.
-        cutoff_len: most tokens of a sample.
+    """Renders conversations to samples of at most `cutoff_len` tokens; may be sent to other processes.
 
     Raises:
         DataError: no chat template, a broken one, a tokenizer without offsets, or a cutoff that leaves no room for an
@@ -63,8 +49,7 @@ class Renderer:
         """The samples of one conversation: one, or one per answer where the template asks for it (see spans.py).
 
         Raises:
-            RecordProblem: the template refuses the record or rewrites its answer; nothing or everything would be
-                trained.
+            RecordProblem: the template refuses the record or rewrites its answer; nothing or all would be trained.
         """
         return [self._sample(rendering) for rendering in find_turns(self.template, conversation.messages)]
 
@@ -133,10 +118,7 @@ class Renderer:
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Ids that end an answer: the special tokens that the chat template ends one with, and the tokenizer's own end.
 
-    Generation must stop at each of them: a base model's own settings know only the last.
-
-    Raises:
-        DataError: as `Renderer`.
+    Generation must stop at each of them: a base model's own settings know only the last. Errors are `Renderer`'s.
     """
     own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     return tuple(sorted({*trained_end_ids(tokenizer), *own}))
@@ -145,19 +127,18 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 def trained_end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The special tokens that the chat template ends an answer with, which a model must learn to write.
 
-    Raises:
-        DataError: as `Renderer`.
+    Errors are `Renderer`'s.
     """
     renderer = Renderer(tokenizer, cutoff_len=1 << 30)
     (sample,) = renderer(Conversation(_PROBE))
-    specials = set(tokenizer.convert_tokens_to_ids(list(renderer.template.specials)))
-    ends = []
+    specials = {tokenizer.convert_tokens_to_ids(token) for token in renderer.template.specials}
+    ends = set()
     for token in reversed(sample.input_ids[sample.supervised].tolist()):
         if token in specials:
-            ends.append(token)
-        elif tokenizer.decode([token]).strip():  # the answer itself; white space may stand between two ends
+            ends.add(token)
+        elif str(tokenizer.decode([token])).strip():  # the answer itself; white space may stand between two ends
             break
-    return tuple(sorted(set(ends)))
+    return tuple(sorted(ends))
 
 
 def render(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, cutoff_len: int) -> list[Rendered]:

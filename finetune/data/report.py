@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -13,53 +12,25 @@ if TYPE_CHECKING:
 @dataclass
 class DataReport:
     """Counts over one set of data files. Records are input records; samples are what is trained on (mostly one per
-    record).
-
-    Attributes:
-        records_read: records in the files.
-        records_kept: records with at least one sample.
-        samples: samples; more than `records_kept` where a template asks for one per answer.
-        tokens: tokens of all samples.
-        supervised_tokens: targets among them.
-        longest_tokens: tokens of the longest sample.
-        trimmed_records: samples whose prompt lost its middle to the cutoff.
-        trimmed_tokens: tokens lost so.
-        cut_answers: samples whose answer was too long and lost its end.
-        dropped_turns: answers left out from the ends of long conversations.
-        dropped: records not kept, by reason.
-        records_per_difficulty: kept records per difficulty, in the order of the difficulties; empty where
-            difficulties are not looked at.
-        difficulty_field_found: whether any record has a difficulty.
-        unended_samples: samples in which no whole answer ends with a special token.
-        off_prompt_samples: samples with an answer that does not follow the template's own generation prompt.
-        control_token_records: records whose text spells a special token of the tokenizer.
-    """
+    record)."""
 
     records_read: int = 0
-    records_kept: int = 0
-    samples: int = 0
+    records_kept: int = 0  # with at least one sample
+    samples: int = 0  # more than `records_kept` where a template asks for one per answer
     tokens: int = 0
-    supervised_tokens: int = 0
-    longest_tokens: int = 0
-    trimmed_records: int = 0
-    trimmed_tokens: int = 0
-    cut_answers: int = 0
-    dropped_turns: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
+    supervised_tokens: int = 0  # targets among them
+    longest_tokens: int = 0  # of the longest sample
+    trimmed_records: int = 0  # samples whose prompt lost its middle to the cutoff
+    trimmed_tokens: int = 0  # tokens lost so
+    cut_answers: int = 0  # samples whose answer was too long and lost its end
+    dropped_turns: int = 0  # answers left out from the ends of long conversations
+    dropped: dict[str, int] = field(default_factory=dict)  # records not kept, by reason
+    # Kept records, in the order of the difficulties; empty where difficulties are not looked at.
     records_per_difficulty: dict[str, int] = field(default_factory=dict)
-    difficulty_field_found: bool = False
-    unended_samples: int = 0
-    off_prompt_samples: int = 0
-    control_token_records: int = 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> DataReport:
-        """The reverse of `to_dict`; TypeError for other keys."""
-        return cls(**values)
+    difficulty_field_found: bool = False  # whether any record has a difficulty
+    unended_samples: int = 0  # samples in which no whole answer ends with a special token
+    off_prompt_samples: int = 0  # samples with an answer that does not follow the template's own generation prompt
+    control_token_records: int = 0  # records whose text spells a special token of the tokenizer
 
     def warnings(self) -> list[str]:
         """What works but is probably wrong, each with its fix."""
@@ -103,11 +74,8 @@ class DataReport:
         lines += [(f"dropped: {reason}", f"{count:,}") for reason, count in self.dropped.items()]
         lines.append(("tokens", f"{self.tokens:,} (longest sample {self.longest_tokens:,})"))
         lines.append(("supervised tokens", f"{self.supervised_tokens:,} ({share:.1%})"))
-        kept = max(self.records_kept, 1)
-        lines += [
-            (f"difficulty {name}", f"{records:,} ({records / kept:.1%})")
-            for name, records in self.records_per_difficulty.items()
-        ]
+        for name, records in self.records_per_difficulty.items():
+            lines.append((f"difficulty {name}", f"{records:,} ({records / max(self.records_kept, 1):.1%})"))
         return lines
 
     def table(self, title: str = "data") -> Table:
@@ -115,8 +83,8 @@ class DataReport:
         from rich.table import Table
 
         table = Table(title=title, show_header=False)
-        table.add_column("what")
-        table.add_column("how much", justify="right")
+        table.add_column()
+        table.add_column(justify="right")
         for name, value in self.lines():
             table.add_row(name, value)
         return table

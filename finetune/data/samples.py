@@ -54,7 +54,7 @@ class Samples:
         self.record_ids: np.ndarray = np.array(arrays["row_ids"])
         self.difficulty_names: tuple[str, ...] = tuple(meta["level_names"])
         self.fingerprint: str = meta["fingerprint"]
-        self.report = DataReport.from_dict(meta["report"])
+        self.report = DataReport(**meta["report"])
 
     def __len__(self) -> int:
         return len(self.difficulties)
@@ -77,12 +77,11 @@ class Samples:
 
 
 def write_arrays(rendered: Dataset, columns: Mapping[str, np.ndarray], kept: np.ndarray, folder: Path) -> str:
-    """Write the samples where `kept` as `ARRAYS` into the folder.
+    """Write the samples where `kept`, bool (N,), as `ARRAYS` into the folder.
 
     Args:
         rendered: has the columns input_ids and supervised, a list per sample.
         columns: record, file, line, difficulty, length and targets of each sample, (N,).
-        kept: bool (N,).
 
     Returns:
         a hash of tokens, masks, difficulties and record ids; not of where records lie in which file.
@@ -98,22 +97,23 @@ def write_arrays(rendered: Dataset, columns: Mapping[str, np.ndarray], kept: np.
     for name, values in arrays.items():
         arrays[name] = values.astype(ARRAYS[name])
         np.save(folder / f"{name}.npy", arrays[name], allow_pickle=False)
-    for name in ("tokens", "supervised"):
-        shape = (int(lengths.sum()),)
-        path = folder / f"{name}.npy"
-        arrays[name] = np.lib.format.open_memmap(path, mode="w+", dtype=ARRAYS[name], shape=shape)
+    maps = {
+        name: np.lib.format.open_memmap(folder / f"{name}.npy", "w+", ARRAYS[name], shape=(int(lengths.sum()),))
+        for name in ("tokens", "supervised")
+    }
     written = sample = 0
     for table in rendered.with_format("arrow").iter(batch_size=1_000):
         wanted = table.filter(pa.array(kept[sample : sample + table.num_rows]))
         sample += table.num_rows
         ids, mask = (wanted.column(name).combine_chunks().flatten().to_numpy() for name in ("input_ids", "supervised"))
-        arrays["tokens"][written : written + len(ids)] = ids
-        arrays["supervised"][written : written + len(ids)] = mask
+        maps["tokens"][written : written + len(ids)] = ids
+        maps["supervised"][written : written + len(ids)] = mask
         written += len(ids)
+    arrays |= maps
     digest = hashlib.sha256()
     for name in sorted(set(ARRAYS) - {"places"}):
         digest.update(name.encode())
-        digest.update(np.ascontiguousarray(arrays[name]))
-    for name in ("tokens", "supervised"):
-        arrays[name].flush()  # type: ignore[attr-defined]  # memory maps
+        digest.update(np.ascontiguousarray(arrays[name]).data)
+    for written_map in maps.values():
+        written_map.flush()
     return digest.hexdigest()

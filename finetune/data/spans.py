@@ -44,19 +44,12 @@ _LONGEST_OPENING = 64  # characters of an answer that a generation prompt may ha
 
 @dataclass(frozen=True)
 class Turn:
-    """One trained answer in a rendering: characters `start` to `end`.
-
-    Attributes:
-        start: where the trained text begins.
-        end: one past its last character, the end-of-turn token included.
-        ends: whether it ends with a special token of the tokenizer, so that the model learns to stop.
-        follows_prompt: whether the generation prompt that inference uses comes right before `start`.
-    """
+    """One trained answer in a rendering: characters `start` to `end`."""
 
     start: int
-    end: int
-    ends: bool
-    follows_prompt: bool = True
+    end: int  # one past its last character, the end-of-turn token included
+    ends: bool  # whether it ends with a special token of the tokenizer, so that the model learns to stop
+    follows_prompt: bool = True  # whether the generation prompt that inference uses comes right before `start`
 
 
 @dataclass(frozen=True)
@@ -86,11 +79,15 @@ class ChatTemplate:
         Raises:
             RecordProblem: the template refuses them or fails on them.
         """
-        turns = [_as_dict(message) for message in messages]
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        for turn, message in zip(turns, messages, strict=True):
+            if message.reasoning:
+                turn["reasoning_content"] = message.reasoning
         try:
-            return self.tokenizer.apply_chat_template(  # type: ignore[return-value]  # text, as nothing is tokenized
+            text = self.tokenizer.apply_chat_template(
                 turns, chat_template=self.source, tokenize=False, add_generation_prompt=generation_prompt
             )
+            return str(text)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise RecordProblem("refused by the chat template", reason[:200]) from error
@@ -100,7 +97,6 @@ class ChatTemplate:
         return self._special.search(text) is not None
 
     def ends_with_special(self, text: str) -> bool:
-        """Whether the text ends with a special token."""
         return text.endswith(self.specials)
 
     def stops(self, text: str) -> Iterator[int]:
@@ -112,11 +108,6 @@ class ChatTemplate:
             if token is None:
                 return
             stop = len(text[: stop - len(token)].rstrip())
-
-
-def _as_dict(message: Message) -> dict[str, str]:
-    turn = {"role": message.role, "content": message.content}
-    return turn | {"reasoning_content": message.reasoning} if message.reasoning else turn
 
 
 def find_turns(template: ChatTemplate, messages: Sequence[Message]) -> list[Rendering]:
@@ -225,13 +216,10 @@ def _by_marks(
         return None
     (start, end), (start_alone, end_alone) = span, span_alone
     follows_prompt = alone.startswith(prompt) and len(prompt) <= start_alone
-    if follows_prompt:
-        lead = alone[len(prompt) : start_alone]
-        if text.endswith(lead, 0, start):
-            start -= len(lead)
+    if follows_prompt and text.endswith(lead := alone[len(prompt) : start_alone], 0, start):
+        start -= len(lead)
     tail = alone[end_alone:]
-    stop = next((stop for stop in template.stops(tail) if text.startswith(tail[:stop], end)), 0)
-    end += stop
+    end += next((stop for stop in template.stops(tail) if text.startswith(tail[:stop], end)), 0)
     return Turn(start, end, template.ends_with_special(text[start:end]), follows_prompt)
 
 
@@ -241,8 +229,8 @@ def content_span(template: ChatTemplate, text: str, messages: Sequence[Message],
     The content is rendered between marks, once as it is and once with the marks inside its outer white space (which
     templates may strip). The span counts only if each mark comes out once and the text without them is the plain one.
     """
-    opening, closing = _unused_characters(text + messages[number].content)
     content = messages[number].content
+    opening, closing = _unused_characters(text + content)
     core = content.strip()
     lead = content[: len(content) - len(content.lstrip())]
     trail = content[len(lead) + len(core) :]
@@ -264,5 +252,4 @@ def _unused_characters(text: str) -> tuple[str, str]:
     """Two private-use characters that the text does not hold: no template strips, splits at or escapes them."""
     private = itertools.chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
     unused = (mark for mark in map(chr, private) if mark not in text)
-    opening, closing = itertools.islice(unused, 2)
-    return opening, closing
+    return next(unused), next(unused)

@@ -51,17 +51,12 @@ class InOrder:
 
 @dataclass(frozen=True)
 class Execution:
-    """How global batches are executed here: none of it changes what is trained.
-
-    Attributes:
-        token_budget: most tokens of a packed microbatch; None where microbatches are padded.
-        samples_per_microbatch: samples of a padded microbatch; None where microbatches are packed.
-    """
+    """How global batches are executed here: none of it changes what is trained."""
 
     rank: int
     world_size: int
-    token_budget: int | None
-    samples_per_microbatch: int | None
+    token_budget: int | None  # most tokens of a packed microbatch; None where microbatches are padded
+    samples_per_microbatch: int | None  # of a padded microbatch; None where microbatches are packed
 
     def plan(self, lengths: np.ndarray) -> MicrobatchSchedule:
         return schedule_microbatches(
@@ -70,14 +65,11 @@ class Execution:
 
     def smaller(self, longest_sample_tokens: int) -> Execution | None:
         """Half the budget (more microbatches, the same global batch); None where a microbatch holds one sample."""
-        if self.samples_per_microbatch is not None:
-            return (
-                replace(self, samples_per_microbatch=self.samples_per_microbatch // 2)
-                if self.samples_per_microbatch > 1
-                else None
-            )
-        budget = max(self.token_budget // 2, longest_sample_tokens)
-        return replace(self, token_budget=budget) if budget < self.token_budget else None
+        if self.token_budget is not None:
+            budget = max(self.token_budget // 2, longest_sample_tokens)
+            return replace(self, token_budget=budget) if budget < self.token_budget else None
+        samples = (self.samples_per_microbatch or 1) // 2
+        return replace(self, samples_per_microbatch=samples) if samples else None
 
     def describe(self) -> str:
         if self.token_budget is not None:
@@ -87,25 +79,15 @@ class Execution:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One optimizer step on one rank.
+    """One optimizer step on one rank."""
 
-    Attributes:
-        step: 0-based.
-        indices: int64 `(global batch,)`: the samples of the whole global batch, the same on every rank.
-        execution: how the microbatches were cut.
-        microbatches: this rank's microbatches; every rank has as many.
-        tokens: tokens of the global batch, padding not counted.
-        supervised_tokens: targets of the global batch: the denominator of the loss.
-        difficulty_tokens: int64 `(difficulties,)`: targets of the global batch per difficulty.
-    """
-
-    step: int
-    indices: np.ndarray
-    execution: Execution
-    microbatches: list[Microbatch]
-    tokens: int
-    supervised_tokens: int
-    difficulty_tokens: np.ndarray
+    step: int  # 0-based
+    indices: np.ndarray  # int64 `(global batch,)`: the samples of the whole global batch, the same on every rank
+    execution: Execution  # how the microbatches were cut
+    microbatches: list[Microbatch]  # this rank's; every rank has as many
+    tokens: int  # of the global batch, padding not counted
+    supervised_tokens: int  # targets of the global batch: the denominator of the loss
+    difficulty_tokens: np.ndarray  # int64 `(difficulties,)`: targets of the global batch per difficulty
 
 
 class StepBatches(torch.utils.data.Dataset):
@@ -134,11 +116,9 @@ class StepBatches(torch.utils.data.Dataset):
 
     def __getitem__(self, step: int) -> StepBatch:
         indices = self.batches.indices(step)
-        supervised = self.samples.supervised_counts[indices]
-        difficulty_ids = self.difficulty_ids[indices]
-        difficulty_tokens = np.bincount(
-            difficulty_ids[difficulty_ids >= 0], supervised[difficulty_ids >= 0], minlength=self.difficulties
-        )
+        supervised, difficulty_ids = self.samples.supervised_counts[indices], self.difficulty_ids[indices]
+        known = difficulty_ids >= 0
+        difficulty_tokens = np.bincount(difficulty_ids[known], supervised[known], minlength=self.difficulties)
         return StepBatch(
             step=step,
             indices=indices,

@@ -24,29 +24,20 @@ PROMPT_FLOOR_TOKENS = 32  # of each prompt content, before whole turns are left 
 
 @dataclass(frozen=True)
 class Kept:
-    """Which tokens of a sample stay.
+    """Which tokens of a sample stay."""
 
-    Attributes:
-        tokens: int64, indices of the tokens that stay, in order.
-        trimmed_tokens: how many were taken out of prompt contents.
-        dropped_turns: how many trained answers were left out from the end.
-        cut_answer: whether the last answer that stays lost its end.
-    """
-
-    tokens: np.ndarray
-    trimmed_tokens: int = 0
-    dropped_turns: int = 0
-    cut_answer: bool = False
+    tokens: np.ndarray  # int64, their indices in order
+    trimmed_tokens: int = 0  # taken out of prompt contents
+    dropped_turns: int = 0  # trained answers left out from the end
+    cut_answer: bool = False  # whether the last answer that stays lost its end
 
 
 def fit(encoded: Encoded, contents: Sequence[np.ndarray], answers: Sequence[np.ndarray], cutoff_len: int) -> Kept:
     """Choose at most `cutoff_len` of the T tokens of one sample.
 
     Args:
-        encoded: the sample's tokens.
         contents: for each prompt content the indices of its tokens, contiguous and in order.
         answers: for each trained turn the indices of its tokens, in order; none empty.
-        cutoff_len: the most tokens that may stay.
 
     Returns:
         the tokens that stay; no target among them if the first answer's header alone is too long.
@@ -55,8 +46,7 @@ def fit(encoded: Encoded, contents: Sequence[np.ndarray], answers: Sequence[np.n
         return Kept(np.arange(len(encoded.ids)))
     for turns in range(len(answers), 0, -1):
         end = int(answers[turns - 1][-1]) + 1
-        inside = [content for content in contents if len(content) and content[-1] < end]
-        lengths = np.array([len(content) for content in inside], dtype=np.int64)
+        inside, lengths = _before(end, contents)
         room = cutoff_len - (end - int(lengths.sum()))
         floor = int(np.minimum(lengths, PROMPT_FLOOR_TOKENS).sum())
         if room >= floor or (turns == 1 and room >= 0):
@@ -68,8 +58,7 @@ def fit(encoded: Encoded, contents: Sequence[np.ndarray], answers: Sequence[np.n
 def _cut(encoded: Encoded, contents: Sequence[np.ndarray], answers: Sequence[np.ndarray], cutoff_len: int) -> Kept:
     """Step 5: the first answer, cut at the end."""
     start = int(answers[0][0])
-    inside = [content for content in contents if len(content) and content[-1] < start]
-    lengths = np.array([len(content) for content in inside], dtype=np.int64)
+    inside, lengths = _before(start, contents)
     room = cutoff_len - (start - int(lengths.sum()))
     if room < 1:
         return Kept(np.arange(0), 0, len(answers))
@@ -80,13 +69,16 @@ def _cut(encoded: Encoded, contents: Sequence[np.ndarray], answers: Sequence[np.
     return Kept(np.concatenate([prompt, answer]), len(gone), len(answers) - 1, True)
 
 
+def _before(end: int, contents: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
+    """The contents that lie before token `end`, and their lengths, int64."""
+    inside = [content for content in contents if len(content) and content[-1] < end]
+    return inside, np.array([len(content) for content in inside], dtype=np.int64)
+
+
 def _middles(encoded: Encoded, contents: Sequence[np.ndarray], lengths: np.ndarray, room: int) -> np.ndarray:
     """Indices of the tokens to take out of the contents' middles so that at most `room` tokens of contents stay."""
-    gone = [
-        _middle(encoded, content, keep)
-        for content, keep in zip(contents, _share(lengths, room), strict=True)
-        if keep < len(content)
-    ]
+    shares = zip(contents, _share(lengths, room), strict=True)
+    gone = [_middle(encoded, content, keep) for content, keep in shares if keep < len(content)]
     return np.concatenate(gone) if gone else np.arange(0)
 
 

@@ -19,21 +19,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 from schedules import GUIDE, exact_targets, schedules
 
-from finetune.batching.curriculum import (
-    Schedule,
-    Stage,
-    build_schedule,
-    choose_schedule,
-    plan_counts,
-    uniform_schedule,
-)
+from finetune.batching.curriculum import Schedule, Stage, build_schedule, choose_schedule, plan_counts, uniform_schedule
 from finetune.commands.curriculum import command
 from finetune.errors import ConfigError, DataError, FinetuneError
 
 # Largest fractions first runs into a corner with these: too many levels must stay up, and too few can go up.
 TOO_MANY_UP = Schedule(
-    tuple("abcdef"),
-    (Stage(0.075, (0, 3, 4, 6, 0, 0)), Stage(0.25, (1, 0, 9, 0, 0, 8)), Stage(1.0, (0, 0, 0, 3, 0, 0))),
+    tuple("abcdef"), (Stage(0.075, (0, 3, 4, 6, 0, 0)), Stage(0.25, (1, 0, 9, 0, 0, 8)), Stage(1.0, (0, 0, 0, 3, 0, 0)))
 )
 TOO_FEW_UP = Schedule(tuple("abcdefg"), (Stage(0.5, (1, 1, 1, 0, 0, 1, 1)), Stage(1.0, (1, 1, 3, 0, 0, 0, 0))))
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.batching.permutation import EXACT_LIMIT, MAX_SIZE, exact_order, permutation, random_words
+from finetune.batching.permutation import EXACT_LIMIT, MAX_SIZE, Permutation, exact_order, random_words
 
 
 def everything(size: int, *key: int, **options: int) -> np.ndarray:
-    return permutation(size, *key, **options)(np.arange(size))
+    return Permutation(size, *key, **options)(np.arange(size))
 
 
 @settings(deadline=None)
@@ -38,7 +38,7 @@ def test_feistel_is_bijective_above_the_real_limit() -> None:
 
 def test_huge_sizes_take_no_memory_and_stay_inside() -> None:
     positions = np.array([0, 1, 2**40, MAX_SIZE - 1])
-    values = permutation(MAX_SIZE, 1)(positions)
+    values = Permutation(MAX_SIZE, 1)(positions)
     assert len(set(values.tolist())) == 4
     assert (values >= 0).all() and (values < MAX_SIZE).all()
 
@@ -46,7 +46,7 @@ def test_huge_sizes_take_no_memory_and_stay_inside() -> None:
 @pytest.mark.parametrize("limit", [0, EXACT_LIMIT])
 def test_any_position_alone_is_what_it_is_among_all(limit: int) -> None:
     whole = everything(1000, 5, exact_limit=limit)
-    alone = permutation(1000, 5, exact_limit=limit)
+    alone = Permutation(1000, 5, exact_limit=limit)
     order = np.random.default_rng(0).permutation(1000)
     assert [int(alone(np.array([position]))[0]) for position in order] == whole[order].tolist()
 
@@ -75,7 +75,7 @@ def test_exact_orders_of_four_are_equally_likely() -> None:
 @pytest.mark.parametrize("limit", [0, EXACT_LIMIT])
 def test_where_a_position_goes_is_uniform_over_keys(limit: int) -> None:
     size, keys = 1024, 2000
-    places = np.stack([permutation(size, key, exact_limit=limit)(np.array([0, 1, 511, 1023])) for key in range(keys)])
+    places = np.stack([Permutation(size, key, exact_limit=limit)(np.array([0, 1, 511, 1023])) for key in range(keys)])
     for place in places.T:
         assert chi_square(np.bincount(place // 32, minlength=32)) < 67  # 31 degrees of freedom, 1 in 5,000
     # Neighbours do not stay neighbours: the distance of positions 0 and 1 is spread over the ring.
@@ -104,17 +104,17 @@ WORDS = [5055796468497514509, 16672108002848039104]
 @pytest.mark.parametrize("size", [0, -1, MAX_SIZE + 1])
 def test_sizes_outside_are_refused(size: int) -> None:
     with pytest.raises(ValueError, match="size is"):
-        permutation(size, 1)
+        Permutation(size, 1)
 
 
 @pytest.mark.parametrize("position", [-1, 10])
 def test_positions_outside_are_refused(position: int) -> None:
     with pytest.raises(ValueError, match="not all inside"):
-        permutation(10, 1)(np.array([0, position]))
+        Permutation(10, 1)(np.array([0, position]))
 
 
 def test_no_positions_give_none() -> None:
-    assert permutation(10, 1)(np.array([], dtype=np.int64)).tolist() == []
+    assert Permutation(10, 1)(np.array([], dtype=np.int64)).tolist() == []
 
 
 def test_batching_imports_no_torch() -> None:

@@ -98,10 +98,7 @@ BAD = [
     ({**ALPACA, "history": [["q"]]}, "wrong type: 'history' must be a list of"),
     ({**ALPACA, "history": [["q", None]]}, "wrong type: 'history' must be a list of"),
     ({**ALPACA, "history": [["q", ""]]}, "empty answer: turn 2"),
-    (
-        {**ALPACA, "difficulty": "Topology"},
-        "unknown difficulty: 'Topology', not one of .*; did you mean 'topology'",
-    ),
+    ({**ALPACA, "difficulty": "Topology"}, "unknown difficulty: 'Topology', not one of .*; did you mean 'topology'"),
     ({**ALPACA, "difficulty": "expl"}, "unknown difficulty: .*did you mean 'explain'"),
     ({**ALPACA, "difficulty": ["explain"]}, "wrong type: 'difficulty' is a list"),
     ({**ALPACA, "difficulty": True}, "wrong type: 'difficulty' is true/false"),

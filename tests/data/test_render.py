@@ -63,13 +63,7 @@ EXPECTED: list[tuple[str, Conversation, list[str]]] = [
         ],
     ),
     # The empty think block follows the generation prompt, so the model must write it: it is trained.
-    (
-        "qwen3",
-        ONE,
-        [
-            "<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n«<think>\n\n</think>\n\na1<|im_end|>»\n",
-        ],
-    ),
+    ("qwen3", ONE, ["<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n«<think>\n\n</think>\n\na1<|im_end|>»\n"]),
     # In the first of two turns there is none.
     (
         "qwen3",

@@ -12,7 +12,15 @@ from typing import Any
 
 from finetune.config.config_files import similar_files
 from finetune.config.names import nearest
-from finetune.data.files import decode_record, expand_each, first_character, glob_files, read_records
+from finetune.data.files import (
+    decode_record,
+    expand_each,
+    first_character,
+    glob_files,
+    named_twice,
+    read_records,
+    visible_files,
+)
 from finetune.data.problems import RecordProblem
 from finetune.errors import DataError
 
@@ -34,19 +42,13 @@ _PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz"
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of one file that is read as a whole.
-
-    Attributes:
-        kind: "text" (one document), "lines" (JSON Lines), "array" (a JSON array) or "parquet".
-        start, stop: bytes of the file; for lines, those that start in here; for parquet, row groups.
-        size_bytes: the piece's share of its file, for the progress.
-    """
+    """A part of one file that is read as a whole."""
 
     path: str
-    kind: str
-    start: int
+    kind: str  # "text" (one document), "lines" (JSON Lines), "array" (a JSON array) or "parquet"
+    start: int  # start, stop: bytes of the file; for lines, those that start in here; for parquet, row groups
     stop: int
-    size_bytes: int
+    size_bytes: int  # the piece's share of its file, for the progress
 
 
 Unit = tuple[Piece, ...]
@@ -66,9 +68,7 @@ def find_files(paths: Sequence[str]) -> tuple[Path, ...]:
     if packed:
         more = f" and {len(packed) - 1} more" if len(packed) > 1 else ""
         raise DataError(f"compressed files are not read{more}", str(packed[0]), "unpack them first")
-    seen: set[Path] = set()
-    twice = sorted({str(path) for path in files if path in seen or seen.add(path)})  # type: ignore[func-returns-value]
-    if twice:
+    if twice := named_twice(files):
         logger.warning("read more than once, as asked: %s", ", ".join(twice[:5]))
     return tuple(files)
 
@@ -78,8 +78,8 @@ def _expand(given: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        inside = [one for one in path.rglob("*") if not _hidden(one, path) and one.is_file()]
-        known = sorted(one for one in inside if one.suffix.lower() in (*RECORD_SUFFIXES, *TEXT_SUFFIXES))
+        inside = visible_files(path)
+        known = [one for one in inside if one.suffix.lower() in (*RECORD_SUFFIXES, *TEXT_SUFFIXES)]
         if not known:
             fix = f"name the files or a glob; a folder is searched for {', '.join(RECORD_SUFFIXES)} and text by suffix"
             raise DataError("the folder holds no file that is known to be text", given, fix)
@@ -91,10 +91,6 @@ def _expand(given: str) -> list[Path]:
     if glob.has_magic(given):
         raise DataError("no file matches", given, "check the pattern; ** stands for folders at any depth")
     raise DataError("there is no such file or folder", given, similar_files(path))
-
-
-def _hidden(path: Path, folder: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
 def units_of(files: Sequence[Path]) -> Iterator[Unit]:
@@ -264,9 +260,8 @@ def _text_of(record: Any, text_field: str) -> str | RecordProblem:
     if not isinstance(record, dict):
         return RecordProblem("not an object", f"a {type(record).__name__}")
     if text_field not in record:
-        return RecordProblem(
-            f"no field {text_field}", f"its fields are {', '.join(map(str, record))}{_meant(text_field, record)}"
-        )
+        fields = ", ".join(map(str, record))
+        return RecordProblem(f"no field {text_field}", f"its fields are {fields}{_meant(text_field, record)}")
     value = record[text_field]
     if not isinstance(value, str):
         return RecordProblem(f"{text_field} is no text", f"a {type(value).__name__}")

@@ -24,18 +24,14 @@ def document_keys(text: bytes, seed: int) -> tuple[int, int]:
 
 @dataclass
 class UnitReader:
-    """Reads a unit's documents, and knows afterwards what was read.
-
-    Attributes:
-        digest: over the documents; two readings of one unit agree, or its file was changed between them.
-    """
+    """Reads a unit's documents, and knows afterwards what was read."""
 
     text_field: str
     seed: int
     empty: int = 0
     problems: ProblemLog = field(default_factory=ProblemLog)
     records: int = 0
-    digest: bytes = b""
+    digest: bytes = b""  # over the documents; two readings of one unit agree, or its file was changed between them
 
     def read(self, unit: Unit, number: int = 0) -> Iterator[tuple[str, bytes, tuple[int, int]]]:
         """(text, its UTF-8, its keys) of every document that has more than white space."""
@@ -49,28 +45,22 @@ class UnitReader:
                 self.empty += 1
                 continue
             raw = found.encode()
-            total.update(len(raw).to_bytes(8, "little"))
-            total.update(raw)
+            total.update(len(raw).to_bytes(8, "little") + raw)
             yield found, raw, document_keys(raw, self.seed)
         self.digest = total.digest()
 
 
 @dataclass
 class Scan:
-    """What a unit, or a whole corpus, holds.
-
-    Attributes:
-        below: documents whose split key is below the bound that was asked for.
-        lowest, highest: the lowest and the highest split key.
-    """
+    """What a unit, or a whole corpus, holds."""
 
     documents: int = 0
     text_bytes: int = 0
     input_bytes: int = 0
     empty: int = 0
     records: int = 0
-    below: int = 0
-    lowest: int = KEYS
+    below: int = 0  # documents whose split key is below the bound that was asked for
+    lowest: int = KEYS  # split key
     highest: int = -1
     problems: ProblemLog = field(default_factory=ProblemLog)
     digests: list[bytes] = field(default_factory=list)
@@ -121,26 +111,21 @@ def final_bound(scan: Scan, fraction: float) -> int:
     It differs from `split_bound` only where that would leave a split empty: then the document with the lowest key is
     for validation, or the one with the highest for training.
     """
-    bound = split_bound(fraction)
     if fraction == 0 or scan.lowest == scan.highest:
         return 0
     if scan.below == 0:
         return scan.lowest + 1
-    return scan.highest if scan.below == scan.documents else bound
+    return scan.highest if scan.below == scan.documents else split_bound(fraction)
 
 
 @dataclass(frozen=True)
 class UnitTokens:
-    """The wanted documents of a unit.
-
-    Attributes:
-        ids: all of them one after another; `lengths`, `ordinals` (number in the unit), `is_valid`: one per document.
-    """
+    """The wanted documents of a unit."""
 
     digest: bytes
-    ids: np.ndarray
-    lengths: np.ndarray
-    ordinals: np.ndarray
+    ids: np.ndarray  # of all of them, one after another
+    lengths: np.ndarray  # one per document, as are the next two
+    ordinals: np.ndarray  # number in the unit
     is_valid: np.ndarray
 
 
@@ -169,10 +154,8 @@ class EncodeJob:
                 texts.append(text)
                 ordinals.append(ordinal)
                 is_valid.append(valid)
-        ids, lengths = self._encoder.encode(texts, self.dtype)
-        return UnitTokens(
-            reader.digest, ids, lengths, np.array(ordinals, dtype=np.int64), np.array(is_valid, dtype=bool)
-        )
+        encoded = self._encoder.encode(texts, self.dtype)
+        return UnitTokens(reader.digest, *encoded, np.array(ordinals, dtype=np.int64), np.array(is_valid, dtype=bool))
 
 
 def tokenizer_texts(units: Iterable[Unit], text_field: str, seed: int, bound: int, share: float) -> Iterator[str]:

@@ -11,10 +11,10 @@ documents in the same files and the same settings give the same bytes.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ from finetune.data.corpus.tokenizer import (
 )
 from finetune.data.corpus.worker_pool import ordered_map
 from finetune.errors import DataError, FinetuneError, StateError
+from finetune.runtime.host import usable_cores
 from finetune.storage.run_lock import RunLock
 
 if TYPE_CHECKING:
@@ -54,43 +55,28 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class PrepareSettings:
-    """What the result depends on besides the documents.
+    """What the result depends on besides the documents."""
 
-    Attributes:
-        vocab_size: ids of the tokenizer to be trained.
-        tokenizer: folder or hub id of one to take over; then `vocab_size` does not count.
-        valid_fraction: share of the documents for validation.
-        shard_tokens: most tokens of a shard.
-        text_field: the field of JSON and parquet records that holds the text.
-        drop_bad_rows: leave out what cannot be used and count it, instead of refusing it.
-        special_tokens: what looks like a special token in a document is one.
-    """
-
-    vocab_size: int
-    tokenizer: str | None = None
-    valid_fraction: float = 0.01
+    vocab_size: int  # ids of the tokenizer to be trained
+    tokenizer: str | None = None  # folder or hub id of one to take over; then `vocab_size` does not count
+    valid_fraction: float = 0.01  # share of the documents for validation
     seed: int = 42
-    shard_tokens: int = 100_000_000
-    text_field: str = "text"
-    drop_bad_rows: bool = False
-    special_tokens: bool = False
+    shard_tokens: int = 100_000_000  # most tokens of a shard
+    text_field: str = "text"  # the field of JSON and parquet records that holds the text
+    drop_bad_rows: bool = False  # leave out what cannot be used and count it, instead of refusing it
+    special_tokens: bool = False  # what looks like a special token in a document is one
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What lies in the folder.
-
-    Attributes:
-        splits: "train" and "val" -> headers of the shards.
-        made: how many shards this call made.
-    """
+    """What lies in the folder."""
 
     folder: Path
     scan: Scan
     tokenizer_hash: str
     vocabulary: int
-    splits: dict[str, list[TokenHeader]]
-    made: int
+    splits: dict[str, list[TokenHeader]]  # "train" and "val" -> headers of the shards
+    made: int  # how many shards this call made
 
 
 def prepare_tokens(
@@ -136,7 +122,7 @@ class _Preparation:
         inside = folder.resolve()  # what we wrote ourselves is no data, where the folder lies in that of the data
         self.files = tuple(path for path in find_files(data) if inside not in path.resolve().parents)
         self.input_bytes = sum(path.stat().st_size for path in self.files)
-        self.num_workers = num_workers or max(1, min(_cores(), self.input_bytes // BYTES_PER_WORKER))
+        self.num_workers = num_workers or max(1, min(usable_cores(), self.input_bytes // BYTES_PER_WORKER))
 
     def run(self) -> Prepared:
         borrowed = open_tokenizer(self.settings.tokenizer) if self.settings.tokenizer is not None else None
@@ -161,16 +147,13 @@ class _Preparation:
         made = sum(map(len, splits.values())) - found
         return Prepared(self.folder, self.scan, kind.tokenizer_hash, kind.vocabulary, splits, made)
 
-    def _units(self) -> Iterator[Unit]:
-        return units_of(self.files)
-
     # ------------------------------------------------------------------ the documents
 
     def _scan(self) -> Scan:
         total = Scan()
         job = ScanJob(self.settings.text_field, self.settings.seed, split_bound(self.settings.valid_fraction))
         with ordered_map(job, self.num_workers) as apply:
-            for scan in apply(enumerate(self._units())):
+            for scan in apply(enumerate(units_of(self.files))):
                 total.add(scan)
                 self.progress("reading", total.input_bytes, self.input_bytes)
         return total
@@ -180,16 +163,14 @@ class _Preparation:
         if not self.settings.drop_bad_rows:
             scan.problems.refuse(scan.records)
         if not scan.documents:
-            dropped = f" ({scan.problems.total} were dropped)" if scan.problems.total else ""
+            also = f" ({scan.problems.total} were dropped)" if scan.problems.total else ""
             raise DataError(
-                f"there is no document with text in {len(self.files)} files{dropped}",
+                f"there is no document with text in {len(self.files)} files{also}",
                 "--data",
                 "give files with text; in records, --text-field names the field that holds it",
             )
-        if scan.problems.total:
-            logger.warning(
-                "%d of %d records were dropped: %s", scan.problems.total, scan.records, dict(scan.problems.counts)
-            )
+        if dropped := scan.problems.total:
+            logger.warning("%d of %d records were dropped: %s", dropped, scan.records, dict(scan.problems.counts))
         if scan.lowest == scan.highest and self.settings.valid_fraction:
             logger.warning(
                 "there is only one document, so there is no validation split: every part of a text file above 1 MiB, "
@@ -233,7 +214,7 @@ class _Preparation:
     def _train(self) -> PreTrainedTokenizerBase:
         self.progress("training the tokenizer", 0, self.input_bytes)
         share = min(1.0, TOKENIZER_TEXT_BYTES / self.scan.text_bytes)
-        units = self._counted(self._units(), "training the tokenizer")
+        units = self._counted(units_of(self.files), "training the tokenizer")
         texts = tokenizer_texts(units, self.settings.text_field, self.settings.seed, self.bound, share)
         if self.settings.special_tokens:
             texts = map(without_special_tokens, texts)  # they are ids of their own, not to be merged from pieces
@@ -290,29 +271,19 @@ class _Preparation:
     ) -> Iterator[tuple[Unit, UnitTokens]]:
         """The units from `begin` on with their tokens; of the units before a split's position, none of that split."""
         starts = [writers[split].position for split in SPLITS]
-        wanted = (
-            (unit, *(_first_wanted(number, start) for start in starts))
-            for number, unit in enumerate(self._units())
-            if number >= begin
-        )
-        units = (unit for number, unit in enumerate(self._units()) if number >= begin)
-        return zip(units, apply(wanted), strict=True)
+        numbered = enumerate(islice(units_of(self.files), begin, None), begin)
+        wanted = ((unit, *(_first_wanted(number, start) for start in starts)) for number, unit in numbered)
+        return zip(islice(units_of(self.files), begin, None), apply(wanted), strict=True)
 
 
 def _kind(tokenizer: PreTrainedTokenizerBase, shard_tokens: int) -> ShardKind:
-    vocabulary = vocabulary_of(tokenizer)
-    return ShardKind(
-        dtype_for(vocabulary), vocabulary, tokenizer_hash(tokenizer), separator_of(tokenizer), shard_tokens
-    )
+    ids = vocabulary_of(tokenizer)
+    return ShardKind(dtype_for(ids), ids, tokenizer_hash(tokenizer), separator_of(tokenizer), shard_tokens)
 
 
 def _finished(kind: ShardKind, splits: dict[str, list[TokenHeader]]) -> dict[str, Any]:
     """What the plan says when all is there."""
-    facts: dict[str, Any] = {
-        "tokenizer_hash": kind.tokenizer_hash,
-        "vocabulary": kind.vocabulary,
-        "separator_id": kind.separator_id,
-    }
+    facts: dict[str, Any] = {name: getattr(kind, name) for name in ("tokenizer_hash", "vocabulary", "separator_id")}
     for split, headers in splits.items():
         facts[split] = {
             "shards": len(headers),
@@ -320,11 +291,6 @@ def _finished(kind: ShardKind, splits: dict[str, list[TokenHeader]]) -> dict[str
             "tokens": sum(header.tokens for header in headers),
         }
     return facts
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _first_wanted(number: int, start: tuple[int, int]) -> int:
@@ -342,9 +308,8 @@ def _write(writers: dict[str, ShardWriter], number: int, tokens: UnitTokens) -> 
 
 
 def _changed(unit: Unit) -> DataError:
-    names = ", ".join(dict.fromkeys(piece.path for piece in unit))
     return DataError(
         "a file was changed while it was prepared",
-        names,
+        ", ".join(dict.fromkeys(piece.path for piece in unit)),
         "leave the files alone meanwhile; prepare into another --output-dir, or delete this one",
     )

@@ -21,7 +21,7 @@ from finetune.data.corpus.shard_header import (
     index_path,
     read_header,
 )
-from finetune.data.files import expand_each, glob_files
+from finetune.data.files import expand_each, glob_files, named_twice
 from finetune.errors import DataError
 from finetune.storage.durable_files import hash_file
 
@@ -40,8 +40,7 @@ def find_shards(source: str | Path | Sequence[str | Path], split: str | None = N
     found = expand_each(sources, lambda given: _find(given, split))
     if not found:
         raise DataError("no token files were named", fix="give a .bin file, a folder or a glob")
-    twice = sorted({str(path) for path in found if found.count(path) > 1})
-    if twice:
+    if twice := named_twice(found):
         raise DataError("token files are named twice", ", ".join(twice), "name each file once")
     return tuple(found)
 
@@ -75,12 +74,11 @@ def checked_header(path: Path, vocab_size: int | None, tokenizer_hash: str | Non
     header = read_header(path)
     if header is None:
         return _header_of_raw(path, size_bytes, vocab_size)
-    item_bytes = np.dtype(DTYPES[header.dtype]).itemsize
-    if size_bytes != header.tokens * item_bytes:
-        state = "truncated" if size_bytes < header.tokens * item_bytes else "longer than it should be"
+    if size_bytes != header.size_bytes:
+        state = "truncated" if size_bytes < header.size_bytes else "longer than it should be"
         raise DataError(
             f"the file is {state}: {size_bytes} bytes, and {header.tokens} {header.dtype} tokens in its header are "
-            f"{header.tokens * item_bytes}",
+            f"{header.size_bytes}",
             str(path),
             "copy it again whole, or run `python -m finetune prepare` again",
         )
@@ -101,9 +99,7 @@ def checked_header(path: Path, vocab_size: int | None, tokenizer_hash: str | Non
 
 
 def check_finished(folder: Path) -> None:
-    """Raises:
-    DataError: the folder's preparation was stopped before its end.
-    """
+    """DataError: the folder's preparation was stopped before its end."""
     try:
         content = json.loads((folder / PLAN_FILE).read_bytes())
     except (FileNotFoundError, ValueError):
@@ -158,9 +154,7 @@ def _refuse_foreign(path: Path, dtype: str) -> None:
 
 
 def check_alike(paths: tuple[Path, ...], headers: tuple[TokenHeader, ...]) -> None:
-    """Raises:
-    DataError: shards of one stream that are of different preparations.
-    """
+    """DataError: shards of one stream that are of different preparations."""
     for path, header in zip(paths, headers, strict=True):
         for name, title in (("tokenizer_hash", "tokenizer"), ("vocabulary", "vocabulary"), ("dtype", "number format")):
             here, there = getattr(header, name), getattr(headers[0], name)
@@ -186,13 +180,10 @@ def read_index(path: Path, header: TokenHeader) -> np.ndarray:
         starts = np.fromfile(source, dtype=INDEX_DTYPE).astype(np.int64, copy=False)
     except OSError as error:
         raise DataError(f"the document index cannot be read: {error.strerror}", str(source), fix) from error
-    if source.stat().st_size != 8 * (header.documents + 1):
-        raise DataError(
-            f"the document index has {source.stat().st_size} bytes, and {header.documents} documents in the header "
-            f"need {8 * (header.documents + 1)}",
-            str(source),
-            fix,
-        )
+    size_bytes, wanted_bytes = source.stat().st_size, 8 * (header.documents + 1)
+    if size_bytes != wanted_bytes:
+        what = f"has {size_bytes} bytes, and {header.documents} documents in the header need {wanted_bytes}"
+        raise DataError(f"the document index {what}", str(source), fix)
     if starts[0] != 0 or starts[-1] != header.tokens or (np.diff(starts) <= 0).any():
         raise DataError("the document index does not fit its shard", str(source), fix)
     return starts
@@ -200,12 +191,9 @@ def read_index(path: Path, header: TokenHeader) -> np.ndarray:
 
 def damage(path: Path, header: TokenHeader) -> str | None:
     """What is wrong with a finished shard, by size and SHA-256 of its two files; None where nothing is."""
-    index_bytes = 8 * (header.documents + 1)
-    token_bytes = header.tokens * np.dtype(DTYPES[header.dtype]).itemsize
-    for file, size_bytes, digest in (
-        (path, token_bytes, header.sha256),
-        (index_path(path), index_bytes, header.index_sha256),
-    ):
+    tokens = (path, header.size_bytes, header.sha256)
+    index = (index_path(path), 8 * (header.documents + 1), header.index_sha256)
+    for file, size_bytes, digest in (tokens, index):
         if not file.is_file():
             return f"{file.name} is missing"
         if file.stat().st_size != size_bytes:

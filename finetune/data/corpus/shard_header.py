@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from finetune.errors import DataError
 from finetune.storage.durable_files import read_bytes
 
@@ -37,27 +39,22 @@ def dtype_for(vocabulary: int) -> str:
 
 @dataclass(frozen=True)
 class TokenHeader:
-    """What is known of one shard, or of several as one.
+    """What is known of one shard, or of several as one."""
 
-    Attributes:
-        dtype: uint16 or uint32.
-        tokens, documents: how many there are; a file without header counts as one document.
-        vocabulary: number of ids; every id is below it.
-        tokenizer_hash: see `tokenizer.tokenizer_hash`; empty where it is unknown.
-        separator_id: the id every document starts with; None where it is unknown.
-        sha256, index_sha256: of the .bin and the .index; of several shards, of their list.
-        continues_at: (unit, document in it) of the input that follows the shard's last document; for restarts.
-    """
-
-    dtype: str
+    dtype: str  # uint16 or uint32
     tokens: int
-    documents: int
-    vocabulary: int
-    tokenizer_hash: str = ""
-    separator_id: int | None = None
-    sha256: str = ""
-    index_sha256: str = ""
-    continues_at: tuple[int, int] = (0, 0)
+    documents: int  # a file without header counts as one document
+    vocabulary: int  # number of ids; every id is below it
+    tokenizer_hash: str = ""  # see `tokenizer.tokenizer_hash`; empty where it is unknown
+    separator_id: int | None = None  # the id every document starts with; None where it is unknown
+    sha256: str = ""  # of the .bin; of several shards, of their list
+    index_sha256: str = ""  # of the .index
+    continues_at: tuple[int, int] = (0, 0)  # (unit, document in it) of the input after the last document; for restarts
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the .bin file."""
+        return self.tokens * np.dtype(DTYPES[self.dtype]).itemsize
 
     def to_json(self) -> str:
         """The content of NAME.json."""
@@ -75,10 +72,7 @@ def index_path(path: Path) -> Path:
 
 
 def read_header(path: Path) -> TokenHeader | None:
-    """The header of a shard; None where there is no file of that name, or it is no header of ours.
-
-    Args:
-        path: the .bin file.
+    """The header of a .bin file; None where there is no file of that name, or it is no header of ours.
 
     Raises:
         DataError: a header of ours that cannot be read, of another version, or with a value that cannot be.
@@ -100,7 +94,7 @@ def read_header(path: Path) -> TokenHeader | None:
             str(source),
             "use the version of finetune that wrote it, or prepare the data again",
         )
-    values = {field.name: content.get(field.name) for field in fields(TokenHeader)}
+    values: dict[str, Any] = {field.name: content.get(field.name) for field in fields(TokenHeader)}
     wrong = [f"{name} is {value!r}" for name, value in values.items() if not _RULES[name](value)]
     if wrong:
         raise DataError(f"the header is damaged: {', '.join(wrong)}", str(source), _MAKE_AGAIN)

@@ -21,17 +21,11 @@ _PARTS = ("settings", "corpus", "finished")
 
 @dataclass(frozen=True)
 class Plan:
-    """What a folder's content follows from.
+    """What a folder's content follows from."""
 
-    Attributes:
-        settings: those that the result depends on, by name.
-        corpus: its SHA-256, documents and bytes.
-        finished: None until everything is there; then what there is.
-    """
-
-    settings: dict[str, Any]
-    corpus: dict[str, Any]
-    finished: dict[str, Any] | None = None
+    settings: dict[str, Any]  # those that the result depends on, by name
+    corpus: dict[str, Any]  # its SHA-256, documents and bytes
+    finished: dict[str, Any] | None = None  # None until everything is there; then what there is
 
     def write(self, folder: Path) -> None:
         """Put the plan into its folder, replacing an older one."""
@@ -45,9 +39,7 @@ class Plan:
         )
 
     def check_settings(self, folder: Path, now: dict[str, Any]) -> None:
-        """Raises:
-        StateError: the folder was begun with other settings.
-        """
+        """StateError: the folder was begun with other settings."""
         before = self.settings
         names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
         changed = [f"{name} was {before.get(name)}, now {now.get(name)}" for name in names]
@@ -59,9 +51,7 @@ class Plan:
             )
 
     def check_corpus(self, folder: Path, now: dict[str, Any]) -> None:
-        """Raises:
-        StateError: the folder was begun with other documents.
-        """
+        """StateError: the folder was begun with other documents."""
         if self.corpus != now:
             raise StateError(
                 f"the output folder was begun with other data: {_described(self.corpus)} then, {_described(now)} now",

@@ -49,7 +49,6 @@ class ShardWriter:
 
     Args:
         folder: where the shards go; only this writer writes shards of its split there.
-        split: "train" or "val".
         finished: headers of the shards that are there already; writing resumes after them.
     """
 
@@ -173,12 +172,9 @@ def finished_shards(folder: Path, split: str, kind: ShardKind) -> list[TokenHead
 
 def remove_unfinished(folder: Path, split: str, kept: list[TokenHeader]) -> None:
     """Remove the files of all shards of a split but the first ones, which are kept."""
-    whole = {file for number in range(len(kept)) for file in _files(shard_path(folder, split, number))}
+    paths = [shard_path(folder, split, number) for number in range(len(kept))]
+    whole = {name for path in paths for name in (path.name, index_path(path).name, header_path(path).name)}
     for file in sorted(folder.iterdir()):
         if SHARD_NAME.fullmatch(file.name) and file.name.lstrip(".").startswith(split) and file.name not in whole:
             remove_tree(file, missing_ok=True)
     sync_folder(folder)
-
-
-def _files(path: Path) -> tuple[str, str, str]:
-    return path.name, index_path(path).name, header_path(path).name

@@ -7,29 +7,16 @@ first is a target once a pass), or each begins where a document begins.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 
+from finetune.data.corpus.token_shards import TokenShards
 from finetune.errors import DataError
-
-
-class TokenStream(Protocol):
-    """What windows need of `token_shards.TokenShards`."""
-
-    tokens: int
-
-    @property
-    def documents(self) -> np.ndarray: ...
-
-    def slice(self, start: int, stop: int) -> np.ndarray: ...
 
 
 class Windows:
     """Windows of a token stream; a `data.steps.SampleSource`.
 
     Args:
-        stream: the tokens.
         max_seq_len: targets of a window.
         document_aligned: begin every window at a document; tokens between a window's end and the next document are cut.
         limit: most windows, from the beginning; None for all.
@@ -46,7 +33,7 @@ class Windows:
 
     def __init__(
         self,
-        stream: TokenStream,
+        stream: TokenShards,
         max_seq_len: int,
         *,
         document_aligned: bool = False,

@@ -500,10 +500,7 @@ class _Dies:
 
 
 def test_a_killed_worker_is_an_error_and_no_hang():
-    with (
-        pytest.raises(FinetuneError, match="ended by itself"),
-        processes.ordered_map(_Dies(), 2) as apply,
-    ):
+    with pytest.raises(FinetuneError, match="ended by itself"), processes.ordered_map(_Dies(), 2) as apply:
         list(apply(range(50)))
 
 

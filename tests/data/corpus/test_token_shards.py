@@ -82,11 +82,7 @@ def test_ids_take_two_bytes_up_to_65536(tmp_path: Path, vocabulary: int, dtype: 
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=30),
-    shard_tokens=st.integers(1, 40),
-    data=st.data(),
-)
+@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=30), shard_tokens=st.integers(1, 40), data=st.data())
 def test_shards_read_as_one_stream(tmp_path_factory, lengths: list[int], shard_tokens: int, data):
     folder = tmp_path_factory.mktemp("shards")
     ids = np.arange(sum(lengths)) % 1000
