@@ -114,11 +114,7 @@ Reader = FolderReader | ConsoleReader
 
 
 def open_run(
-    run: Path | str | None,
-    log: Path | str | None = None,
-    runs_folder: Path | str = "runs",
-    *,
-    may_come: bool = False,
+    run: Path | str | None, log: Path | str | None = None, runs_folder: Path | str = "runs", *, may_come: bool = False
 ) -> Reader:
     """A reader for a run folder, a console's copy, or, with neither, the newest run in `runs_folder`.
 

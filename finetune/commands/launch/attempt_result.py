@@ -25,9 +25,7 @@ _PROBLEMS = {
     "connection_lost": N_(
         "the connection to node 0 was lost during the rendezvous: {error}. fix: see its log, and the network"
     ),
-    "same_rank": N_(
-        "NODE_RANK={rank} was given to two machines: {hosts}. fix: give each node its own, from 0",
-    ),
+    "same_rank": N_("NODE_RANK={rank} was given to two machines: {hosts}. fix: give each node its own, from 0"),
     "agent_ended": N_("the process that starts the workers ended by itself ({code}); the log says why"),
     "stopped": N_("stopped before there were workers"),
 }

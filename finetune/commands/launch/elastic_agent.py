@@ -179,11 +179,7 @@ class Agent:
         if code not in (0, 3) and heartbeat.others:
             self._wait_for(heartbeat.ended, heartbeat, PEER_GRACE_SECONDS)  # when all ended, the first to fail is known
         self._report(
-            "ended",
-            exit_codes=exit_codes,
-            stop_signal=self.stop_signal,
-            lost_nodes=lost_nodes,
-            others=heartbeat.ended,
+            "ended", exit_codes=exit_codes, stop_signal=self.stop_signal, lost_nodes=lost_nodes, others=heartbeat.ended
         )
         decision = self._next_request()
         if not heartbeat.others:

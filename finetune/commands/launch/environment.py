@@ -64,14 +64,10 @@ def _always(facts: LaunchFacts) -> list[Variable]:
     why = _("{cores} cores for {processes} process(es); torch elastic would set 1")
     return [
         Variable(
-            "OMP_NUM_THREADS",
-            str(max(1, cores // facts.processes)),
-            why.format(cores=cores, processes=facts.processes),
+            "OMP_NUM_THREADS", str(max(1, cores // facts.processes)), why.format(cores=cores, processes=facts.processes)
         ),
         Variable(
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
-            str(SHUTDOWN_SECONDS),
-            _("seconds to save a checkpoint after a signal"),
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS), _("seconds to save a checkpoint after a signal")
         ),
     ]
 

@@ -90,11 +90,7 @@ def make_launch_spec(options: LaunchOptions, flags: Sequence[str]) -> LaunchSpec
             fix="start it once per node, without torchrun or accelerate launch; or unset RANK LOCAL_RANK",
         )
     nodes = nodes_here(
-        os.environ,
-        count=options.nnodes,
-        rank=options.node_rank,
-        address=options.master_addr,
-        port=options.master_port,
+        os.environ, count=options.nnodes, rank=options.node_rank, address=options.master_addr, port=options.master_port
     )
     kind = run_kind(options.kind)
     if {"-h", "--help"} & set(flags):

@@ -70,13 +70,7 @@ def tick_text(value: float) -> str:
     return f"{value:.3g}" if size >= 1e-4 or size == 0 else f"{value:.0e}"
 
 
-def line_svg(
-    series: Sequence[Series],
-    *,
-    label: str,
-    resumes: Sequence[int] = (),
-    zero: bool = False,
-) -> str:
+def line_svg(series: Sequence[Series], *, label: str, resumes: Sequence[int] = (), zero: bool = False) -> str:
     """Curves over the steps; "" where no series has a point.
 
     Args:

@@ -64,11 +64,7 @@ class LimitedProtocol(H11Protocol):
         body = json.dumps(
             {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
         ).encode()
-        headers = [
-            ("content-type", "application/json"),
-            ("content-length", str(len(body))),
-            ("connection", "close"),
-        ]
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         events = (
             h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status]),
             h11.Data(data=body),
