@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -233,13 +234,8 @@ def to_json(stale: Stale, cleaned: Cleaned | None) -> dict[str, Any]:
         "dry_run": cleaned is None,
         "processes": [{**stale.facts[r.pid], **state(done.processes.get(r.pid))} for r in stale.orphans],
         "files": [
-            {
-                "kind": artifact.kind,
-                "path": str(artifact.path),
-                "size_bytes": artifact.size_bytes,
-                **state(done.files.get(artifact.path)),
-            }
-            for artifact in stale.files
+            {"kind": a.kind, "path": str(a.path), "size_bytes": a.size_bytes, **state(done.files.get(a.path))}
+            for a in stale.files
         ],
         "left_alone": stale.left_alone,
     }
@@ -247,10 +243,10 @@ def to_json(stale: Stale, cleaned: Cleaned | None) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- command
 
+option = partial(setting, group="options")
+
 
 class CleanOptions(SpokenOptions):
-    """The command line."""
-
     usage: ClassVar[str] = "python -m finetune clean [RUN] [--yes] [--wait SECONDS] [--json]"
     summary: ClassVar[str] = (
         "List what runs of this package left on this machine: processes whose launcher is gone, unfinished\n"
@@ -260,20 +256,16 @@ class CleanOptions(SpokenOptions):
     epilog: ClassVar[str] = "Exit code: 0 nothing is left (any more); 1 something is, listed; 2 not a run."
     positional: ClassVar[tuple[str, ...]] = ("run",)
 
-    run: PathOption | None = setting(
-        None, group="options", unit="RUN", shown_default="all in ./runs", description="A run's folder."
-    )
-    log_dir: PathOption | None = setting(
+    run: PathOption | None = option(None, unit="RUN", shown_default="all in ./runs", description="A run's folder.")
+    log_dir: PathOption | None = option(
         None,
-        group="options",
         unit="FOLDER",
         shown_default="FINETUNE_LOG_DIR, else logs",
         description="Where launches keep their lists of processes.",
     )
-    yes: bool = setting(False, group="options", description="End and remove what is listed.")
-    wait: float = setting(
+    yes: bool = option(False, description="End and remove what is listed.")
+    wait: float = option(
         WAIT_SECONDS,
-        group="options",
         unit="seconds",
         ge=0,
         description="How long a process may take to save by itself, and again after SIGTERM, before SIGKILL.",

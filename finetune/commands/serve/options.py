@@ -37,8 +37,6 @@ def _seconds(default: float, meaning: str) -> Any:
 
 
 class ServeOptions(ModelOptions):
-    """The command line."""
-
     usage: ClassVar[str] = "python -m finetune serve --model FOLDER|ID [--flag value ...]"
     summary: ClassVar[str] = "Serve a model with the OpenAI protocol and a chat page."
     epilog: ClassVar[str] = (
