@@ -62,21 +62,13 @@ _ARTIFACTS = {
 
 @dataclass
 class Stale:
-    """What is left of runs, and what is not touched.
+    """What is left of runs, and what is not touched."""
 
-    Attributes:
-        runs: the run folders that were looked at.
-        orphans: living processes whose launcher is gone.
-        facts: of each of them, by process id, for people.
-        files: what may be removed.
-        left_alone: (fields that name it, why).
-    """
-
-    runs: list[Path]
-    orphans: list[RecordedProcess] = field(default_factory=list)
-    facts: dict[int, dict[str, Any]] = field(default_factory=dict)
-    files: list[StaleArtifact] = field(default_factory=list)
-    left_alone: list[dict[str, Any]] = field(default_factory=list)
+    runs: list[Path]  # the run folders that were looked at
+    orphans: list[RecordedProcess] = field(default_factory=list)  # living processes whose launcher is gone
+    facts: dict[int, dict[str, Any]] = field(default_factory=dict)  # of each of them, by process id, for people
+    files: list[StaleArtifact] = field(default_factory=list)  # what may be removed
+    left_alone: list[dict[str, Any]] = field(default_factory=list)  # (fields that name it, why)
 
 
 @dataclass(frozen=True)
@@ -138,7 +130,9 @@ def _add_processes(stale: Stale, records: Iterable[RecordedProcess], launches: S
             proved.add(record.pid)
             if is_orphan(record, process, launches):
                 stale.orphans.append(record)
-                stale.facts[record.pid] = _process_facts(record, process.create_time())
+                began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(process.create_time()))
+                facts = {"pid": record.pid, "role": record.role, "rank": record.rank, "run": str(record.run)}
+                stale.facts[record.pid] = {**facts, "started": began}
     stale.left_alone += [{"pid": pid, "why": why} for pid, why in sorted(doubts.items()) if pid not in proved]
 
 
@@ -209,16 +203,6 @@ def _lines(stale: Stale, cleaned: Cleaned | None) -> Iterator[str]:
         yield _("nothing is left of {count} run(s) and launches").format(count=len(stale.runs))
     elif cleaned is None:
         yield _("nothing was changed; --yes ends and removes what is listed")
-
-
-def _process_facts(record: RecordedProcess, began: float) -> dict[str, Any]:
-    return {
-        "pid": record.pid,
-        "role": record.role,
-        "rank": record.rank,
-        "run": str(record.run),
-        "started": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began)),
-    }
 
 
 def to_json(stale: Stale, cleaned: Cleaned | None) -> dict[str, Any]:

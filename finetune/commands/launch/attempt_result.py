@@ -33,22 +33,16 @@ _PROBLEMS = {
 
 @dataclass(frozen=True)
 class AttemptResult:
-    """How an attempt ended on this node.
+    """How an attempt ended on this node."""
 
-    Attributes:
-        exit_codes: by global rank, the worker that ended first at the front; negative for a signal.
-        problem: why there were no workers, else empty.
-        facts: the details of the problem.
-        stop_signal: the signal by which the user asked for it, 0 for none.
-        lost_nodes: nodes whose heartbeat is lost, with the seconds since the last one.
-        others: by node, how its workers ended, as far as it could tell.
-    """
-
+    # By global rank, the worker that ended first at the front; negative for a signal.
     exit_codes: Mapping[int, int] = field(default_factory=dict)
-    problem: str = ""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    stop_signal: int = 0
+    problem: str = ""  # why there were no workers, else empty
+    facts: Mapping[str, Any] = field(default_factory=dict)  # the details of the problem
+    stop_signal: int = 0  # the signal by which the user asked for it, 0 for none
+    # Nodes whose heartbeat is lost, with the seconds since the last one.
     lost_nodes: Mapping[int, int] = field(default_factory=dict)
+    # By node, how its workers ended, as far as it could tell.
     others: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
     @property

@@ -40,16 +40,11 @@ HEARTBEAT_LOST_SECONDS = 15.0
 
 @dataclass(frozen=True)
 class AgentRequest:
-    """What the supervisor wants started.
-
-    Attributes:
-        arguments: a worker's command line after the interpreter.
-        shutdown_seconds: from the signal to stop to SIGKILL.
-    """
+    """What the supervisor wants started."""
 
     supervisor_pid: int
-    arguments: list[str]
-    shutdown_seconds: float
+    arguments: list[str]  # a worker's command line after the interpreter
+    shutdown_seconds: float  # from the signal to stop to SIGKILL
     node: LaunchNode
 
 

@@ -18,17 +18,12 @@ SERIES_COLOURS = 6
 
 @dataclass(frozen=True)
 class Series:
-    """One curve.
-
-    Attributes:
-        marks: dots on the points, for few.
-        smooth: draw the moving mean strong and the values faint behind it.
-    """
+    """One curve."""
 
     name: str
     points: Points
-    marks: bool = False
-    smooth: bool = False
+    marks: bool = False  # dots on the points, for few
+    smooth: bool = False  # draw the moving mean strong and the values faint behind it
 
 
 class _Frame:
