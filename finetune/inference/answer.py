@@ -21,17 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer.
+    """One answer."""
 
-    Attributes:
-        text: without special tokens and stop text.
-        token_ids: what was generated, with the end token where there is one.
-        finish_reason: "stop" (an end token or stop text), "length", or "cancelled".
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
+    text: str  # without special tokens and stop text
+    token_ids: tuple[int, ...]  # what was generated, with the end token where there is one
+    finish_reason: str  # "stop" (an end token or stop text), "length", or "cancelled"
     prompt_tokens: int
     completion_tokens: int
 
@@ -142,8 +136,8 @@ class Generation:
     def _end(self, piece: str, reason: str) -> None:
         self._over = True
         piece += self._text.finish()
-        if self._text.stopped:  # what was kept back completed a stop text
-            reason = "stop" if reason != "cancelled" else reason
+        if self._text.stopped and reason != "cancelled":  # what was kept back completed a stop text
+            reason = "stop"
         answer = Answer(self._text.text, tuple(self._ids), reason, self.prompt_tokens, len(self._ids))
         self._on_piece(piece, answer, None)
 

@@ -36,17 +36,11 @@ Listener = Callable[[Sequence[int], bool, "str | None"], None]
 
 @dataclass(frozen=True)
 class Limits:
-    """What an engine may take.
+    """What an engine may take."""
 
-    Attributes:
-        max_batch: answers written at the same time.
-        context_tokens: most tokens of one prompt with its answer.
-        cache_tokens: tokens that the key-value cache holds, of all answers together.
-    """
-
-    max_batch: int
-    context_tokens: int
-    cache_tokens: int
+    max_batch: int  # answers written at the same time
+    context_tokens: int  # most tokens of one prompt with its answer
+    cache_tokens: int  # tokens that the key-value cache holds, of all answers together
 
 
 def find_limits(model: Any, device: torch.device, max_batch: int, context_tokens: int | None) -> Limits:

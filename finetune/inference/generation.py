@@ -48,11 +48,7 @@ class PromptTooLong(DataError):
 class Generator:
     """A loaded model that answers prompts. The settings are those of `load_for_generation`.
 
-    Attributes:
-        name: what to call it: the folder's name or hub id.
-        model: the transformers model, an adapter's layers inside; not to be changed while answers are written.
-        tokenizer: with the chat template in use.
-        default_sampling: what the model's own generation settings say.
+    `model` has an adapter's layers inside, and is not to be changed while answers are written.
     """
 
     def __init__(
@@ -153,11 +149,7 @@ class Generator:
         return generation
 
     def stream(self, prompt: Prompt, sampling: Sampling | None = None) -> AnswerStream:
-        """The answer to one prompt, piece by piece.
-
-        Raises:
-            DataError: as `start`.
-        """
+        """The answer to one prompt, piece by piece. Raises as `start`."""
         stream = AnswerStream()
         stream.generation = self.start(prompt, sampling, stream.put)
         return stream
@@ -207,19 +199,13 @@ def load_for_generation(
     cpu_threads: int | None = None,
     trust_remote_code: bool = False,
 ) -> Generator:
-    """Load a model to answer with.
+    """Load a model to answer with. Model, adapter, device, dtype and template are as `ModelOptions` describes them.
 
     Args:
-        model: a model folder, a hub id, or the output or checkpoint of a run (then its base is found).
-        adapter: a folder with a LoRA adapter for it.
-        device_type: npu, cuda, mps, cpu, or auto for the best there is.
-        dtype: float32, float16, bfloat16, or auto: bfloat16 where the device has it, float32 elsewhere.
-        template: name or file of a chat template; None: the one saved with the adapter or model.
         max_batch: answers written at the same time.
         context_tokens: most tokens of a prompt with its answer; None: what the model was made for.
         continuous: whether requests may join a running batch; None: wherever that is tested.
         cpu_threads: threads of an operation on a CPU, unless OMP_NUM_THREADS says; None: torch's own number.
-        trust_remote_code: whether code of the model's repository may run.
 
     Raises:
         ConfigError, DataError: no such model, adapter, device or template; files that do not fit.

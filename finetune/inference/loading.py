@@ -16,13 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from finetune.data.render import stop_token_ids
 from finetune.data.templates import load_tokenizer
 from finetune.errors import ConfigError, DataError
-from finetune.modeling.pretrained import (
-    DTYPES,
-    check_adapter_file,
-    check_embeddings,
-    check_weights,
-    load_model_config,
-)
+from finetune.modeling.pretrained import DTYPES, check_adapter_file, check_embeddings, check_weights, load_model_config
 from finetune.storage.run_folder import describe_folder
 from finetune.storage.run_log import read_jsonl_tolerant
 

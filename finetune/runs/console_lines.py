@@ -39,21 +39,14 @@ _END = (
 
 @dataclass
 class ConsoleLine:
-    """What one line says; the rest is empty.
+    """What one line says; the rest is empty."""
 
-    Attributes:
-        step: fields as in trainer_log.jsonl, with `total_steps`, and `stage` and `eta_seconds` where the line has them.
-        evaluation: fields as in an `eval` event.
-        checkpoint: fields as in a `checkpoint` event.
-        end: the state in which the run ended.
-        warning: (level, rank, text) of a warning or an error.
-    """
-
+    # Fields as in trainer_log.jsonl, with `total_steps`, and `stage` and `eta_seconds` where the line has them.
     step: dict[str, Any] = field(default_factory=dict)
-    evaluation: dict[str, Any] = field(default_factory=dict)
-    checkpoint: dict[str, Any] = field(default_factory=dict)
-    end: str = ""
-    warning: tuple[str, int, str] | None = None
+    evaluation: dict[str, Any] = field(default_factory=dict)  # fields as in an `eval` event
+    checkpoint: dict[str, Any] = field(default_factory=dict)  # fields as in a `checkpoint` event
+    end: str = ""  # the state in which the run ended
+    warning: tuple[str, int, str] | None = None  # (level, rank, text) of a warning or an error
 
 
 def plain_text(text: str) -> str:

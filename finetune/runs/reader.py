@@ -45,9 +45,8 @@ class FolderReader:
         _take(view.steps, self._steps, _take_step)
         _take(view.events, self._events, _take_event)
         self._read_logs(folder / "logs")
-        view.messages = sorted(
-            [*self._log_messages, *map(_event_message, view.events_named(*WARNING_EVENTS))], key=lambda m: m.time or 0.0
-        )
+        warnings = [Message(event["time"], "WARNING", 0, "", event) for event in view.events_named(*WARNING_EVENTS)]
+        view.messages = sorted([*self._log_messages, *warnings], key=lambda message: message.time or 0.0)
         times = [at for at in (self._steps.written_at, self._events.written_at) if at is not None]
         view.written_at = max(times, default=None)
         view.state = self._state()
@@ -114,11 +113,7 @@ Reader = FolderReader | ConsoleReader
 
 
 def open_run(
-    run: Path | str | None,
-    log: Path | str | None = None,
-    runs_folder: Path | str = "runs",
-    *,
-    may_come: bool = False,
+    run: Path | str | None, log: Path | str | None = None, runs_folder: Path | str = "runs", *, may_come: bool = False
 ) -> Reader:
     """A reader for a run folder, a console's copy, or, with neither, the newest run in `runs_folder`.
 
@@ -209,10 +204,6 @@ def _take_event(events: list[dict[str, Any]], raw: bytes) -> None:
         if record["event"] == "eval" and type(record.get("step")) is not int:
             return
         events.append(record)
-
-
-def _event_message(event: dict[str, Any]) -> Message:
-    return Message(event["time"], "WARNING", 0, "", event)
 
 
 def _log_time(line: bytes) -> float | None:

@@ -18,15 +18,10 @@ RECENT_STEPS = 20
 
 
 class Message(NamedTuple):
-    """Something that should be seen: an event, or a line of a rank's log.
+    """Something that should be seen: an event, or a line of a rank's log."""
 
-    Attributes:
-        time: seconds since 1970, if known.
-        level: WARNING or ERROR.
-    """
-
-    time: float | None
-    level: str
+    time: float | None  # seconds since 1970, if known
+    level: str  # WARNING or ERROR
     rank: int
     text: str
     event: dict[str, Any] | None = None

@@ -30,17 +30,11 @@ logger = logging.getLogger("finetune")
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """One entry of the device table.
+    """One entry of the device table."""
 
-    Attributes:
-        backend: the process group's backend.
-        visible_variable: environment variable that selects devices; empty where there is none.
-        fused_adamw: whether torch.optim.AdamW(fused=True) is right here.
-    """
-
-    backend: str
-    visible_variable: str
-    fused_adamw: bool
+    backend: str  # the process group's
+    visible_variable: str  # environment variable that selects devices; empty where there is none
+    fused_adamw: bool  # whether torch.optim.AdamW(fused=True) is right here
 
 
 # By torch's device type, in order of preference.
@@ -161,25 +155,19 @@ def available_device_types() -> list[str]:
     """Device types that work here, best first."""
     import torch
 
-    found = []
+    candidates = ["cuda"]
     if importlib.util.find_spec("torch_npu") is not None:
         import torch_npu  # noqa: F401  (registers torch.npu)
 
-        if torch.npu.is_available():
-            found.append("npu")
-    if torch.cuda.is_available():
-        found.append("cuda")
+        candidates = ["npu", "cuda"]
+    found = [name for name in candidates if getattr(torch, name).is_available()]
     if torch.backends.mps.is_available():
         found.append("mps")
     return [*found, "cpu"]
 
 
 def choose_device_type(requested: str) -> str:
-    """The device type of this run.
-
-    Raises:
-        ConfigError: the requested type is not available here.
-    """
+    """The device type of this run. Raises ConfigError where the requested type is not available."""
     available = available_device_types()
     chosen = available[0] if requested == "auto" else requested
     if chosen not in available:
@@ -210,32 +198,21 @@ def device_count(device_type: str) -> int | None:
     """How many devices this process can see; None where processes may share (CPU)."""
     import torch
 
-    if device_type == "npu":
-        return torch.npu.device_count()
-    if device_type == "cuda":
-        return torch.cuda.device_count()
+    if device_type in ("npu", "cuda"):
+        return int(getattr(torch, device_type).device_count())
     return 1 if device_type == "mps" else None
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What the device of this process can do; the one table that is asked instead of device types.
-
-    Attributes:
-        name: the device's own name.
-        bfloat16: arithmetic in hardware (on a CPU: supported, though it pays only compiled).
-        fp8: matrix products of float8 numbers.
-        flash: fused attention without a matrix of scores.
-        compile: whether torch.compile pays without being asked for.
-        peak_flops: dense 16-bit matrix operations per second; None where it is unknown.
-    """
+    """What the device of this process can do; the one table that is asked instead of device types."""
 
     name: str
-    bfloat16: bool
-    fp8: bool
-    flash: bool
-    compile: bool
-    peak_flops: float | None
+    bfloat16: bool  # arithmetic in hardware (on a CPU: supported, though it pays only compiled)
+    fp8: bool  # matrix products of float8 numbers
+    flash: bool  # fused attention without a matrix of scores
+    compile: bool  # whether torch.compile pays without being asked for
+    peak_flops: float | None  # dense 16-bit matrix operations per second; None where it is unknown
 
 
 # Dense bfloat16 (float16 on Ascend) operations per second, from the vendors' data sheets; more specific names first.
@@ -283,21 +260,16 @@ def capabilities(device_type: str) -> Capabilities:
             peak_flops=peak_flops(name),
         )
     if device_type == "npu":
-        name = str(getattr(torch.npu, "get_device_name", lambda: "npu")())
+        npu = getattr(torch, device_type)
+        name = str(getattr(npu, "get_device_name", lambda: "npu")())
         # Dynamo has backends there, but they are young: asked for by name only.
-        bfloat16 = torch.npu.is_bf16_supported()
+        bfloat16 = npu.is_bf16_supported()
         return Capabilities(name, bfloat16, fp8=False, flash=True, compile=False, peak_flops=peak_flops(name))
-    return Capabilities(
-        device_type, bfloat16=device_type == "cpu", fp8=False, flash=False, compile=False, peak_flops=None
-    )
+    return Capabilities(device_type, device_type == "cpu", fp8=False, flash=False, compile=False, peak_flops=None)
 
 
 def choose_backend(requested: str, device_type: str) -> str:
-    """The process group's backend.
-
-    Raises:
-        ConfigError: one that does not work with this device.
-    """
+    """The process group's backend. Raises ConfigError for one that does not work with this device."""
     own = DEVICE_KINDS[device_type].backend
     chosen = own if requested == "auto" else requested
     # gloo moves CUDA tensors through the host: slow, but it works where NCCL does not. accelerate forces hccl on NPU.

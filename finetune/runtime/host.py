@@ -16,17 +16,11 @@ _UNLIMITED_BYTES = 1 << 60
 
 @dataclass(frozen=True)
 class HostUse:
-    """A machine, or the part of it that this container may use.
+    """A machine, or the part of it that this container may use."""
 
-    Attributes:
-        cpu_share: of the cores' time since the last look, 0 to 1; None at the first look.
-        cores: that may be used, a fraction where a quota says so.
-        memory_used_bytes: not counting what the kernel can drop at once.
-    """
-
-    cpu_share: float | None
-    cores: float
-    memory_used_bytes: int
+    cpu_share: float | None  # of the cores' time since the last look, 0 to 1; None at the first look
+    cores: float  # that may be used, a fraction where a quota says so
+    memory_used_bytes: int  # not counting what the kernel can drop at once
     memory_total_bytes: int
 
 

@@ -18,19 +18,12 @@ _GROUP = re.compile(r"([^,\[]*)\[([^\]]+)\]([^,\[]*)")
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a launch.
-
-    Attributes:
-        count: nodes.
-        rank: which one this is, from 0.
-        address: host name or address of node 0, as all nodes reach it.
-        port: the port to try first; None: any (one node).
-    """
+    """The nodes of a launch."""
 
     count: int
-    rank: int
-    address: str
-    port: int | None
+    rank: int  # which one this is, from 0
+    address: str  # host name or address of node 0, as all nodes reach it
+    port: int | None  # to try first; None: any (one node)
 
 
 def nodes_here(
@@ -65,6 +58,7 @@ def nodes_here(
             for name in missing
         ]
     )
+    assert rank is not None and address
     if not 0 <= rank < count:
         raise ConfigError(
             f"node rank {rank} of {count} nodes: ranks go from 0 to {count - 1}",
@@ -97,20 +91,14 @@ def _slurm(environment: Mapping[str, str]) -> dict[str, Any]:
             fix="srun --ntasks-per-node=1 (launchers/slurm.sbatch does)",
         )
     hosts = slurm_hosts(environment["SLURM_STEP_NODELIST"])
-    rank = int(environment["SLURM_NODEID"])
-    return {"count": len(hosts), "rank": rank, "address": hosts[0]}
+    return {"count": len(hosts), "rank": int(environment["SLURM_NODEID"]), "address": hosts[0]}
 
 
 def slurm_hosts(nodelist: str) -> list[str]:
     """The host names of a Slurm node list: by scontrol where it is there, else by reading the list."""
     if shutil.which("scontrol"):
-        shown = subprocess.run(
-            ["scontrol", "show", "hostnames", nodelist],
-            capture_output=True,
-            text=True,
-            timeout=SCONTROL_SECONDS,
-            check=False,
-        )
+        command = ["scontrol", "show", "hostnames", nodelist]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_SECONDS, check=False)
         if shown.returncode == 0 and shown.stdout.split():
             return shown.stdout.split()
     return expand_nodelist(nodelist)

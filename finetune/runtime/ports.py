@@ -20,16 +20,11 @@ _NOT_THIS_ONE = (errno.EADDRINUSE, errno.EACCES)
 
 @dataclass
 class HeldPort:
-    """A listening socket that nobody accepts from yet: what connects waits in its queue.
-
-    Attributes:
-        number: the port.
-        taken: the ports before it that could not be had.
-    """
+    """A listening socket that nobody accepts from yet: what connects waits in its queue."""
 
     listener: socket.socket
     number: int
-    taken: tuple[int, ...] = ()
+    taken: tuple[int, ...] = ()  # the ports before it that could not be had
 
     def close(self) -> None:
         self.listener.close()

@@ -78,12 +78,8 @@ def parse_info(text: str, errors: str = "", exit_code: int = 0) -> SmiReport:
             pending = _first_line(cells)
     version = _VERSION.search(text)
     devices = tuple(_device(index, chip, chips, has_process_table) for index, chip in enumerate(chips))
-    return SmiReport(
-        "npu",
-        version[2] if version else "",
-        devices=devices,
-        problem="" if devices else _problem(text, errors, exit_code),
-    )
+    problem = "" if devices else _problem(text, errors, exit_code)
+    return SmiReport("npu", version[2] if version else "", devices=devices, problem=problem)
 
 
 def _cells(line: str) -> list[str]:

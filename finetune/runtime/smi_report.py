@@ -49,20 +49,13 @@ class SmiDevice:
 
 @dataclass(frozen=True)
 class SmiReport:
-    """What one driver tells.
+    """What one driver tells."""
 
-    Attributes:
-        device_type: "npu" or "cuda".
-        driver_version: empty where unknown.
-        runtime_version: newest CUDA that the driver can run; empty for npu, and where unknown.
-        problem: why there are no devices, in the driver's own words; empty where all is well.
-    """
-
-    device_type: str
-    driver_version: str = ""
-    runtime_version: str = ""
+    device_type: str  # "npu" or "cuda"
+    driver_version: str = ""  # empty where unknown
+    runtime_version: str = ""  # newest CUDA that the driver can run; empty for npu, and where unknown
     devices: tuple[SmiDevice, ...] = ()
-    problem: str = ""
+    problem: str = ""  # why there are no devices, in the driver's own words; empty where all is well
 
 
 def visible(devices: Sequence[SmiDevice], variable: str | None) -> list[SmiDevice]:

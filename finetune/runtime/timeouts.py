@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from concurrent.futures import Future, wait
+from typing import TypeVar
 
 _T = TypeVar("_T")
 
@@ -16,19 +16,15 @@ def call_with_timeout(call: Callable[[], _T], seconds: float) -> _T:
     Raises:
         TimeoutError: it took longer. The call stays in its thread and is forgotten.
     """
-    answers: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+    future: Future[_T] = Future()
 
     def run() -> None:
         try:
-            answers.put((True, call()))
+            future.set_result(call())
         except Exception as error:
-            answers.put((False, error))
+            future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    try:
-        succeeded, result = answers.get(timeout=max(0.0, seconds))
-    except queue.Empty:
-        raise TimeoutError(f"no answer within {seconds:.0f} s") from None
-    if not succeeded:
-        raise result
-    return result
+    if not wait([future], timeout=max(0.0, seconds)).done:
+        raise TimeoutError(f"no answer within {seconds:.0f} s")
+    return future.result()

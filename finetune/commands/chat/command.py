@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from finetune.commands.chat.sessions import ChatSession
@@ -19,37 +20,30 @@ from finetune.runtime.language import pick_language, speak
 if TYPE_CHECKING:
     from finetune.inference.generation import Generator
 
+sampling_option = partial(setting, group="sampling")
+talk_option = partial(setting, group="conversation")
+
 
 class ChatOptions(ModelOptions):
-    """The command line."""
-
     usage: ClassVar[str] = "python -m finetune chat --model FOLDER|ID [--prompt TEXT] [--flag value ...]"
     summary: ClassVar[str] = """Talk to a model in the terminal; in the chat, /help lists the commands.
 Sampling that is not given is as the model's generation_config.json says."""
     epilog: ClassVar[str] = "Exit code: 0 done; 1 an answer failed; 2 refused; 130 interrupted."
     groups: ClassVar[tuple[str, ...]] = ("model", "sampling", "conversation")
 
-    temperature: float | None = setting(
-        None, group="sampling", unit="X", description="0 takes the likeliest token always."
+    temperature: float | None = sampling_option(None, unit="X", description="0 takes the likeliest token always.")
+    top_p: float | None = sampling_option(None, unit="X", description="Draw from the likeliest tokens with this share.")
+    top_k: int | None = sampling_option(None, unit="N", description="Draw from this many likeliest tokens; 0 for all.")
+    repetition_penalty: float | None = sampling_option(None, unit="X", description="1 for none.")
+    max_new_tokens: int | None = sampling_option(None, unit="N", description="Most tokens of an answer.")
+    seed: int | None = sampling_option(None, unit="N", description="The same seed gives the same answer.")
+    system: str = talk_option("", unit="TEXT", shown_default="none", description="System prompt.")
+    prompt: str | None = talk_option(
+        None, unit="TEXT", description="Print the answer to this and leave; - reads stdin."
     )
-    top_p: float | None = setting(
-        None, group="sampling", unit="X", description="Draw from the likeliest tokens with this share."
-    )
-    top_k: int | None = setting(
-        None, group="sampling", unit="N", description="Draw from this many likeliest tokens; 0 for all."
-    )
-    repetition_penalty: float | None = setting(None, group="sampling", unit="X", description="1 for none.")
-    max_new_tokens: int | None = setting(None, group="sampling", unit="N", description="Most tokens of an answer.")
-    seed: int | None = setting(None, group="sampling", unit="N", description="The same seed gives the same answer.")
-    system: str = setting("", group="conversation", unit="TEXT", shown_default="none", description="System prompt.")
-    prompt: str | None = setting(
-        None, group="conversation", unit="TEXT", description="Print the answer to this and leave; - reads stdin."
-    )
-    raw: bool = setting(
-        False, group="conversation", description="With --prompt: continue the bare text, without template."
-    )
-    lang: Literal["en", "zh"] | None = setting(
-        None, group="conversation", unit="en|zh", shown_default="the locale's", description="Of the chat's own texts."
+    raw: bool = talk_option(False, description="With --prompt: continue the bare text, without template.")
+    lang: Literal["en", "zh"] | None = talk_option(
+        None, unit="en|zh", shown_default="the locale's", description="Of the chat's own texts."
     )
 
     def problems(self) -> list[tuple[str, str]]:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -61,21 +62,13 @@ _ARTIFACTS = {
 
 @dataclass
 class Stale:
-    """What is left of runs, and what is not touched.
+    """What is left of runs, and what is not touched."""
 
-    Attributes:
-        runs: the run folders that were looked at.
-        orphans: living processes whose launcher is gone.
-        facts: of each of them, by process id, for people.
-        files: what may be removed.
-        left_alone: (fields that name it, why).
-    """
-
-    runs: list[Path]
-    orphans: list[RecordedProcess] = field(default_factory=list)
-    facts: dict[int, dict[str, Any]] = field(default_factory=dict)
-    files: list[StaleArtifact] = field(default_factory=list)
-    left_alone: list[dict[str, Any]] = field(default_factory=list)
+    runs: list[Path]  # the run folders that were looked at
+    orphans: list[RecordedProcess] = field(default_factory=list)  # living processes whose launcher is gone
+    facts: dict[int, dict[str, Any]] = field(default_factory=dict)  # of each of them, by process id, for people
+    files: list[StaleArtifact] = field(default_factory=list)  # what may be removed
+    left_alone: list[dict[str, Any]] = field(default_factory=list)  # (fields that name it, why)
 
 
 @dataclass(frozen=True)
@@ -137,7 +130,9 @@ def _add_processes(stale: Stale, records: Iterable[RecordedProcess], launches: S
             proved.add(record.pid)
             if is_orphan(record, process, launches):
                 stale.orphans.append(record)
-                stale.facts[record.pid] = _process_facts(record, process.create_time())
+                began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(process.create_time()))
+                facts = {"pid": record.pid, "role": record.role, "rank": record.rank, "run": str(record.run)}
+                stale.facts[record.pid] = {**facts, "started": began}
     stale.left_alone += [{"pid": pid, "why": why} for pid, why in sorted(doubts.items()) if pid not in proved]
 
 
@@ -210,16 +205,6 @@ def _lines(stale: Stale, cleaned: Cleaned | None) -> Iterator[str]:
         yield _("nothing was changed; --yes ends and removes what is listed")
 
 
-def _process_facts(record: RecordedProcess, began: float) -> dict[str, Any]:
-    return {
-        "pid": record.pid,
-        "role": record.role,
-        "rank": record.rank,
-        "run": str(record.run),
-        "started": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began)),
-    }
-
-
 def to_json(stale: Stale, cleaned: Cleaned | None) -> dict[str, Any]:
     """Plain values; the form is public (tests/frozen/clean.txt)."""
     done = cleaned or Cleaned({}, {})
@@ -233,13 +218,8 @@ def to_json(stale: Stale, cleaned: Cleaned | None) -> dict[str, Any]:
         "dry_run": cleaned is None,
         "processes": [{**stale.facts[r.pid], **state(done.processes.get(r.pid))} for r in stale.orphans],
         "files": [
-            {
-                "kind": artifact.kind,
-                "path": str(artifact.path),
-                "size_bytes": artifact.size_bytes,
-                **state(done.files.get(artifact.path)),
-            }
-            for artifact in stale.files
+            {"kind": a.kind, "path": str(a.path), "size_bytes": a.size_bytes, **state(done.files.get(a.path))}
+            for a in stale.files
         ],
         "left_alone": stale.left_alone,
     }
@@ -247,10 +227,10 @@ def to_json(stale: Stale, cleaned: Cleaned | None) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- command
 
+option = partial(setting, group="options")
+
 
 class CleanOptions(SpokenOptions):
-    """The command line."""
-
     usage: ClassVar[str] = "python -m finetune clean [RUN] [--yes] [--wait SECONDS] [--json]"
     summary: ClassVar[str] = (
         "List what runs of this package left on this machine: processes whose launcher is gone, unfinished\n"
@@ -260,20 +240,16 @@ class CleanOptions(SpokenOptions):
     epilog: ClassVar[str] = "Exit code: 0 nothing is left (any more); 1 something is, listed; 2 not a run."
     positional: ClassVar[tuple[str, ...]] = ("run",)
 
-    run: PathOption | None = setting(
-        None, group="options", unit="RUN", shown_default="all in ./runs", description="A run's folder."
-    )
-    log_dir: PathOption | None = setting(
+    run: PathOption | None = option(None, unit="RUN", shown_default="all in ./runs", description="A run's folder.")
+    log_dir: PathOption | None = option(
         None,
-        group="options",
         unit="FOLDER",
         shown_default="FINETUNE_LOG_DIR, else logs",
         description="Where launches keep their lists of processes.",
     )
-    yes: bool = setting(False, group="options", description="End and remove what is listed.")
-    wait: float = setting(
+    yes: bool = option(False, description="End and remove what is listed.")
+    wait: float = option(
         WAIT_SECONDS,
-        group="options",
         unit="seconds",
         ge=0,
         description="How long a process may take to save by itself, and again after SIGTERM, before SIGKILL.",

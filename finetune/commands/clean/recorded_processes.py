@@ -37,28 +37,19 @@ _LAUNCHER_NAMES = ("python", "torchrun", "accelerate", "deepspeed", "finetune", 
 
 @dataclass(frozen=True)
 class RecordedProcess:
-    """A process as a run recorded it.
-
-    Attributes:
-        host: where it ran; None where the record does not say (then only the file it has open can prove it).
-        start_time: seconds since 1970; None where the record only says that it ran at `seen_time`.
-        command_digest: as in docs/launching.md; None where the record does not say.
-        open_file: a file that the process has open as long as it works; None where none is known.
-        role: "supervisor", "agent" or "worker".
-        launch: the record's file, for a record of the launcher's list.
-        run: the run folder.
-    """
+    """A process as a run recorded it."""
 
     pid: int
-    role: str
+    role: str  # "supervisor", "agent" or "worker"
     run: Path
+    # Where it ran; None where the record does not say (then only the file it has open can prove it).
     host: str | None = None
     rank: int | None = None
-    start_time: float | None = None
+    start_time: float | None = None  # seconds since 1970; None where the record only says that it ran at `seen_time`
     seen_time: float | None = None
-    command_digest: str | None = None
-    open_file: Path | None = None
-    launch: Path | None = None
+    command_digest: str | None = None  # as in docs/launching.md; None where the record does not say
+    open_file: Path | None = None  # a file that the process has open as long as it works; None where none is known
+    launch: Path | None = None  # the record's file, for a record of the launcher's list
 
 
 # ---------------------------------------------------------------- reading
@@ -70,19 +61,15 @@ def records_of_run(run: Path) -> list[RecordedProcess]:
     lock = _read_object(run / LOCK_NAME)
     try:
         since = datetime.fromisoformat(lock["since"]).timestamp()
-        found.append(
-            RecordedProcess(
-                int(lock["pid"]), "worker", run, str(lock["host"]), 0, seen_time=since, open_file=run / LOCK_NAME
-            )
-        )
+        pid, host = int(lock["pid"]), str(lock["host"])
+        found.append(RecordedProcess(pid, "worker", run, host, 0, seen_time=since, open_file=run / LOCK_NAME))
     except (KeyError, TypeError, ValueError):
         pass  # no run has signed it yet
     for path in sorted((run / "logs").glob("*-rank*.log")) if (run / "logs").is_dir() else []:
         if name := _LOG_NAME.fullmatch(path.name):
             seen = datetime.strptime(name[1], "%Y%m%d-%H%M%S").timestamp()
-            found.append(
-                RecordedProcess(int(name[2]), "worker", run, rank=int(name[3]), seen_time=seen, open_file=path)
-            )
+            pid, rank = int(name[2]), int(name[3])
+            found.append(RecordedProcess(pid, "worker", run, rank=rank, seen_time=seen, open_file=path))
     return found
 
 

@@ -18,6 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from finetune.commands.clean.recorded_processes import RecordedProcess
 from finetune.storage import durable_files
 from finetune.storage.checkpoint_files import clean_staging, staging_folders
@@ -108,7 +110,7 @@ def dead_shared_memory(records: Sequence[RecordedProcess], folder: Path = SHARED
     for name in names:
         match = _TORCH_NAME.fullmatch(name)
         path = folder / name
-        if match and _is_own_file(path) and not _exists(int(match[1])) and not _users(path, folder):
+        if match and _is_own_file(path) and not psutil.pid_exists(int(match[1])) and not _users(path, folder):
             run = next((r.run for r in here if r.pid == int(match[1]) and _made_by(r, path)), None)
             if run is not None:
                 found.append(StaleArtifact("shared_memory", path, _size_bytes(path), run))
@@ -143,16 +145,6 @@ def _is_own_file(path: Path) -> bool:
     return stat.S_ISREG(state.st_mode) and state.st_uid == os.getuid()
 
 
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # another user's
-        return True
-    return True
-
-
 def _mapped(pid: int, folder: Path) -> Iterator[Path]:
     """Files of a folder that a process has mapped or open, as far as it may be looked at."""
     with contextlib.suppress(OSError):
@@ -170,8 +162,7 @@ def _mapped(pid: int, folder: Path) -> Iterator[Path]:
 
 def _users(path: Path, folder: Path) -> list[int]:
     """Processes that have a file mapped or open."""
-    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()] if os.path.isdir("/proc") else []
-    return [pid for pid in pids if path in set(_mapped(pid, folder))]
+    return [pid for pid in psutil.pids() if path in set(_mapped(pid, folder))]
 
 
 # ---------------------------------------------------------------- locks of torch's builds

@@ -97,19 +97,11 @@ class Evaluation:
 
     def facts(self) -> dict[str, Any]:
         """What was evaluated, as plain JSON without a path of this machine."""
+        files = {"files": [Path(path).name for path in self.options.data], "fingerprint": self.samples.fingerprint}
+        settings = {"cutoff_len": self.cutoff_len, "max_new_tokens": self.options.max_new_tokens}
         return {
-            "data": {
-                "files": [Path(path).name for path in self.options.data],
-                "fingerprint": self.samples.fingerprint,
-                "samples": len(self.chosen),
-                "questions": len(self.prompts),
-            },
-            "settings": {
-                "cutoff_len": self.cutoff_len,
-                "max_new_tokens": self.options.max_new_tokens,
-                "dtype": self.dtype,
-                "device_type": self.device.type,
-            },
+            "data": {**files, "samples": len(self.chosen), "questions": len(self.prompts)},
+            "settings": {**settings, "dtype": self.dtype, "device_type": self.device.type},
         }
 
     def run(self, output: Path | None) -> list[ModelScores]:

@@ -13,13 +13,11 @@ GENERATIONS_NAME, RESULT_NAME, TABLE_NAME = "generations.jsonl", "evaluation.jso
 
 
 class EvalOptions(ModelOptions):
-    """The command line."""
-
     usage: ClassVar[str] = "python -m finetune eval --model FOLDER|ID --data FILE... [--flag value ...]"
-    summary: ClassVar[
-        str
-    ] = """Loss, perplexity and exact answers on held-out records: of a model, its adapters, its base.
-Answers are greedy, and given to records that have an answer to compare with."""
+    summary: ClassVar[str] = (
+        "Loss, perplexity and exact answers on held-out records: of a model, its adapters, its base.\n"
+        "Answers are greedy, and given to records that have an answer to compare with."
+    )
     epilog: ClassVar[str] = "Exit code: 0 evaluated; 1 failed while evaluating; 2 refused before that; 130 interrupted."
     groups: ClassVar[tuple[str, ...]] = ("model", "data", "answers", "output")
 

@@ -21,21 +21,13 @@ MOST_DIFFICULTIES = 50
 
 @dataclass(frozen=True)
 class EvalPrompt:
-    """One record to answer.
+    """One record to answer."""
 
-    Attributes:
-        record: its number, from 0 through the files in order.
-        difficulty: its difficulty, or None.
-        messages: the turns before the last answer, as role and content.
-        answer: what a right answer says; None where that cannot be checked.
-        consistent: whether the record's own output gives that answer.
-    """
-
-    record: int
+    record: int  # its number, from 0 through the files in order
     difficulty: str | None
-    messages: tuple[Mapping[str, str], ...]
-    answer: str | None
-    consistent: bool
+    messages: tuple[Mapping[str, str], ...]  # the turns before the last answer, as role and content
+    answer: str | None  # what a right answer says; None where that cannot be checked
+    consistent: bool  # whether the record's own output gives that answer
 
 
 def find_difficulties(paths: Sequence[Path], field: str, known: Sequence[str] = ()) -> tuple[str, ...]:

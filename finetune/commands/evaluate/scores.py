@@ -13,21 +13,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Score:
-    """Sums over some samples.
+    """Sums over some samples."""
 
-    Attributes:
-        samples: samples whose loss was taken.
-        targets: their supervised tokens.
-        loss_sum: the sum of the targets' losses.
-        answered: answers that were checked.
-        correct: of those, the right ones.
-    """
-
-    samples: int = 0
-    targets: int = 0
-    loss_sum: float = 0.0
-    answered: int = 0
-    correct: int = 0
+    samples: int = 0  # whose loss was taken
+    targets: int = 0  # their supervised tokens
+    loss_sum: float = 0.0  # of the targets
+    answered: int = 0  # answers that were checked
+    correct: int = 0  # of those, the right ones
 
     def __add__(self, other: Score) -> Score:
         return Score(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
@@ -39,15 +31,10 @@ class Score:
 
     def to_dict(self) -> dict[str, Any]:
         loss = self.loss
-        return {
-            "samples": self.samples,
-            "targets": self.targets,
-            "loss": loss,
-            "perplexity": None if loss is None else _perplexity(loss),
-            "answered": self.answered,
-            "correct": self.correct,
-            "exact_match": self.correct / self.answered if self.answered else None,
-        }
+        perplexity = None if loss is None else _perplexity(loss)
+        losses = {"samples": self.samples, "targets": self.targets, "loss": loss, "perplexity": perplexity}
+        exact_match = self.correct / self.answered if self.answered else None
+        return {**losses, "answered": self.answered, "correct": self.correct, "exact_match": exact_match}
 
 
 @dataclass
@@ -89,10 +76,8 @@ def cells(models: Sequence[ModelScores]) -> Iterable[tuple[bool, tuple[str, ...]
 
 
 def _figures(score: Score) -> tuple[str, ...]:
-    loss = score.loss
-    if loss is None:
-        losses = ("0", "0", "-", "-")
-    else:
+    losses = ("0", "0", "-", "-")
+    if (loss := score.loss) is not None:
         perplexity = _perplexity(loss)
         shown = "inf" if perplexity is None else f"{perplexity:,.3f}"
         losses = (f"{score.samples:,}", f"{score.targets:,}", f"{loss:.4f}", shown)

@@ -25,9 +25,7 @@ _PROBLEMS = {
     "connection_lost": N_(
         "the connection to node 0 was lost during the rendezvous: {error}. fix: see its log, and the network"
     ),
-    "same_rank": N_(
-        "NODE_RANK={rank} was given to two machines: {hosts}. fix: give each node its own, from 0",
-    ),
+    "same_rank": N_("NODE_RANK={rank} was given to two machines: {hosts}. fix: give each node its own, from 0"),
     "agent_ended": N_("the process that starts the workers ended by itself ({code}); the log says why"),
     "stopped": N_("stopped before there were workers"),
 }
@@ -35,22 +33,16 @@ _PROBLEMS = {
 
 @dataclass(frozen=True)
 class AttemptResult:
-    """How an attempt ended on this node.
+    """How an attempt ended on this node."""
 
-    Attributes:
-        exit_codes: by global rank, the worker that ended first at the front; negative for a signal.
-        problem: why there were no workers, else empty.
-        facts: the details of the problem.
-        stop_signal: the signal by which the user asked for it, 0 for none.
-        lost_nodes: nodes whose heartbeat is lost, with the seconds since the last one.
-        others: by node, how its workers ended, as far as it could tell.
-    """
-
+    # By global rank, the worker that ended first at the front; negative for a signal.
     exit_codes: Mapping[int, int] = field(default_factory=dict)
-    problem: str = ""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    stop_signal: int = 0
+    problem: str = ""  # why there were no workers, else empty
+    facts: Mapping[str, Any] = field(default_factory=dict)  # the details of the problem
+    stop_signal: int = 0  # the signal by which the user asked for it, 0 for none
+    # Nodes whose heartbeat is lost, with the seconds since the last one.
     lost_nodes: Mapping[int, int] = field(default_factory=dict)
+    # By node, how its workers ended, as far as it could tell.
     others: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
     @property

@@ -40,16 +40,11 @@ HEARTBEAT_LOST_SECONDS = 15.0
 
 @dataclass(frozen=True)
 class AgentRequest:
-    """What the supervisor wants started.
-
-    Attributes:
-        arguments: a worker's command line after the interpreter.
-        shutdown_seconds: from the signal to stop to SIGKILL.
-    """
+    """What the supervisor wants started."""
 
     supervisor_pid: int
-    arguments: list[str]
-    shutdown_seconds: float
+    arguments: list[str]  # a worker's command line after the interpreter
+    shutdown_seconds: float  # from the signal to stop to SIGKILL
     node: LaunchNode
 
 
@@ -179,11 +174,7 @@ class Agent:
         if code not in (0, 3) and heartbeat.others:
             self._wait_for(heartbeat.ended, heartbeat, PEER_GRACE_SECONDS)  # when all ended, the first to fail is known
         self._report(
-            "ended",
-            exit_codes=exit_codes,
-            stop_signal=self.stop_signal,
-            lost_nodes=lost_nodes,
-            others=heartbeat.ended,
+            "ended", exit_codes=exit_codes, stop_signal=self.stop_signal, lost_nodes=lost_nodes, others=heartbeat.ended
         )
         decision = self._next_request()
         if not heartbeat.others:

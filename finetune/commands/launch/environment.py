@@ -35,22 +35,15 @@ class Variable(NamedTuple):
 
 @dataclass(frozen=True)
 class LaunchFacts:
-    """What the environment depends on.
+    """What the environment depends on."""
 
-    Attributes:
-        device_type: npu, cuda, mps or cpu.
-        processes: workers on this node.
-        nodes: nodes of the launch.
-        interface: network interface that leads to the first node; None where it is not known or is this machine's own.
-        report_to: trackers of the run.
-    """
-
-    device_type: str
-    processes: int
+    device_type: str  # npu, cuda, mps or cpu
+    processes: int  # workers on this node
     nodes: int
     timeout_seconds: int
+    # Network interface that leads to the first node; None where it is not known or is this machine's own.
     interface: str | None = None
-    report_to: tuple[str, ...] = ()
+    report_to: tuple[str, ...] = ()  # trackers of the run
 
 
 def variables(facts: LaunchFacts, environment: Mapping[str, str]) -> list[Variable]:
@@ -64,14 +57,10 @@ def _always(facts: LaunchFacts) -> list[Variable]:
     why = _("{cores} cores for {processes} process(es); torch elastic would set 1")
     return [
         Variable(
-            "OMP_NUM_THREADS",
-            str(max(1, cores // facts.processes)),
-            why.format(cores=cores, processes=facts.processes),
+            "OMP_NUM_THREADS", str(max(1, cores // facts.processes)), why.format(cores=cores, processes=facts.processes)
         ),
         Variable(
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
-            str(SHUTDOWN_SECONDS),
-            _("seconds to save a checkpoint after a signal"),
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS), _("seconds to save a checkpoint after a signal")
         ),
     ]
 

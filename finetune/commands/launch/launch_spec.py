@@ -33,27 +33,19 @@ _PROBE = (
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """A launch on this node.
+    """A launch on this node."""
 
-    Attributes:
-        module: of a worker.
-        flags: the run's, as they were given.
-        environment: of the workers, `added` included.
-        stale: variables that another launcher left, which are ignored.
-        notes: what else people should know.
-    """
-
-    module: str
-    flags: tuple[str, ...]
+    module: str  # of a worker
+    flags: tuple[str, ...]  # the run's, as they were given
     config: BaseConfig
     device_type: str
     nodes: Nodes
     processes: int
     max_restarts: int
-    environment: Mapping[str, str]
+    environment: Mapping[str, str]  # of the workers, `added` included
     added: Sequence[Variable] = ()
-    stale: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    stale: Mapping[str, str] = field(default_factory=dict)  # variables that another launcher left, which are ignored
+    notes: tuple[str, ...] = ()  # what else people should know
 
     @property
     def output_dir(self) -> Path:
@@ -90,11 +82,7 @@ def make_launch_spec(options: LaunchOptions, flags: Sequence[str]) -> LaunchSpec
             fix="start it once per node, without torchrun or accelerate launch; or unset RANK LOCAL_RANK",
         )
     nodes = nodes_here(
-        os.environ,
-        count=options.nnodes,
-        rank=options.node_rank,
-        address=options.master_addr,
-        port=options.master_port,
+        os.environ, count=options.nnodes, rank=options.node_rank, address=options.master_addr, port=options.master_port
     )
     kind = run_kind(options.kind)
     if {"-h", "--help"} & set(flags):

@@ -15,13 +15,10 @@ DEFAULT_RESTARTS = 3
 
 
 def _from_environment(unit: str, default: str, description: str) -> Any:
-    """An option that an environment variable gives where the command line does not."""
     return setting(None, group="options", unit=unit, shown_default=default, description=description)
 
 
 class LaunchOptions(Options):
-    """What stands before the flags of the run."""
-
     usage: ClassVar[str] = f"python -m finetune launch [options] {'|'.join(kind_names())} [flags of the run]"
     summary: ClassVar[str] = "Start a run on this machine's devices, or on one of several nodes, and look after it."
     epilog: ClassVar[str] = (

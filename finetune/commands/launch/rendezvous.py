@@ -36,27 +36,20 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class LaunchNode:
-    """This node in its launch.
-
-    Attributes:
-        digest: of what is launched: the same on all nodes of one launch.
-        command: what is launched, for people.
-        launch_id: node 0: a name that no other launch has; others: that of the launch they took part in last, if any.
-        attempt: node 0: this attempt, from 1; others: the last one of that launch they took part in, 0 for none.
-        listener: descriptor of node 0's listening socket, -1 on the others.
-    """
+    """This node in its launch."""
 
     nodes: int
     rank: int
     address: str
     ports: tuple[int, ...]
     processes: int
-    digest: str
-    command: str
+    digest: str  # of what is launched: the same on all nodes of one launch
+    command: str  # what is launched, for people
     timeout_seconds: float
+    # Node 0: a name that no other launch has; others: that of the launch they took part in last, if any.
     launch_id: str = ""
-    attempt: int = 0
-    listener: int = -1
+    attempt: int = 0  # node 0: this attempt, from 1; others: the last one of that launch they took part in, 0 for none
+    listener: int = -1  # descriptor of node 0's listening socket, -1 on the others
 
     @property
     def store_address(self) -> str:
@@ -74,19 +67,14 @@ class RendezvousError(Exception):
 
 @dataclass(frozen=True)
 class RendezvousResult:
-    """What the nodes agreed on.
-
-    Attributes:
-        first_rank: global rank of this node's first worker.
-        hosts: host names by node.
-    """
+    """What the nodes agreed on."""
 
     port: int
     launch_id: str
     attempt: int
-    first_rank: int
+    first_rank: int  # global rank of this node's first worker
     world_size: int
-    hosts: tuple[str, ...]
+    hosts: tuple[str, ...]  # host names by node
 
 
 def use_libuv() -> bool:

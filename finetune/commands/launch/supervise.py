@@ -72,11 +72,7 @@ class Supervisor:
             result, number = self._attempt(number)
             causes = self._explain(result, begin_bytes)
             decision = decide_restart(
-                result,
-                causes,
-                RESTART_CURES,
-                progressed=self._logged_bytes() != steps,
-                attempts_left=allowed - used,
+                result, causes, RESTART_CURES, progressed=self._logged_bytes() != steps, attempts_left=allowed - used
             )
             restart = self._agree(decision)
             code = result.exit_code

@@ -48,23 +48,15 @@ RANDOM_PROMPTS, RANDOM_TOKENS = 2, 48
 
 @dataclasses.dataclass(frozen=True)
 class SelfTest:
-    """What the test measured, over all prompts.
+    """What the test measured, over all prompts."""
 
-    Attributes:
-        prompts: how many, and `tokens` of them together.
-        difference: norm of (merged - adapted) over the norm of the adapted logits; at most `tolerance`.
-        effect: norm of (adapted - base) over the same: what the adapter changes.
-        agreement: share of positions where merged and adapted take the same token.
-        texts: how many texts went through the tokenizer and back as before.
-    """
-
-    prompts: int
+    prompts: int  # how many, and `tokens` of them together
     tokens: int
-    difference: float
+    difference: float  # norm of (merged - adapted) over the norm of the adapted logits; at most `tolerance`
     tolerance: float
-    effect: float
-    agreement: float
-    texts: int
+    effect: float  # norm of (adapted - base) over the same: what the adapter changes
+    agreement: float  # share of positions where merged and adapted take the same token
+    texts: int  # how many texts went through the tokenizer and back as before
 
 
 def merge_into(folder: Path, source: Source, options: MergeOptions, *, name: str) -> SelfTest:

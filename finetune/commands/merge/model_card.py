@@ -24,6 +24,19 @@ SETTINGS = (
     *("adam_beta1", "adam_beta2", "adam_epsilon", "dtype", "use_curriculum", "curriculum_seed", "difficulty_field"),
 )
 LIBRARIES = ("torch", "transformers", "peft", "tokenizers", "safetensors")
+USE = """## Use
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "path/to/this/folder"
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder)
+question = [{"role": "user", "content": "What does a router do?"}]
+inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))
+```
+"""
 
 
 def write_card(folder: Path, source: Source, *, name: str, dtype: str, self_test: Mapping[str, Any]) -> None:
@@ -44,42 +57,17 @@ def model_card(source: Source, *, name: str, dtype: str, self_test: Mapping[str,
         [
             "---",
             *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()),
-            "---",
-            "",
-            f"# {_cell(name)}",
-            "",
+            f"---\n\n# {_cell(name)}\n",
             f"`{base}` with the LoRA adapter `{_short(str(source.adapter))}` merged into its weights, in {dtype}, by "
-            f"finetune {__version__}.",
-            "",
-            *_use(),
+            f"finetune {__version__}.\n",
+            USE,
             *(_unknown(source.adapter) if run is None else _training(run)),
             *([] if run is None else _metrics(run, source.adapter)),
             *_test(self_test, dtype),
-            "## Made with",
-            "",
-            ", ".join(f"{library} {version(library)}" for library in LIBRARIES),
-            "",
+            "## Made with\n",
+            ", ".join(f"{library} {version(library)}" for library in LIBRARIES) + "\n",
         ]
     )
-
-
-def _use() -> list[str]:
-    return [
-        "## Use",
-        "",
-        "```python",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        'folder = "path/to/this/folder"',
-        "tokenizer = AutoTokenizer.from_pretrained(folder)",
-        "model = AutoModelForCausalLM.from_pretrained(folder)",
-        'question = [{"role": "user", "content": "What does a router do?"}]',
-        "inputs = tokenizer.apply_chat_template("
-        'question, add_generation_prompt=True, return_tensors="pt", return_dict=True)',
-        "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))",
-        "```",
-        "",
-    ]
 
 
 def _unknown(adapter: Path) -> list[str]:
@@ -135,14 +123,12 @@ def _metrics(run: Origin, adapter: Path) -> list[str]:
 
 def _test(test: Mapping[str, Any], dtype: str) -> list[str]:
     return [
-        "## Self-test",
-        "",
+        "## Self-test\n",
         f"transformers loaded the written files, and they were compared with base and adapter on {test['prompts']} "
         f"prompts ({test['tokens']} tokens). Logits differ by {test['difference']:.1e} of their norm, and in {dtype} "
         f"{test['tolerance']:.0e} is allowed; the adapter changes them by {test['effect']:.1e}. The likeliest token is "
         f"the same at {test['agreement']:.2%} of the positions. The tokenizer read {test['texts']} texts as before, "
-        "with the same chat template.",
-        "",
+        "with the same chat template.\n",
     ]
 
 

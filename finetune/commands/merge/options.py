@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 from finetune.config.fields import PathOption, Text, setting
 from finetune.config.options import Options
 from finetune.inference.options import DeviceType, Dtype
 
+option = partial(setting, group="options")
+
 
 class MergeOptions(Options):
-    """The command line."""
-
     usage: ClassVar[str] = "python -m finetune merge --adapter FOLDER|ID --output-dir FOLDER [--flag value ...]"
     summary: ClassVar[str] = (
         "Merge a LoRA adapter into its base model: a folder that transformers and whatever serves its models load\n"
@@ -22,16 +23,14 @@ class MergeOptions(Options):
     )
     groups: ClassVar[tuple[str, ...]] = ("options",)
 
-    adapter: Text = setting(
-        group="options", unit="FOLDER|ID", description="Output or checkpoint of a LoRA run, or a hub id."
+    adapter: Text = option(unit="FOLDER|ID", description="Output or checkpoint of a LoRA run, or a hub id.")
+    model: Text | None = option(
+        None, unit="FOLDER|ID", shown_default="the one that the adapter names", description="Its base."
     )
-    model: Text | None = setting(
-        None, group="options", unit="FOLDER|ID", shown_default="the one that the adapter names", description="Its base."
+    output_dir: PathOption = option(unit="FOLDER", description="New folder for the merged model.")
+    dtype: Dtype = option("auto", description="Of the weights; auto: the base's own.")
+    device_type: DeviceType = option("cpu", description="Where to compute.")
+    template: Text | None = option(
+        None, unit="NAME|FILE", description="Chat template, where the adapter has none of its own."
     )
-    output_dir: PathOption = setting(group="options", unit="FOLDER", description="New folder for the merged model.")
-    dtype: Dtype = setting("auto", group="options", description="Of the weights; auto: the base's own.")
-    device_type: DeviceType = setting("cpu", group="options", description="Where to compute.")
-    template: Text | None = setting(
-        None, group="options", unit="NAME|FILE", description="Chat template, where the adapter has none of its own."
-    )
-    trust_remote_code: bool = setting(False, group="options", description="Run code that comes with the model.")
+    trust_remote_code: bool = option(False, description="Run code that comes with the model.")

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 from rich.console import Console
@@ -34,10 +35,10 @@ SHORTEST_INTERVAL_SECONDS = 0.2
 KEY_POLL_SECONDS = 0.1
 JSON_MESSAGES = 20
 
+option = partial(setting, group="options")
+
 
 class MonitorOptions(SpokenOptions):
-    """The command line."""
-
     usage: ClassVar[str] = "python -m finetune monitor [RUN | --log FILE] [--interval SECONDS] [--once] [--json]"
     summary: ClassVar[str] = (
         "Show how a run goes: progress, curves, difficulties, memory, devices, warnings. q quits. Into a pipe or a\n"
@@ -46,16 +47,12 @@ class MonitorOptions(SpokenOptions):
     epilog: ClassVar[str] = "Exit code: 0; 2 there is no such run or file."
     positional: ClassVar[tuple[str, ...]] = ("run",)
 
-    run: Text | None = setting(
-        None, group="options", unit="RUN", shown_default="the newest in ./runs", description="The run's folder."
+    run: Text | None = option(None, unit="RUN", shown_default="the newest in ./runs", description="The run's folder.")
+    log: Text | None = option(
+        None, unit="FILE", description="A copy of a run's console, where its folder is not at hand."
     )
-    log: Text | None = setting(
-        None, group="options", unit="FILE", description="A copy of a run's console, where its folder is not at hand."
-    )
-    interval: float = setting(
-        3.0, group="options", unit="seconds", ge=SHORTEST_INTERVAL_SECONDS, description="Time between two looks."
-    )
-    once: bool = setting(False, group="options", description="Look once and leave.")
+    interval: float = option(3.0, unit="seconds", ge=SHORTEST_INTERVAL_SECONDS, description="Time between two looks.")
+    once: bool = option(False, description="Look once and leave.")
 
     def problems(self) -> list[tuple[str, str]]:
         if self.run is not None and self.log is not None:
@@ -306,7 +303,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             _watch_lines(reader, watch, options.interval)
     return int(ExitCode.DONE)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

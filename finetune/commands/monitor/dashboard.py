@@ -51,17 +51,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class Dashboard:
-    """A rich renderable of a run.
-
-    Attributes:
-        note: a line for the foot, such as the keys.
-        fill: whether to take the whole height of the terminal.
-    """
+    """A rich renderable of a run."""
 
     view: RunView
     machine: Machine
-    note: str = ""
-    fill: bool = True
+    note: str = ""  # a line for the foot, such as the keys
+    fill: bool = True  # whether to take the whole height of the terminal
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, height = options.max_width, console.size.height if self.fill else PRINTED_ROWS

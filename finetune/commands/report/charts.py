@@ -18,17 +18,12 @@ SERIES_COLOURS = 6
 
 @dataclass(frozen=True)
 class Series:
-    """One curve.
-
-    Attributes:
-        marks: dots on the points, for few.
-        smooth: draw the moving mean strong and the values faint behind it.
-    """
+    """One curve."""
 
     name: str
     points: Points
-    marks: bool = False
-    smooth: bool = False
+    marks: bool = False  # dots on the points, for few
+    smooth: bool = False  # draw the moving mean strong and the values faint behind it
 
 
 class _Frame:
@@ -70,13 +65,7 @@ def tick_text(value: float) -> str:
     return f"{value:.3g}" if size >= 1e-4 or size == 0 else f"{value:.0e}"
 
 
-def line_svg(
-    series: Sequence[Series],
-    *,
-    label: str,
-    resumes: Sequence[int] = (),
-    zero: bool = False,
-) -> str:
+def line_svg(series: Sequence[Series], *, label: str, resumes: Sequence[int] = (), zero: bool = False) -> str:
     """Curves over the steps; "" where no series has a point.
 
     Args:

@@ -6,9 +6,9 @@ import base64
 import hashlib
 import json
 import statistics
-import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,10 +33,10 @@ from finetune.version import __version__
 
 MOST_EVENTS = 2000
 
+option = partial(setting, group="options")
+
 
 class ReportOptions(SpokenOptions):
-    """The command line."""
-
     usage: ClassVar[str] = "python -m finetune report RUN [--output FILE] [--json]"
     summary: ClassVar[str] = (
         "Write one HTML file about a run: curves, curriculum, evaluation before and after, plan against measurement,\n"
@@ -45,9 +45,9 @@ class ReportOptions(SpokenOptions):
     epilog: ClassVar[str] = "Exit code: 0; 2 there is no such run, or the file cannot be written."
     positional: ClassVar[tuple[str, ...]] = ("run",)
 
-    run: Text = setting(group="options", unit="RUN", description="The run's folder (its --output-dir).")
-    output: PathOption | None = setting(
-        None, group="options", unit="FILE", shown_default="RUN/report.html", description="The file to write."
+    run: Text = option(unit="RUN", description="The run's folder (its --output-dir).")
+    output: PathOption | None = option(
+        None, unit="FILE", shown_default="RUN/report.html", description="The file to write."
     )
 
 
@@ -162,7 +162,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print(f"{output}  {format_bytes(size_bytes)}")
     return int(ExitCode.DONE)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -169,16 +169,12 @@ async def _checked(queue: asyncio.Queue[Event], metrics: Metrics) -> AsyncIterat
         if event["is"] == "error":
             raise unavailable(event["message"], "generation_failed", status=500)
         if event["is"] == "refused":
-            raise _refusal(event)
+            error = event["error"]
+            code = "context_length_exceeded" if event["kind"] == "PromptTooLong" else "invalid_value"
+            raise ApiError(400, error["what"], param=error["where"] or None, code=code)
         yield event
         if event["is"] == "end":
             return
-
-
-def _refusal(event: Mapping[str, Any]) -> ApiError:
-    error = event["error"]
-    code = "context_length_exceeded" if event["kind"] == "PromptTooLong" else "invalid_value"
-    return ApiError(400, error["what"], param=error["where"] or None, code=code)
 
 
 async def _send_event(send: Send, body: Mapping[str, Any] | None) -> None:

@@ -72,8 +72,7 @@ def _add_errors(app: FastAPI) -> None:
 def _add_answers(app: FastAPI, pool: WorkerPool, options: ServeOptions, metrics: Metrics) -> None:
     async def answer(request: Request, kind: type[ChatRequest] | type[CompletionRequest]) -> AnswerResponse:
         asked = parse(kind, await request.body())
-        if asked.model != pool.about["name"]:
-            raise _no_such_model(asked.model)
+        _check_model(asked.model, pool)
         return AnswerResponse(asked, chat=kind is ChatRequest, pool=pool, options=options, metrics=metrics)
 
     @app.post("/v1/chat/completions")
@@ -85,10 +84,10 @@ def _add_answers(app: FastAPI, pool: WorkerPool, options: ServeOptions, metrics:
         return await answer(request, CompletionRequest)
 
 
-def _no_such_model(name: str) -> ApiError:
-    return ApiError(
-        404, f"the model {name[:100]!r} is not here; /v1/models lists what is", param="model", code="model_not_found"
-    )
+def _check_model(name: str, pool: WorkerPool) -> None:
+    if name != pool.about["name"]:
+        message = f"the model {name[:100]!r} is not here; /v1/models lists what is"
+        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def _add_about(app: FastAPI, pool: WorkerPool, options: ServeOptions, metrics: Metrics) -> None:
@@ -107,8 +106,7 @@ def _add_about(app: FastAPI, pool: WorkerPool, options: ServeOptions, metrics: M
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        if name != pool.about["name"]:
-            raise _no_such_model(name)
+        _check_model(name, pool)
         return JSONResponse(entry())
 
     @app.get("/health")

@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
+from finetune.commands.serve.protocol import ApiError
+
 MAX_HEAD_BYTES = 32 << 10
 
 
@@ -61,14 +63,8 @@ class LimitedProtocol(H11Protocol):
             self._refuse(408, f"the request took longer than {self.head_seconds:g} seconds", "request_timeout")
 
     def _refuse(self, status: int, message: str, code: str) -> None:
-        body = json.dumps(
-            {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
-        ).encode()
-        headers = [
-            ("content-type", "application/json"),
-            ("content-length", str(len(body))),
-            ("connection", "close"),
-        ]
+        body = json.dumps(ApiError(status, message, code=code).body).encode()
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         events = (
             h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status]),
             h11.Data(data=body),

@@ -37,8 +37,6 @@ def _seconds(default: float, meaning: str) -> Any:
 
 
 class ServeOptions(ModelOptions):
-    """The command line."""
-
     usage: ClassVar[str] = "python -m finetune serve --model FOLDER|ID [--flag value ...]"
     summary: ClassVar[str] = "Serve a model with the OpenAI protocol and a chat page."
     epilog: ClassVar[str] = (
@@ -91,20 +89,13 @@ class ServeOptions(ModelOptions):
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """One server.
-
-    Attributes:
-        load: arguments of `load_for_generation`.
-        environments: variables of each worker.
-        token: what clients must send; None on loopback only.
-        worker_command: how a worker is started; None: the real one.
-    """
+    """One server."""
 
     options: ServeOptions
-    load: Mapping[str, Any]
-    environments: Sequence[Mapping[str, str]]
-    token: str | None = field(default=None, repr=False)
-    worker_command: tuple[str, ...] | None = None
+    load: Mapping[str, Any]  # arguments of `load_for_generation`
+    environments: Sequence[Mapping[str, str]]  # variables of each worker
+    token: str | None = field(default=None, repr=False)  # what clients must send; None on loopback only
+    worker_command: tuple[str, ...] | None = None  # how a worker is started; None: the real one
 
 
 def serve_settings(options: ServeOptions) -> ServeSettings:

@@ -114,22 +114,11 @@ class AnswerRequest(_Request):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling_changes(self, most_tokens: int) -> dict[str, Any]:
-        """What differs from the model's own settings.
-
-        Raises:
-            ApiError: a value out of its range.
-        """
+        """What differs from the model's own settings. Raises ApiError for a value out of its range."""
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         tokens = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        given = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "repetition_penalty": self.repetition_penalty,
-            "seed": self.seed,
-            "max_new_tokens": tokens,
-            "stop": stops or None,
-        }
+        given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "repetition_penalty", "seed")}
+        given |= {"max_new_tokens": tokens, "stop": stops or None}
         changes = {name: value for name, value in given.items() if value is not None}
         try:
             Sampling(**changes)
@@ -142,8 +131,6 @@ class AnswerRequest(_Request):
 
 
 class ChatRequest(AnswerRequest):
-    """POST /v1/chat/completions."""
-
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
 
     def prompt(self) -> list[dict[str, str]]:
@@ -167,11 +154,7 @@ class CompletionRequest(AnswerRequest):
 
 
 def parse(kind: type[ChatRequest] | type[CompletionRequest], body: bytes) -> Any:
-    """A request from its JSON.
-
-    Raises:
-        ApiError: 400, naming the parameter and the rule.
-    """
+    """A request from its JSON. Raises ApiError: 400, naming the parameter and the rule."""
     try:
         given = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -218,11 +201,8 @@ class Shape:
         self._head = {"id": identity, "created": int(time.time()), "model": model}
 
     def whole(self, text: str, reason: str, counts: Mapping[str, int]) -> dict[str, Any]:
-        if self.chat:
-            message = {"role": "assistant", "content": text, "refusal": None}
-            choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
-        else:
-            choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+        message = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
+        choice = {"index": 0, **message, "logprobs": None, "finish_reason": reason}
         kind = "chat.completion" if self.chat else "text_completion"
         return {**self._head, "object": kind, "choices": [choice], "usage": dict(counts)}
 

@@ -26,6 +26,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from finetune.errors import FinetuneError
@@ -44,8 +45,7 @@ class Worker:
     """Answers what comes in on one stream, on another."""
 
     def __init__(self, generator: Generator, out: BinaryIO) -> None:
-        self.generator = generator
-        self._out = out
+        self.generator, self._out = generator, out
         self._lock = threading.Lock()
         self._running: dict[str, Generation] = {}
 
@@ -58,8 +58,7 @@ class Worker:
     def handle(self, message: dict[str, Any]) -> None:
         identity = message["id"]
         if message["do"] == "cancel":
-            generation = self._running.pop(identity, None)
-            if generation is not None:
+            if (generation := self._running.pop(identity, None)) is not None:
                 generation.cancel()
             return
         held: list[dict[str, Any]] | None = []  # pieces that come before "accepted" is sent
@@ -96,11 +95,9 @@ class Worker:
 
 
 def _events(identity: str, piece: str, answer: Answer | None, error: GenerationError | None) -> list[dict[str, Any]]:
-    events: list[dict[str, Any]] = []
     if error is not None:
         return [{"is": "error", "id": identity, "message": error.what}]
-    if piece:
-        events.append({"is": "piece", "id": identity, "text": piece})
+    events: list[dict[str, Any]] = [{"is": "piece", "id": identity, "text": piece}] if piece else []
     if answer is not None:
         end = dataclasses.asdict(answer)
         del end["token_ids"]
@@ -132,14 +129,8 @@ def main() -> int:
     if generator.model.device.type == "cpu" and hasattr(os, "nice"):
         os.nice(CPU_NICENESS)
     worker = Worker(generator, out)
-    worker.send(
-        {
-            "is": "ready",
-            "name": generator.name,
-            "context_tokens": generator.context_tokens,
-            "sampling": dataclasses.asdict(generator.default_sampling),
-        }
-    )
+    about = {"name": generator.name, "context_tokens": generator.context_tokens}
+    worker.send({"is": "ready", **about, "sampling": dataclasses.asdict(generator.default_sampling)})
     threading.Thread(target=_leave_when_dead, args=(generator,), name="check", daemon=True).start()
     for line in lines:
         worker.handle(json.loads(line))
@@ -148,10 +139,8 @@ def main() -> int:
 
 def _leave_when_dead(generator: Generator) -> None:
     """End the process if the engine has failed for good: the next one starts with a clean device."""
-    alive = True
-    while alive:
-        threading.Event().wait(CHECK_SECONDS)
-        alive = generator.engine.alive
+    while generator.engine.alive:
+        time.sleep(CHECK_SECONDS)
     os._exit(1)
 
 

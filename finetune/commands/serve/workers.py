@@ -59,8 +59,6 @@ class Worker:
 
 @dataclass
 class _WaitingRequest:
-    """A request that waits for room."""
-
     identity: str
     events: asyncio.Queue[Event]
     granted: asyncio.Future[Worker]
@@ -143,7 +141,9 @@ class WorkerPool:
             if failed_starts >= FAILED_STARTS:
                 worker.state = "failed"
                 logger.error("worker %d failed to start %d times, given up: %s", worker.number, failed_starts, error)
-                self._after_failure()
+                if all(worker.state == "failed" for worker in self.workers):
+                    self._reject_waiting()
+                    self.all_failed.set()
                 return
             worker.state = "pausing"
             worker.restarts += 1
@@ -189,11 +189,6 @@ class WorkerPool:
             reason = f"signal {-code}" if code < 0 else f"exit code {code}"
             error = FinetuneError(reason, f"worker {worker.number}")
         return was_ready, error
-
-    def _after_failure(self) -> None:
-        if all(worker.state == "failed" for worker in self.workers):
-            self._reject_waiting()
-            self.all_failed.set()
 
     # ------------------------------------------------------------ requests
 
