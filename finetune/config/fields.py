@@ -1,17 +1,16 @@
-"""The parts that settings are made of: typed fields with group and unit, strict models, and the curriculum's stages.
-
-Pure, like `run_config`, which puts them together.
-"""
+"""The parts that settings are made of: typed fields with group and unit, strict models, and the curriculum's stages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
+from typing_extensions import Self
 
 # The order of `--help`, `--print-config` and run.yaml.
 GROUPS = (
@@ -31,9 +30,9 @@ Reporter = Literal["none", "tensorboard", "wandb", "swanlab", "trackio"]
 
 def setting(
     default: Any = ...,
+    description: str = "",
     *,
     group: str,
-    description: str,
     unit: str = "",
     shown_default: str = "",
     depends_on: str = "",
@@ -44,9 +43,9 @@ def setting(
     Args:
         default: the default, or `...` where the setting is required; leave it and pass `default_factory` in `rules`
             where it follows from other settings (they must be declared earlier).
-        group: its heading in the help; of a run's settings one of `GROUPS`.
-        unit: unit of the number, e.g. `samples`, `tokens`, `seconds`.
         description: one sentence for `--help` and the JSON Schema.
+        group: its heading in the help; of a run's settings one of `GROUPS`, see below.
+        unit: unit of the number, e.g. `samples`, `tokens`, `seconds`.
         depends_on: the setting that a computed default follows from.
         shown_default: how a computed default reads, e.g. `2 x lora_r`.
         rules: bounds and anything else `pydantic.Field` takes.
@@ -55,6 +54,17 @@ def setting(
     if "default_factory" not in rules:
         rules["default"] = default
     return Field(description=description, json_schema_extra={k: v for k, v in extra.items() if v}, **rules)
+
+
+data_setting = partial(setting, group="model and data")
+batch_setting = partial(setting, group="batch and length")
+optimizer_setting = partial(setting, group="optimizer")
+adapter_setting = partial(setting, group="adapter")
+curriculum_setting = partial(setting, group="curriculum")
+device_setting = partial(setting, group="device")
+saving_setting = partial(setting, group="saving and resuming")
+logging_setting = partial(setting, group="evaluation and logging")
+preparation_setting = partial(setting, group="data preparation")
 
 
 def redefined(model_class: type[BaseModel], name: str, **changes: Any) -> Any:
@@ -85,12 +95,17 @@ def _names(keyword: str) -> Callable[[Any], Any]:
     return split
 
 
+def shown_of(info: FieldInfo) -> dict[str, Any]:
+    """What `setting` notes of a field: group, unit, shown_default, depends_on; those that were given."""
+    return dict(info.json_schema_extra) if isinstance(info.json_schema_extra, dict) else {}
+
+
 def ordered_fields(model_class: type[BaseModel]) -> list[str]:
     """Names of the fields as people should see them: by group, a class's own before the inherited ones."""
     fields = model_class.model_fields
     groups_in_order: Sequence[str] = getattr(model_class, "groups", GROUPS)
     inherited = {name for base in model_class.__mro__[1:] for name in getattr(base, "__annotations__", {})}
-    groups = {name: info.json_schema_extra["group"] for name, info in fields.items()}
+    groups = {name: shown_of(info)["group"] for name, info in fields.items()}
     order = sorted(fields, key=lambda name: (groups_in_order.index(groups[name]), name in inherited))
     return [fields[name].alias or name for name in order]
 
@@ -113,18 +128,26 @@ Many = BeforeValidator(_one_or_many)
 PathOption = Annotated[Path, BeforeValidator(lambda value: Path(value) if isinstance(value, str) else value)]
 
 
-class Strict(BaseModel):
-    """No conversion between types, no unknown names, no change after construction, no NaN or infinity."""
-
-    model_config = ConfigDict(
-        strict=True, frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=False
-    )
-
-
 def rule_broken(problems: list[tuple[str, str]]) -> PydanticCustomError:
     """An error for pydantic that carries `(what, fix)` pairs through to `schema_errors`."""
     text = "; ".join(what for what, _ in problems)
     return PydanticCustomError("rule_broken", "{text}", {"text": text, "problems": problems})
+
+
+class Strict(BaseModel):
+    """No conversion between types, no unknown names, no change after construction, no NaN or infinity."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def problems(self) -> list[tuple[str, str]]:
+        """Fields that contradict one another, as `(what, fix)`; needs no file, device or number of processes."""
+        return []
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if problems := self.problems():
+            raise rule_broken(problems)
+        return self
 
 
 class StageConfig(Strict):
@@ -135,7 +158,8 @@ class StageConfig(Strict):
         description="One weight per difficulty, in the order of `levels`; only their ratios count."
     )
     ramp: Literal["step", "linear"] = Field(
-        "step", description="How the mix is reached: at once, or linearly over the stage from the previous stage's mix."
+        default="step",
+        description="How the mix is reached: at once, or linearly over the stage from the previous stage's mix.",
     )
 
 
@@ -157,26 +181,15 @@ class CurriculumConfig(Strict):
         DEFAULT_STAGES, min_length=1, description="The stages in order; the last one ends at 1.0."
     )
 
-    @model_validator(mode="after")
-    def _agree(self) -> CurriculumConfig:
-        problems = list(self._problems())
-        if problems:
-            raise rule_broken(problems)
-        return self
-
-    def _problems(self) -> list[tuple[str, str]]:
+    def problems(self) -> list[tuple[str, str]]:
         found = []
         repeated = sorted({level for level in self.levels if self.levels.count(level) > 1})
         if repeated:
             found.append((f"levels names {', '.join(repeated)} more than once", "name each difficulty once"))
         for number, stage in enumerate(self.stages, 1):
             if len(stage.mix) != len(self.levels):
-                found.append(
-                    (
-                        f"stage {number} has {len(stage.mix)} weights for {len(self.levels)} difficulties",
-                        f"give one weight for each of {', '.join(self.levels)}",
-                    )
-                )
+                what = f"stage {number} has {len(stage.mix)} weights for {len(self.levels)} difficulties"
+                found.append((what, f"give one weight for each of {', '.join(self.levels)}"))
             elif sum(stage.mix) <= 0:
                 found.append((f"the weights of stage {number} are all zero", "give a difficulty a weight above 0"))
         if self.stages[0].ramp == "linear":

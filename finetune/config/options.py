@@ -10,9 +10,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal, TypeVar
 
-from pydantic import ValidationError, model_validator
+from pydantic import ValidationError
 
-from finetune.config.fields import Strict, rule_broken, setting
+from finetune.config.fields import Strict, setting
 from finetune.config.flags import HELP, flag_lines, flags_of, parse
 from finetune.config.schema_errors import new_problems, problems_of
 from finetune.errors import raise_problems
@@ -26,7 +26,6 @@ class Options(Strict):
 
     Attributes:
         usage: the line after "usage: "; the first words are the command.
-        summary: what the command does, in the help.
         epilog: the help's last lines, e.g. what the exit code says.
         groups: headings of the help, in order.
         positional: fields that stand without a flag, in order.
@@ -39,16 +38,6 @@ class Options(Strict):
     groups: ClassVar[tuple[str, ...]] = ("options", "output")
     positional: ClassVar[tuple[str, ...]] = ()
     aliases: ClassVar[Mapping[str, str]] = {}
-
-    @model_validator(mode="after")
-    def _agree(self) -> Options:
-        if problems := self.problems():
-            raise rule_broken(problems)
-        return self
-
-    def problems(self) -> list[tuple[str, str]]:
-        """Options that contradict one another, as `(what, fix)`."""
-        return []
 
 
 class SpokenOptions(Options):
@@ -71,20 +60,13 @@ def read_options(options_class: type[AnyOptions], arguments: Sequence[str] | Non
         ConfigError: one thing is wrong; `Problems` for several.
         SystemExit: with 0, after the help.
     """
-    options, _rest = _read(options_class, arguments, keep_rest=False)
-    return options
+    return read_known_options(options_class, arguments, keep_rest=False)[0]
 
 
 def read_known_options(
-    options_class: type[AnyOptions], arguments: Sequence[str] | None
+    options_class: type[AnyOptions], arguments: Sequence[str] | None, *, keep_rest: bool = True
 ) -> tuple[AnyOptions, list[str]]:
     """The same, of a command whose other arguments are a run's: the options, and those arguments in their order."""
-    return _read(options_class, arguments, keep_rest=True)
-
-
-def _read(
-    options_class: type[AnyOptions], arguments: Sequence[str] | None, *, keep_rest: bool
-) -> tuple[AnyOptions, list[str]]:
     parsed = parse(
         sys.argv[1:] if arguments is None else arguments,
         flags_of(options_class),
@@ -97,8 +79,7 @@ def _read(
     if parsed.help:
         sys.stdout.write(options_help(options_class))
         raise SystemExit(0)
-    problems = list(parsed.problems)
-    options = None
+    problems, options = list(parsed.problems), None
     try:
         options = options_class.model_validate({name: sourced.value for name, sourced in parsed.values.items()})
     except ValidationError as error:
@@ -111,7 +92,6 @@ def _read(
 
 
 def options_help(options_class: type[Options]) -> str:
-    """The help: usage, summary, options by group, epilog."""
     lines = [f"usage: {options_class.usage}", "", *options_class.summary.splitlines()]
     lines += flag_lines(options_class, options_class.groups, options_class.positional, short_switches=True)
     if options_class.epilog:

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import model_validator
-
 from finetune.config.fields import (
     CurriculumConfig,
     Names,
@@ -22,12 +20,20 @@ from finetune.config.fields import (
     Strict,
     Text,
     Warmup,
-    rule_broken,
-    setting,
+    adapter_setting,
+    batch_setting,
+    curriculum_setting,
+    data_setting,
+    device_setting,
+    logging_setting,
+    optimizer_setting,
+    preparation_setting,
+    redefined,
+    saving_setting,
 )
 from finetune.config.precedence import Rule
 from finetune.config.rules import RULES_FOR_FINE_TUNING, batch_problem
-from finetune.config.schedules import SCHEDULES, described
+from finetune.config.schedules import PRETRAINING_SCHEDULES, SCHEDULES, PretrainingSchedule, Schedule, described
 from finetune.runtime.language import _
 
 
@@ -44,99 +50,60 @@ class BaseConfig(Strict):
     # Other spelling -> field, for flags and files.
     aliases: ClassVar[Mapping[str, str]] = {}
 
-    output_dir: Text = setting(
-        group="model and data", unit="folder", description="Folder that receives everything the run writes."
+    output_dir: Text = data_setting(..., "Folder that receives everything the run writes.", unit="folder")
+    warmup_steps: Warmup = optimizer_setting(
+        0.03, "Linear warm-up; below 1 it is a fraction of the steps.", unit="steps"
     )
-    warmup_steps: Warmup = setting(
-        0.03, group="optimizer", unit="steps", description="Linear warm-up; below 1 it is a fraction of the steps."
+    weight_decay: float = optimizer_setting(0.0, "Decoupled weight decay of AdamW.", ge=0)
+    max_grad_norm: float = optimizer_setting(1.0, "Gradients are clipped to this norm; 0 turns clipping off.", ge=0)
+    adam_beta1: float = optimizer_setting(0.9, "AdamW's decay of the first moment.", ge=0, lt=1)
+    adam_beta2: float = optimizer_setting(0.999, "AdamW's decay of the second moment.", ge=0, lt=1)
+    adam_epsilon: float = optimizer_setting(1e-8, "AdamW's term against division by zero.", gt=0)
+    lr_scheduler: PretrainingSchedule = optimizer_setting(
+        "cosine", f"Learning rate after the warm-up. {described(PRETRAINING_SCHEDULES)}."
     )
-    weight_decay: float = setting(0.0, ge=0, group="optimizer", description="Decoupled weight decay of AdamW.")
-    max_grad_norm: float = setting(
-        1.0, ge=0, group="optimizer", description="Gradients are clipped to this norm; 0 turns clipping off."
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = device_setting(
+        "auto", "Number format of the forward pass; auto takes the device's best."
     )
-    adam_beta1: float = setting(0.9, ge=0, lt=1, group="optimizer", description="AdamW's decay of the first moment.")
-    adam_beta2: float = setting(0.999, ge=0, lt=1, group="optimizer", description="AdamW's decay of the second moment.")
-    adam_epsilon: float = setting(1e-8, gt=0, group="optimizer", description="AdamW's term against division by zero.")
-    lr_scheduler: Literal[tuple(SCHEDULES)] = setting(
-        "cosine", group="optimizer", description=f"Learning rate after the warm-up. {described(SCHEDULES)}."
+    device_type: Literal["auto", "npu", "cuda", "mps", "cpu"] = device_setting(
+        "auto", "Device; auto takes the first there is of npu, cuda, mps, cpu."
     )
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = setting(
-        "auto", group="device", description="Number format of the forward pass; auto takes the device's best."
-    )
-    device_type: Literal["auto", "npu", "cuda", "mps", "cpu"] = setting(
-        "auto", group="device", description="Device; auto takes the first there is of npu, cuda, mps, cpu."
-    )
-    gradient_checkpointing: bool | None = setting(
+    gradient_checkpointing: bool | None = device_setting(
         None,
-        group="device",
+        "Recompute activations in the backward pass instead of keeping them.",
         shown_default="on where there is an accelerator",
-        description="Recompute activations in the backward pass instead of keeping them.",
     )
-    timeout_seconds: int = setting(
-        1800, ge=1, group="device", unit="seconds", description="Longest wait for another process before giving up."
+    timeout_seconds: int = device_setting(
+        1800, "Longest wait for another process before giving up.", ge=1, unit="seconds"
     )
-    deepspeed: dict[str, Any] | None = setting(
-        None,
-        group="device",
-        description="DeepSpeed's own keys; where one of its numbers is also ours it says auto, and ours counts.",
+    deepspeed: dict[str, Any] | None = device_setting(
+        None, "DeepSpeed's own keys; where one of its numbers is also ours it says auto, and ours counts."
     )
-    seed: int = setting(
-        42, ge=0, lt=2**32, group="batch and length", description="Seed of everything but the curriculum."
-    )
-    save_steps: int = setting(
-        100,
-        ge=0,
-        group="saving and resuming",
-        unit="steps",
-        description="Steps between checkpoints; 0: only the last step.",
-    )
-    save_total_limit: int = setting(
-        2, ge=2, group="saving and resuming", unit="checkpoints", description="Newest checkpoints to keep, at least 2."
-    )
-    resume: Text = setting(
+    seed: int = batch_setting(42, "Seed of everything but the curriculum.", ge=0, lt=2**32)
+    save_steps: int = saving_setting(100, "Steps between checkpoints; 0: only the last step.", ge=0, unit="steps")
+    save_total_limit: int = saving_setting(2, "Newest checkpoints to keep, at least 2.", ge=2, unit="checkpoints")
+    resume: Text = saving_setting(
         "auto",
-        group="saving and resuming",
+        "auto continues the run in output_dir, never starts anew, FOLDER continues that checkpoint.",
         unit="auto|never|FOLDER",
-        description="auto continues the run in output_dir, never starts anew, FOLDER continues that checkpoint.",
     )
-    allow_data_change: bool = setting(
-        False, group="saving and resuming", description="Resume even if the data, schedule or tokenizer changed."
+    allow_data_change: bool = saving_setting(False, "Resume even if the data, schedule or tokenizer changed.")
+    eval_steps: int = logging_setting(
+        0, "Steps between evaluations; 0 evaluates before the first and after the last step only.", ge=0, unit="steps"
     )
-    eval_steps: int = setting(
-        0,
-        ge=0,
-        group="evaluation and logging",
-        unit="steps",
-        description="Steps between evaluations; 0 evaluates before the first and after the last step only.",
+    logging_steps: int = logging_setting(1, "Steps between lines of the training log.", ge=1, unit="steps")
+    report_to: Reporters = logging_setting(
+        "auto", "Trackers beside the run's own log; auto takes TensorBoard where it is installed.", min_length=1
     )
-    logging_steps: int = setting(
-        1, ge=1, group="evaluation and logging", unit="steps", description="Steps between lines of the training log."
+    log_samples: bool = logging_setting(False, "Write the record ids of every step to samples.jsonl.")
+    dataloader_num_workers: int = preparation_setting(
+        0, "Processes that prepare microbatches ahead.", ge=0, unit="processes"
     )
-    report_to: Reporters = setting(
-        "auto",
-        min_length=1,
-        group="evaluation and logging",
-        description="Trackers beside the run's own log; auto takes TensorBoard where it is installed.",
+    preprocessing_num_workers: Positive | None = preparation_setting(
+        None, "Processes that tokenize before the run.", unit="processes", shown_default="by the number of cores"
     )
-    log_samples: bool = setting(
-        False, group="evaluation and logging", description="Write the record ids of every step to samples.jsonl."
-    )
-    dataloader_num_workers: int = setting(
-        0, ge=0, group="data preparation", unit="processes", description="Processes that prepare microbatches ahead."
-    )
-    preprocessing_num_workers: Positive | None = setting(
-        None,
-        group="data preparation",
-        unit="processes",
-        shown_default="by the number of cores",
-        description="Processes that tokenize before the run.",
-    )
-    cache_dir: Text | None = setting(
-        None,
-        group="data preparation",
-        unit="folder",
-        shown_default="~/.cache/finetune/samples",
-        description="Folder for tokenized data.",
+    cache_dir: Text | None = preparation_setting(
+        None, "Folder for tokenized data.", unit="folder", shown_default="~/.cache/finetune/samples"
     )
 
     @property
@@ -158,15 +125,7 @@ class BaseConfig(Strict):
         """How a global batch comes out on so many processes: in words, and the numbers behind them."""
         raise AttributeError(f"{type(self).__name__} does not describe its batch")
 
-    @model_validator(mode="after")
-    def _agree(self) -> BaseConfig:
-        problems = self.problems()
-        if problems:
-            raise rule_broken(problems)
-        return self
-
     def problems(self) -> list[tuple[str, str]]:
-        """Settings that contradict one another, as `(what, fix)`; needs no file, device or number of processes."""
         if self.report_to != "auto" and "none" in self.report_to and len(self.report_to) > 1:
             return [(f"report_to is {', '.join(self.report_to)}", "give none alone, or leave it out")]
         return []
@@ -179,114 +138,77 @@ class RunConfig(BaseConfig):
     rules: ClassVar[tuple[Rule, ...]] = RULES_FOR_FINE_TUNING
     machine_fields: ClassVar[frozenset[str]] = frozenset({"gradient_accumulation_steps"})
 
-    model: Text = setting(
-        group="model and data", unit="FOLDER|NAME", description="Folder of the base model, or its name on the hub."
+    model: Text = data_setting(..., "Folder of the base model, or its name on the hub.", unit="FOLDER|NAME")
+    data: Paths = data_setting(
+        ..., "Training files: alpaca, sharegpt or messages, JSON or JSONL.", unit="file...", min_length=1
     )
-    data: Paths = setting(
-        group="model and data",
-        unit="file...",
-        min_length=1,
-        description="Training files: alpaca, sharegpt or messages, JSON or JSONL.",
+    valid_data: Paths = data_setting((), "Validation files, in the same formats.", unit="file...")
+    template: Text | None = data_setting(
+        None, "Chat template: a known name or a file.", unit="NAME|FILE", shown_default="the tokenizer's own"
     )
-    valid_data: Paths = setting(
-        (), group="model and data", unit="file...", description="Validation files, in the same formats."
-    )
-    template: Text | None = setting(
+    trust_remote_code: bool = data_setting(False, "Run Python code that comes with the model.")
+    micro_batch_size: int = batch_setting(1, "Samples that one device holds at a time.", ge=1, unit="samples")
+    gradient_accumulation_steps: Positive | None = batch_setting(
         None,
-        group="model and data",
-        unit="NAME|FILE",
-        shown_default="the tokenizer's own",
-        description="Chat template: a known name or a file.",
-    )
-    trust_remote_code: bool = setting(
-        False, group="model and data", description="Run Python code that comes with the model."
-    )
-    micro_batch_size: int = setting(
-        1, ge=1, group="batch and length", unit="samples", description="Samples that one device holds at a time."
-    )
-    gradient_accumulation_steps: Positive | None = setting(
-        None,
-        group="batch and length",
+        "Micro-batches per device and step; derived from the global batch unless given.",
         unit="micro-batches",
         shown_default="derived",
-        description="Micro-batches per device and step; derived from the global batch unless given.",
     )
-    global_batch_size: int = setting(
-        32, ge=1, group="batch and length", unit="samples", description="Samples per optimizer step over all devices."
-    )
-    cutoff_len: int = setting(
-        2048, ge=2, group="batch and length", unit="tokens", description="Longest sample; longer ones are trimmed."
-    )
-    max_steps: Positive | None = setting(
-        None, group="batch and length", unit="steps", description="Optimizer steps; wins over num_epochs."
-    )
-    num_epochs: float = setting(
-        3.0, gt=0, group="batch and length", unit="passes", description="Passes over the data, unless max_steps is set."
-    )
-    packing: bool = setting(
-        True,
-        group="batch and length",
-        description="Pack several samples into a microbatch; the training stays the same.",
-    )
-    finetuning: Literal["lora", "full"] = setting(
-        "lora", group="adapter", description="Train a LoRA adapter, or all parameters."
-    )
-    lora_r: int = setting(16, ge=1, group="adapter", description="Rank of the LoRA matrices.")
-    lora_alpha: int = setting(
+    global_batch_size: int = batch_setting(32, "Samples per optimizer step over all devices.", ge=1, unit="samples")
+    cutoff_len: int = batch_setting(2048, "Longest sample; longer ones are trimmed.", ge=2, unit="tokens")
+    max_steps: Positive | None = batch_setting(None, "Optimizer steps; wins over num_epochs.", unit="steps")
+    num_epochs: float = batch_setting(3.0, "Passes over the data, unless max_steps is set.", gt=0, unit="passes")
+    packing: bool = batch_setting(True, "Pack several samples into a microbatch; the training stays the same.")
+    finetuning: Literal["lora", "full"] = adapter_setting("lora", "Train a LoRA adapter, or all parameters.")
+    lora_r: int = adapter_setting(16, "Rank of the LoRA matrices.", ge=1)
+    lora_alpha: int = adapter_setting(
         default_factory=lambda values: 2 * values.get("lora_r", 16),
+        description="LoRA scale; the update is multiplied by alpha / r.",
         ge=1,
-        group="adapter",
         depends_on="lora_r",
         shown_default="2 x lora_r",
-        description="LoRA scale; the update is multiplied by alpha / r.",
     )
-    lora_dropout: float = setting(
-        0.0, ge=0, lt=1, group="adapter", description="Dropout in front of the LoRA matrices, as a probability."
+    lora_dropout: float = adapter_setting(0.0, "Dropout in front of the LoRA matrices, as a probability.", ge=0, lt=1)
+    lora_target_modules: Names = adapter_setting(
+        "all-linear", "Modules that get an adapter, by their names.", min_length=1
     )
-    lora_target_modules: Names = setting(
-        "all-linear", min_length=1, group="adapter", description="Modules that get an adapter, by their names."
-    )
-    learning_rate: float = setting(
+    learning_rate: float = optimizer_setting(
         default_factory=lambda values: 2e-5 if values.get("finetuning") == "full" else 2e-4,
+        description="Highest learning rate, reached after the warm-up.",
         gt=0,
-        group="optimizer",
         depends_on="finetuning",
         shown_default="2e-4 for lora, 2e-5 for full",
-        description="Highest learning rate, reached after the warm-up.",
     )
-    use_curriculum: bool = setting(
-        True, group="curriculum", description="Mix the difficulties by stages, where the data has a difficulty field."
+    lr_scheduler: Schedule = redefined(
+        BaseConfig, "lr_scheduler", description=f"Learning rate after the warm-up. {described(SCHEDULES)}."
     )
-    curriculum_seed: int = setting(
-        42, ge=0, lt=2**32, group="curriculum", description="Seed of the order of the samples within each difficulty."
+    use_curriculum: bool = curriculum_setting(
+        True, "Mix the difficulties by stages, where the data has a difficulty field."
     )
-    difficulty_field: Text = setting(
-        "difficulty", group="curriculum", description="Field that holds a record's difficulty."
+    curriculum_seed: int = curriculum_setting(
+        42, "Seed of the order of the samples within each difficulty.", ge=0, lt=2**32
     )
-    curriculum: CurriculumConfig = setting(
-        default_factory=CurriculumConfig, group="curriculum", description="Difficulties and stages; set it in a file."
+    difficulty_field: Text = curriculum_setting("difficulty", "Field that holds a record's difficulty.")
+    curriculum: CurriculumConfig = curriculum_setting(
+        default_factory=CurriculumConfig, description="Difficulties and stages; set it in a file."
     )
-    on_bad_row: Literal["refuse", "drop"] = setting(
-        "refuse", group="data preparation", description="What to do about a record that cannot be used."
+    on_bad_row: Literal["refuse", "drop"] = preparation_setting(
+        "refuse", "What to do about a record that cannot be used."
     )
 
     @property
     def base_model(self) -> str | None:
-        """See `BaseConfig.base_model`."""
         return self.model
 
     @property
     def trains_all_weights(self) -> bool:
-        """See `BaseConfig.trains_all_weights`."""
         return self.finetuning == "full"
 
     @property
     def tokens_per_step(self) -> int:
-        """See `BaseConfig.tokens_per_step`."""
         return self.global_batch_size * self.cutoff_len
 
     def describe_batch(self, world_size: int) -> tuple[str, dict[str, int]]:
-        """See `BaseConfig.describe_batch`."""
         accumulation = self.gradient_accumulation_steps or 1
         whole = self.micro_batch_size * world_size * accumulation
         text = _("{samples} samples a step {relation} {micro} x {processes} processes x {accumulation}").format(
@@ -299,7 +221,6 @@ class RunConfig(BaseConfig):
         return text, {"samples": self.global_batch_size, "accumulation": accumulation, "world_size": world_size}
 
     def problems(self) -> list[tuple[str, str]]:
-        """See `BaseConfig.problems`; adds the batch sizes."""
         found = super().problems()
         # With accumulation given and the global batch left to its default, the global batch is still to be derived.
         complete = self.gradient_accumulation_steps is None or "global_batch_size" in self.model_fields_set
