@@ -487,7 +487,7 @@ def test_a_full_disk_is_an_error_with_a_remedy(data: Path, prepared: Path, tmp_p
             work()
     finally:
         os.write = monkey
-    assert caught.value.exit_code == 1 and "goes on" in caught.value.fix
+    assert caught.value.exit_code == 1 and "resumes" in caught.value.fix
     work()
     TokenShards(tmp_path / "out").verify()
 
