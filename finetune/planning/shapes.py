@@ -267,7 +267,8 @@ def shape_of_model(model: PreTrainedModel) -> ModelShape:
         ValueError: its blocks are not found, or how many experts compute a token.
     """
     config = model.config.get_text_config()
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    embedding: Any = model.get_input_embeddings().weight
+    head: nn.Parameter = model.get_output_embeddings().weight
     layers = _decoder_layers(model, config.num_hidden_layers)
     active = getattr(config, "num_experts_per_tok", None)
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()} | {id(embedding), id(head)}
@@ -288,7 +289,7 @@ def shape_of_model(model: PreTrainedModel) -> ModelShape:
     )
 
 
-def _decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
+def _decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
     """The list of so many modules that holds most of the model's parameters: a vision tower may have as many."""
     from torch import nn
 
@@ -298,7 +299,8 @@ def _decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
     found = max(lists, key=numbers, default=None)
     tables = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Embedding))
-    if found is None or 2 * numbers(found) < numbers(model) - tables - model.get_output_embeddings().weight.numel():
+    head: nn.Parameter = model.get_output_embeddings().weight
+    if found is None or 2 * numbers(found) < numbers(model) - tables - head.numel():
         raise ValueError(f"the {count} blocks of a {type(model).__name__} are not found")
     return found
 
