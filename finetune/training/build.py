@@ -21,8 +21,7 @@ from finetune.modeling.loss import ChunkedHead
 from finetune.modeling.pretrained import count_parameters
 from finetune.runtime.device import LaunchWorld
 from finetune.training.checkpointer import Checkpointer
-from finetune.training.context import RunContext
-from finetune.training.control import StopSignals
+from finetune.training.control import RunContext, StopSignals
 from finetune.training.executor import StepExecutor, largest_microbatch
 from finetune.training.resume import Resume
 from finetune.training.session import Session, read_out_of_memory

@@ -29,7 +29,7 @@ from finetune.training.build import (
     quiet_known_warnings,
     say_start,
 )
-from finetune.training.context import RunContext
+from finetune.training.control import RunContext
 from finetune.training.metrics import ComputeCost
 from finetune.training.optimizers import scaled_rates
 from finetune.training.prepare_pretrain import Prepared

@@ -28,7 +28,7 @@ from finetune.training.build import (
     quiet_known_warnings,
     say_start,
 )
-from finetune.training.context import RunContext
+from finetune.training.control import RunContext
 from finetune.training.operators import load_shared_memory_operator
 from finetune.training.prepare_sft import Prepared
 from finetune.training.resume import Resume

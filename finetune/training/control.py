@@ -1,4 +1,4 @@
-"""What ranks agree on while they train, and the signals that ask a run to stop.
+"""What ranks agree on while they train, the signals that ask a run to stop, and what a trainer is told of its run.
 
 Agreement uses a gloo group of its own beside the device's group: a handful of bytes per step, never on the device, so
 that asking does not wait for what the device still computes.
@@ -13,7 +13,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,6 +23,8 @@ import torch
 import torch.distributed as dist
 
 from finetune.errors import FinetuneError
+from finetune.storage.run_folder import SampleLog
+from finetune.storage.run_log import RunLog
 
 logger = logging.getLogger("finetune")
 
@@ -123,3 +127,30 @@ class StopSignals:
         # os.write, because a log call inside a handler can deadlock on the logger's own lock.
         text = f"saving after this step, then stopping; once more in {SAME_REQUEST_SECONDS:.0f} s leaves at once"
         os.write(2, f"[WARNING] {self.name}: {text}\n".encode())
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """The same on every rank, with rank 0's files on rank 0 only.
+
+    Attributes:
+        total_steps: optimizer steps of the whole run.
+        resume_from: checkpoint folder that the run resumes from; None at its start.
+        start_step: steps done there.
+        difficulty_names: of the schedule; empty where samples have no difficulties.
+        stage_name: step (0-based) -> name of the curriculum stage, for people; "" for none.
+        learning_rate_factor: step (0-based) -> factor on the learning rate.
+        epochs_per_step: passes over the data in one step.
+    """
+
+    total_steps: int
+    resume_from: Path | None
+    start_step: int
+    difficulty_names: tuple[str, ...]
+    stage_name: Callable[[int], str]
+    learning_rate_factor: Callable[[int], float]
+    epochs_per_step: float
+    control: Control
+    signals: StopSignals
+    runlog: RunLog
+    sample_log: SampleLog | None

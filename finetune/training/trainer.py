@@ -26,7 +26,7 @@ from finetune.data.steps import Execution, StepBatch, StepBatches
 from finetune.modeling.loss import ChunkedHead, microbatch_losses
 from finetune.storage.durable_files import put_output
 from finetune.training.checkpointer import Checkpointer
-from finetune.training.context import RunContext
+from finetune.training.control import RunContext
 from finetune.training.executor import StepExecutor
 from finetune.training.guards import NonFiniteGuard, SpikeDetector
 from finetune.training.metrics import ComputeCost, StepMeter, line_facts, progress_text
