@@ -80,8 +80,8 @@ FAULTS = (
     Fault(
         "every pass in the same order",
         "batching/sampler.py",
-        "permutation(size, self.seed, _DIFFICULTY_KEY, *key, exact_limit",
-        "permutation(size, self.seed, _DIFFICULTY_KEY, difficulty, 0, exact_limit",
+        "Permutation(size, self.seed, _DIFFICULTY_KEY, *key, exact",
+        "Permutation(size, self.seed, _DIFFICULTY_KEY, difficulty, 0, exact",
         "batching/test_sampler.py",
     ),
     Fault(
@@ -143,22 +143,22 @@ FAULTS = (
     Fault(
         "positions go on over documents",
         "data/collate.py",
-        "[np.arange(len(line)) for line in ids], 0))",
-        "[np.arange(len(line)) + sum(map(len, ids[:n])) for n, line in enumerate(ids)], 0))",
+        "join([np.arange(len(line)) for line in lines], 0)",
+        "join([np.arange(len(line)) + sum(map(len, lines[:n])) for n, line in enumerate(lines)], 0)",
         "modeling/test_attention.py modeling/test_loss.py",
     ),
     Fault(
         "targets off by one",
         "data/collate.py",
-        "np.append(supervised[1:], False)",
-        "np.append(supervised[:-1], False)",
+        "np.append(mask[1:], False) for mask",
+        "np.append(mask[:-1], False) for mask",
         "modeling/test_loss.py",
     ),
     Fault(
         "documents of a packed microbatch see each other",
         "data/collate.py",
-        "tuple(len(line) for line in ids) if packing else None",
-        "(sum(map(len, ids)),) if packing else None",
+        "tuple(map(len, lines)) if packing",
+        "(sum(map(len, lines)),) if packing",
         "modeling/test_loss.py",
     ),
     Fault(
@@ -183,6 +183,13 @@ FAULTS = (
         "modeling/test_loss.py training/test_executions.py",
     ),
     Fault(
+        "the rehearsed microbatch is trained on",
+        "training/executor.py",
+        "work.insert(0, (self.largest, 0.0))",
+        "work.insert(0, (self.largest, weight))",
+        "modeling/test_loss.py",
+    ),
+    Fault(
         "DeepSpeed steps at every microbatch",
         "training/executor.py",
         "is_boundary=last)",
@@ -195,6 +202,14 @@ FAULTS = (
         "            gradient.copy_(summed)\n",
         "            pass\n",
         "training/test_grid_sample.py",
+    ),
+    Fault(
+        "a rank alone decides to retry",
+        "training/executor.py",
+        "self.can_retry and self.control.any(result is None)",
+        "self.can_retry and result is None",
+        "training/test_out_of_memory.py",
+        only="retry_in_process",
     ),
     Fault(
         "mean losses instead of sums",
@@ -311,6 +326,20 @@ FAULTS = (
         only="not killed_at and not error_of_the_disk",
     ),
     Fault(
+        "warm-up one step late",
+        "training/schedules.py",
+        "return step / max(1, settings.warmup_steps)",
+        "return max(0, step - 1) / max(1, settings.warmup_steps)",
+        "training/test_schedules.py",
+    ),
+    Fault(
+        "the cosine does not reach 0",
+        "training/schedules.py",
+        "0.5 * (1.0 + math.cos(",
+        "0.5 * (1.2 + math.cos(",
+        "training/test_schedules.py",
+    ),
+    Fault(
         "vectors decay",
         "training/optimizers.py",
         '"betas": (beta1, beta2), "weight_decay": 0.0}',
@@ -373,7 +402,8 @@ def main() -> int:
             lines.append(f"| {fault.name} | `{fault.file}` | {f'`{test}`' if test else '**not caught**'} |")
             print(lines[-1], flush=True)
     if len(chosen) == len(FAULTS):
-        head = f"# Deliberate faults\n\nEach was put into the core, and a test failed: **{len(chosen) - missed} of {len(chosen)} "
+        head = "# Deliberate faults\n\nEach was put into the core, and a test failed: "
+        head += f"**{len(chosen) - missed} of {len(chosen)} "
         head += f"caught** ({time.monotonic() - began:.0f} s). `make faults` makes this page.\n\n"
         head += "| fault | in | first test that failed |\n|---|---|---|\n"
         TABLE.write_text(head + "\n".join(lines) + "\n", encoding="utf-8")
