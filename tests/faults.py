@@ -327,17 +327,17 @@ FAULTS = (
     ),
     Fault(
         "warm-up one step late",
-        "training/schedules.py",
+        "config/schedules.py",
         "return step / max(1, settings.warmup_steps)",
         "return max(0, step - 1) / max(1, settings.warmup_steps)",
-        "training/test_schedules.py",
+        "config/test_schedules.py",
     ),
     Fault(
         "the cosine does not reach 0",
-        "training/schedules.py",
+        "config/schedules.py",
         "0.5 * (1.0 + math.cos(",
         "0.5 * (1.2 + math.cos(",
-        "training/test_schedules.py",
+        "config/test_schedules.py",
     ),
     Fault(
         "vectors decay",

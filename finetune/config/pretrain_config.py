@@ -25,7 +25,7 @@ from finetune.config.fields import (
 from finetune.config.precedence import Rule
 from finetune.config.pretrain_rules import RULES_FOR_PRETRAINING
 from finetune.config.run_config import BaseConfig
-from finetune.config.schedules import PretrainingSchedule
+from finetune.config.schedules import PretrainingScheduleName
 from finetune.runtime.language import _
 
 Rate = Annotated[float, Field(gt=0)]
@@ -114,7 +114,7 @@ class PretrainConfig(BaseConfig):
         "AdamW also by width, and the weight decay by batch and length; false takes all as written.",
     )
     warmup_steps: Warmup = redefined(BaseConfig, "warmup_steps", default=40)
-    lr_scheduler: PretrainingSchedule = redefined(BaseConfig, "lr_scheduler", default="warmdown")
+    lr_scheduler: PretrainingScheduleName = redefined(BaseConfig, "lr_scheduler", default="warmdown")
     warmdown_ratio: float = optimizer_setting(
         0.65, "Share of the steps in which the learning rate goes down.", ge=0, le=1
     )

@@ -33,7 +33,7 @@ from finetune.config.fields import (
 )
 from finetune.config.precedence import Rule
 from finetune.config.rules import RULES_FOR_FINE_TUNING, batch_problem
-from finetune.config.schedules import PRETRAINING_SCHEDULES, SCHEDULES, PretrainingSchedule, Schedule, described
+from finetune.config.schedules import PretrainingScheduleName, ScheduleName, described
 from finetune.runtime.language import _
 
 
@@ -59,8 +59,8 @@ class BaseConfig(Strict):
     adam_beta1: float = optimizer_setting(0.9, "AdamW's decay of the first moment.", ge=0, lt=1)
     adam_beta2: float = optimizer_setting(0.999, "AdamW's decay of the second moment.", ge=0, lt=1)
     adam_epsilon: float = optimizer_setting(1e-8, "AdamW's term against division by zero.", gt=0)
-    lr_scheduler: PretrainingSchedule = optimizer_setting(
-        "cosine", f"Learning rate after the warm-up. {described(PRETRAINING_SCHEDULES)}."
+    lr_scheduler: PretrainingScheduleName = optimizer_setting(
+        "cosine", f"Learning rate after the warm-up. {described(pretraining=True)}."
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = device_setting(
         "auto", "Number format of the forward pass; auto takes the device's best."
@@ -179,8 +179,8 @@ class RunConfig(BaseConfig):
         depends_on="finetuning",
         shown_default="2e-4 for lora, 2e-5 for full",
     )
-    lr_scheduler: Schedule = redefined(
-        BaseConfig, "lr_scheduler", description=f"Learning rate after the warm-up. {described(SCHEDULES)}."
+    lr_scheduler: ScheduleName = redefined(
+        BaseConfig, "lr_scheduler", description=f"Learning rate after the warm-up. {described(pretraining=False)}."
     )
     use_curriculum: bool = curriculum_setting(
         True, "Mix the difficulties by stages, where the data has a difficulty field."

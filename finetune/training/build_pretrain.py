@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from finetune.config.pretrain_config import PretrainConfig
+from finetune.config.schedules import ScheduleSettings, learning_rate_schedule, warmup_count
 from finetune.data.corpus.windows import Windows
 from finetune.data.steps import InOrder, StepBatches
 from finetune.errors import ConfigError
@@ -35,7 +36,6 @@ from finetune.training.optimizers import scaled_rates
 from finetune.training.prepare_pretrain import Prepared
 from finetune.training.pretrain_trainer import PretrainTrainer
 from finetune.training.resume import Resume
-from finetune.training.schedules import ScheduleSettings, learning_rate_schedule, warmup_count
 from finetune.training.session import Session
 from finetune.training.state import TrainingState
 

@@ -13,6 +13,7 @@ import torch
 
 from finetune.config.deepspeed_config import deepspeed_dict, zero_stage
 from finetune.config.run_config import RunConfig
+from finetune.config.schedules import ScheduleSettings, learning_rate_schedule, warmup_count
 from finetune.data.dataset import Samples
 from finetune.data.steps import InOrder, StepBatches
 from finetune.modeling.loss import make_chunked_head
@@ -32,7 +33,6 @@ from finetune.training.control import RunContext
 from finetune.training.operators import load_shared_memory_operator
 from finetune.training.prepare_sft import Prepared
 from finetune.training.resume import Resume
-from finetune.training.schedules import ScheduleSettings, learning_rate_schedule, warmup_count
 from finetune.training.session import Session
 from finetune.training.sft_trainer import SFTTrainer
 from finetune.training.state import TrainingState

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from finetune.config.pretrain_config import PretrainConfig
+from finetune.config.schedules import ScheduleSettings, learning_rate_schedule
 from finetune.modeling.scratch import make_model, scratch_config
 from finetune.training.optimizers import (
     REFERENCE_TOKENS,
@@ -22,7 +23,6 @@ from finetune.training.optimizers import (
     scaled_rates,
     set_matrix_schedule,
 )
-from finetune.training.schedules import ScheduleSettings, learning_rate_schedule
 from finetune.training.state import TrainingState
 
 RATES = Rates(matrix=0.02, embedding=0.3, head=0.008, vector=0.01, decay=0.28)

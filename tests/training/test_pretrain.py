@@ -21,12 +21,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.commands.prepare import command as prepare
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve_object
+from finetune.config.schedules import ScheduleSettings, learning_rate_schedule
 from finetune.data.corpus.token_shards import TokenShards
 from finetune.data.corpus.windows import Windows
 from finetune.modeling.scratch import make_model, scratch_config
 from finetune.runtime.device import free_port
 from finetune.training.optimizers import make_optimizer, scaled_rates, set_matrix_schedule
-from finetune.training.schedules import ScheduleSettings, learning_rate_schedule
 
 STEPS, LENGTH, WINDOWS = 30, 32, 8
 SAVED, KILLED = 20, 24  # the last checkpoint of the killed run, and the step before which it is killed

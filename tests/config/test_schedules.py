@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import get_scheduler
 
-from finetune.training.schedules import SCHEDULES, ScheduleSettings, learning_rate_schedule, warmup_count
+from finetune.config.schedules import SCHEDULES, ScheduleSettings, learning_rate_schedule, warmup_count
 
 NAMES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 
