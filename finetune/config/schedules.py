@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 Schedule = Literal["cosine", "linear", "constant"]
+# With what pretraining alone has, by warmdown_ratio and final_lr_fraction.
 PretrainingSchedule = Literal["warmdown", Schedule]
 
 # name -> the learning rate after the warm-up
-SCHEDULES: dict[Schedule, str] = {
+PRETRAINING_SCHEDULES: dict[PretrainingSchedule, str] = {
+    "warmdown": "constant, then a straight line to final_lr_fraction",
     "cosine": "half a cosine to 0",
     "linear": "a straight line to 0",
     "constant": "stays at its maximum",
 }
-# Of pretraining alone, which has warmdown_ratio and final_lr_fraction.
-PRETRAINING_SCHEDULES: dict[PretrainingSchedule, str] = {
-    "warmdown": "constant, then a straight line to final_lr_fraction",
-    **SCHEDULES,
-}
+SCHEDULES = {name: PRETRAINING_SCHEDULES[name] for name in get_args(Schedule)}
 
 
-def described(schedules: Mapping[Schedule, str] | Mapping[PretrainingSchedule, str]) -> str:
+def described(schedules: dict[PretrainingSchedule, str]) -> str:
     """The names with what they mean, for the help."""
     return "; ".join(f"{name}: {meaning}" for name, meaning in schedules.items())
