@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ import yaml
 
 from finetune.config.names import nearest
 from finetune.errors import ConfigError
-
-SUFFIXES = (".json", ".yaml", ".yml", ".py")
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
@@ -28,14 +25,12 @@ def read_file(path: str | Path) -> dict[str, Any]:
         ConfigError: the file is missing, of another kind, not readable, not valid, or gives a name twice.
     """
     path = Path(path)
-    readers: dict[str, Callable[[str, str], Any]] = {
-        ".json": _read_json, ".yaml": _read_yaml, ".yml": _read_yaml, ".py": _read_python,
-    }  # fmt: skip
-    text = _read_text(path)
-    if path.suffix.lower() not in readers:
-        raise ConfigError(f"{path} is no configuration file", str(path), f"its name must end in {', '.join(SUFFIXES)}")
+    readers = {".json": _read_json, ".yaml": _read_yaml, ".yml": _read_yaml, ".py": _read_python}
+    text, read = _read_text(path), readers.get(path.suffix.lower())
+    if read is None:
+        raise ConfigError(f"{path} is no configuration file", str(path), f"its name must end in {', '.join(readers)}")
     try:
-        content = readers[path.suffix.lower()](text, str(path))
+        content = read(text, str(path))
     except (RecursionError, MemoryError) as error:
         raise ConfigError("the file is nested too deeply to be read", str(path), "flatten it") from error
     if not isinstance(content, dict):
@@ -52,9 +47,8 @@ def _read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise ConfigError(f"the file is not UTF-8 (byte {error.start})", str(path), "save it as UTF-8") from None
     except OSError as error:
-        raise ConfigError(
-            f"the configuration file cannot be read: {error.strerror}", str(path), "name a readable file"
-        ) from None
+        what = f"the configuration file cannot be read: {error.strerror}"
+        raise ConfigError(what, str(path), "name a readable file") from None
 
 
 def similar_files(path: Path) -> str:
@@ -92,9 +86,8 @@ def _read_json(text: str, where: str) -> Any:
             hint = "JSON has no comments: remove them, or write the file as YAML"
         elif "double quotes" in error.msg or "Illegal trailing comma" in error.msg:
             hint = "fix the JSON: names stand in double quotes, and no comma follows the last entry"
-        raise ConfigError(
-            f"not valid JSON: {error.msg} at column {error.colno}", f"{where}:{error.lineno}", hint
-        ) from None
+        what = f"not valid JSON: {error.msg} at column {error.colno}"
+        raise ConfigError(what, f"{where}:{error.lineno}", hint) from None
     except ValueError as error:  # an integer of thousands of digits
         raise ConfigError(f"not a number that can be read: {error}", where, "write a shorter number") from None
 
@@ -156,18 +149,18 @@ def _read_python(text: str, where: str) -> dict[str, Any]:
         line = f"{where}:{statement.lineno}"
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
             continue  # a docstring, or a text used as a comment
-        target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
-        if isinstance(statement, ast.AnnAssign) and statement.value is not None:
-            target = statement.target
-        if not isinstance(target, ast.Name):
-            raise ConfigError(
-                "a Python configuration file may only assign values to names; it is read, never executed",
-                line,
-                "write `name = value` with a number, text, True, False, None, list or dict",
-            )
+        target = value = None
+        if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+            target, value = statement.targets[0], statement.value
+        elif isinstance(statement, ast.AnnAssign):
+            target, value = statement.target, statement.value
+        if not isinstance(target, ast.Name) or value is None:
+            what = "a Python configuration file may only assign values to names; it is read, never executed"
+            fix = "write `name = value` with a number, text, True, False, None, list or dict"
+            raise ConfigError(what, line, fix)
         if target.id in values:
             raise _given_twice(target.id, line)
-        values[target.id] = _literal(statement.value, line)
+        values[target.id] = _literal(value, line)
     return values
 
 
@@ -181,11 +174,9 @@ def _literal(node: ast.expr, line: str) -> Any:
     try:
         return _plain(ast.literal_eval(node))
     except (ValueError, TypeError):
-        raise ConfigError(
-            f"{ast.unparse(node)[:80]} is not a literal value; the file is read, never executed",
-            line,
-            "write the value itself: a number, text, True, False, None, list or dict",
-        ) from None
+        what = f"{ast.unparse(node)[:80]} is not a literal value; the file is read, never executed"
+        fix = "write the value itself: a number, text, True, False, None, list or dict"
+        raise ConfigError(what, line, fix) from None
 
 
 def _plain(value: Any) -> Any:

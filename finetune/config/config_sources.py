@@ -24,16 +24,12 @@ BLOCK = "finetune"
 
 @dataclass
 class ConfigSource:
-    """What one source gives.
-
-    Args:
-        unread: whether the source could not be read at all, so that nothing is known of what it sets.
-    """
+    """What one source gives."""
 
     values: dict[str, SourcedValue] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     problems: list[ConfigError] = field(default_factory=list)
-    unread: bool = False
+    unread: bool = False  # it could not be read at all, so that nothing is known of what it sets
 
 
 def source_of_file(path: str | Path, precedence: int, model_class: type[BaseConfig]) -> ConfigSource:
@@ -57,14 +53,10 @@ def source_of_deepspeed_file(path: str, precedence: int, model_class: type[BaseC
 def source_of_values(
     content: Mapping[str, Any], label: str, precedence: int, model_class: type[BaseConfig]
 ) -> ConfigSource:
-    """The names and values of one source, sorted into ours and DeepSpeed's.
-
-    Args:
-        content: as read; not changed.
-        label: the source in messages and as the origin of its values.
-    """
+    """The names and values of one source, `label` in messages, sorted into ours and DeepSpeed's."""
     source = ConfigSource()
     names = {*model_class.model_fields, *model_class.aliases}
+    keys: Any
     if is_deepspeed(content, names):
         own, prefix = content.get(BLOCK, {}), f"{BLOCK}."
         keys = {name: value for name, value in content.items() if name != BLOCK}
@@ -77,9 +69,8 @@ def source_of_values(
     else:
         where = label if prefix else f"{label}: deepspeed"
     ours = _own_values(source, own, label, prefix, model_class)
-    source.values.update(
-        {name: SourcedValue(value, precedence, label, location) for name, (value, location) in ours.items()}
-    )
+    for name, (value, location) in ours.items():
+        source.values[name] = SourcedValue(value, precedence, label, location)
     if isinstance(keys, Mapping) and keys:
         _add_deepspeed(source, keys, label, where, ours, precedence, model_class)
     elif keys is not None and not isinstance(keys, Mapping):
@@ -132,11 +123,8 @@ def _own_values(
         elif name in names:
             values[name] = (plain(value), location)
         elif name in KNOWN and name not in {*FOREIGN, *OTHERWISE}:
-            fix = (
-                f'move it out of the "{BLOCK}" block, to the top level'
-                if prefix
-                else 'move it into a "deepspeed" block'
-            )
+            out = f'move it out of the "{BLOCK}" block, to the top level'
+            fix = out if prefix else 'move it into a "deepspeed" block'
             source.problems.append(ConfigError(f"{name} is a DeepSpeed key, not a setting", location, fix))
         else:
             source.problems.append(unknown_name(str(name), location, names, flags=False))

@@ -22,19 +22,19 @@ def deepspeed_dict(config: RunConfig, *, world_size: int, dtype: str, largest_ad
     """The dictionary for TrainingArguments(deepspeed=...).
 
     Args:
-        world_size: processes of the run.
         dtype: resolved compute dtype.
         largest_adapter_tensor: numbers in the largest LoRA tensor; 0 for full-parameter training.
     """
     given = copy.deepcopy(config.deepspeed or {})
     made = {key: value for key, value in given.items() if key not in OURS}
+    fp16 = {key: value for key, value in given.get("fp16", {}).items() if value != "auto"}
     made |= {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "train_batch_size": world_size,
         "gradient_clipping": config.max_grad_norm,
         "bf16": {**given.get("bf16", {}), "enabled": dtype == "bfloat16"},
-        "fp16": {**_without_auto(given.get("fp16", {})), "enabled": dtype == "float16"},
+        "fp16": fp16 | {"enabled": dtype == "float16"},
         "zero_allow_untested_optimizer": True,
     }
     # torch's AdamW, not DeepSpeedCPUAdam: the latter multiplies beta^t step by step but takes a power after a restart,
@@ -58,7 +58,3 @@ def _keep_adapters_resident(zero: dict[str, Any], largest_adapter_tensor: int) -
     key = "stage3_param_persistence_threshold"
     if zero.get(key, "auto") == "auto":
         zero[key] = max(100_000, largest_adapter_tensor)  # DeepSpeed's own default is 1e5
-
-
-def _without_auto(block: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in block.items() if value != "auto"}

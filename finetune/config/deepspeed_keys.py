@@ -116,12 +116,9 @@ KNOWN: Names = {
         "enabled max_out_tokens inference_tp_size release_inference_cache pin_parameters tp_gather_partition_size "
         "enable_cuda_graph"
     ),
-    "autotuning": ANY,
-    "data_efficiency": ANY,
-    "expert_parallel": ANY,
-    "pipeline": ANY,
-    "tensor_parallel": ANY,
-    "weight_quantization": ANY,
+    **dict.fromkeys(
+        ["autotuning", "data_efficiency", "expert_parallel", "pipeline", "tensor_parallel", "weight_quantization"], ANY
+    ),
 }
 
 # Names that deepspeed 0.19.8 no longer has, by the path of their block.
@@ -156,9 +153,8 @@ def unknown_keys(config: Mapping[str, Any], where: str, known: Names = KNOWN, pa
             if isinstance(value, Mapping):
                 yield from unknown_keys(value, where, known[key], name)
             else:
-                yield ConfigError(
-                    f"DeepSpeed key {name} is {value!r}, and must be a block", where, f'write "{key}": {{...}}'
-                )
+                what = f"DeepSpeed key {name} is {value!r}, and must be a block"
+                yield ConfigError(what, where, f'write "{key}": {{...}}')
 
 
 def lookup(config: Mapping[str, Any], path: str) -> Any:

@@ -107,25 +107,20 @@ def split(config: Mapping[str, Any], where: str, ours: Mapping[str, tuple[Any, s
             result.problems.append(_contradiction(name, given))
         result.numbers[name] = values[0]
     result.problems += refused_values(config, where)
-    dtype = ours.get("dtype", (None, ""))[0]
-    result.problems += _undecided_precision(config, where, theirs.get("dtype"), dtype)
+    result.problems += _undecided_precision(config, where, theirs.get("dtype"), ours.get("dtype", (None, ""))[0])
     result.deepspeed = _handed_on(config)
     blocks = [name for name in ("optimizer", "scheduler") if name in config]
     if blocks:
-        result.notes.append(
-            f"{where}: the {' and '.join(blocks)} of DeepSpeed {'is' if len(blocks) == 1 else 'are'} read into our "
-            "settings; finetune makes AdamW and the schedule itself"
-        )
+        read = f"the {' and '.join(blocks)} of DeepSpeed {'is' if len(blocks) == 1 else 'are'} read into our settings"
+        result.notes.append(f"{where}: {read}; finetune makes AdamW and the schedule itself")
     return result
 
 
 def _contradiction(name: str, given: list[tuple[Any, str]]) -> ConfigError:
     values = " and ".join(f"{value!r} ({location})" for value, location in given)
-    return ConfigError(
-        f"{name} is given twice and differently: {values}",
-        ", ".join(location for _, location in given),
-        'keep one of them, or write "auto" on DeepSpeed\'s side',
-    )
+    where = ", ".join(location for _, location in given)
+    fix = 'keep one of them, or write "auto" on DeepSpeed\'s side'
+    return ConfigError(f"{name} is given twice and differently: {values}", where, fix)
 
 
 def _shared_values(
@@ -134,7 +129,7 @@ def _shared_values(
     """(our name, value, location) of every shared number that is not left to us."""
     for shared in SHARED:
         value, location = lookup(config, shared.path), f"{where}: {shared.path}"
-        if value is None or value == "auto":
+        if not decides(value):
             continue
         if shared.index is None:
             yield shared.field, value, location
@@ -161,14 +156,12 @@ def _undecided_precision(
     """A switch that is none; or one precision switched off, where dtype does not say which other it is."""
     for block, name in PRECISIONS.items():
         value = lookup(config, f"{block}.enabled")
-        if value is not None and value != "auto" and not isinstance(value, bool):
+        if decides(value) and not isinstance(value, bool):
             yield ConfigError(f"{block}.enabled is {value!r}", where, 'write true, false or "auto"')
         elif value is False and not given and dtype in (None, "auto", name):
-            yield ConfigError(
-                f"{block} is switched off, but dtype is {dtype or 'auto'}, which may take it",
-                f"{where}: {block}.enabled",
-                f'write "auto" there, or set dtype to float32 or {"float16" if name == "bfloat16" else "bfloat16"}',
-            )
+            what = f"{block} is switched off, but dtype is {dtype or 'auto'}, which may take it"
+            fix = f'write "auto" there, or set dtype to float32 or {"float16" if name == "bfloat16" else "bfloat16"}'
+            yield ConfigError(what, f"{where}: {block}.enabled", fix)
 
 
 def _handed_on(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,37 +180,32 @@ def _handed_on(config: Mapping[str, Any]) -> dict[str, Any]:
     return handed
 
 
-def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
-    return any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in allowed)
-
-
 def refused_values(config: Mapping[str, Any], where: str) -> Iterator[ConfigError]:
     """Values that DeepSpeed would refuse after the model was loaded, or that contradict how finetune trains."""
     for path, allowed in ALLOWED.items():
         value = lookup(config, path)
-        if value is not None and value != "auto" and not _is_one_of(value, allowed):
+        # 1 and True are equal, and not the same to DeepSpeed.
+        fits = any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in allowed)
+        if decides(value) and not fits:
             choices = " or ".join(repr(choice) for choice in allowed)
             yield ConfigError(f"DeepSpeed key {path} is {value!r}", where, f"it may be {choices}; or leave it out")
     kind = lookup(config, "optimizer.type")
     if kind is not None and str(kind).lower() not in ("adam", "adamw"):
-        yield ConfigError(
-            f"optimizer.type is {kind!r}", where, "finetune trains with AdamW; write AdamW or leave it out"
-        )
+        fix = "finetune trains with AdamW; write AdamW or leave it out"
+        yield ConfigError(f"optimizer.type is {kind!r}", where, fix)
     kind = lookup(config, "scheduler.type")
     if kind is not None and str(kind) not in SCHEDULERS:
         choices = ", ".join(f"{theirs} ({ours})" for theirs, ours in SCHEDULERS.items())
-        yield ConfigError(
-            f"scheduler.type is {kind!r}", where, f"one of {choices}; or leave it out and use lr_scheduler"
-        )
+        fix = f"one of {choices}; or leave it out and use lr_scheduler"
+        yield ConfigError(f"scheduler.type is {kind!r}", where, fix)
     yield from _refused_combinations(config, where)
 
 
 def _refused_combinations(config: Mapping[str, Any], where: str) -> Iterator[ConfigError]:
     for key, value in config.items():
         if value == "auto" and key in KNOWN and KNOWN[key] is None and key not in OURS:
-            yield ConfigError(
-                f'DeepSpeed key {key} is "auto"', where, "nothing fills it in; give a value or leave it out"
-            )
+            fix = "nothing fills it in; give a value or leave it out"
+            yield ConfigError(f'DeepSpeed key {key} is "auto"', where, fix)
     for key in UNSUPPORTED:
         if config.get(key) not in (None, {}, 1):
             what = f"DeepSpeed key {key} is set, and finetune gives every process its own samples"
@@ -226,12 +214,10 @@ def _refused_combinations(config: Mapping[str, Any], where: str) -> Iterator[Con
         yield ConfigError("comet.api_key is a secret in a file", where, "set COMET_API_KEY in the environment instead")
     stage = lookup(config, "zero_optimization.stage") or 0
     if lookup(config, "zero_optimization.offload_param.device") in ("cpu", "nvme") and stage != 3:
-        yield ConfigError(
-            f"offload_param needs ZeRO stage 3, and stage is {stage}", where, "set stage to 3 or remove it"
-        )
+        what = f"offload_param needs ZeRO stage 3, and stage is {stage}"
+        yield ConfigError(what, where, "set stage to 3 or remove it")
     for block in ("offload_param", "offload_optimizer"):
         offload = f"zero_optimization.{block}"
         if lookup(config, f"{offload}.device") == "nvme" and not lookup(config, f"{offload}.nvme_path"):
-            yield ConfigError(
-                f"{offload}.device is nvme without nvme_path", where, "name a folder on a fast local disk"
-            )
+            what = f"{offload}.device is nvme without nvme_path"
+            yield ConfigError(what, where, "name a folder on a fast local disk")

@@ -39,7 +39,6 @@ class Flag:
     """What a field accepts, read from its JSON Schema.
 
     Args:
-        name: the field.
         kinds: JSON types, e.g. {"integer", "null"}.
         choices: the only values, empty where there are others.
     """
@@ -60,12 +59,10 @@ class Flag:
 
     @property
     def is_list(self) -> bool:
-        """Whether it takes several values."""
         return "array" in self.kinds
 
     @property
     def metavar(self) -> str:
-        """What stands for the value in the help."""
         if self.unit:
             return self.unit if "|" in self.unit else self.unit.upper()
         if self.choices:
@@ -120,19 +117,18 @@ def _flag(name: str, schema: Mapping[str, Any]) -> Flag:
         frozenset(kinds),
         () if free or "object" in kinds else tuple(dict.fromkeys(choices)),
         expected(schema),
-        schema.get("shown_default") or _shown(schema.get("default")),
+        schema.get("shown_default") or shown(schema.get("default")),
         schema.get("unit", ""),
         schema["group"],
         schema["description"],
     )
 
 
-def _shown(value: Any) -> str:
-    if value is None or value == []:
-        return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+def shown(value: Any) -> str:
+    """A value as the help and `--print-config` write it."""
+    if isinstance(value, list):
+        return " ".join(map(shown, value)) or "none"
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 @dataclass
@@ -141,8 +137,6 @@ class Parsed:
 
     Args:
         values: field -> value, with the flag as typed for its location.
-        config_files: the files of every `--config`, in order.
-        deepspeed: the file of `--deepspeed`, None where it was not given.
         rest: arguments that belong to another command line.
     """
 
@@ -155,7 +149,6 @@ class Parsed:
     problems: list[ConfigError] = field(default_factory=list)
 
     def refuse(self, what: str, fix: str) -> None:
-        """Note a problem."""
         self.problems.append(ConfigError(what, COMMAND_LINE, fix))
 
 
@@ -295,7 +288,6 @@ def _value(argument: str, found: Flag) -> Any:
 
 
 def help_text(model_class: type[BaseConfig]) -> str:
-    """The help of a run."""
     flags = flags_of(model_class)
     lines = [
         f"usage: {model_class.command} [--config FILE...] [--flag value ...]",

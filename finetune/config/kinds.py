@@ -70,12 +70,7 @@ class RunKind:
 
 
 def register(name: str, module: str) -> None:
-    """Add a kind, for this process.
-
-    Args:
-        name: not the name of another kind.
-        module: has `KIND`, and is run by `python -m`.
-    """
+    """Add a kind, for this process; the module has `KIND`, and is run by `python -m`."""
     assert _MODULES.get(name, module) == module, f"there is a kind {name} in {_MODULES[name]}"
     _MODULES[name] = module
 
@@ -92,7 +87,6 @@ def run_kind(name: str) -> RunKind:
 
 
 def run_kinds() -> Iterator[RunKind]:
-    """All kinds."""
     return map(run_kind, kind_names())
 
 

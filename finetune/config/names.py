@@ -77,32 +77,29 @@ _SAME = {
     "use_curriculum": "curriculum_learning",
 }
 
-# name -> (why it is not a setting here, what to do instead)
-_QUANTIZED = (
-    "QLoRA and other quantized base weights are not supported: their kernels are not on every device that finetune "
-    "runs on, so one run would not be the same training everywhere",
-    "remove it; if the model does not fit, use LoRA with ds_configs/zero3.json, which keeps it in host memory",
-)
-_LAUNCHED = (
-    "the launcher decides how many processes there are and where",
-    "start with accelerate launch or torchrun --nproc_per_node N -m finetune.sft",
-)
-
 
 def _each(names: str, why_and_fix: tuple[str, str]) -> dict[str, tuple[str, str]]:
     return dict.fromkeys(names.split(), why_and_fix)
 
 
+# name -> (why it is not a setting here, what to do instead)
 OTHERWISE: dict[str, tuple[str, str]] = {
     **_each(
         "load_in_4bit load_in_8bit quantization_bit quantization_method quantization qlora use_qlora "
         "bnb_4bit_quant_type bnb_4bit_compute_dtype bnb_4bit_use_double_quant double_quantization",
-        _QUANTIZED,
+        (
+            "QLoRA and other quantized base weights are not supported: their kernels are not on every device that "
+            "finetune runs on, so one run would not be the same training everywhere",
+            "remove it; if the model does not fit, use LoRA with ds_configs/zero3.json, which keeps it in host memory",
+        ),
     ),
     **_each(
         "distributed world_size nproc_per_node num_processes num_gpus nnodes node_rank master_addr "
         "master_port backend ddp_backend",
-        _LAUNCHED,
+        (
+            "the launcher decides how many processes there are and where",
+            "start with accelerate launch or torchrun --nproc_per_node N -m finetune.sft",
+        ),
     ),
     "total_batch_size": ("a batch is counted in samples here, not in tokens", "use --global-batch-size"),
     "use_lora": ("finetuning says lora or full", "use --finetuning lora"),
@@ -146,39 +143,28 @@ FOREIGN = {name: ours for ours, names in _SAME.items() for name in names.split()
 class UnknownName(ConfigError):
     """A name that is not a setting; `guess` is the setting that was probably meant, None where nobody can tell."""
 
-    guess: str | None = None
-
-
-def _unknown(what: str, where: str, fix: str, guess: str | None = None) -> UnknownName:
-    error = UnknownName(what, where, fix)
-    error.guess = guess
-    return error
+    def __init__(self, what: str, where: str, fix: str, guess: str | None = None) -> None:
+        super().__init__(what, where, fix)
+        self.guess = guess
 
 
 def unknown_name(name: str, where: str, known: Iterable[str], *, flags: bool) -> UnknownName:
     """The error for a name that is not a setting: what replaces it, or the nearest that is one.
 
     Args:
-        name: as it was typed.
-        where: the file, or the command line.
         known: names of the settings that exist there.
         flags: whether to write names as flags in the remedy.
     """
-    known = list(known)
-    typed = normal(name)
-
-    def shown(ours: str) -> str:
-        return flag(ours) if flags else ours
-
-    kind = "flag" if flags else "setting"
+    known, typed = list(known), normal(name)
+    kind, shown = ("flag", flag) if flags else ("setting", str)
     if FOREIGN.get(typed) in known:
         ours = FOREIGN[typed]
-        return _unknown(f"{name} is called {shown(ours)} here", where, f"write {shown(ours)}", ours)
+        return UnknownName(f"{name} is called {shown(ours)} here", where, f"write {shown(ours)}", ours)
     if typed in OTHERWISE:
         why, fix = OTHERWISE[typed]
-        return _unknown(f"{name} is not a {kind} here: {why}", where, fix)
+        return UnknownName(f"{name} is not a {kind} here: {why}", where, fix)
     if typed.startswith("no_") and typed[3:] in known:
-        return _unknown(f"unknown {kind} {name}", where, f"write {shown(typed[3:])} false", typed[3:])
+        return UnknownName(f"unknown {kind} {name}", where, f"write {shown(typed[3:])} false", typed[3:])
     guess = nearest(name, known)
     fix = f"did you mean {shown(guess)}?" if guess else "see --help for the names"
-    return _unknown(f"unknown {kind} {name}", where, fix, guess)
+    return UnknownName(f"unknown {kind} {name}", where, fix, guess)

@@ -26,8 +26,8 @@ from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
 from finetune.config.config_sources import ConfigSource, source_of_deepspeed_file, source_of_file, source_of_values
-from finetune.config.fields import ordered_fields
-from finetune.config.flags import Parsed, flags_of, help_text, parse
+from finetune.config.fields import ordered_fields, shown_of
+from finetune.config.flags import Parsed, flags_of, help_text, parse, shown
 from finetune.config.precedence import Precedence, Resolution, SourcedValue
 from finetune.config.run_config import BaseConfig, RunConfig
 from finetune.config.schema_errors import new_problems, problems_of
@@ -64,7 +64,6 @@ def resolve(
         arguments: what follows the command, e.g. `sys.argv[1:]`; None for none.
         overrides: values of a Python caller, above the flags.
         world_size: number of processes, for the batch sizes.
-        model_class: the configuration to make.
 
     Raises:
         ConfigError: one thing is wrong; `Problems` for several.
@@ -105,11 +104,8 @@ def resolve_object(
     elif isinstance(source, str | os.PathLike):
         found = source_of_file(Path(source), Precedence.FILE, model_class)
     else:
-        raise ConfigError(
-            f"a configuration cannot be made of a {type(source).__name__}",
-            "",
-            f"give a {model_class.__name__}, a dict, or the path of a file",
-        )
+        what = f"a configuration cannot be made of a {type(source).__name__}"
+        raise ConfigError(what, "", f"give a {model_class.__name__}, a dict, or the path of a file")
     return _resolve([found], world_size, model_class)
 
 
@@ -159,15 +155,11 @@ def _validate(resolution: Resolution, model_class: type[BaseConfig]) -> tuple[Ba
 def _origins(config: BaseConfig, resolution: Resolution) -> dict[str, str]:
     origins = {}
     for name, info in type(config).model_fields.items():
-        sourced = resolution.values.get(name)
-        depends_on = info.json_schema_extra.get("depends_on")
-        if sourced is not None:
-            origins[name] = sourced.origin
-        elif depends_on:
+        sourced, depends_on = resolution.values.get(name), shown_of(info).get("depends_on")
+        origins[name] = "default" if sourced is None else sourced.origin
+        if sourced is None and depends_on:
             value = getattr(config, depends_on)
             origins[name] = f"default for {value}" if isinstance(value, str) else f"default for {depends_on} {value}"
-        else:
-            origins[name] = "default"
     return origins
 
 
@@ -188,8 +180,8 @@ def format_config(resolved: Resolved) -> str:
     rows: list[tuple[str, str, str]] = []
     group = ""
     for name in ordered_fields(type(config)):
-        if type(config).model_fields[name].json_schema_extra["group"] != group:
-            group = type(config).model_fields[name].json_schema_extra["group"]
+        previous, group = group, shown_of(type(config).model_fields[name])["group"]
+        if group != previous:
             rows.append((f"# {group}", "", ""))
         rows += [(path, text, resolved.origins[name]) for path, text in _flat(name, values[name])]
     named, valued = (max(len(row[column]) for row in rows if row[1]) for column in (0, 1))
@@ -205,13 +197,5 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
     elif isinstance(value, list) and value and isinstance(value[0], Mapping):
         for number, inner in enumerate(value):
             yield from _flat(f"{path}[{number}]", inner)
-    elif isinstance(value, list):
-        yield path, " ".join(map(_word, value)) or "none"
     else:
-        yield path, _word(value)
-
-
-def _word(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "none", True: "true", False: "false"}[value]
-    return str(value)
+        yield path, shown(value)

@@ -32,7 +32,7 @@ def problems_of(
     flags, order = flags_of(model_class), ordered_fields(model_class)
     found: dict[tuple[Any, ...], list[ConfigError]] = {}
     entries = error.errors()
-    for entry in sorted(entries, key=lambda entry: order.index(entry["loc"][0]) if entry["loc"] else len(order)):
+    for entry in sorted(entries, key=lambda entry: order.index(str(entry["loc"][0])) if entry["loc"] else len(order)):
         name = str(entry["loc"][0]) if entry["loc"] else ""
         if entry["type"] == "default_factory_not_called" or _follows_from_another(entry, entries):
             continue
@@ -59,9 +59,8 @@ def _follows_from_another(entry: Mapping[str, Any], entries: Sequence[Mapping[st
 
 
 def _origins(values: Mapping[str, SourcedValue]) -> str:
-    return (
-        ", ".join(dict.fromkeys(sourced.origin for sourced in values.values() if sourced.precedence)) or "the defaults"
-    )
+    given = dict.fromkeys(sourced.origin for sourced in values.values() if sourced.precedence)
+    return ", ".join(given) or "the defaults"
 
 
 def _missing(wanted: Flag, model_class: type[Strict]) -> MissingSetting:
@@ -72,9 +71,7 @@ def _missing(wanted: Flag, model_class: type[Strict]) -> MissingSetting:
         stands_alone = wanted.name in getattr(model_class, "positional", ())
         where = "the command line"
         fix = f"give {wanted.metavar}" if stands_alone else f"give {flag(wanted.name)} {wanted.metavar}"
-    problem = MissingSetting(f"{wanted.name} is not set, and has no default", where, fix)
-    problem.guess = wanted.name
-    return problem
+    return MissingSetting(f"{wanted.name} is not set, and has no default", where, fix, wanted.name)
 
 
 def _wrong(wanted: Flag, given: SourcedValue) -> ConfigError:

@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,7 +26,6 @@ from finetune.errors import ConfigError, FinetuneError, StateError
 from finetune.storage import durable_files
 from finetune.storage.checkpoint_manifest import (
     MANIFEST_NAME,
-    Validity,
     is_allowed,
     list_checkpoints,
     manifest_bytes,
@@ -35,18 +34,8 @@ from finetune.storage.checkpoint_manifest import (
     verify,
 )
 
-__all__ = [
-    "CheckpointWriter",
-    "Validity",
-    "clean_staging",
-    "list_checkpoints",
-    "newest_valid",
-    "rotate",
-    "set_aside",
-    "staging_folders",
-    "step_of",
-    "verify",
-]
+# Of the manifest, for whoever works with checkpoint folders.
+__all__ = ["list_checkpoints", "newest_valid", "step_of", "verify"]
 
 # How long rank 0 waits for another node's files to be seen through a network file system's cache.
 VISIBLE_WITHIN_SECONDS = 60.0
@@ -102,7 +91,7 @@ class CheckpointWriter:
         if error is None:
             return
         cause = durable_files.os_error_in(error)
-        explained = self._explained(cause) if cause is not None else None
+        explained = self._explained(cause) if cause is not None else None  # before the files that it counts are gone
         self.discard()
         if explained is not None:
             raise explained from error
@@ -203,12 +192,6 @@ class CheckpointWriter:
             return ""
         return f"The previous checkpoint is {previous.name}" if previous else "There is no previous checkpoint"
 
-    def _staged_bytes(self) -> int:
-        try:
-            return sum(durable_files.walk_files(self.folder)[0].values())
-        except OSError:
-            return 0
-
     def _explained(self, error: OSError) -> FinetuneError:
         """The error of the system, with the numbers and the next step."""
         try:
@@ -218,7 +201,10 @@ class CheckpointWriter:
         if self.expected_bytes is not None:
             needed = durable_files.format_bytes(self.expected_bytes)
         else:
-            needed = f"more than the {durable_files.format_bytes(self._staged_bytes())} written"
+            staged_bytes = 0
+            with contextlib.suppress(OSError):
+                staged_bytes = sum(durable_files.walk_files(self.folder)[0].values())
+            needed = f"more than the {durable_files.format_bytes(staged_bytes)} written"
         remedies = {
             errno.ENOSPC: "free some space on it",
             errno.EDQUOT: "free some of your quota on it",
@@ -252,7 +238,7 @@ def rotate(run_folder: Path | str, keep: int, *, known_valid: Collection[str] = 
     package (by manifest, names and sizes) is left where it is.
 
     Args:
-        run_folder: the run's folder, locked by this run.
+        run_folder: locked by this run.
         keep: at least 2, because the newest may turn out broken.
         known_valid: names whose content this process has verified already; only their names and sizes are looked at.
 
@@ -264,28 +250,34 @@ def rotate(run_folder: Path | str, keep: int, *, known_valid: Collection[str] = 
     removed: list[str] = []
     kept = 0
     try:
-        newest_first = list(reversed(list_checkpoints(run_folder)))
+        checkpoints = list_checkpoints(run_folder)
     except StateError as error:  # the save itself went well: no reason to stop the run
         logger.warning("no old checkpoint is removed: %s", error)
         return removed
-    for folder in newest_first:
+    for folder in reversed(checkpoints):
         enough = kept >= keep
         validity = verify(folder, hashes=not enough and folder.name not in known_valid)
         if not validity.valid:
             if not enough:  # else it was reported when it was new
                 logger.warning("%s is invalid and left as it is: %s", folder.name, validity.why)
-        elif enough:
-            try:
-                _remove(folder)
-                removed.append(folder.name)
-            except OSError as error:
-                logger.warning("%s could not be removed: %s", folder.name, error)
-        else:
+        elif not enough:
             kept += 1
+        elif _removed(folder, _remove_checkpoint):
+            removed.append(folder.name)
     return removed
 
 
-def _remove(folder: Path) -> None:
+def _removed(folder: Path, remove: Callable[[Path], None]) -> bool:
+    """Remove a folder, or warn that it could not be done."""
+    try:
+        remove(folder)
+    except OSError as error:
+        logger.warning("%s could not be removed: %s", folder.name, error)
+        return False
+    return True
+
+
+def _remove_checkpoint(folder: Path) -> None:
     """Remove a checkpoint so that a kill half-way leaves nothing that looks like one."""
     doomed = folder.parent / f".removing-{folder.name}"
     durable_files.remove_tree(doomed, missing_ok=True)
@@ -301,11 +293,4 @@ def staging_folders(run_folder: Path | str) -> list[Path]:
 
 def clean_staging(run_folder: Path | str) -> list[str]:
     """Remove what killed saves and removals left; return the names. Only for the holder of the run folder's lock."""
-    removed = []
-    for folder in staging_folders(run_folder):
-        try:
-            durable_files.remove_tree(folder)
-            removed.append(folder.name)
-        except OSError as error:
-            logger.warning("%s could not be removed: %s", folder.name, error)
-    return removed
+    return [folder.name for folder in staging_folders(run_folder) if _removed(folder, durable_files.remove_tree)]

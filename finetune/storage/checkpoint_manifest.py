@@ -61,9 +61,7 @@ def manifest_bytes(step: int, files: Mapping[str, Mapping[str, Any]], metadata: 
     """The manifest of a checkpoint as it lies on the disk; its `digest` is the SHA-256 of the same text without it.
 
     Args:
-        step: optimizer steps done.
         files: `{"size_bytes": int, "sha256": str}` by relative name.
-        metadata: the caller's facts, plain JSON.
 
     Raises:
         TypeError, ValueError: the metadata is not plain JSON (or holds NaN).

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -35,18 +35,28 @@ def _sync_descriptor(descriptor: int) -> None:
     os.fsync(descriptor)
 
 
-def open_regular(path: Path) -> int:
-    """Open a file for reading and return its descriptor; the caller closes it.
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    """The descriptor of a file or folder, closed at the end of the block."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _opened_regular(path: Path) -> Iterator[int]:
+    """The descriptor of a regular file that is open for reading.
 
     Raises:
         OSError: the path is a link, a folder, a pipe or a device, or cannot be read.
     """
     # O_NONBLOCK: opening a pipe that someone left here must not wait for its writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return descriptor
+    with _opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as descriptor:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        yield descriptor
 
 
 def read_bytes(path: Path, limit_bytes: int) -> bytes:
@@ -55,27 +65,21 @@ def read_bytes(path: Path, limit_bytes: int) -> bytes:
     Raises:
         OSError: it cannot be read, is not a regular file, or is larger than `limit_bytes`.
     """
-    descriptor = open_regular(path)
-    try:
+    with _opened_regular(path) as descriptor:
         if os.fstat(descriptor).st_size > limit_bytes:
             raise OSError(errno.EFBIG, f"larger than {limit_bytes} bytes", str(path))
         chunks = []
         while chunk := os.read(descriptor, CHUNK_BYTES):
             chunks.append(chunk)
         return b"".join(chunks)
-    finally:
-        os.close(descriptor)
 
 
 def _write_synced(path: Path, data: bytes, flags: int) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o666)
-    try:
+    with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | flags) as descriptor:
         view = memoryview(data)
         while view:
             view = view[os.write(descriptor, view) :]
         _sync_descriptor(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_new(path: Path, data: bytes) -> None:
@@ -100,11 +104,8 @@ def replace_file(path: Path, data: bytes) -> None:
 
 def sync_file(path: Path) -> None:
     """Have the device hold a file's content, whoever wrote it."""
-    descriptor = open_regular(path)
-    try:
+    with _opened_regular(path) as descriptor:
         _sync_descriptor(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def share_file(path: Path) -> None:
@@ -116,25 +117,20 @@ def share_file(path: Path) -> None:
 
 def sync_folder(path: Path) -> None:
     """Have the device hold a folder's names: files made, renamed and removed in it."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        _sync_descriptor(descriptor)
-    except OSError as error:
-        if error.errno not in _NO_FOLDER_SYNC:
-            raise
-    finally:
-        os.close(descriptor)
+    with _opened(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+        try:
+            _sync_descriptor(descriptor)
+        except OSError as error:
+            if error.errno not in _NO_FOLDER_SYNC:
+                raise
 
 
 def hash_file(path: Path) -> str:
     """SHA-256 of a regular file, as 64 hexadecimal digits."""
     digest = hashlib.sha256()
-    descriptor = open_regular(path)
-    try:
+    with _opened_regular(path) as descriptor:
         while chunk := os.read(descriptor, CHUNK_BYTES):
             digest.update(chunk)
-    finally:
-        os.close(descriptor)
     return digest.hexdigest()
 
 

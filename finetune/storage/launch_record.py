@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -33,8 +34,8 @@ class StartedProcess:
     host: str
 
 
-def command_digest(words: list[str]) -> str:
-    return hashlib.sha256("\0".join(words).encode("utf-8", "surrogateescape")).hexdigest()
+def command_digest(arguments: list[str]) -> str:
+    return hashlib.sha256("\0".join(arguments).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def describe(pid: int, role: str, *, rank: int | None = None, attempt: int | None = None) -> StartedProcess | None:
@@ -42,19 +43,14 @@ def describe(pid: int, role: str, *, rank: int | None = None, attempt: int | Non
     try:
         process = psutil.Process(pid)
         with process.oneshot():
-            start_time, words = process.create_time(), process.cmdline()
+            start_time, arguments = process.create_time(), process.cmdline()
     except psutil.Error:
         return None
-    return StartedProcess(pid, start_time, command_digest(words), role, rank, attempt, socket.gethostname())
+    return StartedProcess(pid, start_time, command_digest(arguments), role, rank, attempt, socket.gethostname())
 
 
 class LaunchRecord:
-    """The list, in memory and in its file.
-
-    Args:
-        log: the log beside which it stands.
-        output_dir: the run folder.
-    """
+    """The list, in memory and in its file, which stands beside `log`."""
 
     def __init__(self, log: Path, output_dir: Path) -> None:
         self.path = log.with_suffix(".processes.json")
@@ -86,10 +82,8 @@ class LaunchRecord:
         """SIGKILL to every process but the supervisor that still runs."""
         for process in self._processes:
             if process.role != "supervisor" and still_runs(process):
-                try:
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
 
     def _write(self) -> None:
         content = self._facts | {"processes": [asdict(process) for process in self._processes]}

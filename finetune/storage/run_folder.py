@@ -12,30 +12,19 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
+
+import yaml
 
 from finetune.errors import StateError
 from finetune.storage import durable_files
 from finetune.storage.run_lock import LOCK_NAME, RunLock, now_utc
-from finetune.storage.run_log import StepLog, read_jsonl_tolerant
+from finetune.storage.run_log import StepLog
 
-__all__ = [
-    "Difference",
-    "FolderDescription",
-    "RunLock",
-    "SampleLog",
-    "check_output_folder",
-    "describe_folder",
-    "format_differences",
-    "read_identity",
-    "read_jsonl_tolerant",
-    "read_status",
-    "write_identity",
-    "write_status",
-]
+__all__ = ["RunLock"]  # for whoever works with run folders
 
 IDENTITY_NAME = "run_identity.json"
 CONFIG_NAME = "run.yaml"
@@ -48,7 +37,6 @@ _IGNORED_NAMES = {LOCK_NAME, f".{IDENTITY_NAME}.tmp", "lost+found", ".DS_Store"}
 logger = logging.getLogger("finetune")
 
 RunState = Literal["running", "done", "failed", "stopped"]
-_RUN_STATES = ("running", "done", "failed", "stopped")
 
 
 class Difference(NamedTuple):
@@ -77,20 +65,10 @@ def _json_text(content: Mapping[str, Any]) -> bytes:
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _read_json_object(path: Path) -> dict[str, Any] | None:
-    """A JSON object from a file; None where it is not there, cannot be read or is something else."""
+def _read_block(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any] | None:
+    """Names and values from a file; None where it is not there, cannot be read or is something else."""
     try:
-        content = json.loads(durable_files.read_bytes(path, FILE_LIMIT_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
-
-
-def _read_config(path: Path) -> dict[str, Any] | None:
-    import yaml  # only where a folder is described
-
-    try:
-        content = yaml.safe_load(durable_files.read_bytes(path, FILE_LIMIT_BYTES))
+        content = parse(durable_files.read_bytes(path, FILE_LIMIT_BYTES))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return None
     return content if isinstance(content, dict) else None
@@ -100,20 +78,18 @@ def write_status(run_folder: Path | str, state: RunState, exit_code: int | None,
     """Write `status.json`, whole or not at all. A refused run has no status: it writes nothing.
 
     Args:
-        run_folder: the run's folder.
-        state: "running", "done", "failed" or "stopped".
         exit_code: what the process ends with; None while it runs.
         facts: plain JSON: step, checkpoint, message, ...
     """
-    if state not in _RUN_STATES:
-        raise ValueError(f"{state!r} is not one of {_RUN_STATES}")
+    if state not in get_args(RunState):
+        raise ValueError(f"{state!r} is not one of {get_args(RunState)}")
     content = {"state": state, "exit_code": exit_code, "written_at": now_utc(), **facts}
     durable_files.replace_file(Path(run_folder) / STATUS_NAME, _json_text(content))
 
 
 def read_status(run_folder: Path | str) -> dict[str, Any] | None:
     """The content of `status.json`, or None where there is none that can be read."""
-    return _read_json_object(Path(run_folder) / STATUS_NAME)
+    return _read_block(Path(run_folder) / STATUS_NAME, json.loads)
 
 
 def write_identity(run_folder: Path | str, identity: Mapping[str, Any]) -> None:
@@ -123,7 +99,7 @@ def write_identity(run_folder: Path | str, identity: Mapping[str, Any]) -> None:
 
 def read_identity(run_folder: Path | str) -> dict[str, Any] | None:
     """The content of `run_identity.json`, or None where there is none that can be read."""
-    return _read_json_object(Path(run_folder) / IDENTITY_NAME)
+    return _read_block(Path(run_folder) / IDENTITY_NAME, json.loads)
 
 
 def describe_folder(output_dir: Path | str) -> FolderDescription:
@@ -140,15 +116,14 @@ def describe_folder(output_dir: Path | str) -> FolderDescription:
             return FolderDescription("empty")
         raise StateError("the output folder is a link to nothing", str(folder), "choose another --output-dir") from None
     except OSError as error:
-        raise StateError(
-            f"the output folder cannot be read: {error.strerror}", str(folder), "choose another --output-dir"
-        ) from error
+        what = f"the output folder cannot be read: {error.strerror}"
+        raise StateError(what, str(folder), "choose another --output-dir") from error
     if not names:
         return FolderDescription("empty")
     return FolderDescription(
         kind="run" if IDENTITY_NAME in names else "other",
         identity=read_identity(folder),
-        config=_read_config(folder / CONFIG_NAME),
+        config=_read_block(folder / CONFIG_NAME, yaml.safe_load),
         status=read_status(folder),
     )
 
@@ -157,7 +132,7 @@ def check_output_folder(output_dir: Path | str, identity: Mapping[str, Any]) -> 
     """In what the run in an output folder differs from this one; nothing for a free folder or the same run.
 
     Args:
-        output_dir: the folder, there or not. It is only read.
+        output_dir: there or not; it is only read.
         identity: facts that make this run what it is (model, data fingerprint, schedule hash, global batch size, seed,
             total steps, tokenizer hash, ...), plain JSON; compared as they are after a write and a read.
 
@@ -167,18 +142,11 @@ def check_output_folder(output_dir: Path | str, identity: Mapping[str, Any]) -> 
     description = describe_folder(output_dir)
     if description.kind == "empty":
         return []
-    if description.kind == "other":
-        raise StateError(
-            f"the output folder is not empty and not a run of this package (it has no {IDENTITY_NAME})",
-            str(output_dir),
-            "choose an empty or new --output-dir",
-        )
     if description.identity is None:
-        raise StateError(
-            f"{IDENTITY_NAME} in the output folder is broken, so it cannot be told whether this is the same run",
-            str(output_dir),
-            "choose an empty or new --output-dir",
-        )
+        what = f"{IDENTITY_NAME} in the output folder is broken, so it cannot be told whether this is the same run"
+        if description.kind == "other":
+            what = f"the output folder is not empty and not a run of this package (it has no {IDENTITY_NAME})"
+        raise StateError(what, str(output_dir), "choose an empty or new --output-dir")
     old, new = description.identity, json.loads(_json_text(identity))
     names = [*new, *(name for name in old if name not in new)]
     return [Difference(name, old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)]

@@ -60,7 +60,6 @@ class RunLock:
     before anything else was written, what the lock created is removed again: a refused run writes nothing.
 
     Args:
-        run_folder: the run's folder.
         wait_seconds: how long to wait for another holder, who may be a killed run's worker about to end.
 
     Raises (on entry):
@@ -160,10 +159,8 @@ class RunLock:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            logger.warning(
-                "%s: this file system has no locks, so nothing keeps a second run out: see that there is none",
-                self.run_folder,
-            )
+            why = "this file system has no locks, so nothing keeps a second run out: see that there is none"
+            logger.warning("%s: %s", self.run_folder, why)
         return True
 
     def _is_still_there(self, descriptor: int) -> bool:

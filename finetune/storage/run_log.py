@@ -18,12 +18,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from typing_extensions import Self
 
 from finetune.errors import DataError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 LOGGER_NAME = "finetune"
 LOG_FILE_ONLY = {"log_file_only": True}  # as `extra` of a log call: not to the console
@@ -45,17 +44,12 @@ EVENTS = (
 
 
 class JsonLines:
-    """Appends one object per line, each with a single unbuffered write: a crash tears at most the last line.
-
-    Args:
-        path: the file; made where it is not there.
-    """
+    """Appends one object per line to a file, each with a single unbuffered write: a crash tears at most the last."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self._descriptor = os.open(
-            self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | os.O_CLOEXEC, 0o666
-        )
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._descriptor = os.open(self.path, flags, 0o666)
 
     def write(self, content: dict[str, Any]) -> None:
         text = json.dumps(_strict(content), ensure_ascii=False, allow_nan=False)
@@ -160,9 +154,8 @@ def read_jsonl_tolerant(path: Path | str) -> Iterator[dict[str, Any]]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if torn is not None:
-                raise DataError(
-                    "a line in the middle of the log is not a JSON object", f"{path}:{torn}", "take out that line"
-                )
+                what = "a line in the middle of the log is not a JSON object"
+                raise DataError(what, f"{path}:{torn}", "take out that line")
             record = _parse_line(line)
             if record is None or not line.endswith(b"\n"):
                 torn = number
@@ -179,15 +172,12 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 class _TaggedFormatter(logging.Formatter):
-    TAGS = {logging.DEBUG: "DEBUG", logging.INFO: "INFO", logging.WARNING: "WARNING", logging.ERROR: "ERROR"}
-
     def __init__(self, rank: int) -> None:
         super().__init__()
         self.prefix = f"rank {rank}: " if rank else ""
 
     def format(self, record: logging.LogRecord) -> str:
-        tag = getattr(record, "tag", self.TAGS.get(record.levelno, record.levelname))
-        return f"[{tag}] {self.prefix}{record.getMessage()}"
+        return f"[{getattr(record, 'tag', record.levelname)}] {self.prefix}{record.getMessage()}"
 
 
 class _ConsoleHandler(logging.StreamHandler):

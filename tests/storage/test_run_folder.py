@@ -29,11 +29,11 @@ from finetune.storage.run_folder import (
     describe_folder,
     format_differences,
     read_identity,
-    read_jsonl_tolerant,
     read_status,
     write_identity,
     write_status,
 )
+from finetune.storage.run_log import read_jsonl_tolerant
 
 IDENTITY = {"model": "tiny", "data": "ab12", "global_batch_size": 32, "levels": ("explain", "topology"), "seed": 42}
 
