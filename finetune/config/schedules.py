@@ -1,6 +1,6 @@
 """Learning-rate schedules: functions of the step, so that nothing has to be restored on resume.
 
-A new schedule is a function here and its entry in `SCHEDULES`: the setting takes its name, and the help says what it is.
+A new schedule is a function here and its entry in `SCHEDULES`: the setting takes its name, and the help its meaning.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ SCHEDULES = {
 }
 _FINE_TUNING = {name: schedule for name, schedule in SCHEDULES.items() if not schedule.pretraining_only}
 if TYPE_CHECKING:
-    ScheduleName = PretrainingScheduleName = str
+    ScheduleName = str
+    PretrainingScheduleName = str
 else:  # the choices of the settings, as pydantic takes them
     ScheduleName, PretrainingScheduleName = Literal[tuple(_FINE_TUNING)], Literal[tuple(SCHEDULES)]
 
