@@ -1,11 +1,11 @@
-"""Packed sequences against padded batches: the same training, side by side.
+"""Packed sequences against padded microbatches: the same training, side by side.
 
     python benchmarks/packing.py                       # on this machine's best device, a few minutes on two cores
     python benchmarks/packing.py --model DIR --micro-batch-size 8 --global-batch-size 128 --steps 30
 
 Each data set is trained for the same steps packed and padded, in turn, each time in a process of its own, so that peak
 memory is its own. Both have the same micro-batch: a packed sequence holds at most micro-batch x cutoff tokens, a padded
-batch micro-batch samples. Throughput is the median over the steps after the first ones, in tokens of the data: padding
+microbatch micro-batch samples. Throughput is the median over the steps after the first, in tokens of the data: padding
 does not count. Exits with 1 if losses differ by more than rounding or nothing was learned from.
 """
 
@@ -172,7 +172,7 @@ def _heading(run: Measured, options: argparse.Namespace) -> str:
     )
     columns = (
         "data",
-        "padding of padded batches",
+        "padding of padded microbatches",
         "packed tok/s",
         "padded tok/s",
         "ratio (each pair)",

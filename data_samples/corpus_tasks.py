@@ -1,6 +1,6 @@
 """The tasks of the base model's corpus: words, translation, statements, sums, networks and inventories, greetings.
 
-They share the words of the shipped rows, but not their question forms, and they hold none of the facts. A task is a
+They share the words of the shipped records, but not their question forms, and they hold none of the facts. A task is a
 function of a draw and a language that gives a question and its answer.
 """
 

@@ -1,4 +1,4 @@
-"""The words of the base model's corpus: those of the shipped rows, out of their sentences."""
+"""The words of the base model's corpus: those of the shipped records, out of their sentences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNITS = ("MB", "kB", "kbit", "Mbit", "Mbit/s", "Gbit/s", "ms", "us", "s", "km", 
 
 
 def shipped_texts(language: str) -> list[str]:
-    """Every text of the shipped rows in one language, without the blanks to fill: facts, forms, steps and headings."""
+    """Every text of the shipped records in one language, without the blanks to fill: facts, forms, steps, headings."""
     facts = [fact.answer for fact in read_facts() if fact.language == language]
     forms = [form for kind in FORMS.values() for form in kind[language]]
     for texts in (*REASONING.values(), *TOPOLOGY.values()):

@@ -1,4 +1,4 @@
-"""Random draws that are the same in every Python version, and the form of a row."""
+"""Random draws that are the same in every Python version, and the form of a record."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def spaced(text: str) -> str:
 
 
 def solved_row(level: str, language: str, instruction: str, text: str, steps: str, answer: str) -> Row:
-    """A row whose output shows the steps and ends with the answer in a fixed form. `text` is the alpaca `input`."""
+    """A record whose output shows the steps and ends with the answer in a fixed form. `text` is the alpaca `input`."""
     return {
         "instruction": instruction,
         "input": text,

@@ -2,7 +2,7 @@
 
     python data_samples/make_corpus.py --out runs/base_corpus
 
-The rows come from the same world as train.jsonl, in English and Chinese, as `messages` with one to three turns, some
+The records come from the same world as train.jsonl, in English and Chinese, as `messages` with one to three turns, some
 with a system prompt: small tasks, and pages of a handbook (corpus_documents.py). No question of train.jsonl or
 valid.jsonl is among them. A model trained on them speaks the chat template and has read about the field, and still has
 to learn from train.jsonl to answer.
@@ -49,7 +49,7 @@ def corpus_row(draw: Draw, turns: list[Turn]) -> dict[str, Any]:
 
 
 def corpus_rows(count: int, valid_count: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Train and valid rows, which share no question with each other or with the shipped files."""
+    """Train and valid records, which share no question with each other or with the shipped files."""
     draw = Draw("corpus")
     shipped = {question(row) for rows in split_rows().values() for row in rows}
     tasks = weighted_tasks(shipped)

@@ -17,7 +17,7 @@ from networks_topology import topology_rows
 from reasoning_texts import reasoning_rows
 
 HERE = Path(__file__).resolve().parent
-VALID_ROWS = 50  # of each level
+VALID_ROWS = 50  # of each difficulty
 TRAIN_ROWS = {"reasoning": 500, "topology": 400}  # explain has as many as the table of facts gives, 600
 SPARE_ROWS = 40  # of reasoning and topology, for the conversations
 CONVERSATIONS = 20  # in each of the two multi-turn files
@@ -32,7 +32,7 @@ FILES = ("train.jsonl", "valid.jsonl", "sharegpt.json", "messages.jsonl", "broke
 
 
 def split_rows() -> dict[str, list[Row]]:
-    """All rows: train, valid and spare, each shuffled."""
+    """All records: train, valid and spare, each shuffled."""
     counts = {"valid": VALID_ROWS, "spare": SPARE_ROWS}
     levels = [
         explain_rows(VALID_ROWS),
@@ -56,7 +56,7 @@ def is_chinese(row: Row) -> bool:
 
 
 def conversations(spare: list[Row]) -> list[list[Row]]:
-    """2 x CONVERSATIONS talks of one to four rows, each of one level and language, from rows that no other file has."""
+    """2 x CONVERSATIONS talks of one to four records, of one difficulty and language, that no other file has."""
     groups: dict[tuple[str, bool], list[Row]] = {}
     for row in spare:
         groups.setdefault((row["difficulty"], is_chinese(row)), []).append(row)
@@ -70,7 +70,7 @@ def conversations(spare: list[Row]) -> list[list[Row]]:
 
 
 def sharegpt_rows(talks: list[list[Row]]) -> list[dict[str, Any]]:
-    """ShareGPT rows: `conversations` of from/value, sometimes with a `system` turn."""
+    """ShareGPT records: `conversations` of from/value, sometimes with a `system` turn."""
     rows = []
     for number, talk in enumerate(talks):
         turns = [{"from": "system", "value": SYSTEM_PROMPTS[is_chinese(talk[0])]}] if number % 3 == 0 else []
@@ -81,7 +81,7 @@ def sharegpt_rows(talks: list[list[Row]]) -> list[dict[str, Any]]:
 
 
 def messages_rows(talks: list[list[Row]]) -> list[dict[str, Any]]:
-    """Rows of `messages` with role/content, most of them with a system prompt, which may be empty."""
+    """Records of `messages` with role/content, most of them with a system prompt, which may be empty."""
     rows = []
     for number, talk in enumerate(talks):
         prompt = SYSTEM_PROMPTS[is_chinese(talk[0])] if number % 4 < 2 else SYSTEM_PROMPTS[number % 4]
@@ -93,7 +93,7 @@ def messages_rows(talks: list[list[Row]]) -> list[dict[str, Any]]:
 
 
 def broken_lines() -> list[str]:
-    """One line for each way in which an alpaca row can be bad, between two good ones. `defect` names it."""
+    """One line for each way in which an alpaca record can be bad, between two good ones. `defect` names it."""
     good = {"instruction": "What is a router?", "input": "", "output": "A device.", "difficulty": "explain"}
     changes: list[tuple[str, dict[str, Any]]] = [
         ("none", {}),
@@ -130,7 +130,7 @@ def make_files() -> dict[str, str]:
     """The content of every file by its name."""
     rows = split_rows()
     talks = list(enumerate(conversations(rows["spare"])))
-    # Groups of six talks (three levels, two languages) are halved the other way round in turn.
+    # Groups of six talks (three difficulties, two languages) are halved the other way round in turn.
     sharegpt, messages = ([talk for number, talk in talks if (number + number // 6) % 2 == half] for half in (0, 1))
     lines = {
         "train.jsonl": [json_line(row) for row in rows["train"]],

@@ -2,7 +2,7 @@
 
     python data_samples/make_tokenizer.py --out runs/tokenizer data_samples/train.jsonl runs/base_corpus/corpus.jsonl
 
-Every string value of the rows is training text. The result is a transformers tokenizer folder with Qwen's special
+Every string value of the records is training text. The result is a transformers tokenizer folder with Qwen's special
 tokens (`<|endoftext|>` pads, `<|im_end|>` ends a turn, so the two are different) and a ChatML template. The same input
 gives the same files.
 """

@@ -1,4 +1,4 @@
-"""Explain rows: what a thing of networks is, from the facts in networks_facts.txt and several question forms."""
+"""Explain records: what a thing of networks is, from the facts in networks_facts.txt and several question forms."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def fill(form: str, term: str, language: str) -> str:
 
 
 def explain_row(instruction: str, output: str) -> Row:
-    """A row of this level. It has no `answer`: a definition can be right in many words."""
+    """A record of this difficulty. It has no `answer`: a definition can be right in many words."""
     return {"instruction": instruction, "input": "", "output": output, "difficulty": LEVEL}
 
 
@@ -94,7 +94,7 @@ def read_facts() -> list[Fact]:
 
 
 def list_rows(facts: list[Fact], language: str, count: int) -> list[Row]:
-    """Rows that ask for two to six facts at once: the long ones of this level."""
+    """Records that ask for two to six facts at once: the long ones of this difficulty."""
     draw = Draw("explain", "lists", language)
     terms = [fact for fact in facts if fact.language == language and fact.kind in ("protocol", "thing")]
     rows = []
@@ -107,7 +107,7 @@ def list_rows(facts: list[Fact], language: str, count: int) -> list[Row]:
 
 
 def explain_rows(valid_count: int) -> dict[str, list[Row]]:
-    """All rows of this level as {"train": ..., "valid": ..., "spare": ...}; half English, half Chinese.
+    """All records of this difficulty as {"train": ..., "valid": ..., "spare": ...}; half English, half Chinese.
 
     Train asks every fact once and some twice. Valid asks facts of the second kind in a third form: whoever has learned
     the answer from train can give it. `spare` holds the forms that neither uses, for the multi-turn files.

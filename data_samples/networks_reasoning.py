@@ -1,4 +1,4 @@
-"""Reasoning rows: arithmetic of computer networks, with the steps shown and an exact answer.
+"""Reasoning records: arithmetic of computer networks, with the steps shown and an exact answer.
 
 Each kind is a function that draws numbers and works the answer out. Its words are in reasoning_texts.py.
 """

@@ -1,4 +1,4 @@
-"""Topology rows: questions about small networks, answered by the algorithms of graphs.py.
+"""Topology records: questions about small networks, answered by the algorithms of graphs.py.
 
 Each kind is a function from a random network to the values of its texts, or to None where the network does not suit it.
 """

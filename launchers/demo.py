@@ -1,8 +1,8 @@
 """`make demo`: the main job on this machine, for real, then what it gave.
 
 LoRA fine-tuning under DeepSpeed ZeRO-3 with optimizer and parameters offloaded to the CPU, two processes, the
-staged curriculum on, bundled data and model. Ends with the validation loss per level before and after, an answer per
-level from the base model and from the adapter (loaded with plain peft), and where the adapter is.
+staged curriculum on, bundled data and model. Ends with the validation loss by difficulty before and after, an answer
+per difficulty from the base model and from the adapter (loaded with plain peft), and where the adapter is.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def evaluations(output_dir: Path) -> list[dict[str, float]]:
 
 
 def loss_table(before: dict[str, float], after: dict[str, float]) -> Table:
-    table = Table(title="validation loss, held-out rows", title_justify="left")
-    for name in ("level", "before", "after", "change"):
-        table.add_column(name, justify="left" if name == "level" else "right")
+    table = Table(title="validation loss, held-out records", title_justify="left")
+    for name in ("difficulty", "before", "after", "change"):
+        table.add_column(name, justify="left" if name == "difficulty" else "right")
     for name in [name for name in after if name.startswith("eval_loss/")] + ["eval_loss"]:
         level = name.partition("/")[2] or "all"
         table.add_row(level, f"{before[name]:.3f}", f"{after[name]:.3f}", f"{after[name] / before[name] - 1:+.0%}")
@@ -57,7 +57,7 @@ def loss_table(before: dict[str, float], after: dict[str, float]) -> Table:
 
 
 def answers(output_dir: Path, rows: list[dict[str, str]]) -> Table:
-    """Greedy answers to one held-out row per level, base model and adapter, with plain transformers and peft."""
+    """Greedy answers to a held-out record per difficulty, base model and adapter, with plain transformers and peft."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -80,9 +80,9 @@ def answers(output_dir: Path, rows: list[dict[str, str]]) -> Table:
 
 
 def answers_table(rows: list[dict[str, str]], answer: Callable[[list[dict[str, str]]], str], tuned: PeftModel) -> Table:
-    """What the base model says to each row, and what it says with the adapter."""
+    """What the base model says to each record, and what it says with the adapter."""
     table = Table(title="held-out questions", show_lines=True, title_justify="left")
-    for name in ("level", "question", "base model", "with the adapter", "reference"):
+    for name in ("difficulty", "question", "base model", "with the adapter", "reference"):
         table.add_column(name, overflow="fold")
     for row in rows:
         question = "\n".join(part for part in (row["instruction"], row.get("input", "")) if part)

@@ -92,7 +92,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make_step_batches(count: int, seed: int = 0) -> list[dict[str, str]]:
+def make_records(count: int, seed: int = 0) -> list[dict[str, str]]:
     """Alpaca rows, the three levels in turn; answers of 3 to 60 words, questions of 3 to 25, some with a system."""
     choose = random.Random(seed)
 
@@ -122,13 +122,13 @@ def write_rows() -> Callable[[Path, list[dict[str, str]]], Path]:
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory: pytest.TempPathFactory, write_rows) -> Path:
     """train.jsonl: 60 rows, 20 of each level in turn, 30 to 200 tokens long. Read only."""
-    return write_rows(tmp_path_factory.mktemp("tiny_data") / "train.jsonl", make_step_batches(60))
+    return write_rows(tmp_path_factory.mktemp("tiny_data") / "train.jsonl", make_records(60))
 
 
 @pytest.fixture(scope="session")
 def tiny_valid(tmp_path_factory: pytest.TempPathFactory, write_rows) -> Path:
     """valid.jsonl: 9 rows, 3 of each level. Read only."""
-    return write_rows(tmp_path_factory.mktemp("tiny_valid") / "valid.jsonl", make_step_batches(9, seed=1))
+    return write_rows(tmp_path_factory.mktemp("tiny_valid") / "valid.jsonl", make_records(9, seed=1))
 
 
 @pytest.fixture(scope="session")

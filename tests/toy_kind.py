@@ -137,6 +137,7 @@ def build_trainer(config: ToyConfig, world: Any, data: Prepared, start: Any, ses
     import numpy as np
     from safetensors.torch import save_file
 
+    from finetune.data.steps import StepBatches
     from finetune.modeling.scratch import make_model
     from finetune.training import build
     from finetune.training.arguments import training_arguments
@@ -167,13 +168,13 @@ def build_trainer(config: ToyConfig, world: Any, data: Prepared, start: Any, ses
     if start.folder is not None:
         TrainingState(model).load_weights(start.folder)
     execution = build.make_execution(world, session, packing=False, token_budget=0, samples_per_microbatch=1)
-    step_batches = build.make_step_batches(
+    step_batches = StepBatches(
         data.windows,
         data.batches,
         execution,
-        difficulties=np.full(len(data.windows), -1),
-        difficulty_count=0,
-        pad=0,
+        difficulty_ids=np.full(len(data.windows), -1),
+        difficulties=0,
+        pad_token_id=0,
     )
     trainer = build.make_trainer(
         ToyTrainer,

@@ -94,7 +94,7 @@ class Schedule:
         ]
 
     def canonical(self) -> dict[str, Any]:
-        """What decides the plan, as plain JSON values: the same for 80/20 and 0.8/0.2."""
+        """What decides the counts, as plain JSON values: the same for 80/20 and 0.8/0.2."""
         stages = [
             {"until": str(_exact(s.until)), "mix": [str(w) for w in self.shares(i)], "ramp": s.ramp}
             for i, s in enumerate(self.stages)
@@ -149,7 +149,7 @@ def choose_schedule(
     """The schedule of a run, the difficulty of each sample in it, and what is probably not as it should be.
 
     Args:
-        config: has `use_curriculum`, `difficulty_field`, and `curriculum` with `difficulties` and `stages` (each
+        config: has `use_curriculum`, `difficulty_field`, and `curriculum` with `levels` and `stages` (each
             `until`, `mix`, `ramp`).
         difficulties: int[N], the index of each sample's difficulty in `config.curriculum.levels`, -1 for none.
         record_ids: int[N], the input record of each sample, for messages; by default its position.

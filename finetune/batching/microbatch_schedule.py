@@ -1,5 +1,4 @@
-"""Who takes which samples of a global batch: microbatches for (rank, micro-step), the same on every rank without
-communication.
+"""Who takes which samples of a global batch: microbatches for (rank, micro-step), found by each rank alone.
 
 A microbatch is what one device takes in one forward. Every rank has the same number of microbatches, because sharded
 training communicates at every layer of every microbatch. All ranks wait for the largest microbatch of a micro-step, so

@@ -109,6 +109,6 @@ def _note_unused(resolution: Resolution) -> None:
 RULES_FOR_PRETRAINING: tuple[Rule, ...] = (
     resolve_tokens,
     resolve_reporting,
-    partial(warn_of_long_warmup, total="num_iterations"),
+    partial(warn_of_long_warmup, total="num_iterations", share="0.1 for a tenth"),
     _note_unused,
 )

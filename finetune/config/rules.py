@@ -48,9 +48,12 @@ def is_count(value: Any) -> bool:
 def refuse_product(resolution: Resolution, whole: str, factors: tuple[str, ...], product: int) -> None:
     """The problem of a batch that is given with all its factors, and is not their product."""
     named = " x ".join(f"{name} {resolution.value(name)}" for name in factors)
+    # Defaults that nobody touched are no place to look at, unless there is nothing else.
+    names = (*factors, whole)
+    given = tuple(name for name in names if resolution.precedence(name) > Precedence.DEFAULT)
     resolution.refuse(
         f"{named} x {processes(resolution.world_size)} is {product}, not {whole} {resolution.value(whole)}",
-        (*factors, whole),
+        given or names,
         f"nearest that agrees: {whole} {product}; or leave {ACCUMULATION} out, it is derived",
     )
 
@@ -129,17 +132,18 @@ def resolve_length(resolution: Resolution) -> None:
         resolution.notes.append(f"num_epochs {epochs.value} ({epochs.where}) is not used: max_steps {steps.value} wins")
 
 
-def warn_of_long_warmup(resolution: Resolution, total: str) -> None:
+def warn_of_long_warmup(resolution: Resolution, total: str, share: str) -> None:
     """A warm-up that fills the run is allowed, and warned about.
 
     Args:
         total: the setting that is the number of steps.
+        share: a usual warm-up as a share of them, e.g. "0.03 for 3%".
     """
     warmup, steps = resolution.value("warmup_steps"), resolution.value(total)
     if is_count(warmup) and is_count(steps) and warmup >= steps:
         resolution.notes.append(
             f"warning: warmup_steps {warmup} is not below {total} {steps}: the learning rate never reaches its "
-            f"maximum; set {flag('warmup_steps')} to 0.03 for 3% of the steps"
+            f"maximum; set {flag('warmup_steps')} to {share} of the steps"
         )
 
 
@@ -191,7 +195,7 @@ def _note_unused(resolution: Resolution) -> None:
 RULES_FOR_FINE_TUNING: tuple[Rule, ...] = (
     resolve_batch,
     resolve_length,
-    partial(warn_of_long_warmup, total="max_steps"),
+    partial(warn_of_long_warmup, total="max_steps", share="0.03 for 3%"),
     resolve_validation_data,
     _note_unused,
 )

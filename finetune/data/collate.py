@@ -12,8 +12,10 @@ import torch
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One microbatch as CPU tensors. T tokens of a packed microbatch; S samples of a padded microbatch, each a line
-    of T; n targets."""
+    """One microbatch as CPU tensors.
+
+    T are the tokens of a packed one; S the samples of a padded one, each a line of T; n the targets.
+    """
 
     input_ids: torch.Tensor  # int64 `(1, T)` packed or `(S, T)` padded
     position_ids: torch.Tensor  # int64, the same shape; restarts at 0 in each document
@@ -57,10 +59,9 @@ Sample = tuple[np.ndarray, np.ndarray | None, int]
 
 
 def collate(samples: Sequence[Sample], *, packing: bool, pad_token_id: int) -> Microbatch:
-    """Make the microbatch of these samples, in their order; no samples make the empty microbatch: two tokens without
-    targets.
+    """Make the microbatch of these samples, in their order; no samples make the empty one.
 
-    The empty microbatch keeps every rank at the same number of forwards and backwards (collectives match), and its
+    The empty microbatch has two tokens and no targets: it keeps every rank at the same number of forwards and backwards (collectives match), and its
     loss is 0.
     """
     if not samples:

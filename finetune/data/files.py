@@ -105,8 +105,7 @@ def file_sha256(path: Path) -> str:
 
 
 def read_records(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield `(line, record)` for each record; lines count from 1 (records, for parquet). A record may be a
-    `RecordProblem`.
+    """Yield `(line, record)`, or `(line, RecordProblem)`; lines count from 1 (records, for parquet).
 
     A file whose first character is `[` is one JSON array, any other text file is JSON Lines, whatever its suffix.
     JSON Lines are streamed; blank lines are no records. An array is decoded record by record from its text.

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class DataReport:
-    """Counts over one set of data files. Records are input records; samples are what is trained on (mostly one per
-    record)."""
+    """Counts over one set of data files; a record mostly becomes one sample."""
 
     records_read: int = 0
     records_kept: int = 0  # with at least one sample
@@ -60,7 +59,7 @@ class DataReport:
         return found
 
     def lines(self) -> list[tuple[str, str]]:
-        """The table's records as (name, value) texts; what is zero is left out where it is only bad news."""
+        """The table's lines as (name, value) texts; what is zero is left out where it is only bad news."""
         share = self.supervised_tokens / self.tokens if self.tokens else 0.0
         lines = [("records read", f"{self.records_read:,}"), ("records kept", f"{self.records_kept:,}")]
         if self.samples != self.records_kept:

@@ -81,7 +81,7 @@ def write_arrays(rendered: Dataset, columns: Mapping[str, np.ndarray], kept: np.
 
     Args:
         rendered: has the columns input_ids and supervised, a list per sample.
-        columns: record, file, line, difficulty, length and targets of each sample, (N,).
+        columns: row (the record's number), file, line, level (the difficulty's index), length and targets, `(N,)`.
 
     Returns:
         a hash of tokens, masks, difficulties and record ids; not of where records lie in which file.

@@ -91,7 +91,7 @@ class StepBatch:
 
 
 class StepBatches(torch.utils.data.Dataset):
-    """Map-style: step (0-based) -> `StepBatch` for this rank. Every rank computes the same plan without talking.
+    """Map-style: step (0-based) -> `StepBatch` for this rank. All ranks make the same schedule without communication.
 
     Args:
         difficulty_ids: int `(N,)`: difficulty of each sample in the schedule, -1 for none.

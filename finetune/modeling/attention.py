@@ -1,9 +1,9 @@
 """Attention that never looks across documents, per device.
 
-A packed sequence holds several documents one after another, `(1, T)`; a padded batch holds one document per line,
+A packed sequence holds several documents one after another, `(1, T)`; a padded microbatch one document per line,
 `(samples, longest)`, padded on the right. In both, a token may see only earlier tokens of its own document.
 
-| device             | packed sequences                                         | padded batches                     |
+| device             | packed sequences                                         | padded microbatches                |
 |--------------------|----------------------------------------------------------|------------------------------------|
 | CUDA, 16-bit       | torch.nn.attention.varlen (flash) over document bounds   | SDPA, causal                       |
 | NPU, 16-bit        | transformers' own npu_fusion_attention path, TND         | the same path, one document a line |
@@ -27,7 +27,7 @@ from transformers import AttentionInterface, PretrainedConfig
 
 ISOLATED = "finetune_isolated"
 # Model types whose packed documents stay apart and whose logits here equal transformers' own: each is tested
-# (tests/modeling/test_attention.py). Others are trained in padded batches, with transformers' attention: they may build
+# (tests/modeling/test_attention.py). Others are trained padded, with transformers' attention: they may build
 # ALiBi or a window into a mask that we do not see (Bloom, Llama 4, Phi-3.5-MoE), call attention by themselves
 # (Nemotron, StableLM), not tell the mask about documents (gpt-oss), or carry a state along the sequence (Mamba).
 _TESTED = """

@@ -35,7 +35,7 @@ EVENTS = (
     "checkpoint",  # a checkpoint was verified and published
     "skipped_checkpoint",  # an invalid checkpoint was skipped, and why
     "resume",  # the run resumes from a checkpoint
-    "spike",  # the loss jumped; the sample ids of the step
+    "spike",  # the loss jumped; the record numbers of the step
     "nonfinite",  # NaN or inf in loss or gradients; the step was skipped
     "oom",  # a device ran out of memory; the new token budget
     "signal",  # a signal asked for the stop

@@ -76,7 +76,7 @@ def training_arguments(
         ddp_find_unused_parameters=False,  # Trainer's default for peft models is True: a graph walk per step
         ddp_broadcast_buffers=False,
         ddp_timeout=config.timeout_seconds,
-        average_tokens_across_devices=False,  # the denominator is the plan's
+        average_tokens_across_devices=False,  # the denominator is the global batch's
         remove_unused_columns=False,
         dataloader_pin_memory=False,
         report_to=reporters(config.report_to) or "none",

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -28,7 +29,7 @@ from finetune.training.session import Session, read_out_of_memory
 from finetune.training.trainer import RunTrainer
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
+    pass
 
 logger = logging.getLogger("finetune")
 
@@ -123,19 +124,16 @@ def make_trainer(
         flat_reduce: see `StepExecutor`.
         own: further arguments of the class.
     """
-
-    def make_executor(accelerator: Accelerator) -> StepExecutor:
-        return StepExecutor(
-            accelerator,
-            step_batches,
-            context.control,
-            seed=config.seed,
-            head=head,
-            flat_reduce=flat_reduce,
-            largest=largest_microbatch(step_batches),
-        )
-
-    # Ranks plan and name tensors without talking: other packages, or another cut, would part them in silence.
+    make_executor = partial(
+        StepExecutor,
+        step_batches=step_batches,
+        control=context.control,
+        seed=config.seed,
+        head=head,
+        flat_reduce=flat_reduce,
+        largest=largest_microbatch(step_batches),
+    )
+    # Ranks plan and name tensors without communication: other packages or microbatches would part them in silence.
     context.control.check_equal({**package_versions(), "rows": step_batches.execution.describe()})
     trained = count_parameters(model)["trainable"]
     trainer = trainer_class(

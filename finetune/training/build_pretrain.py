@@ -32,7 +32,7 @@ from finetune.training.build import (
 )
 from finetune.training.control import RunContext
 from finetune.training.metrics import ComputeCost
-from finetune.training.optimizers import scaled_rates
+from finetune.training.optimizers import Rates, scaled_rates
 from finetune.training.prepare_pretrain import Prepared
 from finetune.training.pretrain_trainer import PretrainTrainer
 from finetune.training.resume import Resume
@@ -57,20 +57,14 @@ def build_trainer(
     devices.use_fast_matmul(device_type)
     devices.keep_freed_memory(device_type)
     able = devices.capabilities(device_type)
-    total_steps = data.batches.total_steps
-    rates = scaled_rates(
-        config,
-        width=data.model_config.hidden_size,
-        worth_tokens=config.target_param_data_ratio * matrix_parameters(make_empty_model(data.model_config)),
-        run_tokens=total_steps * config.total_batch_size,
-    )
+    rates = _rates(config, data)
     arguments = training_arguments(
         config,
         learning_rate=rates.matrix,
         evaluates=data.valid is not None,
         device_type=device_type,
         dtype=dtype,
-        total_steps=total_steps,
+        total_steps=data.batches.total_steps,
         gradient_checkpointing=bool(config.gradient_checkpointing),
         deepspeed=None,
         resumed=start.step > 0,
@@ -112,6 +106,15 @@ def build_trainer(
     )
     _say_start(trainer, config, world, data, able, dtype, cost, {"compiled": compiled, "fp8": fp8})
     return trainer
+
+
+def _rates(config: PretrainConfig, data: Prepared) -> Rates:
+    return scaled_rates(
+        config,
+        width=data.model_config.hidden_size,
+        worth_tokens=config.target_param_data_ratio * matrix_parameters(make_empty_model(data.model_config)),
+        run_tokens=data.batches.total_steps * config.total_batch_size,
+    )
 
 
 def _model(config: PretrainConfig, data: Prepared, start: Resume, device_type: str, dtype: str) -> PreTrainedModel:

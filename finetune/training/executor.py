@@ -154,7 +154,7 @@ class StepExecutor:
         self.accelerator.gradient_state._set_sync_gradients(last)
         wrapped: Any = model  # DeepSpeed's engine, or DDP
         if self.is_deepspeed:
-            # The engine counts micro-steps against its configuration, which says 1; how many there are, the plan says.
+            # The engine counts micro-steps against its configuration, which says 1; the schedule has their number.
             # To be set before the forward too (documented with the method), and the same on every rank: ZeRO reduces
             # there. Every rank has as many microbatches, if need be an empty one (data/collate.py).
             wrapped.set_gradient_accumulation_boundary(is_boundary=last)
@@ -214,7 +214,7 @@ def cannot_shrink_error(step_batches: StepBatches, step: int, error: str | None,
     worst = int(candidates[step_batches.samples.lengths[candidates].argmax()])
     record, tokens = int(step_batches.samples.record_ids[worst]), int(step_batches.samples.lengths[worst])
     return FinetuneError(
-        f"out of memory with rows that cannot be made smaller ({step_batches.execution.describe()}): "
+        f"out of memory with microbatches that cannot be made smaller ({step_batches.execution.describe()}): "
         f"record {record} of the data alone has {tokens} tokens; {error or 'another rank'}",
         where=f"step {step + 1}",
         fix="lower --cutoff-len, turn --gradient-checkpointing on, or shard the model and offload "

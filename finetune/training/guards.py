@@ -50,7 +50,7 @@ class NonFiniteGuard:
 class SpikeDetector:
     """Tells a loss that lies more than 6 sigma above the mean of the last 128 steps (OLMo's SkipStepOptimizer rule).
 
-    It only tells: a spike's step is trained on, so that the samples of every step stay those of the plan.
+    It only tells: a spike's step is trained on, so that the samples of every step stay those of its global batch.
     """
 
     def __init__(self, window_steps: int = SPIKE_WINDOW_STEPS, sigmas: float = SPIKE_SIGMAS) -> None:

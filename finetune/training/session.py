@@ -135,7 +135,7 @@ class Session:
             self._copy_log(self._stack)
             self._decide_again()
         checkpoint = self.start.folder.name if self.start is not None and self.start.folder is not None else "none"
-        # Ranks plan without talking: two nodes with different files would train on different batches, in silence.
+        # Ranks plan without communication: two nodes with different files would train on different batches, in silence.
         self.control.check_equal({**self._identity, "checkpoint": checkpoint})
 
     def _copy_log(self, stack: contextlib.ExitStack) -> None:
@@ -219,7 +219,7 @@ def _forget_accelerate() -> None:
 
 
 def read_out_of_memory(output_dir: Path) -> dict[str, Any] | None:
-    """The last out-of-memory note of a sharded run: `{"step", "token_budget" or "samples_per_microbatch", "error"}`."""
+    """The last out-of-memory note of a sharded run: `{"step", "token_budget" or "samples_per_row", "error"}`."""
     path = output_dir / OUT_OF_MEMORY_NAME
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 

@@ -2,7 +2,7 @@
 
 Trainer keeps the loop (`Trainer._inner_training_loop`), accelerate the devices. Overridden are: where batches come from
 (one loader item is one optimizer step), how a step is executed (training/executor.py), the loss, evaluation by the same
-plan and sums, checkpoints (training/checkpointer.py), and what is logged (training/metrics.py). What the comments say
+schedule and sums, checkpoints (training/checkpointer.py), and the log (training/metrics.py). What the comments say
 of others is of transformers 5.23, accelerate 1.15 and DeepSpeed 0.19.8. Private hooks that are overridden or called
 (`_init_training_state`, `_prepare_for_training`, `_save_checkpoint`, `_get_grad_norm`, `_tr_loss`) are pinned by
 tests/training/test_trainer_hooks.py.
@@ -184,9 +184,11 @@ class RunTrainer(Trainer):
     def _step_engine(self, engine: Any) -> None:
         """DeepSpeed's step, unless gradients are not finite."""
         # accelerate steps the engine inside `backward` and makes `optimizer.step()` of Trainer's loop a no-op
-        # (DeepSpeedEngineWrapper); the executor goes round it, so the step is ours to take. ZeRO-1/2 look for NaN in
-        # every dtype (check_grad_overflow), ZeRO-3 in float16 only (_overflow_check_and_loss_scale_update): in float32
-        # and bfloat16 it would take NaN into the weights. The first condition may go when ZeRO-3 looks too.
+        # (DeepSpeedEngineWrapper); the executor goes round it, so the step is ours to take. ZeRO-1/2 look for NaN before
+        # they step: by check_grad_overflow in 16 bits (a bf16 setting, on by default), by the norm in float32. ZeRO-3
+        # looks at the raw gradients in float16 only (_overflow_check_and_loss_scale_update), else at the norm it clips
+        # by (is_invalid_grad_norm): the first condition asks earlier, and may go when a test of NaN under ZeRO-3
+        # passes without it.
         zero = engine.optimizer
         if hasattr(zero, "_overflow_clean_up") and not engine.fp16_enabled() and zero.has_overflow():
             zero._overflow_clean_up(zero.loss_scale)
@@ -240,7 +242,7 @@ class RunTrainer(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Over all validation targets: sums over a plan, not means of means."""
+        """Over all validation targets: sums over microbatches, not means of means."""
         step_batches: Any = self.eval_step_batches if eval_dataset is None else eval_dataset
         with self.meter.paused():
             measured = self.evaluation(step_batches)

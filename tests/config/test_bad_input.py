@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import make_step_batches
+from conftest import make_records
 from launching import run_cli, said
 
 from finetune.errors import ExitCode
@@ -254,7 +254,7 @@ def test_refused_before_torch_is_imported(case: Case, place: Place):
 
 
 def good_rows(place: Place, count: int = 12) -> list[Any]:
-    return make_step_batches(count)
+    return make_records(count)
 
 
 def broken_lines(place: Place):
@@ -510,7 +510,7 @@ def test_a_finished_run_says_so_whatever_executes_it(with_run: Place, in_process
 )
 def test_another_run_in_the_folder_is_refused(change: dict, texts: tuple[str, ...], with_run: Place, in_process):
     if "data" in change:
-        change = {"data": with_run.write("other.jsonl", make_step_batches(60, seed=9))}
+        change = {"data": with_run.write("other.jsonl", make_records(60, seed=9))}
     before = with_run.listing()
     code, printed = in_process(with_run.flags(**change))
     assert_refused(code, printed, "not the run in the folder", *texts, str(with_run.output), "--output-dir")

@@ -162,7 +162,10 @@ def test_two_nodes_and_one_runs_out_of_memory(tmp_path: Path) -> None:
     folder = tmp_path / "qwen32b_lora_zero3"
     starts = events(folder, "start")
     assert [(start["world_size"], start["zero_stage"]) for start in starts] == [(2, 3), (2, 3)]
-    assert [start["rows"] for start in starts] == ["rows of at most 4096 tokens", "rows of at most 2048 tokens"]
+    assert [start["rows"] for start in starts] == [
+        "microbatches of at most 4096 tokens",
+        "microbatches of at most 2048 tokens",
+    ]
     assert json.loads((folder / "oom.json").read_text())["step"] == 2
     assert "node 0 of 2" in results[0][1] and "[SUCCESS]" in results[0][1], "rank 0 is on the first node"
     assert "[SUCCESS]" not in results[1][1]

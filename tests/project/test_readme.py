@@ -87,7 +87,7 @@ def test_every_command_works(number: int, folder: Path) -> None:
     elif "checkpoints" in line:
         assert re.fullmatch(r"checkpoint-2  step 2 .* valid\n", output)
     elif "inspect" in line:
-        assert output.count("\nrow ") == 3 and "[[" in output
+        assert output.count("\nrecord ") == 3 and "[[" in output
     elif "curriculum show" in line:
         assert "80.0%" in output and "passes" in output
     elif "finetune doctor" in line:

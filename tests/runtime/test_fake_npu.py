@@ -226,7 +226,7 @@ def test_weights_that_a_device_unties_are_not_trained(tiny_model: Path, tiny_dat
     flags += ["--dtype", "float32", "--finetuning", "full"]
     result = run_cli(flags, env={"PYTHONPATH": paths, "FAKE_NPU_UNTIES": "1"})
     assert result.returncode == 1
-    assert "[ERROR] tied weights came apart on the way to the npu device" in result.stderr
+    assert "[ERROR] tied weights came apart on the move to the npu device" in result.stderr
 
 
 # ---------------------------------------------------------------- the simulation itself

@@ -80,16 +80,21 @@ def test_a_retry_in_process_changes_nothing(
     (event,) = run_helpers.events(output_dir, "oom")
     assert event["step"] == 3
     if packing:
-        assert (event["old"], event["new"]) == ("rows of at most 192 tokens", "rows of at most 96 tokens")
+        assert (event["old"], event["new"]) == (
+            "microbatches of at most 192 tokens",
+            "microbatches of at most 96 tokens",
+        )
     else:
-        assert (event["old"], event["new"]) == ("padded rows of 2 samples", "padded rows of 1 samples")
+        assert (event["old"], event["new"]) == ("padded microbatches of 2 samples", "padded microbatches of 1 samples")
     assert run_helpers.status(output_dir)["state"] == "done"
 
 
 def test_the_largest_microbatch_shows_in_the_first_step(materials, reference, tmp_path):
     """Only a later step has a microbatch that does not fit; it is rehearsed in the first, as is what replaces it."""
     lengths, steps = record_lengths(materials), run_helpers.sample_ids(reference("lora"))
-    largest = [schedule_microbatches(lengths[ids], 2, token_budget=4 * CUTOFF).heaviest_row_tokens for ids in steps]
+    largest = [
+        schedule_microbatches(lengths[ids], 2, token_budget=4 * CUTOFF).largest_microbatch_tokens for ids in steps
+    ]
     limit = max(largest) - 1
     assert largest[0] < limit
     output_dir = tmp_path / "run"
@@ -101,7 +106,7 @@ def test_the_largest_microbatch_shows_in_the_first_step(materials, reference, tm
     )
     (event,) = run_helpers.events(output_dir, "oom")
     assert event["step"] == 1
-    assert (event["old"], event["new"]) == ("rows of at most 384 tokens", "rows of at most 192 tokens")
+    assert (event["old"], event["new"]) == ("microbatches of at most 384 tokens", "microbatches of at most 192 tokens")
     assert_same_training(output_dir, reference("lora"))
 
 
@@ -180,4 +185,6 @@ def test_the_users_own_smaller_microbatches_win_over_the_note(materials, tmp_pat
     (output_dir / "oom.json").write_text(json.dumps({"step": 1, "token_budget": None, "samples_per_row": 4}))
     (output_dir / "checkpoint-2" / "state.json").unlink()  # so that there is something left to do
     run_helpers.train(wanted, 1)
-    assert [event["rows"] for event in run_helpers.events(output_dir, "start")] == ["padded rows of 2 samples"] * 2
+    assert [event["rows"] for event in run_helpers.events(output_dir, "start")] == [
+        "padded microbatches of 2 samples"
+    ] * 2

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import run_helpers
 import torch
-from conftest import make_step_batches
+from conftest import make_records
 from launching import BIN, run_cli, run_command, said
 from run_patches import kill_self
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -37,7 +37,7 @@ HERE = Path(__file__).resolve().parents[1]
 def tokens(tmp_path_factory) -> Path:
     """A folder that `prepare` made of 1,000 short documents."""
     folder = tmp_path_factory.mktemp("tokens")
-    texts = [{"text": f"{row['instruction']}: {row['output']}."} for row in make_step_batches(1000)]
+    texts = [{"text": f"{row['instruction']}: {row['output']}."} for row in make_records(1000)]
     (folder / "src.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts), encoding="utf-8")
     flags = ["--data", folder / "src.jsonl", "--output-dir", folder / "shards", "--vocab-size", 300, "--num-workers", 1]
     assert prepare.main([str(word) for word in [*flags, "--valid-fraction", 0.2]]) == 0

@@ -39,7 +39,7 @@ class CheckContext:
         processes: processes that will be started on this machine.
         whole_machine: the number of processes is not given; then all devices are looked at.
         min_devices, min_free_memory_gib: what the preset asks for; None where it does not.
-        reports: of npu-smi and nvidia-smi.
+        reports: of npu-smi and the NVIDIA driver.
         wanted_device: the device type that is asked for, or auto.
         torch_device: the one that torch takes; None where torch was not asked.
     """

@@ -36,7 +36,7 @@ def check_torch(
     Args:
         device_type: the configuration's, or auto.
         processes: processes of the run on this machine.
-        devices_listed: devices that npu-smi or nvidia-smi shows, to compare with.
+        devices_listed: devices that npu-smi or the NVIDIA driver lists, to compare with.
     """
     request = {"device_type": device_type}
     answer = ask(MODULE, request, environment=environment, timeout_seconds=TORCH_TIMEOUT_SECONDS)

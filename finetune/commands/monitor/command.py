@@ -61,10 +61,10 @@ class MonitorOptions(SpokenOptions):
 
 
 class MachineWatch:
-    """This machine and its devices. The drivers' tools can take seconds, so a thread of its own asks them.
+    """This machine and its devices. The drivers can take seconds to answer, so a thread of its own asks them.
 
     Args:
-        interval_seconds: between two questions to the tools; None asks once, in this thread.
+        interval_seconds: between two questions to the drivers; None asks once, in this thread.
     """
 
     def __init__(self, interval_seconds: float | None) -> None:
@@ -80,7 +80,7 @@ class MachineWatch:
         while True:
             self._devices = read_devices()
             if not self._devices:
-                return  # no tool is installed, and none will be
+                return  # no driver is installed, and none will be
             time.sleep(interval_seconds)
 
     def look(self) -> Machine:

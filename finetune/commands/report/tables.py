@@ -127,7 +127,7 @@ def _memory(view: RunView) -> list[list[str]]:
 
 
 def microbatches(view: RunView) -> list[tuple[str, str]]:
-    """How the samples are laid into microbatches, by the plan."""
+    """How the samples are laid into microbatches, by the microbatch schedule."""
     planned = _planned(view)
     per_rank = planned.get("rows_per_rank")
     counted = "–"

@@ -364,13 +364,13 @@ def run_folder(folder: Path, **status: object) -> Path:
 
 
 def test_a_run_folder_tells_its_own_numbers(tmp_path):
-    error = "out of memory at step 13 (rows of at most 8192 tokens): CUDA out of memory."
+    error = "out of memory at step 13 (microbatches of at most 8192 tokens): CUDA out of memory."
     folder = run_folder(tmp_path / "run", state="failed", exit_code=4, error=error, step=12)
-    (folder / "oom.json").write_text('{"step": 13, "token_budget": 4096, "old": "rows of at most 8192 tokens"}')
+    (folder / "oom.json").write_text('{"step": 13, "token_budget": 4096, "old": "microbatches of at most 8192 tokens"}')
     finding = diagnose_logs([folder])[0]
     assert finding.cause == "device_oom"
     assert "now 6; try 3" in finding.fix
-    assert "rows of at most 8192 tokens did not fit" in finding.fix
+    assert "microbatches of at most 8192 tokens did not fit" in finding.fix
 
 
 def test_only_the_logs_of_the_last_start_are_read(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import make_step_batches
+from conftest import make_records
 from hypothesis import given
 from hypothesis import strategies as st
 from launching import ROOT
@@ -155,7 +155,7 @@ def test_sums_and_table():
 @pytest.fixture(scope="module")
 def rows_file(tmp_path_factory: pytest.TempPathFactory, write_rows: Callable) -> Path:
     """Nine rows on three levels; the first six have an answer, and a system prompt is among them."""
-    rows = make_step_batches(9, seed=1)
+    rows = make_records(9, seed=1)
     for number, row in enumerate(rows[:6]):
         row |= {"output": f"{row['output']}\nAnswer: {number}", "answer": number}
     return write_rows(tmp_path_factory.mktemp("eval") / "valid.jsonl", rows)
@@ -316,12 +316,12 @@ def test_bad_input_is_refused_with_words(
     assert "no base to compare with" in refused(capsys, *ok, "--base")
     assert "no such file" in refused(capsys, "--model", tiny_model, "--data", tmp_path / "none.jsonl")
     assert "no adapter is there" in refused(capsys, *ok, "--adapter", tmp_path)
-    rows = make_step_batches(60)
+    rows = make_records(60)
     for number, row in enumerate(rows):
         row["difficulty"] = str(number)
     many = write_rows(tmp_path / "many.jsonl", rows)
     assert "at most 50 can be difficulties" in refused(capsys, "--model", tiny_model, "--data", many)
-    wrong = write_rows(tmp_path / "wrong.jsonl", [*make_step_batches(1), {**make_step_batches(1)[0], "answer": ["1"]}])
+    wrong = write_rows(tmp_path / "wrong.jsonl", [*make_records(1), {**make_records(1)[0], "answer": ["1"]}])
     said = refused(capsys, "--model", tiny_model, "--data", wrong, "--cache-dir", tmp_path / "cache")
     assert "'answer' is list" in said and "wrong.jsonl:2" in said
     assert [path.name for path in taken.iterdir()] == ["thesis.tex"]
@@ -362,7 +362,7 @@ def test_data_and_adapters_are_collected():
 
 
 def test_a_wrong_answer_field_is_said(tiny_model: Path, write_rows: Callable, tmp_path: Path, capsys):
-    rows = [{**row, "output": "Answer: 1", "answer": "2"} for row in make_step_batches(2)]
+    rows = [{**row, "output": "Answer: 1", "answer": "2"} for row in make_records(2)]
     data = write_rows(tmp_path / "rows.jsonl", rows)
     flags = ["--generate", "1", "--max-new-tokens", "1", "--device-type", "cpu", "--cache-dir", str(tmp_path)]
     assert finetune(["eval", "--model", str(tiny_model), "--data", str(data), *flags]) == 0

@@ -36,7 +36,7 @@ def test_records_are_shown_with_their_location_and_what_is_trained(
 ) -> None:
     assert main([*arguments, "--rows", "2"]) == 0
     shown = capsys.readouterr().out
-    assert "rows read" in shown and "difficulty topology" in shown
+    assert "records read" in shown and "difficulty topology" in shown
     assert (
         "record 0  difficulty explain" in shown
         and "record 1  difficulty topology" in shown

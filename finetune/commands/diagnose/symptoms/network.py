@@ -183,8 +183,8 @@ SYMPTOMS = (
         ),
         N_("The rendezvous store (TCPStore) requested libuv, which this build of torch lacks."),
         N_(
-            "Set USE_LIBUV=0 and, where torchrun still asks for it, TORCHELASTIC_USE_AGENT_STORE=0, before the "
-            "launcher starts; `python -m finetune launch` sets both where they help."
+            "Set USE_LIBUV=0 before the launcher starts; `python -m finetune launch` does so where torch was built "
+            "without libuv."
         ),
         confidence=0.95,
         source="torch TCPStore",
