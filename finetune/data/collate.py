@@ -61,8 +61,8 @@ Sample = tuple[np.ndarray, np.ndarray | None, int]
 def collate(samples: Sequence[Sample], *, packing: bool, pad_token_id: int) -> Microbatch:
     """Make the microbatch of these samples, in their order; no samples make the empty one.
 
-    The empty microbatch has two tokens and no targets: it keeps every rank at the same number of forwards and backwards (collectives match), and its
-    loss is 0.
+    The empty microbatch has two tokens and no targets: it keeps every rank at the same number of forwards and backwards
+    (collectives match), and its loss is 0.
     """
     if not samples:
         samples = [(np.full(2, pad_token_id, dtype=np.int32), np.zeros(2, dtype=bool), -1)]

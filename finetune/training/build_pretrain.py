@@ -76,12 +76,7 @@ def build_trainer(
         able.peak_flops if dtype != "float32" else None,
         devices=world.world_size,
     )
-    # float8 first: it replaces modules that the compiler would have seen as they were.
-    fp8 = _use_fp8(model, config, able)
-    compiled = able.compile if config.compile is None else config.compile
-    if compiled:
-        # In place (Module.compile): parameter names have no "_orig_mod." in front, and generation can do without.
-        model.compile()
+    fp8, compiled = _speed_up(model, config, able)
     step_batches, eval_step_batches = _step_batches(config, world, data, session)
     trainer = make_trainer(
         PretrainTrainer,
@@ -106,6 +101,17 @@ def build_trainer(
     )
     _say_start(trainer, config, world, data, able, dtype, cost, {"compiled": compiled, "fp8": fp8})
     return trainer
+
+
+def _speed_up(model: PreTrainedModel, config: PretrainConfig, able: Capabilities) -> tuple[bool, bool]:
+    """Whether the model computes in float8, and whether it is compiled, from here on."""
+    # float8 first: it replaces modules that the compiler would have seen as they were.
+    fp8 = _use_fp8(model, config, able)
+    compiled = able.compile if config.compile is None else config.compile
+    if compiled:
+        # In place (Module.compile): parameter names have no "_orig_mod." in front, and generation can do without.
+        model.compile()
+    return fp8, compiled
 
 
 def _rates(config: PretrainConfig, data: Prepared) -> Rates:

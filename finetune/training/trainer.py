@@ -184,10 +184,10 @@ class RunTrainer(Trainer):
     def _step_engine(self, engine: Any) -> None:
         """DeepSpeed's step, unless gradients are not finite."""
         # accelerate steps the engine inside `backward` and makes `optimizer.step()` of Trainer's loop a no-op
-        # (DeepSpeedEngineWrapper); the executor goes round it, so the step is ours to take. ZeRO-1/2 look for NaN before
-        # they step: by check_grad_overflow in 16 bits (a bf16 setting, on by default), by the norm in float32. ZeRO-3
-        # looks at the raw gradients in float16 only (_overflow_check_and_loss_scale_update), else at the norm it clips
-        # by (is_invalid_grad_norm): the first condition asks earlier, and may go when a test of NaN under ZeRO-3
+        # (DeepSpeedEngineWrapper); the executor goes round it, so the step is ours to take. ZeRO-1/2 look for NaN
+        # before they step: by check_grad_overflow in 16 bits (a bf16 setting, on by default), by the norm in float32.
+        # ZeRO-3 looks at the raw gradients in float16 only (_overflow_check_and_loss_scale_update), else at the norm it
+        # clips by (is_invalid_grad_norm): the first condition asks earlier, and may go when a test of NaN under ZeRO-3
         # passes without it.
         zero = engine.optimizer
         if hasattr(zero, "_overflow_clean_up") and not engine.fp16_enabled() and zero.has_overflow():

@@ -571,7 +571,7 @@ def test_bad_rows_are_named_with_their_lines_and_may_be_dropped(prepared: Path, 
         (14, "surrogate"),
     ):
         assert f"d.jsonl:{line}: " in message and words in message
-    assert "latin.txt: not UTF-8: byte 4" in message and "6 of 14 rows" in message and "--on-bad-row drop" in message
+    assert "latin.txt: not UTF-8: byte 4" in message and "6 of 14 records" in message and "--on-bad-row drop" in message
     assert not (tmp_path / "out").exists()
     found = prepare(data, tmp_path / "out", tokenizer=borrowed, drop_bad_rows=True)
     assert found.scan.documents == 8 and found.scan.problems.total == 6
