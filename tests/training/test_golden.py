@@ -36,7 +36,7 @@ def trajectory(name: str, folder: Path) -> dict[str, list]:
     """Ids, losses and gradient norms of each step of a run."""
     module, flags = RUNS[name]
     if "{tokens}" in flags:
-        text = ["--data", "data_samples/networks_facts.txt", "data_samples/README.md", "--vocab-size", "512"]
+        text = ["--data", "data_samples/networks_facts.txt", "--vocab-size", "512"]
         run_cli(["prepare", *text, "--output-dir", folder / "tokens"], module="finetune", check=True)
         flags = flags.format(tokens=folder / "tokens")
     own = ["--output-dir", folder / "run"] + (["--cache-dir", folder / "cache"] if module == "finetune.sft" else [])
