@@ -19,7 +19,8 @@ from finetune.config.precedence import Precedence, SourcedValue
 from finetune.config.run_config import BaseConfig
 from finetune.errors import ConfigError
 
-IS_FLAG = re.compile(r"--?[A-Za-z]")
+# A text that begins with a dash and has spaces is a value.
+IS_FLAG = re.compile(r"--?[A-Za-z][^\s=]*(?:=|$)")
 COMMAND_LINE = "the command line"
 ONLY_IN_FILES = frozenset({"curriculum", "deepspeed"})
 
@@ -217,7 +218,7 @@ class _Reader:
         if self.waiting:
             found = self.waiting[0] if self.waiting[0].is_list else self.waiting.pop(0)
             before = self.parsed.values[found.name].value if found.name in self.parsed.values else []
-            value = [*before, argument] if found.is_list else _value(argument, found)
+            value = [*before, argument] if found.is_list else _value(argument, found, nulls=not self.join_lists)
             self.parsed.values[found.name] = _sourced(found.name, value, found.metavar)
         elif self.keep_rest:
             self.parsed.rest.append(argument)
@@ -266,7 +267,7 @@ class _Reader:
             before = parsed.values[name].value if name in parsed.values else []
             parsed.values[name] = _sourced(name, [*before, *values], typed)
         else:
-            value = values if len(values) > 1 else _value(values[0], self.flags[name])
+            value = values if len(values) > 1 else _value(values[0], self.flags[name], nulls=not self.join_lists)
             parsed.values[name] = _sourced(name, value, typed)
 
 
@@ -274,13 +275,17 @@ def _sourced(name: str, value: Any, typed: str) -> SourcedValue:
     return SourcedValue(value, Precedence.FLAG, flag(name), typed)
 
 
-def _value(argument: str, found: Flag) -> Any:
-    """An argument as the type that the field takes; one that is none of them stays a text, which the schema refuses."""
+def _value(argument: str, found: Flag, *, nulls: bool) -> Any:
+    """An argument as the type that the field takes; one that is none of them stays a text, which the schema refuses.
+
+    Args:
+        nulls: `none` and `null` are no value, as in the settings of a run; else they are texts like any other.
+    """
     if found.is_list:
         return argument
-    if "null" in found.kinds and argument.lower() in ("none", "null"):
+    if nulls and "null" in found.kinds and argument.lower() in ("none", "null"):
         return None
-    if "integer" in found.kinds and re.fullmatch(r"[+-]?\d{1,18}", argument):
+    if "integer" in found.kinds and re.fullmatch(r"[+-]?\d{1,19}", argument):
         return int(argument)
     if "number" in found.kinds and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", argument):
         return float(argument)

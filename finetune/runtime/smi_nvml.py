@@ -114,13 +114,11 @@ def _device(index: int, label: str, name: str, handle: Any) -> SmiDevice:
 
 
 def _processes(handle: Any) -> tuple[SmiProcess, ...] | None:
-    """Those that compute or draw; one that does both once."""
+    """Those that compute; what only draws holds little and is the desktop's."""
     computing = _if_told(pynvml.nvmlDeviceGetComputeRunningProcesses, handle)
     if computing is None:
         return None
-    drawing = _if_told(pynvml.nvmlDeviceGetGraphicsRunningProcesses, handle) or []
-    found = {process.pid: process for process in (*drawing, *computing)}
-    return tuple(SmiProcess(pid, _process_name(pid), process.usedGpuMemory) for pid, process in found.items())
+    return tuple(SmiProcess(one.pid, _process_name(one.pid), one.usedGpuMemory) for one in computing)
 
 
 def _process_name(pid: int) -> str:

@@ -185,7 +185,8 @@ def _lines(stale: Stale, cleaned: Cleaned | None) -> Iterator[str]:
     def outcome(why: str | None, done: str) -> str:
         if why is None:
             return ""
-        return f"  [{done}]" if not why else f"  [{_('NOT done')}: {plain_text(why)}]"
+        not_done = _("NOT done")
+        return f"  [{done}]" if not why else f"  [{not_done}: {plain_text(why)}]"
 
     for record in stale.orphans:
         line = _("process {pid}  {role}{rank} of {run}, started {started}; its launcher is gone")

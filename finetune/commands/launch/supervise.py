@@ -179,7 +179,9 @@ class Supervisor:
 
         if result.exit_code in (ExitCode.DONE, ExitCode.STOPPED) or result.stop_signal:
             return []
-        for line in result.lines(self.spec.nodes, self._ports, self.spec.config.timeout_seconds):
+        port = self.spec.nodes.port
+        ports = self._ports if port is None else candidates(port)  # those that the other nodes try
+        for line in result.lines(self.spec.nodes, ports, self.spec.config.timeout_seconds):
             self.log.error(line)
         if result.exit_code == ExitCode.REFUSED or result.problem not in ("", "agent_ended"):
             return []  # the run, or the line above, has told the cause

@@ -109,9 +109,10 @@ def _step(plan: Plan) -> list[str]:
         f"({plan.flops_per_token / 1e9:,.2f} progress)  (PaLM, appendix B; a frozen matrix counts 4 of 6)"
     )
     moved = ((_("network"), time.network, plan.network), (_("to and from the host"), time.host, plan.host))
+    computing = _("compute")
     lines = [
         head.format(tokens=plan.step_tokens, shortest=_seconds(shortest), longest=_seconds(longest), speed=speed),
-        f"  {_('compute')}: {compute}",
+        f"  {computing}: {compute}",
     ]
     for name, seconds, traffic in moved:
         source = f"  ({traffic.source})" if traffic.source else ""

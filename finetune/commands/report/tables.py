@@ -121,7 +121,7 @@ def _memory(view: RunView) -> list[list[str]]:
     """Most memory of a process and of a device."""
     try:
         compared = check_run(view.source, None).compared
-    except (FinetuneError, KeyError):
+    except (FinetuneError, KeyError, ImportError):  # of transformers, for the model's sizes
         return []  # it has not ended, is of an older version, or of a model that cannot be planned for
     return [[_(_MOST_MEMORY[n.name]), format_bytes(n.predicted), format_bytes(n.measured)] for n in compared]
 

@@ -35,7 +35,7 @@ SYMPTOMS = (
             r"unreachable)",
             r"Call to connect (?:returned|failed).*(?:No route to host|timed out|unreachable)",
         ),
-        N_("NCCL cannot connect to {peer}: wrong interface, firewall, or the process there is gone."),
+        N_("NCCL cannot connect[[ to {peer}]]: wrong interface, firewall, or the process there is gone."),
         _INTERFACE_FIX,
         kind=Kind.TIMEOUT,
         confidence=0.8,
