@@ -196,6 +196,10 @@ class _Reader:
     def read_next(self) -> None:
         """A flag with its values, or an argument that stands alone."""
         argument = self.arguments.pop(0)
+        if argument == "--" and self.waiting:  # what follows stands alone, whatever it begins with
+            while self.arguments:
+                self._alone(self.arguments.pop(0))
+            return
         if not IS_FLAG.match(argument):
             self._alone(argument)
             return

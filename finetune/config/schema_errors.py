@@ -45,7 +45,8 @@ def problems_of(
         elif entry["type"] == "missing":
             problems = [_missing(flags[name], model_class)]
         else:
-            problems = [_wrong(flags[name], values[name])]
+            null = issubclass(model_class, BaseConfig)
+            problems = [_wrong(flags[name], values[name], null=null)]
         found.setdefault(entry["loc"] if name in NESTED else (name,), problems)
     return [problem for problems in found.values() for problem in problems]
 
@@ -74,7 +75,8 @@ def _missing(wanted: Flag, model_class: type[Strict]) -> MissingSetting:
     return MissingSetting(f"{wanted.name} is not set, and has no default", where, fix, wanted.name)
 
 
-def _wrong(wanted: Flag, given: SourcedValue) -> ConfigError:
+def _wrong(wanted: Flag, given: SourcedValue, *, null: bool) -> ConfigError:
+    """Args: null: whether `null` can be given, as in a run file; a command's option is left out instead."""
     what = f"{wanted.name} is {given.value!r}"
     typed = normal(given.value) if isinstance(given.value, str) else ""
     if wanted.choices and typed in OTHERWISE:
@@ -82,7 +84,8 @@ def _wrong(wanted: Flag, given: SourcedValue) -> ConfigError:
     guess = nearest(typed, wanted.choices) if typed else None
     unit = f" ({wanted.unit})" if wanted.unit.isalpha() else ""
     fix = f"did you mean {guess}? " if guess else ""
-    return ConfigError(what, given.where, f"{fix}give {wanted.expected}{unit}")
+    expected = wanted.expected if null else wanted.expected.removesuffix(" or null")
+    return ConfigError(what, given.where, f"{fix}give {expected}{unit}")
 
 
 def _nested(entry: Mapping[str, Any], where: str) -> ConfigError:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from finetune.errors import ConfigError
+from finetune.runtime.host import usable_cores
 from finetune.runtime.ports import free_port
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def prepare_environment(world: LaunchWorld, *, use_deepspeed: bool, timeout_seco
     for name in ("ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_MIXED_PRECISION"):
         os.environ.pop(name, None)
     if world.world_size > 1:
-        default("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world.local_world_size)), "cores per process")
+        default("OMP_NUM_THREADS", str(max(1, usable_cores() // world.local_world_size)), "cores per process")
     if use_deepspeed and sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
         # torch's default folder is one for all environments, and each builds anew what another has built.
         default("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"), "built once per environment")

@@ -134,7 +134,7 @@ def make_trainer(
         largest=largest_microbatch(step_batches),
     )
     # Ranks plan and name tensors without communication: other packages or microbatches would part them in silence.
-    context.control.check_equal({**package_versions(), "rows": step_batches.execution.describe()})
+    context.control.check_equal({**package_versions(), "packing": step_batches.execution.describe()})
     trained = count_parameters(model)["trainable"]
     trainer = trainer_class(
         model=model,

@@ -81,11 +81,16 @@ def test_arguments_of_a_run_are_kept_in_their_order() -> None:
         read_options(Mixed, ["--data", "a"])
 
 
+def test_what_follows_two_dashes_stands_alone() -> None:
+    assert read_options(Example, ["--depth", "2", "--", "--quiet"]).folder == Path("--quiet")
+
+
 def test_everything_wrong_is_told_together() -> None:
     found = [str(problem) for problem in refused("--deph", "2", "--quiet=maybe", "--lang", "fr", "--skip")]
     assert len(found) == 5
     for words in ("did you mean --depth?", "write true or false", "give en, zh", "--skip has no value", "give FOLDER"):
         assert any(words in problem for problem in found), words
+    assert not any("null" in problem for problem in found), "an option is left out, not set to null"
 
 
 def test_a_misspelt_option_is_not_missing_too() -> None:

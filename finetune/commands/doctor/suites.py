@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,7 +21,7 @@ from finetune.commands.doctor.torch_device import check_torch
 from finetune.commands.doctor.variables import check_variables
 from finetune.config.kinds import RunKind, run_kinds
 from finetune.config.run_config import BaseConfig
-from finetune.runtime.host import HostMeter
+from finetune.runtime.host import HostMeter, usable_cores
 from finetune.runtime.language import _
 from finetune.runtime.smi import SmiReport, read_devices
 
@@ -169,7 +168,7 @@ def variables(context: CheckContext) -> list[Check]:
             deepspeed=context.demands.deepspeed,
             processes=context.processes,
             nodes=context.nodes,
-            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            cores=usable_cores(),
             timeout_seconds=context.config.timeout_seconds if context.config is not None else 1800,
             ephemeral_ports=network.ephemeral_ports(),
         )

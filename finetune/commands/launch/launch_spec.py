@@ -11,7 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from finetune.commands.launch.environment import LaunchFacts, Variable, interface_to, variables, without_stale
+from finetune.commands.launch.environment import (
+    SHUTDOWN_SECONDS,
+    LaunchFacts,
+    Variable,
+    interface_to,
+    variables,
+    without_stale,
+)
 from finetune.commands.launch.options import DEFAULT_RESTARTS, LaunchOptions
 from finetune.config.config_sources import source_of_file
 from finetune.config.kinds import RunKind, run_kind
@@ -42,6 +49,7 @@ class LaunchSpec:
     nodes: Nodes
     processes: int
     max_restarts: int
+    shutdown_seconds: int  # from the signal to stop to SIGKILL
     environment: Mapping[str, str]  # of the workers, `added` included
     added: Sequence[Variable] = ()
     stale: Mapping[str, str] = field(default_factory=dict)  # variables that another launcher left, which are ignored
@@ -115,6 +123,7 @@ def make_launch_spec(options: LaunchOptions, flags: Sequence[str]) -> LaunchSpec
         nodes=nodes,
         processes=processes,
         max_restarts=number_of("MAX_RESTARTS", options.max_restarts, os.environ, DEFAULT_RESTARTS),
+        shutdown_seconds=number_of("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", None, environment, SHUTDOWN_SECONDS),
         environment=environment | {variable.name: variable.value for variable in added},
         added=added,
         stale={name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ},

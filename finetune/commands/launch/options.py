@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 from finetune.config.fields import Text, setting
+from finetune.config.flags import flags_of
 from finetune.config.kinds import kind_names
+from finetune.config.names import flag
 from finetune.config.options import Options, read_options
 from finetune.runtime.language import pick_language, speak
 
@@ -61,7 +63,9 @@ def read_launch_options(arguments: Sequence[str] | None) -> tuple[LaunchOptions,
         SystemExit: with 0, after the help of the launch.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
-    end = next((number for number, word in enumerate(given, 1) if word in kind_names()), len(given))
+    valued = {flag(name) for name, found in flags_of(LaunchOptions).items() if not found.is_switch}
+    kinds = [n for n, word in enumerate(given) if word in kind_names() and (n == 0 or given[n - 1] not in valued)]
+    end = kinds[0] + 1 if kinds else len(given)
     options = read_options(LaunchOptions, given[:end])
     speak(pick_language(options.lang))
     return options, given[end:]

@@ -122,7 +122,7 @@ class Supervisor:
         self._request(
             supervisor_pid=os.getpid(),
             arguments=spec.worker_arguments(number),
-            shutdown_seconds=float(spec.environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]),
+            shutdown_seconds=spec.shutdown_seconds,
             node=asdict(node),
         )
         if self._stop_signal:

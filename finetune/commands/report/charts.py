@@ -57,7 +57,7 @@ def nice_ticks(low: float, high: float, about: int = 5) -> list[float]:
 def tick_text(value: float) -> str:
     """`12000` -> `12k`; `0.00002` -> `2e-05`."""
     size = abs(value)
-    for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= limit:
             return f"{value / (limit if letter != 'k' else 1e3):.3g}{letter}"
     if size >= 1000:

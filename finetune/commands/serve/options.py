@@ -16,6 +16,7 @@ from finetune.config.fields import Many, Text, setting
 from finetune.errors import ConfigError
 from finetune.inference.options import Count, ModelOptions
 from finetune.runtime.device import DEVICE_KINDS
+from finetune.runtime.host import usable_cores
 
 TOKEN_VARIABLE = "FINETUNE_SERVE_TOKEN"
 SHORTEST_TOKEN = 16
@@ -147,7 +148,7 @@ def worker_devices(
                 f"--num-gpus {num_gpus}, but the device is the CPU", "--num-gpus", "use --num-workers for CPU processes"
             )
         wanted = num_workers or 1
-        threads = max(1, (os.cpu_count() or 1) // wanted)
+        threads = max(1, usable_cores() // wanted)
         return device_type, [{} for _ in range(wanted)], threads
     wanted = num_gpus or num_workers or 1
     if count is not None and wanted > count:

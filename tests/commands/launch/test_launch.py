@@ -295,6 +295,16 @@ def test_wrong_numbers(words: str, said: str, monkeypatch):
         spec(words, monkeypatch)
 
 
+def test_a_time_to_shut_down_that_is_no_number_is_refused_before_anything_starts(monkeypatch):
+    with pytest.raises(ConfigError, match="TORCH_ELASTIC_SHUTDOWN_TIMEOUT=soon"):
+        spec(f"--nproc 1 sft {TINY}", monkeypatch, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="soon")
+
+
+def test_a_folder_may_have_the_name_of_a_kind():
+    options, flags = read_launch_options(["--log-dir", "sft", "pretrain", "--seed", "1"])
+    assert (options.log_dir, options.kind, flags) == ("sft", "pretrain", ["--seed", "1"])
+
+
 def test_nodes_of_one_launch_know_each_other_by_their_flags(monkeypatch):
     node = "--nproc 1 --nnodes 2 --master-addr 127.0.0.1"
     first, second, other = (

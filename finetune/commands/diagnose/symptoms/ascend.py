@@ -157,7 +157,7 @@ SYMPTOMS = (
         N_("torch_npu is not installed, does not match this torch, or cannot find CANN's libraries."),
         N_(
             "Source CANN's set_env.sh in this shell (it sets ASCEND_HOME_PATH and LD_LIBRARY_PATH), and install the "
-            "torch_npu of the same version as torch (torch 2.6.0 with torch_npu 2.6.0). `python -m finetune doctor` "
+            "torch_npu of the same version as torch (torch 2.10.0 with torch_npu 2.10.0). `python -m finetune doctor` "
             "shows the pairing. On a machine without NPUs: TORCH_DEVICE_BACKEND_AUTOLOAD=0, or uninstall torch_npu."
         ),
         confidence=0.93,

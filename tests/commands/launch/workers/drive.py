@@ -26,7 +26,8 @@ spec = LaunchSpec(
     nodes=Nodes(1, 0, "127.0.0.1", None),
     processes=processes,
     max_restarts=2,
-    environment={**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60"},
+    shutdown_seconds=60,
+    environment=os.environ,
 )
 with LaunchLog(folder / "logs" / "launch.log") as log:
     code = Supervisor(spec, held, log, LaunchRecord(log.path, folder)).run()
