@@ -18,6 +18,9 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 	  'from finetune.training.operators import load_shared_memory_operator as load; load()' >/dev/null 2>&1 # a minute, once
 	touch $(READY)
 
+# Some environments forbid compiled modules: the processes that a run or a test starts would each compile anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 demo: $(READY)
 	$(BIN)/python launchers/demo.py
 
@@ -26,7 +29,7 @@ pretrain-demo: $(READY)
 	$(BIN)/python launchers/pretrain_demo.py
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder tests
 
 # Formatting, linting, types of the core, the order of imports, and the public surfaces.
 CHECKED := finetune tests data_samples launchers benchmarks docs

@@ -37,6 +37,7 @@ PRELOADED = (
     "peft",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.integrations.deepspeed",
+    "frozen_imports",  # last
 )
 DEFAULT_TIMEOUT_SECONDS = 240.0
 

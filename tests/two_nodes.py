@@ -111,7 +111,7 @@ class TwoNodes:
             process.wait()
 
     def launch(self, flags: Sequence[str], folder: Path, **variables: str) -> list[Launched]:
-        """`launchers/multi_node.sh` on both nodes, two processes each."""
+        """`launchers/multi_node.sh` on both nodes, two processes each unless a variable says otherwise."""
         launched = []
         for node in (0, 1):
             output = folder / f"node{node}-{time.monotonic_ns()}.txt"

@@ -63,10 +63,10 @@ class RunKind:
         """A command line of this kind, taken apart; problems are in the result."""
         return parse(arguments, flags_of(self.config_class), self.config_class.aliases)
 
-    def call(self, reference: str, *arguments: Any, **named: Any) -> Any:
-        """Call what one of the references names: `kind.call(kind.prepare, config)`."""
+    def load(self, reference: str) -> Callable[..., Any]:
+        """What one of the references names: `kind.load(kind.prepare)(config)`."""
         module, _, attribute = reference.partition(":")
-        return getattr(import_module(module), attribute)(*arguments, **named)
+        return getattr(import_module(module), attribute)
 
 
 def register(name: str, module: str) -> None:

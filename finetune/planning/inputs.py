@@ -35,7 +35,7 @@ def shape_for(config: BaseConfig, model_config: Path | None = None) -> ModelShap
     if model_config is not None:
         return read_shape(model_config)
     kind = kind_of_config(config)
-    shape: ModelShape = kind.call(kind.shape, config)
+    shape: ModelShape = kind.load(kind.shape)(config)
     return shape
 
 
@@ -89,7 +89,7 @@ def _stream_vocabulary(config: PretrainConfig) -> int:
 def workload_of(config: BaseConfig, shape: ModelShape, cluster: Cluster) -> Workload:
     """What one process of the run has in memory."""
     kind = kind_of_config(config)
-    work: Workload = kind.call(kind.workload, config, shape, cluster)
+    work: Workload = kind.load(kind.workload)(config, shape, cluster)
     return work
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launching import PATIENCE_SECONDS, ROOT, environment, run_cli, said
+from launching import PATIENCE_SECONDS, ROOT, environment
 from launching import command as command_words
 from run_helpers import events
 
@@ -96,17 +96,8 @@ def flags(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> list[object]:
     return ["--model", tiny_model, "--data", tiny_data, *where, *small]
 
 
-@pytest.mark.parametrize("name, processes", [("cpu_1", 1), ("cpu_2", 2)])
-def test_on_a_cpu(name: str, processes: int, flags: list[object], tmp_path: Path) -> None:
-    launcher_args = ["--config_file", f"accelerate_configs/{name}.yaml"]
-    result = run_cli(flags, launcher="accelerate", launcher_args=launcher_args)
-    assert result.returncode == 0, said(result)
-    (start,) = events(tmp_path / "run", "start")
-    assert (start["world_size"], start["zero_stage"]) == (processes, 0)
-
-
 def test_one_device_and_one_node_are_the_same_with_other_numbers() -> None:
-    """So the launches above are theirs too."""
+    """So the launches of cpu_1 and cpu_2 (tests/training/test_executions.py, test_pretrain.py) are theirs too."""
     assert topology("one_device") == topology("cpu_1")
     assert topology("one_node_8") | {"num_processes": 2} == topology("cpu_2")
     assert topology("one_node_8")["num_processes"] == 8

@@ -36,10 +36,11 @@ COMMAND_IMPORTS = frozenset(
 HEAVY = ("torch", "transformers", "deepspeed", "accelerate", "peft", "datasets", "pandas", "pyarrow", "tokenizers")
 
 
-def modules() -> list[str]:
+@cache
+def modules() -> tuple[str, ...]:
     """All modules of the package, without its name: `config`, `data.files`, `__init__`."""
     paths = [path.relative_to(PACKAGE).with_suffix("") for path in sorted(PACKAGE.rglob("*.py"))]
-    return [".".join(path.parts) for path in paths]
+    return tuple(".".join(path.parts) for path in paths)
 
 
 @cache

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 from launching import BIN, PATIENCE_SECONDS, ROOT, environment
-from run_helpers import events, wait_for
+from run_helpers import events, largest_relative_difference, losses, wait_for
 from shell_blocks import blocks, run_line, shell_lines, small, trains
 
 from finetune.__main__ import COMMANDS
@@ -72,12 +72,14 @@ def test_every_command_works(number: int, folder: Path) -> None:
     if "finetune serve" in line:
         return check_server(small(line, folder), folder)
     may_time_out = line.startswith("timeout ")
-    variables = {"NPROC_PER_NODE": "2", "FINETUNE_LOG_DIR": str(folder / "logs")}
+    variables = {"NPROC_PER_NODE": "1", "FINETUNE_LOG_DIR": str(folder / "logs")}
     output = run_line(small(line, folder), folder, variables, codes=(0, 124) if may_time_out else (0,))
     for shown in re.findall(r"log in (\S+logs/\S+)", output):
         assert "SUCCESS" in (ROOT / shown).read_text()
     if trains(line) and not may_time_out:
         check_run(line, folder)
+    elif line.startswith("cmp "):
+        assert largest_relative_difference(losses(folder / "one"), losses(folder / "two")) < 1e-5
     elif line.startswith("tail "):
         assert {"step", "loss", "learning_rate", "grad_norm", "tokens_per_second"} <= set(json.loads(output))
     elif line.startswith("cat "):
@@ -136,7 +138,7 @@ def answers(url: str) -> bool:
 def check_run(line: str, folder: Path) -> None:
     """The run is done, and was what the line says."""
     output_dir = Path(re.search(r"--output-dir (\S+)", small(line, folder))[1])
-    processes = 2 if re.search("nproc_per_node 2|nproc 2|cpu_2|single_node", line) else 1
+    processes = 2 if re.search("nproc_per_node 2|nproc 2|cpu_2", line) else 1
     stage = 0 if "--deepspeed none" in line else int(re.search(r"zero(\d)", line.split("--config ")[-1])[1])
     assert json.loads((output_dir / "status.json").read_text())["state"] == "done"
     start = events(output_dir, "start")

@@ -140,17 +140,9 @@ def _in_process(flags: list[str]) -> None:
         os.environ.update(before)
 
 
-def test_simulated_npu_computes_what_the_cpu_does(run):
-    npu, cpu = run("auto"), run("cpu")
-    assert npu.start["device_type"] == "npu", "auto did not take the npu first"
-    assert npu.samples == cpu.samples
-    assert npu.logged("loss") == pytest.approx(cpu.logged("loss"), rel=1e-5)
-    assert npu.logged("grad_norm") == pytest.approx(cpu.logged("grad_norm"), rel=1e-4)
-
-
 def test_two_simulated_npus_compute_what_the_cpu_does(run):
-    npu, cpu = run("npu", 2), run("cpu")
-    assert (npu.start["device_type"], npu.start["world_size"]) == ("npu", 2)
+    npu, cpu = run("auto", 2), run("cpu")
+    assert (npu.start["device_type"], npu.start["world_size"]) == ("npu", 2), "auto did not take the npu first"
     assert npu.samples == cpu.samples
     assert npu.logged("loss") == pytest.approx(cpu.logged("loss"), rel=1e-5)
     assert npu.logged("grad_norm") == pytest.approx(cpu.logged("grad_norm"), rel=1e-4)
@@ -158,15 +150,14 @@ def test_two_simulated_npus_compute_what_the_cpu_does(run):
 
 def test_the_adapter_from_simulated_npus_is_the_cpus(run):
     expected = load_file(run("cpu").folder / "adapter_model.safetensors")
-    for npu in (run("auto"), run("npu", 2)):
-        found = load_file(npu.folder / "adapter_model.safetensors")
-        assert found.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert (found[name] - tensor).norm() <= 1e-3 * tensor.norm(), name
+    found = load_file(run("auto", 2).folder / "adapter_model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name] - tensor).norm() <= 1e-3 * tensor.norm(), name
 
 
 def test_everything_is_on_the_simulated_npu(run):
-    facts = run("auto").observed()
+    facts = run("npu", 1, "full").observed()
     assert facts["devices"] == ["npu"] and facts["accelerator"].startswith("npu")
     assert facts["distributed_type"] in ("NO", "MULTI_NPU") and facts["backend"] is None
     assert not any(facts["fused"]), "the fused AdamW is off for npu in the device table"
@@ -175,13 +166,13 @@ def test_everything_is_on_the_simulated_npu(run):
 
 def test_each_rank_has_its_own_simulated_npu_and_hccl(run):
     for rank in (0, 1):
-        facts = run("npu", 2).observed(rank)
+        facts = run("auto", 2).observed(rank)
         assert (facts["current_device"], facts["accelerator"]) == (rank, f"npu:{rank}")
         assert (facts["distributed_type"], facts["backend"]) == ("MULTI_NPU", "hccl")
 
 
 def test_float32_does_not_take_the_attention_that_npus_have_for_16_bits(run):
-    assert run("auto").observed()["layouts"] == {}
+    assert run("auto", 2).observed()["layouts"] == {}
 
 
 def test_16_bits_take_npu_attention_with_the_ends_of_documents(run):
@@ -203,8 +194,7 @@ def test_the_validation_loss_is_the_cpus(run):
 
     expected = last(run("cpu").folder)
     assert len(expected) == 4  # overall and per level
-    for npu in (run("auto"), run("npu", 2)):
-        assert last(npu.folder) == pytest.approx(expected, rel=1e-5)
+    assert last(run("auto", 2).folder) == pytest.approx(expected, rel=1e-5)
 
 
 def test_more_processes_than_simulated_npus_are_refused(tiny_model: Path, tiny_data: Path, tmp_path: Path):

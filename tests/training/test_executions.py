@@ -1,6 +1,7 @@
 """One run, executed in different ways, is one training: the same samples, losses, gradients and adapter.
 
-The executions are also the five ways of starting, each with the real launcher in processes of its own.
+The launchers are real, in processes of their own; `python -m finetune.sft` and torchrun are started by the README's
+commands (tests/project/test_readme.py), which are compared there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import run_helpers
 import torch
 import yaml
 from launching import ROOT, run_cli, run_command
@@ -84,6 +86,7 @@ def run(settings: dict, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     folder = tmp_path_factory.mktemp("executions")
     configs = {name: folder / f"{name}.json" for name in ("plain", "zero3")}
     configs["plain"].write_text(json.dumps(settings))
+    cpu_1, cpu_2 = (ROOT / "accelerate_configs" / f"{name}.yaml" for name in ("cpu_1", "cpu_2_zero3"))
     configs["zero3"].write_text(json.dumps({**ZERO3, "finetune": settings}))
     script = folder / "script.py"
     script.write_text(
@@ -100,13 +103,9 @@ def run(settings: dict, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
         # HF_HOME: a default configuration of accelerate on this machine must not take part.
         own = {"HF_HOME": str(folder / "hf_home")}
         if name == "python":
-            run_cli(flags, check=True)
-        elif name == "torchrun, 2 processes":
-            run_cli(flags, nproc=2, check=True)
-        elif name == "accelerate":
-            run_cli(flags, launcher="accelerate", env=own, check=True, timeout=BUILD_SECONDS)
-        elif name == "accelerate, 2 processes":
-            topology = ROOT / "accelerate_configs" / "cpu_2_zero3.yaml"
+            run_helpers.train({**settings, "output_dir": str(output)})
+        elif name.startswith("accelerate"):
+            topology = cpu_2 if "2 processes" in name else cpu_1
             words = {"launcher": "accelerate", "launcher_args": ["--config_file", topology], "env": own}
             run_cli(flags, **words, check=True, timeout=BUILD_SECONDS)
         else:
@@ -121,7 +120,6 @@ def run(settings: dict, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 # name: processes, ZeRO stage
 EXECUTIONS = {
     "python": (1, 0),
-    "torchrun, 2 processes": (2, 0),
     "accelerate, 2 processes": (2, 3),
     "accelerate": (1, 3),
     "finetune.run": (1, 0),

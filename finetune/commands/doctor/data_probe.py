@@ -146,7 +146,7 @@ def probe(kind: str, module: str, arguments: Sequence[str], world_size: int) -> 
     config = resolve(arguments, world_size=world_size, model_class=found.config_class).config
     checks: list[Check] = []
     try:
-        checks.extend(found.call(found.probe, config))
+        checks.extend(found.load(found.probe)(config))
     except FinetuneError as error:
         done = {check.name for check in checks}
         checks += failed(next((name for name in found.probed if name not in done), "data"), error)

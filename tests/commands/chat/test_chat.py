@@ -224,10 +224,11 @@ def test_one_question_on_the_command_line():
     for wrong, message in (
         (["--temperature", "-1"], "temperature is -1.0"),
         (["--raw", "--system", "x"], "--raw continues one text"),
-        (["--model", "no/such/folder/here"], "no such model folder"),
     ):
-        result = run_cli(["chat", "--prompt", "x", "--device-type", "cpu", *wrong], module="finetune")
-        assert result.returncode == 2 and message in result.stderr and "Traceback" not in said(result)
+        with pytest.raises(FinetuneError, match=message):
+            read_options(ChatOptions, ["--model", "m", "--prompt", "x", *wrong])
+    result = run_cli(["chat", "--prompt", "x", "--model", "no/such/folder/here"], module="finetune")
+    assert result.returncode == 2 and "no such model folder" in result.stderr and "Traceback" not in said(result)
 
 
 def test_a_conversation_in_a_terminal():

@@ -1,4 +1,4 @@
-"""Two nodes of two processes each, as network namespaces: a pulled cable, a taken port, a run that resumes."""
+"""Two nodes as network namespaces: a pulled cable, a taken port, a run that resumes; with two processes each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def nodes(tmp_path: Path) -> Iterator[TwoNodes]:
 
 
 def test_a_pulled_cable_is_diagnosed_on_both_nodes_and_the_run_resumes(nodes: TwoNodes, tmp_path: Path) -> None:
-    """Fine-tuning under ZeRO-3; the port that both nodes were told is taken on the first."""
+    """Fine-tuning under ZeRO-3, a process on each; the port that both nodes were told is taken on the first."""
     materials = run_helpers.make_materials(tmp_path / "materials")
     run = tmp_path / "run"
     settings = materials.settings(
@@ -41,7 +41,7 @@ def test_a_pulled_cable_is_diagnosed_on_both_nodes_and_the_run_resumes(nodes: Tw
     config = tmp_path / "config.json"
     config.write_text(json.dumps(settings))
     with nodes.port_taken(29500):
-        first = nodes.launch(["--config", str(config)], tmp_path, **SLOW, MAX_RESTARTS="0")
+        first = nodes.launch(["--config", str(config)], tmp_path, **SLOW, MAX_RESTARTS="0", NPROC_PER_NODE="1")
         run_helpers.wait_for(lambda: (run / "checkpoint-4").exists(), WAIT_SECONDS, what="the fourth step's checkpoint")
         nodes.cable("down")
         codes = [launched.wait(WAIT_SECONDS) for launched in first]
@@ -57,17 +57,17 @@ def test_a_pulled_cable_is_diagnosed_on_both_nodes_and_the_run_resumes(nodes: Tw
         assert "not started again: no restarts are left" in said[node]
 
     nodes.cable("up")
-    second = nodes.launch(["--config", str(config)], tmp_path)
+    second = nodes.launch(["--config", str(config)], tmp_path, NPROC_PER_NODE="1")
     codes = [launched.wait(WAIT_SECONDS) for launched in second]
     assert codes == [0, 0], "\n".join(launched.said() for launched in second)
     assert run_helpers.status(run)["state"] == "done"
     (resumed,) = run_helpers.events(run, "resume")
     assert resumed["step"] >= 4
-    assert [event["world_size"] for event in run_helpers.events(run, "start")] == [4, 4]
+    assert [event["world_size"] for event in run_helpers.events(run, "start")] == [2, 2]
     assert len(run_helpers.sample_ids(run)) == len(run_helpers.losses(run)) == STEPS
     for log in (tmp_path / "logs").glob("*.processes.json"):
         roles = [process["role"] for process in json.loads(log.read_text())["processes"]]
-        assert roles[:4] == ["supervisor", "agent", "worker", "worker"]
+        assert roles[:3] == ["supervisor", "agent", "worker"]
 
 
 def test_pretraining_on_two_nodes(nodes: TwoNodes, tmp_path: Path) -> None:
@@ -83,3 +83,6 @@ def test_pretraining_on_two_nodes(nodes: TwoNodes, tmp_path: Path) -> None:
     assert start["world_size"] == 4
     assert len(run_helpers.losses(tmp_path / "run")) == 4
     assert "[SUCCESS] done: 4 steps" in launched[0].said()
+    for log in (tmp_path / "logs").glob("*.processes.json"):
+        roles = [process["role"] for process in json.loads(log.read_text())["processes"]]
+        assert roles == ["supervisor", "agent", "worker", "worker"]

@@ -38,6 +38,9 @@ if what == "wait":
     time.sleep(float(os.environ.get("SAVE_SECONDS", "0.5")))  # the checkpoint
     note("saved")
     sys.exit(3)
+# One that fails has the others ended: not before they have written down that they were there.
+while not all((folder / f"rank{rank}.txt").exists() for rank in range(world.world_size)):
+    time.sleep(0.02)
 code = int(what.removeprefix("exit")) if what.startswith("exit") else 0
 if code and attempt == 1 and world.rank == world.world_size - 1:
     print(f"[ERROR] exit code {code}, by order of the test", file=sys.stderr)
