@@ -29,7 +29,7 @@ pretrain-demo: $(READY)
 	$(BIN)/python launchers/pretrain_demo.py
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder tests
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests
 
 # Formatting, linting, types of the core, the order of imports, and the public surfaces.
 CHECKED := finetune tests data_samples launchers benchmarks docs

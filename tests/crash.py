@@ -51,7 +51,7 @@ class Crashes:
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder = folder
-        self.materials = runs.make_materials(folder / "materials")
+        self.materials = runs.make_materials(folder / "materials", layers=2)
         self.moments = random.Random(seed)
         self._references: dict[tuple[str, str], Path] = {}
 
@@ -59,6 +59,7 @@ class Crashes:
         return self.materials.settings(
             self.folder / name,
             finetuning=finetuning,
+            gradient_checkpointing=None,  # the default
             max_steps=STEPS,
             save_steps=SAVE_STEPS,
             valid_data=str(self.materials.valid),

@@ -45,6 +45,7 @@ class Cell:
         return materials.settings(
             folder / self.name,
             finetuning=self.finetuning,
+            gradient_checkpointing=None,  # the default
             packing=self.packing,
             micro_batch_size=self.micro_batch_size,
             max_steps=STEPS,
@@ -97,7 +98,7 @@ class Grid:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.materials = runs.make_materials(folder / "materials")
+        self.materials = runs.make_materials(folder / "materials", layers=2)
         self._references: dict[str, tuple[Any, ...]] = {}
 
     def outcome(self, cell: Cell) -> Outcome:

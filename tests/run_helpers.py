@@ -45,8 +45,8 @@ DEFAULT_TIMEOUT_SECONDS = 240.0
 # ---------------------------------------------------------------- what is trained
 
 
-def make_model(folder: Path, *, seed: int = 0, tokenizer_name: str = "chatml") -> Path:
-    """A Qwen3 of two layers, 32 wide, with random weights, and its tokenizer."""
+def make_model(folder: Path, *, seed: int = 0, layers: int = 1, tokenizer_name: str = "chatml") -> Path:
+    """A Qwen3, 32 wide, with random weights, and its tokenizer."""
     import chat_models
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -57,7 +57,7 @@ def make_model(folder: Path, *, seed: int = 0, tokenizer_name: str = "chatml") -
         vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
@@ -108,6 +108,7 @@ class Materials:
             "learning_rate": 1e-2,
             "lora_r": 4,
             "dtype": "float32",
+            "gradient_checkpointing": False,
             "device_type": "cpu",
             "save_steps": 0,
             "log_samples": True,
@@ -119,11 +120,12 @@ class Materials:
         return {name: value for name, value in settings.items() if value is not None}
 
 
-def make_materials(folder: Path, *, records: int = 60, seed: int = 0) -> Materials:
+def make_materials(folder: Path, *, records: int = 60, seed: int = 0, layers: int = 1) -> Materials:
+    """One layer does where the operation of runs is looked at: most of the time goes to ZeRO's hooks, layer by layer."""
     folder.mkdir(parents=True, exist_ok=True)
     return Materials(
         folder=folder,
-        model=make_model(folder / "model", seed=seed),
+        model=make_model(folder / "model", seed=seed, layers=layers),
         data=make_data(folder / "train.jsonl", records, seed=seed),
         valid=make_data(folder / "valid.jsonl", 13, seed=seed + 1),
     )
@@ -299,7 +301,10 @@ def _rank(
     try:
         if patch is not None:
             patch(*patch_arguments)
-        code = importlib.import_module(module).main(arguments)
+        found = importlib.import_module(module)
+        if hasattr(found, "__path__"):  # a package is run by its __main__
+            found = importlib.import_module(f"{module}.__main__")
+        code = found.main(arguments)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 70
     except BaseException:
@@ -309,6 +314,19 @@ def _rank(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def run_module(module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> tuple[int, str]:
+    """`python -m MODULE ARGUMENTS` forked from the server that has imported everything; the exit code and output."""
+    process = _fork_context().Process(
+        target=_rank, args=(dict(environment), list(arguments), str(log), None, (), module), daemon=False
+    )
+    process.start()
+    process.join(PATIENCE_SECONDS)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    return process.exitcode, log.read_text(errors="replace")
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import run_helpers
 from launching import BIN, PATIENCE_SECONDS, ROOT, environment
 
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -80,7 +81,16 @@ def run_together(
 
 
 def run_line(line: str, folder: Path, variables: dict[str, str] | None = None, codes: Sequence[int] = (0,)) -> str:
-    """Run one shell line; its output. Fails unless the exit code is one of `codes`."""
-    ((code, output),) = run_together([line], folder, variables)
+    """Run one shell line; its output. Fails unless the exit code is one of `codes`.
+
+    `python -m finetune...` is forked instead of started: what it imports takes several times what it does.
+    """
+    words = shlex.split(line)
+    if words[:2] == ["python", "-m"]:
+        folder.mkdir(parents=True, exist_ok=True)
+        log = folder / f"output-{time.monotonic_ns()}.txt"
+        code, output = run_helpers.run_module(words[2], words[3:], log, variables or {})
+    else:
+        ((code, output),) = run_together([line], folder, variables)
     assert code in codes, f"{line}\nexit code {code}\n{output}"
     return output
