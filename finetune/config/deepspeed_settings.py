@@ -44,7 +44,9 @@ PRECISIONS = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}
 # Top-level keys and blocks that finetune fills in.
 OURS = frozenset({shared.path.partition(".")[0] for shared in SHARED} | set(PRECISIONS))
 
-# What DeepSpeed's optimizer and scheduler blocks may say beside the shared numbers: what finetune does anyway.
+# The only values of keys with which DeepSpeed would train otherwise than finetune says, while losses look right: in the
+# optimizer and scheduler blocks what finetune does anyway, elsewhere what leaves the gradient that of the global batch
+# and its float32 sum, and a step with NaN in it one that is skipped.
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "optimizer.params.bias_correction": (True,),
     "optimizer.params.adam_w_mode": (True,),
@@ -56,7 +58,26 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "scheduler.params.cos_min_ratio": (0,),
     "scheduler.params.warmup_type": ("linear",),
     "scheduler.params.last_batch_iteration": (-1,),
-    "zero_optimization.stage": (0, 1, 2, 3),
+    "gradient_allreduce_op": ("mean",),  # the loss is scaled for a mean over ranks
+    "gradient_predivide_factor": (1,),  # ZeRO-3 multiplies by it into a copy that it drops
+    "managed_gradient_accumulation": (True,),  # false has every microbatch end the step
+    "disable_allgather": (False,),
+    "data_types.grad_accum_dtype": ("fp32",),  # in 16 bits the sum depends on how many microbatches there are
+    "fp16.fp16_master_weights_and_grads": (False,),
+    **{
+        f"{block}.{key}": (value,)
+        for block in ("bf16", "bfloat16")
+        for key, value in (
+            ("bf16_master_weights_and_grads", False),
+            ("bf16_optimizer_states", False),
+            ("check_grad_overflow", True),
+        )
+    },
+    "torch_autocast.enabled": (False,),  # the run's dtype says what is computed in
+    "hybrid_engine.enabled": (False,),
+    "zero_optimization.zero_quantized_gradients": (False,),
+    "zero_optimization.offload_optimizer.super_offload": (False,),
+    "zero_optimization.stage": (1, 2, 3),
     "zero_optimization.offload_param.device": ("cpu", "nvme", "none"),
     "zero_optimization.offload_optimizer.device": ("cpu", "nvme", "none"),
 }
@@ -64,6 +85,8 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
 # Blocks by which several processes share one sample, or DeepSpeed chooses the samples: here every process has its own
 # microbatches, and which samples a step has is decided by the run alone.
 UNSUPPORTED = ("sequence_parallel_size", "tensor_parallel", "expert_parallel", "pipeline", "data_efficiency")
+# Blocks with which the optimizer's step is late or in part, or the weights are not those that were loaded.
+OTHER_TRAINING = ("zero_optimization.zenflow", "weight_quantization")
 
 # DeepSpeed's schedules, and ours of the same curve.
 SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
@@ -210,6 +233,9 @@ def _refused_combinations(config: Mapping[str, Any], where: str) -> Iterator[Con
         if config.get(key) not in (None, {}, 1):
             what = f"DeepSpeed key {key} is set, and finetune gives every process its own samples"
             yield ConfigError(what, where, "remove it; ZeRO stages are the way to share the memory of several devices")
+    for path in OTHER_TRAINING:
+        if lookup(config, path) not in (None, {}):
+            yield ConfigError(f"DeepSpeed key {path} changes what is trained", where, "remove it")
     if lookup(config, "comet.api_key") is not None:
         yield ConfigError("comet.api_key is a secret in a file", where, "set COMET_API_KEY in the environment instead")
     stage = lookup(config, "zero_optimization.stage") or 0

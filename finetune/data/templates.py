@@ -87,8 +87,10 @@ TEMPLATES: dict[str, str] = {
         "{%- endfor -%}"
         "{%- if add_generation_prompt -%}{{ '<|assistant|>\\n' }}{%- endif -%}"
     ),
-    # Plain text and the tokenizer's own end-of-sequence token: for any base model.
+    # Plain text and the tokenizer's own first and last token: for any base model. Llama, Mistral and Gemma were never
+    # trained without their first token; other tokenizers have none, and nothing is written.
     "alpaca": (
+        "{{ bos_token }}"
         "{%- for message in messages -%}"
         "{%- if message['role'] == 'system' -%}{{ message['content'] + '\\n\\n' }}"
         "{%- elif message['role'] == 'user' -%}{{ '### Instruction:\\n' + message['content'] + '\\n\\n' }}"
@@ -97,6 +99,7 @@ TEMPLATES: dict[str, str] = {
         "{%- if add_generation_prompt -%}{{ '### Response:\\n' }}{%- endif -%}"
     ),
     "vicuna": (
+        "{{ bos_token }}"
         "{%- for message in messages -%}"
         "{%- if message['role'] == 'system' -%}{{ message['content'] + ' ' }}"
         "{%- elif message['role'] == 'user' -%}{{ 'USER: ' + message['content'] + ' ' }}"

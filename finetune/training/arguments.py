@@ -5,6 +5,7 @@ Trainer, accelerate and DeepSpeed are all told micro-batch 1, accumulation 1: on
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from pathlib import Path
@@ -14,6 +15,8 @@ from transformers import TrainingArguments
 
 from finetune.config.run_config import BaseConfig
 from finetune.runtime.device import DEVICE_KINDS
+
+logger = logging.getLogger("finetune")
 
 REPORTERS = ("tensorboard", "wandb", "swanlab", "trackio")
 
@@ -43,7 +46,7 @@ def training_arguments(
     """Make the arguments; this also creates the process group (TrainingArguments does)."""
     kind = DEVICE_KINDS[device_type]
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(Path(config.output_dir) / "tensorboard"))
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=config.output_dir,
         use_cpu=device_type == "cpu",
         per_device_train_batch_size=1,
@@ -86,3 +89,12 @@ def training_arguments(
         log_level="warning",
         deepspeed=deepspeed,
     )
+    if arguments.n_gpu > 1:  # of a process that no launcher started
+        logger.warning(
+            "this process sees %d devices and trains on one: start it with python -m finetune launch to use all, or "
+            "make one visible",
+            arguments.n_gpu,
+        )
+        # Else Trainer wraps the model in DataParallel, which scatters a microbatch's tensors whatever they mean.
+        arguments._n_gpu = 1
+    return arguments

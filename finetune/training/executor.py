@@ -22,12 +22,15 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from finetune.data.collate import Microbatch
 from finetune.data.steps import Execution, StepBatch, StepBatches
 from finetune.errors import FinetuneError
-from finetune.modeling.loss import ChunkedHead, microbatch_losses
+from finetune.modeling.loss import ChunkedHead, microbatch_losses, sums_by_difficulty
 from finetune.runtime import device as devices
 from finetune.training.control import Control
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+
+REHEARSAL = -1  # in the place of a microbatch's number
 
 
 @dataclass(frozen=True)
@@ -125,13 +128,14 @@ class StepExecutor:
     def _run_microbatches(self, model: torch.nn.Module, batch: StepBatch, microbatches: list[Microbatch]) -> StepResult:
         device = self.accelerator.device
         loss = torch.zeros((), device=device)
-        difficulty_losses = torch.zeros(self.step_batches.difficulties + 1, device=device)
+        difficulty_losses = torch.zeros(self.step_batches.difficulties, device=device)
         weight = self.scale / batch.supervised_tokens
-        work = [(microbatch, weight) for microbatch in microbatches]
+        work = [(number, microbatch, weight) for number, microbatch in enumerate(microbatches)]
         if self.largest is not None:
-            work.insert(0, (self.largest, 0.0))
-        for number, (microbatch, weight_here) in enumerate(work):
-            with self._microbatch(model, batch.step, number, last=number == len(work) - 1):
+            # A number of its own: it is rehearsed after every start, and must not move the others' dropout.
+            work.insert(0, (REHEARSAL, self.largest, 0.0))
+        for number, microbatch, weight_here in work:
+            with self._microbatch(model, batch.step, number, last=number == len(microbatches) - 1):
                 losses = microbatch_losses(model, microbatch, device, self.head)
                 microbatch_loss = losses.sum() * weight_here
                 self._backward(model, microbatch_loss)
@@ -139,11 +143,8 @@ class StepExecutor:
                 # Not losses.sum() * weight: the reported loss has another scale, and is summed in float32.
                 detached = losses.detach().to(loss.dtype)
                 loss += detached.sum() * (self.accelerator.num_processes / batch.supervised_tokens)
-                # Difficulty -1 (none) lands in the last slot and is dropped.
-                difficulty_losses.index_add_(
-                    0, microbatch.difficulties.to(device) % (self.step_batches.difficulties + 1), detached
-                )
-        return StepResult(loss, difficulty_losses[: self.step_batches.difficulties])
+                difficulty_losses += sums_by_difficulty(detached, microbatch.difficulties, len(difficulty_losses))
+        return StepResult(loss, difficulty_losses)
 
     @contextlib.contextmanager
     def _microbatch(self, model: torch.nn.Module, step: int, number: int, *, last: bool) -> Iterator[None]:
@@ -223,7 +224,11 @@ def cannot_shrink_error(step_batches: StepBatches, step: int, error: str | None,
 
 
 def microbatch_seed(seed: int, step: int, microbatch: int, rank: int) -> int:
-    """Seed of one microbatch's dropout: never restored, always derived."""
+    """Seed of one microbatch's dropout: never restored, always derived.
+
+    Args:
+        microbatch: its place in the rank's schedule of the step, or `REHEARSAL`.
+    """
     digest = hashlib.sha256(f"{seed}:{step}:{microbatch}:{rank}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 

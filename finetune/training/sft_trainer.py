@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,15 @@ class SFTTrainer(RunTrainer):
             check_adapter_file(folder, adapter_shapes(self.model), trained=self._has_learned())
         else:
             self.model.save_pretrained(folder, state_dict=weights)
+            _note_dtype(folder / "config.json", next(iter(weights.values())).dtype)
         self.processing_class.save_pretrained(folder)
+
+
+def _note_dtype(path: Path, dtype: torch.dtype) -> None:
+    """Let config.json name the dtype of the written weights: save_pretrained names that of the model in memory."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_adapter(folder: Path, model: Any, weights: dict[str, torch.Tensor]) -> None:

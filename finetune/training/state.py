@@ -198,10 +198,12 @@ class TrainingState:
         # The setters of deepspeed.utils write into what is there, and before the first step nothing is. ZeRO-3 keeps
         # the flat groups under one name, ZeRO-1/2 under another.
         zero = self.engine.optimizer
+        fused = any(group.get("fused") or group.get("capturable") for group in zero.optimizer.param_groups)
         flats = zero.fp32_partitioned_groups_flat if hasattr(zero, "fp32_partitioned_groups_flat") else None
         for flat in flats if flats is not None else zero.single_partition_of_fp32_groups:
             zero.optimizer.state[flat] = {
-                "step": torch.tensor(float(step)),
+                # Fused kernels take the step by its address on their device.
+                "step": torch.tensor(float(step), device=flat.device if fused else "cpu"),
                 **{key: torch.zeros_like(flat.data) for key in MOMENTS},
             }
         self._link_stage_1_and_2()

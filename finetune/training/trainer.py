@@ -4,8 +4,8 @@ Trainer keeps the loop (`Trainer._inner_training_loop`), accelerate the devices.
 (one loader item is one optimizer step), how a step is executed (training/executor.py), the loss, evaluation by the same
 schedule and sums, checkpoints (training/checkpointer.py), and the log (training/metrics.py). What the comments say
 of others is of transformers 5.23, accelerate 1.15 and DeepSpeed 0.19.8. Private hooks that are overridden or called
-(`_init_training_state`, `_prepare_for_training`, `_save_checkpoint`, `_get_grad_norm`, `_tr_loss`) are pinned by
-tests/training/test_trainer_hooks.py.
+(`_init_training_state`, `_prepare_for_training`, `_save_checkpoint`, `_get_grad_norm`, `_get_learning_rate`,
+`_tr_loss`) are pinned by tests/training/test_trainer_hooks.py.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
@@ -23,7 +24,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 
 from finetune.data.collate import Microbatch
 from finetune.data.steps import Execution, StepBatch, StepBatches
-from finetune.modeling.loss import ChunkedHead, microbatch_losses
+from finetune.modeling.loss import ChunkedHead, microbatch_losses, sums_by_difficulty
 from finetune.storage.durable_files import put_output
 from finetune.training.checkpointer import Checkpointer
 from finetune.training.control import RunContext
@@ -133,7 +134,11 @@ class RunTrainer(Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """The schedule is a function of the step, so a resumed run starts it at its own step and restores nothing."""
+        """The schedule is a function of the step: `_set_learning_rate` applies it, and nothing of it is restored.
+
+        torch's scheduler stands for it where Trainer and DeepSpeed want one. It counts its calls, and neither calls it
+        after a step that was skipped (ZeRO-1/2, float16), so its rates would lag from there on.
+        """
         # `optimizer` is given where DeepSpeed makes the optimizer: transformers' deepspeed_optim_sched then calls this
         # on a copy of the trainer, inside deepspeed.initialize. The engine steps that schedule itself.
         if self.lr_scheduler is None:
@@ -174,12 +179,25 @@ class RunTrainer(Trainer):
             this rank's share of the batch's loss times the ranks: Trainer logs the mean over ranks.
         """
         model.train()  # evaluation leaves it in eval mode
+        self._set_learning_rate(inputs.step)
         result = self.executor.run(model, inputs)
         self._batch = inputs
         self.meter.add_step(inputs, result.difficulty_losses)
         if self.is_deepspeed_enabled:
             self._step_engine(model)
         return result.loss
+
+    def _set_learning_rate(self, step: int) -> None:
+        """The rates of a step (0-based), whatever steps were skipped before it."""
+        # Groups are the same objects in DeepSpeed's optimizer and the one below it; LambdaLR noted their initial rates.
+        factor = self.context.learning_rate_factor(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+
+    def _get_learning_rate(self) -> float:
+        """What the step under way was taken with: Trainer would ask the scheduler, which DeepSpeed has moved on."""
+        group = self.optimizer.param_groups[0]
+        return float(group["initial_lr"]) * self.context.learning_rate_factor(self._batch.step)
 
     def _step_engine(self, engine: Any) -> None:
         """DeepSpeed's step, unless gradients are not finite."""
@@ -205,8 +223,9 @@ class RunTrainer(Trainer):
         norm = super()._get_grad_norm(model, grad_norm)
         if self.is_deepspeed_enabled:
             return math.nan if self._nonfinite else norm
-        self._nonfinite = not math.isfinite(float(norm))
-        if self._nonfinite and self.accelerator.scaler is None:  # float16's scaler skips the step by itself
+        # In float16 an overflow is the loss scaler at work, which skips the step by itself.
+        self._nonfinite = not math.isfinite(float(norm)) and self.accelerator.scaler is None
+        if self._nonfinite:
             self.optimizer.optimizer.zero_grad(set_to_none=True)  # AdamW leaves out parameters without gradient
         return norm
 
@@ -253,22 +272,21 @@ class RunTrainer(Trainer):
 
     def evaluation(self, step_batches: StepBatches) -> dict[str, float]:
         """The loss of validation batches, overall and per difficulty. Every rank calls."""
-        difficulties = step_batches.difficulties
-        sums = torch.zeros(difficulties + 1, device=self.args.device)
-        tokens, difficulty_tokens = 0, torch.zeros(difficulties, dtype=torch.int64)
+        total, sums = 0.0, torch.zeros(step_batches.difficulties, dtype=torch.float64)
+        tokens, difficulty_tokens = 0, np.zeros(step_batches.difficulties, dtype=np.int64)
         for batch, scored in self.scored(step_batches):
             tokens += batch.supervised_tokens
-            difficulty_tokens += torch.from_numpy(batch.difficulty_tokens)
+            difficulty_tokens += batch.difficulty_tokens
             for microbatch, losses in scored:
-                # Difficulty -1 (none) lands in the last slot: it counts for the overall loss only.
-                sums.index_add_(0, microbatch.difficulties.to(self.args.device) % (difficulties + 1), losses)
-        self._sum_over_ranks(sums)
-        metrics = {"loss": float(sums.sum()) / tokens}
-        for name, loss, count in zip(
-            self.context.difficulty_names, sums.tolist(), difficulty_tokens.tolist(), strict=False
-        ):
+                precise = losses.cpu().double()  # millions of targets are added up
+                total += float(precise.sum())
+                sums += sums_by_difficulty(precise, microbatch.difficulties, len(sums))
+        everyone = self.context.control.gather([total, *sums.tolist()])
+        total, *of_difficulties = (sum(column) for column in zip(*everyone, strict=True))
+        metrics = {"loss": total / tokens}
+        for name, loss, count in zip(self.context.difficulty_names, of_difficulties, difficulty_tokens, strict=False):
             if count:
-                metrics[f"loss/{name}"] = loss / count
+                metrics[f"loss/{name}"] = loss / int(count)
         return metrics
 
     def scored(

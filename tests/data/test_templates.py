@@ -28,9 +28,9 @@ EXPECTED = {
     "phi3": "<|system|>\ns<|end|>\n<|user|>\nq1<|end|>\n<|assistant|>\n«a1<|end|>»\n"
     "<|user|>\nq2<|end|>\n<|assistant|>\n«a2<|end|>»\n",
     "glm4": "[gMASK]<sop><|system|>\ns<|user|>\nq1<|assistant|>\n«a1<|user|>»\nq2<|assistant|>\n«a2<|user|>»",
-    "alpaca": "s\n\n### Instruction:\nq1\n\n### Response:\n«a1</s>»\n\n"
+    "alpaca": "<s>s\n\n### Instruction:\nq1\n\n### Response:\n«a1</s>»\n\n"
     "### Instruction:\nq2\n\n### Response:\n«a2</s>»\n\n",
-    "vicuna": "s USER: q1 ASSISTANT:« a1</s>»USER: q2 ASSISTANT:« a2</s>»",
+    "vicuna": "<s>s USER: q1 ASSISTANT:« a1</s>»USER: q2 ASSISTANT:« a2</s>»",
 }
 EXPECTED["qwen"] = EXPECTED["chatml"]
 
@@ -45,6 +45,16 @@ def test_every_named_template_trains_the_answers_and_their_ends(name: str) -> No
     prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True)["input_ids"]
     (alone,) = render(talk("q1", "a1"), tokenizer, 4096)
     assert alone.input_ids[: np.flatnonzero(alone.supervised)[0]].tolist() == prompt
+
+
+@pytest.mark.parametrize("name", ["alpaca", "vicuna"])
+def test_plain_text_has_no_first_token_where_the_tokenizer_has_none(name: str) -> None:
+    tokenizer = make_tokenizer(TEMPLATES[name])
+    (sample,) = render(talk("q1", "a1"), tokenizer, 4096)
+    first = tokenizer.bos_token_id
+    tokenizer.bos_token = None
+    (without,) = render(talk("q1", "a1"), tokenizer, 4096)
+    assert sample.input_ids.tolist() == [first, *without.input_ids.tolist()]
 
 
 def test_a_template_whose_end_is_no_token_of_the_tokenizer_is_noted() -> None:

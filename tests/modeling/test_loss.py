@@ -6,6 +6,7 @@ import copy
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,13 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from finetune.data.collate import collate
 from finetune.data.steps import Execution, InOrder, StepBatches
 from finetune.modeling.attention import choose_attention
-from finetune.modeling.loss import ChunkedHead, make_chunked_head, microbatch_losses, token_losses
+from finetune.modeling.loss import (
+    ChunkedHead,
+    make_chunked_head,
+    microbatch_losses,
+    sums_by_difficulty,
+    token_losses,
+)
 from finetune.training.control import Control
 from finetune.training.executor import StepExecutor, largest_microbatch
 
@@ -303,3 +310,37 @@ def test_evaluation_is_the_mean_over_all_targets(tmp_path: Path, tiny_model: Pat
         assert first[f"eval_loss/{difficulty}"] == pytest.approx(float(members.mean()), rel=1e-5)
     assert last["eval_loss"] != first["eval_loss"]
     assert json.dumps(first).count("NaN") == 0
+
+
+def test_evaluation_sums_millions_of_targets_as_float64_does():
+    """50 million targets of two difficulties and none, in 200 microbatches on each of two ranks."""
+    from finetune.training.trainer import RunTrainer
+
+    generator = np.random.default_rng(0)
+    losses = generator.gamma(2.0, 1.0, 125_000).astype(np.float32)
+    difficulties = generator.choice([0, 1, -1], 125_000, p=[0.6, 0.3, 0.1])
+    microbatch = SimpleNamespace(difficulties=torch.from_numpy(difficulties))
+    counts = np.array([(difficulties == number).sum() for number in (0, 1)])
+    batch = SimpleNamespace(supervised_tokens=2 * 125_000, difficulty_tokens=2 * counts)
+    trainer = SimpleNamespace(
+        scored=lambda _: ((batch, iter([(microbatch, torch.from_numpy(losses))])) for _ in range(200)),
+        context=SimpleNamespace(
+            difficulty_names=("easy", "hard"), control=SimpleNamespace(gather=lambda item: [item, item])
+        ),
+    )
+    found = RunTrainer.evaluation(trainer, SimpleNamespace(difficulties=2))
+    precise = losses.astype(np.float64)
+    expected = {"loss": precise.mean(), "loss/easy": precise[difficulties == 0].mean()}
+    expected["loss/hard"] = precise[difficulties == 1].mean()
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_losses_of_a_step_do_not_drift_with_its_targets():
+    """float32, as devices add: index_add_ is off by 6% here."""
+    losses = torch.full((40_000_000,), 1.3)
+    difficulties = torch.arange(len(losses)) % 5 // 3  # three of five are of the first
+    sums = sums_by_difficulty(losses, difficulties, 2)
+    expected = [1.3 * 24_000_000, 1.3 * 16_000_000]
+    assert sums.tolist() == pytest.approx(expected, rel=1e-6)
+    none = sums_by_difficulty(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([-1, 0, 0]), 1)
+    assert none.tolist() == [6.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ CASES: dict[str, tuple[int, dict[str, Any], tuple]] = {
 def test_the_step_is_skipped_on_all_ranks_and_training_goes_on(materials, tmp_path, processes, changes, spoiled):
     output_dir = tmp_path / "run"
     ranks = run_helpers.train(
-        materials.settings(output_dir, save_steps=1, save_total_limit=9, max_steps=5, warmup_steps=0, **changes),
+        materials.settings(output_dir, save_steps=1, save_total_limit=9, max_steps=5, warmup_steps=0, lr_scheduler="linear", **changes),
         processes,
         patch=run_patches.spoil_losses,
         patch_arguments=spoiled,
@@ -82,6 +83,30 @@ def test_the_step_is_skipped_on_all_ranks_and_training_goes_on(materials, tmp_pa
     assert None not in losses[:2] + losses[3:]
     norms = [record["grad_norm"] for record in run_helpers.lines(output_dir / "trainer_log.jsonl")]
     assert [norm is not None for norm in norms] == [True, True, False, True, True]
+    rates = [record["learning_rate"] for record in run_helpers.lines(output_dir / "trainer_log.jsonl")]
+    assert rates == pytest.approx([1e-2 * (1 - step / 5) for step in range(5)]), "the schedule is a function of the step"
+
+
+@pytest.mark.parametrize(("processes", "layout"), [(1, "plain"), (2, "zero2")])
+def test_resumed_right_after_a_skipped_step_it_is_the_same_training(materials, tmp_path, processes, layout):
+    """Ids, rates, losses and bits: under ZeRO-2 too, whose schedule is not moved on by a step that was skipped."""
+    spoiled = {"patch": run_patches.spoil_losses, "patch_arguments": (processes - 1, (3,), NAN), "launched": True}
+    changes = {"save_steps": 1, "save_total_limit": 9, "max_steps": 5, "warmup_steps": 0, "lora_dropout": 0.3}
+    whole, resumed = (
+        materials.settings(tmp_path / name, **changes, **LAYOUTS[layout]) for name in ("whole", "resumed")
+    )
+    run_helpers.train(whole, processes, **spoiled)
+    run_helpers.train(resumed, processes, **spoiled)
+    for step in (4, 5):
+        shutil.rmtree(tmp_path / "resumed" / f"checkpoint-{step}")
+    for name in ("adapter_model.safetensors", "status.json"):
+        (tmp_path / "resumed" / name).unlink()
+    run_helpers.train(resumed, processes, launched=True)
+    assert [event["step"] for event in run_helpers.events(tmp_path / "resumed", "resume")] == [3]
+    first, second = (run_helpers.lines(tmp_path / name / "trainer_log.jsonl") for name in ("whole", "resumed"))
+    for name in ("step", "loss", "grad_norm", "learning_rate"):
+        assert [line[name] for line in first] == [line[name] for line in second], name
+    assert equal(saved_state(tmp_path / "whole", 5), saved_state(tmp_path / "resumed", 5))
 
 
 @pytest.mark.parametrize(("processes", "layout"), [(1, "plain"), (2, "zero3")])

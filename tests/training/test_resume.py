@@ -118,6 +118,21 @@ def test_two_then_one_then_two_processes(materials, uninterrupted, tmp_path, fin
         assert difference <= 1e-3 * expected[name].double().norm(), name
 
 
+@pytest.mark.parametrize(("processes", "layout"), [(1, "plain"), (2, "zero3")])
+def test_dropout_is_the_same_after_a_resume(materials, tmp_path, processes, layout):
+    """Each microbatch draws by its place in the schedule, which a start does not change."""
+    changes = {"lora_dropout": 0.3, "save_steps": 0, "max_steps": 6, **LAYOUTS[layout]}
+    whole, stopped = (settings(materials, tmp_path / name, **changes) for name in ("whole", "stopped"))
+    without = settings(materials, tmp_path / "without", **(changes | {"lora_dropout": 0.0}))
+    run_helpers.train(whole, processes)
+    signal_at_3 = {"patch": run_patches.signal_self, "patch_arguments": (0, 3, signal.SIGTERM)}
+    run_helpers.train(stopped, processes, expect=3, **signal_at_3)
+    run_helpers.train(stopped, processes)
+    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+    run_helpers.train(without, processes)
+    assert run_helpers.losses(tmp_path / "without") != run_helpers.losses(tmp_path / "whole"), "there is no dropout"
+
+
 # ---------------------------------------------------------------- logs
 
 

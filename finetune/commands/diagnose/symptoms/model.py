@@ -187,9 +187,9 @@ SYMPTOMS = (
             "is incompatible with the way the model is wrapped (DDP, ZeRO-3, LoRA)."
         ),
         N_(
-            "ZeRO-3 with LoRA needs use_reentrant=True, DDP needs use_reentrant=False; this package sets it, so look "
-            "at custom code. No random or data-dependent branches and no autocast change inside a checkpointed layer. "
-            "To verify: --gradient-checkpointing false."
+            "This package sets use_reentrant=False, which DDP and ZeRO take, so look at custom code: no random or "
+            "data-dependent branches and no autocast change inside a checkpointed layer. To verify: "
+            "--gradient-checkpointing false."
         ),
         confidence=0.92,
         source="torch.utils.checkpoint, DDP",
