@@ -33,22 +33,26 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Files that take longest, first: a long one that begins last has every other process wait for it.
 LONGEST_FIRST = [
-    "test_launchers.py",
-    "test_two_nodes.py",
-    "test_pretrain_demo.py",
-    "test_pretrain.py",
     "test_readme.py",
-    "test_checkpoint_files.py",
-    "test_nonfinite.py",
-    "test_executions.py",
+    "test_two_nodes.py",
+    "test_launchers.py",
+    "test_pretrain_demo.py",
     "test_fake_npu.py",
-    "test_out_of_memory.py",
-    "test_generation.py",
+    "test_executions.py",
     "test_signals.py",
-    "test_diagnose_real.py",
+    "test_out_of_memory.py",
     "test_serve.py",
-    "test_configs.py",
+    "test_pretrain.py",
+    "test_diagnose_real.py",
+    "test_generation.py",
+    "test_doctor_launched.py",
+    "test_nonfinite.py",
+    "test_kinds.py",
     "test_resume.py",
+    "test_crash_sample.py",
+    "test_parent_watchdog.py",
+    "test_launch_runs.py",
+    "test_prepare.py",
 ]
 
 

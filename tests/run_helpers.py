@@ -121,7 +121,7 @@ class Materials:
 
 
 def make_materials(folder: Path, *, records: int = 60, seed: int = 0, layers: int = 1) -> Materials:
-    """One layer does where the operation of runs is looked at: most of the time goes to ZeRO's hooks, layer by layer."""
+    """One layer does where a run's operation is looked at: most of the time goes to ZeRO's hooks, layer by layer."""
     folder.mkdir(parents=True, exist_ok=True)
     return Materials(
         folder=folder,

@@ -97,7 +97,7 @@ def flags(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> list[object]:
 
 
 def test_one_device_and_one_node_are_the_same_with_other_numbers() -> None:
-    """So the launches of cpu_1 and cpu_2 (tests/training/test_executions.py, test_pretrain.py) are theirs too."""
+    """So the launches of cpu_1 and cpu_2 (tests/training/test_executions.py) are theirs too."""
     assert topology("one_device") == topology("cpu_1")
     assert topology("one_node_8") | {"num_processes": 2} == topology("cpu_2")
     assert topology("one_node_8")["num_processes"] == 8

@@ -21,6 +21,7 @@ from run_helpers import events, largest_relative_difference, losses, wait_for
 from shell_blocks import blocks, run_line, shell_lines, small, trains
 
 from finetune.__main__ import COMMANDS
+from finetune.commands.diagnose.command import diagnose_logs
 from finetune.config.run_config import RunConfig
 
 ENGLISH, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
@@ -74,6 +75,9 @@ def test_every_command_works(number: int, folder: Path) -> None:
     may_time_out = line.startswith("timeout ")
     variables = {"NPROC_PER_NODE": "1", "FINETUNE_LOG_DIR": str(folder / "logs")}
     output = run_line(small(line, folder), folder, variables, codes=(0, 124) if may_time_out else (0,))
+    if "torchrun" in line or "accelerate launch" in line:
+        (folder / "console.log").write_text(output)
+        assert diagnose_logs([folder / "console.log"]) == [], "a launcher's own words are taken for a failure"
     for shown in re.findall(r"log in (\S+logs/\S+)", output):
         assert "SUCCESS" in (ROOT / shown).read_text()
     if trains(line) and not may_time_out:

@@ -222,7 +222,7 @@ def test_resumed_on_simulated_npus_it_is_the_same_training(interrupted: Path, on
     assert run_helpers.losses(interrupted)[-1] == pytest.approx(run_helpers.losses(one)[-1], rel=1e-4)
 
 
-LAUNCHERS = ("self-started", "torch.distributed.launch", "accelerate")  # the first becomes torchrun
+LAUNCHERS = ("self-started", "torch.distributed.launch")  # the first becomes torchrun
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -233,16 +233,11 @@ def test_every_way_of_starting_is_the_same_run(launcher: str, one: Path, setting
     module = "finetune.pretrain"
     if launcher == "self-started":
         result = run_cli([*flags, "--distributed", "--world_size", 2], module=module)
-    elif launcher == "torch.distributed.launch":
+    else:
         words = [BIN / "python", "-m", "torch.distributed.launch", "--nproc_per_node=2", f"--master_port={free_port()}"]
         # Under a launcher, --distributed has no effect.
         asked = ["--distributed", "--world_size", 4]
         result = run_command([str(word) for word in [*words, "-m", module, *flags, *asked]])
-    else:
-        topology = HERE.parent / "accelerate_configs" / "cpu_2.yaml"
-        own = {"HF_HOME": str(tmp_path / "hf")}
-        extra = ["--config_file", topology]
-        result = run_cli(flags, launcher="accelerate", launcher_args=extra, env=own, module=module)
     assert result.returncode == 0, said(result)
     assert run_helpers.events(output, "start")[0]["world_size"] == 2
     assert run_helpers.sample_ids(output) == run_helpers.sample_ids(one)

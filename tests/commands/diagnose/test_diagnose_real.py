@@ -18,7 +18,7 @@ from typing import Any
 import diagnose_breaks as breaks
 import pytest
 import run_helpers
-from launching import environment, run_cli, said
+from launching import environment
 from run_helpers import Materials
 
 from finetune.commands.diagnose.command import diagnose_logs
@@ -297,11 +297,3 @@ def test_good_runs_get_no_finding(processes, materials, tmp_path):
     ranks = run_helpers.train(materials.settings(tmp_path / "run"), processes)
     assert causes(ranks.log_paths) == []
     assert causes([tmp_path / "run"]) == []
-
-
-def test_good_run_of_a_real_launcher(materials, tmp_path):
-    config = tmp_path / "run.json"
-    config.write_text(json.dumps(materials.settings(tmp_path / "run", max_steps=2)))
-    log = tmp_path / "console.log"
-    log.write_text(said(run_cli(["--config", config], launcher="torchrun", check=True)))
-    assert causes([log]) == []
