@@ -53,6 +53,17 @@ LONGEST_FIRST = [
     "test_parent_watchdog.py",
     "test_launch_runs.py",
     "test_prepare.py",
+    "test_grid_sample.py",
+    "test_golden.py",
+    "test_doctor.py",
+    "test_checkpoint_files.py",
+    "test_bad_input.py",
+    "test_adapter.py",
+    "test_disk_full.py",
+    "test_windows.py",
+    "test_loss.py",
+    "test_data_samples_base.py",
+    "test_attention.py",
 ]
 
 

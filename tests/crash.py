@@ -59,7 +59,6 @@ class Crashes:
         return self.materials.settings(
             self.folder / name,
             finetuning=finetuning,
-            gradient_checkpointing=None,  # the default
             max_steps=STEPS,
             save_steps=SAVE_STEPS,
             valid_data=str(self.materials.valid),

@@ -45,7 +45,6 @@ class Cell:
         return materials.settings(
             folder / self.name,
             finetuning=self.finetuning,
-            gradient_checkpointing=None,  # the default
             packing=self.packing,
             micro_batch_size=self.micro_batch_size,
             max_steps=STEPS,

@@ -108,7 +108,6 @@ class Materials:
             "learning_rate": 1e-2,
             "lora_r": 4,
             "dtype": "float32",
-            "gradient_checkpointing": False,
             "device_type": "cpu",
             "save_steps": 0,
             "log_samples": True,

@@ -129,7 +129,8 @@ class BaseConfig(Strict):
         found = []
         if self.report_to != "auto" and "none" in self.report_to and len(self.report_to) > 1:
             found.append((f"report_to is {', '.join(self.report_to)}", "give none alone, or leave it out"))
-        if self.deepspeed and not (self.deepspeed.get("zero_optimization") or {}).get("stage"):
+        zero = (self.deepspeed or {}).get("zero_optimization") or {}
+        if self.deepspeed and isinstance(zero, dict) and not zero.get("stage"):
             fix = "set zero_optimization.stage to 1, 2 or 3, or train without DeepSpeed (--deepspeed none)"
             found.append(("deepspeed has no ZeRO stage, and finetune uses DeepSpeed for ZeRO", fix))
         return found

@@ -5,8 +5,9 @@ A packed sequence holds several documents one after another, `(1, T)`; a padded 
 
 | device             | packed sequences                                         | padded microbatches                |
 |--------------------|----------------------------------------------------------|------------------------------------|
-| CUDA, 16-bit       | torch.nn.attention.varlen (flash) over document bounds   | SDPA, causal                       |
+| CUDA sm80, 16-bit  | torch.nn.attention.varlen (flash) over document bounds   | SDPA, causal                       |
 | NPU, 16-bit        | transformers' own npu_fusion_attention path, TND         | the same path, one document a line |
+| the same, windows  | SDPA per document, with the window in its mask           | the same                           |
 | everything else    | SDPA per document: O(sum of squares), no mask is built   | SDPA, causal                       |
 | softcap            | transformers' eager path, block mask from position_ids   | eager, causal mask                 |
 | other model types  | never packed                                             | transformers' own choice           |
@@ -19,6 +20,7 @@ others is of transformers 5.23 and torch 2.13.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,13 +40,20 @@ _TESTED = """
     qwen3_moe seed_oss smollm3 starcoder2
 """
 ISOLATED_MODEL_TYPES = frozenset(_TESTED.split())
+FLASH_WIDEST_HEAD = 256  # of the kernels behind varlen_attn
 ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def choose_attention(config: PretrainedConfig, device_type: str, dtype: torch.dtype) -> str | None:
+def choose_attention(
+    config: PretrainedConfig, device_type: str, dtype: torch.dtype, longest_document: int | None = None
+) -> str | None:
     """The attention for `from_pretrained(attn_implementation=...)`; registers ours when it is chosen.
 
-    None leaves the choice to transformers: a model type that was not tested with ours.
+    Args:
+        longest_document: tokens, at most; None where it is not known.
+
+    Returns:
+        None leaves the choice to transformers: a model type that was not tested with ours.
     """
     if getattr(config, "attn_logit_softcapping", None):
         # scaled_dot_product_attention has no softcap, and varlen_attn none either. The eager path builds its mask from
@@ -52,7 +61,12 @@ def choose_attention(config: PretrainedConfig, device_type: str, dtype: torch.dt
         return "eager"
     if not can_pack(config):
         return None
-    if device_type == "npu" and dtype in (torch.float16, torch.bfloat16):
+    window = shortest_window(config)
+    windowed = window is not None and (longest_document is None or window < longest_document)
+    if device_type == "npu" and dtype in (torch.float16, torch.bfloat16) and not windowed:
+        # transformers' function for NPUs has no parameter for a window, and what it does not name is dropped before it
+        # is called (modeling_flash_attention_utils._process_flash_attention_kwargs): every token would see all before
+        # it. May go when npu_flash_attn_varlen_func takes one.
         # On an NPU this name stands for npu_fusion_attention (integrations/npu_flash_attention.py), and a packed
         # sequence takes its variable-length form, by the cu_seq_lens that microbatches carry.
         return "flash_attention_2"
@@ -67,6 +81,15 @@ def can_pack(config: PretrainedConfig) -> bool:
     """Whether documents are known to stay apart when packed: a tested model type with attention layers only."""
     layer_types = getattr(config, "layer_types", None) or ()
     return config.model_type in ISOLATED_MODEL_TYPES and set(layer_types) <= ATTENTION_LAYER_TYPES
+
+
+def shortest_window(config: PretrainedConfig) -> int | None:
+    """The window of the layers that look back only so far, in tokens; None where all look back to the beginning."""
+    text = config.get_text_config()
+    window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+    if not window or not getattr(text, "use_sliding_window", True):
+        return None
+    return int(window) if kinds is None or "sliding_attention" in kinds else None
 
 
 def isolated_attention(
@@ -94,16 +117,27 @@ def isolated_attention(
     Returns:
         `(samples, T, H, D)` and None (no attention weights).
     """
-    # The flash kernel is for 16 bits only. Lengths as numbers of Python beside cu_seq_lens: to cut by a tensor's values
-    # the host would have to wait for the device in every layer.
-    if document_lengths is not None and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-        return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window), None
+    if document_lengths is not None and dropout == 0.0 and has_flash(query.device):
+        # Under autocast with float32 weights, norm and rotation leave query and key in float32: cast as SDPA would be.
+        if torch.is_autocast_enabled(query.device.type):
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = (states.to(dtype) for states in (query, key, value))
+        if query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= FLASH_WIDEST_HEAD:
+            return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window), None
+    # Lengths as numbers of Python beside cu_seq_lens: to cut by a tensor's values the host would have to wait for the
+    # device in every layer.
     bounds = document_lengths if document_lengths is not None else (query.shape[2],)
     pieces = [
         _causal(q, k, v, dropout, scaling, sliding_window)
         for q, k, v in zip(query.split(bounds, 2), key.split(bounds, 2), value.split(bounds, 2), strict=True)
     ]
     return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)).transpose(1, 2).contiguous(), None
+
+
+@cache
+def has_flash(device: torch.device) -> bool:
+    """Whether torch's flash kernels run on a device: a CUDA device from Ampere on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _causal(
@@ -143,7 +177,13 @@ def _varlen(
 ) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    def flat(states: torch.Tensor) -> torch.Tensor:  # (1, heads, T, D) -> (T, heads, D)
+    # One width for all three, a multiple of 8: MLA's values are narrower than its queries and keys. Zeros behind add
+    # nothing to scores or values; the scale is that of the width without them.
+    width = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+
+    def flat(states: torch.Tensor) -> torch.Tensor:  # (1, heads, T, D) -> (T, heads, width)
+        states = torch.nn.functional.pad(states, (0, width - states.shape[-1]))
         return states.squeeze(0).transpose(0, 1).contiguous()
 
     # (left, right) as in flash-attention: tokens before and after that are seen beside the own; right 0 is causal.
@@ -160,5 +200,5 @@ def _varlen(
         window_size=window,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    unflat: torch.Tensor = output.unsqueeze(0)  # (1, T, H, D)
+    unflat: torch.Tensor = output.unsqueeze(0)[..., : value.shape[-1]]  # (1, T, H, D)
     return unflat

@@ -103,7 +103,7 @@ def load_model(
         FinetuneError: ZeRO-3 was asked for but the parameters are whole.
     """
     model_config = load_model_config(config.model, trust_remote_code=config.trust_remote_code)
-    attention = choose_attention(model_config, device_type, DTYPES[dtype])
+    attention = choose_attention(model_config, device_type, DTYPES[dtype], config.cutoff_len)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             config.model,

@@ -125,7 +125,7 @@ def _rates(config: PretrainConfig, data: Prepared) -> Rates:
 
 def _model(config: PretrainConfig, data: Prepared, start: Resume, device_type: str, dtype: str) -> PreTrainedModel:
     """The model at the run's start or as it was saved; in float32, whatever the dtype of the computation."""
-    attention = choose_attention(data.model_config, device_type, DTYPES[dtype]) or "sdpa"
+    attention = choose_attention(data.model_config, device_type, DTYPES[dtype], config.max_seq_len) or "sdpa"
     model = make_model(data.model_config, seed=config.seed, attention=attention)
     if data.tokenizer is not None:
         # As Trainer would, with a warning (trainer_utils._align_special_token). The embedding is made already and has

@@ -249,7 +249,7 @@ def test_auto_on_both_sides_leaves_the_choice_to_the_one_that_chooses() -> None:
 
 
 def test_old_name_of_bf16() -> None:
-    ds = file("ds.json", {"zero_optimization": {}, "bfloat16": {"enabled": True}, "finetune": NEEDED})
+    ds = file("ds.json", {"zero_optimization": {"stage": 2}, "bfloat16": {"enabled": True}, "finetune": NEEDED})
     config = command(ds).config
     assert config.dtype == "bfloat16" and config.deepspeed["bf16"] == {"enabled": "auto"}
 
@@ -294,7 +294,7 @@ def test_old_name_of_bf16() -> None:
         ({"data_efficiency": {"enabled": True}}, "every process its own samples"),
         ({"sequence_parallel_size": 2}, "every process its own samples"),
         ({"nebula": {"enabled": True}}, "was removed from DeepSpeed"),
-        ({"zero_optimization": {"mics_shard_size": 8}}, "was removed from DeepSpeed"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 8}}, "was removed from DeepSpeed"),
         ({"steps_per_print": "auto"}, "nothing fills it in"),
         ({"comet": {"api_key": "not-a-real-key"}}, "COMET_API_KEY"),
         ({"learning_rate": 1e-5}, 'move it into the "finetune" block'),
@@ -305,6 +305,12 @@ def test_old_name_of_bf16() -> None:
 def test_refused_deepspeed_keys(keys: dict[str, Any], words: str) -> None:
     problem = only_problem(deepspeed(**keys))
     assert words in str(problem) and problem.where.startswith("ds.json")
+
+
+@pytest.mark.parametrize("keys", [{"gradient_clipping": 1.0}, {"zero_optimization": {"offload_param": None}}])
+def test_deepspeed_without_a_zero_stage_is_refused(keys: dict[str, Any]) -> None:
+    problem = only_problem(file("ds.json", {**keys, "finetune": NEEDED}))
+    assert "no ZeRO stage" in problem.what and "--deepspeed none" in problem.fix
 
 
 def test_a_secret_is_not_repeated() -> None:

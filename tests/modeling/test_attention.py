@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.attention.varlen
 import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from finetune.data.collate import Microbatch, collate
-from finetune.modeling.attention import ISOLATED, ISOLATED_MODEL_TYPES, can_pack, choose_attention
+from finetune.modeling import attention
+from finetune.modeling.attention import ISOLATED, ISOLATED_MODEL_TYPES, can_pack, choose_attention, shortest_window
 
 VOCABULARY = 64
 CPU = torch.device("cpu")
@@ -276,6 +278,101 @@ def test_which_attention_is_chosen():
     assert choose_attention(tiny_config("qwen3"), "npu", torch.bfloat16) == "flash_attention_2"
     assert choose_attention(tiny_config("qwen3"), "npu", torch.float32) == ISOLATED
     assert choose_attention(tiny_config("gemma2"), "cpu", torch.float32) == "eager"
+
+
+# ---------------------------------------------------------------- a stand-in for the flash kernel that refuses
+
+
+class FlashKernel:
+    """What torch's varlen_attn documents of itself and its kernels, checked; computed by SDPA per document."""
+
+    def __init__(self) -> None:
+        self.windows: set[tuple[int, int]] = set()
+
+    def __call__(self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
+        assert query.dtype == key.dtype == value.dtype and query.dtype in (torch.float16, torch.bfloat16), query.dtype
+        assert query.shape[2] == key.shape[2] == value.shape[2], "one head width"
+        assert query.shape[2] % 8 == 0 and query.shape[2] <= 256, query.shape
+        assert query.shape[0] == key.shape[0] == value.shape[0] and key.shape == value.shape
+        assert query.shape[1] == key.shape[1] or (enable_gqa and query.shape[1] % key.shape[1] == 0)
+        assert all(states.is_contiguous() for states in (query, key, value))
+        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and cu_seq_q.device == query.device
+        assert type(max_q) is int and max_q == max_k, "numbers of the host: the kernel's grid is made of them"
+        bounds = cu_seq_q.tolist()
+        assert bounds[0] == 0 and bounds[-1] == len(query) and bounds == sorted(bounds)
+        assert max(end - begin for begin, end in zip(bounds, bounds[1:], strict=False)) <= max_q
+        assert window_size[1] == 0 and window_size[0] >= -1, "causal"
+        self.windows.add(window_size)
+        pieces = []
+        for begin, end in zip(bounds, bounds[1:], strict=False):
+            q, k, v = (states[begin:end].transpose(0, 1)[None] for states in (query, key, value))
+            place = torch.arange(end - begin)
+            distance = place[:, None] - place[None, :]
+            mask = (distance >= 0) & ((window_size[0] < 0) | (distance <= window_size[0]))
+            seen = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+            )
+            pieces.append(seen[0].transpose(0, 1))
+        return torch.cat(pieces)
+
+
+@pytest.fixture
+def kernel(monkeypatch) -> FlashKernel:
+    made = FlashKernel()
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", made)
+    monkeypatch.setattr(attention, "has_flash", lambda device: True)
+    return made
+
+
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32], ids=["bfloat16", "autocast"])
+@pytest.mark.parametrize("model_type", sorted(ISOLATED_MODEL_TYPES - {"gemma2"}))  # its softcap takes the eager path
+def test_every_packable_type_gives_the_flash_kernel_what_it_takes(model_type, weights, kernel, monkeypatch):
+    """MLA's narrow values, windows, float32 weights under autocast; against the same model without the kernel."""
+    config = tiny_config(model_type)
+    model = make_model(config, choose_attention(config, "cuda", torch.bfloat16)).to(weights)
+    docs = documents()
+    with torch.autocast("cpu", torch.bfloat16, enabled=weights == torch.float32):
+        ours = outputs(model, docs, packing=True)
+        monkeypatch.setattr(attention, "has_flash", lambda device: False)
+        wanted = outputs(model, docs, packing=True)
+    assert kernel.windows, "the kernel was not called"
+    window = shortest_window(config)
+    if window is not None:
+        assert (window - 1, 0) in kernel.windows
+    # By token: where 16 bits round otherwise, a router here and there takes another expert; a wrong mask or scale shows
+    # in most tokens.
+    off = [(a.float() - b.float()).norm(dim=1) / b.float().norm(dim=1) for a, b in zip(ours, wanted, strict=True)]
+    assert torch.cat(off).median() < 0.02, f"{model_type}: {torch.cat(off)}"
+
+
+def test_dropout_and_wide_heads_do_not_reach_the_flash_kernel(kernel):
+    query = torch.randn(1, 2, 6, 16, dtype=torch.bfloat16)
+    lengths, bounds = (2, 4), torch.tensor([0, 2, 6], dtype=torch.int32)
+    packed = {"document_lengths": lengths, "cu_seq_lens_q": bounds, "max_length_q": 4}
+    attention.isolated_attention(torch.nn.Module(), query, query, query, None, dropout=0.1, **packed)
+    wide = torch.randn(1, 2, 6, 264, dtype=torch.bfloat16)
+    attention.isolated_attention(torch.nn.Module(), wide, wide, wide, None, **packed)
+    assert not kernel.windows
+    attention.isolated_attention(torch.nn.Module(), query, query, query, None, **packed)
+    assert kernel.windows == {(-1, 0)}
+
+
+def test_before_ampere_there_is_no_flash_kernel(monkeypatch):
+    attention.has_flash.cache_clear()
+    for capability, flash in (((7, 0), False), ((7, 5), False), ((8, 0), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert attention.has_flash(torch.device("cuda", 0)) is flash
+        attention.has_flash.cache_clear()
+    assert not attention.has_flash(torch.device("cpu"))
+
+
+def test_a_window_shorter_than_the_documents_keeps_npus_from_their_attention():
+    config = tiny_config("mistral")  # a window of 4
+    bf16 = torch.bfloat16
+    assert choose_attention(config, "npu", bf16) == ISOLATED
+    assert choose_attention(config, "npu", bf16, longest_document=5) == ISOLATED
+    assert choose_attention(config, "npu", bf16, longest_document=4) == "flash_attention_2"
+    assert choose_attention(tiny_config("qwen3"), "npu", bf16, longest_document=10_000) == "flash_attention_2"
 
 
 # ---------------------------------------------------------------- CUDA: flash attention over document bounds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from finetune.modeling.loss import (
     token_losses,
 )
 from finetune.training.control import Control
-from finetune.training.executor import StepExecutor, largest_microbatch
+from finetune.training.executor import REHEARSAL, StepExecutor, largest_microbatch, microbatch_seed
 
 VOCABULARY = 50
 CPU = torch.device("cpu")
@@ -209,6 +210,30 @@ def test_chunked_losses_are_the_plain_ones_token_by_token(model):
     plain = microbatch_losses(model, microbatch, CPU)
     head = ChunkedHead(model.get_output_embeddings(), logits_per_chunk=4 * VOCABULARY)
     torch.testing.assert_close(microbatch_losses(model, microbatch, CPU, head), plain, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_chunked_head_squashes_as_the_model_does(compiled: bool):
+    """NanoChat's softcap, small enough here that nothing is right without it."""
+    from transformers import NanoChatConfig, NanoChatForCausalLM
+
+    tiny = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    tiny |= {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.5}
+    squashing = NanoChatForCausalLM(NanoChatConfig(**tiny, final_logit_softcapping=0.7)).double()
+    samples = FakeSamples(9, seed=5)
+    microbatch = collate([(*samples[i], 0) for i in range(9)], packing=False, pad_token_id=0)
+    plain = microbatch_losses(squashing, microbatch, CPU)
+    head = make_chunked_head(squashing, compiled=compiled)
+    assert head is not None
+    head.tokens_per_chunk = 4
+    torch.testing.assert_close(microbatch_losses(squashing, microbatch, CPU, head), plain, rtol=1e-9, atol=0)
+
+
+def test_every_microbatch_draws_its_own_dropout():
+    """By seed, step, place in the schedule and rank; the rehearsal's draw is nobody else's."""
+    keys = itertools.product((0, 1), range(3), (REHEARSAL, 0, 1, 2, 3), range(3))
+    seeds = [microbatch_seed(*key) for key in keys]
+    assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**63 for seed in seeds)
 
 
 def test_only_one_chunk_of_logits_is_kept(model):

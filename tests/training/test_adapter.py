@@ -202,7 +202,7 @@ def test_a_template_that_was_given_is_saved_with_the_tokenizer(train):
     tokenizer = AutoTokenizer.from_pretrained(trained.folder)
     question = [{"role": "user", "content": "What?"}]
     shown = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
-    assert shown == "### Instruction:\nWhat?\n\n### Response:\n"
+    assert shown == f"{tokenizer.bos_token}### Instruction:\nWhat?\n\n### Response:\n"
 
 
 # ---------------------------------------------------------------- reopening

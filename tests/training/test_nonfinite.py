@@ -58,7 +58,9 @@ CASES: dict[str, tuple[int, dict[str, Any], tuple]] = {
 def test_the_step_is_skipped_on_all_ranks_and_training_goes_on(materials, tmp_path, processes, changes, spoiled):
     output_dir = tmp_path / "run"
     ranks = run_helpers.train(
-        materials.settings(output_dir, save_steps=1, save_total_limit=9, max_steps=5, warmup_steps=0, lr_scheduler="linear", **changes),
+        materials.settings(
+            output_dir, save_steps=1, save_total_limit=9, max_steps=5, warmup_steps=0, lr_scheduler="linear", **changes
+        ),
         processes,
         patch=run_patches.spoil_losses,
         patch_arguments=spoiled,
@@ -84,7 +86,9 @@ def test_the_step_is_skipped_on_all_ranks_and_training_goes_on(materials, tmp_pa
     norms = [record["grad_norm"] for record in run_helpers.lines(output_dir / "trainer_log.jsonl")]
     assert [norm is not None for norm in norms] == [True, True, False, True, True]
     rates = [record["learning_rate"] for record in run_helpers.lines(output_dir / "trainer_log.jsonl")]
-    assert rates == pytest.approx([1e-2 * (1 - step / 5) for step in range(5)]), "the schedule is a function of the step"
+    assert rates == pytest.approx([1e-2 * (1 - step / 5) for step in range(5)]), (
+        "the schedule is a function of the step"
+    )
 
 
 @pytest.mark.parametrize(("processes", "layout"), [(1, "plain"), (2, "zero2")])

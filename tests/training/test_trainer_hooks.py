@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ast
 import inspect
+import logging
 import textwrap
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate
@@ -29,7 +31,10 @@ from launching import ROOT
 from torch.utils import cpp_extension
 from transformers import PretrainedConfig, Trainer, TrainerCallback, TrainingArguments
 
+from finetune.config.run_config import RunConfig
+from finetune.training.arguments import training_arguments
 from finetune.training.sft_trainer import SFTTrainer
+from finetune.training.state import TrainingState
 from finetune.training.trainer import RunTrainer
 
 TRAINER = "finetune/training/trainer.py"
@@ -61,6 +66,7 @@ SIGNATURES: tuple[tuple[Any, str, str, str], ...] = (
     (GradientState, "_reset_state", "", "finetune/training/session.py: _forget_accelerate"),
     (AcceleratorState, "_reset_state", "reset_partial_state", "finetune/training/session.py: _forget_accelerate"),
     (accelerate.Accelerator, "backward", "loss kwargs", f"{EXECUTION}: _backward"),
+    (Trainer, "_get_learning_rate", "", TRAINER),
     (DeepSpeedEngine, "set_gradient_accumulation_boundary", "is_boundary", f"{EXECUTION}: _microbatch"),
     (DeepSpeedEngine, "backward", "loss retain_graph scale_wrt_gas", f"{EXECUTION}: _backward"),
     (DeepSpeedEngine, "step", "lr_kwargs", f"{TRAINER}: _step_engine"),
@@ -98,6 +104,7 @@ SIGNATURES: tuple[tuple[Any, str, str, str], ...] = (
 ATTRIBUTES: tuple[tuple[type, str, str], ...] = (
     (Trainer, "_tr_loss _created_lr_scheduler model_wrapped is_deepspeed_enabled optimizer lr_scheduler", TRAINER),
     (Trainer, "accelerator callback_handler control state", TRAINER),
+    (TrainingArguments, "_n_gpu n_gpu", "finetune/training/arguments.py"),
     (accelerate.Accelerator, "scaler gradient_state", f"{TRAINER}, {EXECUTION}"),
     (accelerate.optimizer.AcceleratedOptimizer, "optimizer", f"{TRAINER}: training_state"),
     (DeepSpeedEngine, "optimizer", f"{TRAINER}, {STATE}"),
@@ -337,3 +344,46 @@ def test_the_flat_sum_is_exact():
     assert flat.tolist() == [0, 1, 2, 3, 4, 5, 7, 8]
     back = torch._utils._unflatten_dense_tensors(flat * 2, tensors)
     assert all(torch.equal(tensor * 2, other) for tensor, other in zip(tensors, back, strict=True))
+
+
+# ---------------------------------------------------------------- what no CPU shows
+
+
+def test_a_process_that_sees_several_devices_trains_on_one(monkeypatch, tmp_path, caplog):
+    """Else Trainer makes a DataParallel of the model; two devices stand here for what torch would count."""
+    from functools import cached_property
+
+    def two_devices(self: TrainingArguments) -> torch.device:
+        self._n_gpu = 2
+        return torch.device("cpu")
+
+    found = cached_property(two_devices)
+    found.__set_name__(TrainingArguments, "_setup_devices")
+    monkeypatch.setattr(TrainingArguments, "_setup_devices", found)
+    config = RunConfig(model="m", data=("d",), output_dir=str(tmp_path), report_to=("none",))
+    logging.getLogger("finetune").addHandler(caplog.handler)
+    arguments = training_arguments(
+        config,
+        learning_rate=1e-4,
+        evaluates=False,
+        device_type="cpu",
+        dtype="float32",
+        total_steps=1,
+        gradient_checkpointing=False,
+        deepspeed=None,
+        resumed=False,
+    )
+    assert arguments.n_gpu == 1
+    assert "sees 2 devices and trains on one" in caplog.text and "finetune launch" in caplog.text
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_step_count_is_where_the_optimizers_kernel_reads_it(fused):
+    """A fused kernel takes its address on the device (here: meta), and others read it on the host."""
+    flat = torch.nn.Parameter(torch.zeros(4, device="meta"))
+    inner = SimpleNamespace(param_groups=[{"fused": fused}], state={})
+    engine = SimpleNamespace(optimizer=SimpleNamespace(optimizer=inner, fp32_partitioned_groups_flat=[flat]))
+    TrainingState(torch.nn.Linear(1, 1), engine=engine)._seed_engine(7)
+    step = inner.state[flat]["step"]
+    assert step.device.type == ("meta" if fused else "cpu")
+    assert fused or float(step) == 7
