@@ -180,7 +180,7 @@ FAULTS = (
         "training/executor.py",
         "self.scale = 1 if self.can_retry else accelerator.num_processes",
         "self.scale = 1",
-        "modeling/test_loss.py training/test_executions.py",
+        "modeling/test_loss.py training/test_grid_sample.py",
     ),
     Fault(
         "the rehearsed microbatch is trained on",
