@@ -57,8 +57,7 @@ def training_arguments(
         adam_beta1=config.adam_beta1,
         adam_beta2=config.adam_beta2,
         adam_epsilon=config.adam_epsilon,
-        # Without clipping the norm is still taken: not finite, it makes the step one that is skipped. (DeepSpeed looks
-        # for itself.)
+        # Without clipping the norm is still taken: not finite, it makes the step one that is skipped.
         max_grad_norm=config.max_grad_norm or (0.0 if deepspeed else math.inf),
         optim="adamw_torch_fused" if kind.fused_adamw else "adamw_torch",
         lr_scheduler_type="constant",  # replaced by RunTrainer.create_scheduler
@@ -89,12 +88,18 @@ def training_arguments(
         log_level="warning",
         deepspeed=deepspeed,
     )
-    if arguments.n_gpu > 1:  # of a process that no launcher started
+    _use_one_device(arguments)
+    return arguments
+
+
+def _use_one_device(arguments: TrainingArguments) -> None:
+    """Of several that a process without a launcher sees: Trainer would wrap the model in DataParallel, which scatters
+    a microbatch's tensors whatever they mean.
+    """
+    if arguments.n_gpu > 1:
         logger.warning(
             "this process sees %d devices and trains on one: start it with python -m finetune launch to use all, or "
             "make one visible",
             arguments.n_gpu,
         )
-        # Else Trainer wraps the model in DataParallel, which scatters a microbatch's tensors whatever they mean.
         arguments._n_gpu = 1
-    return arguments

@@ -3,9 +3,8 @@
 Trainer keeps the loop (`Trainer._inner_training_loop`), accelerate the devices. Overridden are: where batches come from
 (one loader item is one optimizer step), how a step is executed (training/executor.py), the loss, evaluation by the same
 schedule and sums, checkpoints (training/checkpointer.py), and the log (training/metrics.py). What the comments say
-of others is of transformers 5.23, accelerate 1.15 and DeepSpeed 0.19.8. Private hooks that are overridden or called
-(`_init_training_state`, `_prepare_for_training`, `_save_checkpoint`, `_get_grad_norm`, `_get_learning_rate`,
-`_tr_loss`) are pinned by tests/training/test_trainer_hooks.py.
+of others is of transformers 5.23, accelerate 1.15 and DeepSpeed 0.19.8. Their private hooks that are overridden or
+called here (`_prepare_for_training`, `_get_grad_norm`, ...) are pinned by tests/training/test_trainer_hooks.py.
 """
 
 from __future__ import annotations
@@ -134,13 +133,8 @@ class RunTrainer(Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """The schedule is a function of the step: `_set_learning_rate` applies it, and nothing of it is restored.
-
-        torch's scheduler stands for it where Trainer and DeepSpeed want one. It counts its calls, and neither calls it
-        after a step that was skipped (ZeRO-1/2, float16), so its rates would lag from there on.
-        """
-        # `optimizer` is given where DeepSpeed makes the optimizer: transformers' deepspeed_optim_sched then calls this
-        # on a copy of the trainer, inside deepspeed.initialize. The engine steps that schedule itself.
+        """What Trainer and DeepSpeed step; the rates are set by `_set_learning_rate`, and nothing of it is restored."""
+        # `optimizer` is given by transformers' deepspeed_optim_sched, on a copy of the trainer.
         if self.lr_scheduler is None:
             start, factor = self.context.start_step, self.context.learning_rate_factor
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -188,16 +182,17 @@ class RunTrainer(Trainer):
         return result.loss
 
     def _set_learning_rate(self, step: int) -> None:
-        """The rates of a step (0-based), whatever steps were skipped before it."""
-        # Groups are the same objects in DeepSpeed's optimizer and the one below it; LambdaLR noted their initial rates.
+        """The rates of a step (0-based): the schedule is a function of it."""
+        # The scheduler counts its calls, and is not called after a step that was skipped (ZeRO-1/2, float16). It noted
+        # the initial rates; groups are the same objects in DeepSpeed's optimizer and the one below it.
         factor = self.context.learning_rate_factor(step)
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
 
     def _get_learning_rate(self) -> float:
-        """What the step under way was taken with: Trainer would ask the scheduler, which DeepSpeed has moved on."""
-        group = self.optimizer.param_groups[0]
-        return float(group["initial_lr"]) * self.context.learning_rate_factor(self._batch.step)
+        # Trainer would ask the scheduler, which DeepSpeed has moved on by now.
+        initial: float = self.optimizer.param_groups[0]["initial_lr"]
+        return initial * self.context.learning_rate_factor(self._batch.step)
 
     def _step_engine(self, engine: Any) -> None:
         """DeepSpeed's step, unless gradients are not finite."""
@@ -272,8 +267,9 @@ class RunTrainer(Trainer):
 
     def evaluation(self, step_batches: StepBatches) -> dict[str, float]:
         """The loss of validation batches, overall and per difficulty. Every rank calls."""
-        total, sums = 0.0, torch.zeros(step_batches.difficulties, dtype=torch.float64)
-        tokens, difficulty_tokens = 0, np.zeros(step_batches.difficulties, dtype=np.int64)
+        total, tokens = 0.0, 0
+        sums = torch.zeros(step_batches.difficulties, dtype=torch.float64)
+        difficulty_tokens = np.zeros(step_batches.difficulties, dtype=np.int64)
         for batch, scored in self.scored(step_batches):
             tokens += batch.supervised_tokens
             difficulty_tokens += batch.difficulty_tokens
@@ -283,11 +279,8 @@ class RunTrainer(Trainer):
                 sums += sums_by_difficulty(precise, microbatch.difficulties, len(sums))
         everyone = self.context.control.gather([total, *sums.tolist()])
         total, *of_difficulties = (sum(column) for column in zip(*everyone, strict=True))
-        metrics = {"loss": total / tokens}
-        for name, loss, count in zip(self.context.difficulty_names, of_difficulties, difficulty_tokens, strict=False):
-            if count:
-                metrics[f"loss/{name}"] = loss / int(count)
-        return metrics
+        found = zip(self.context.difficulty_names, of_difficulties, difficulty_tokens.tolist(), strict=False)
+        return {"loss": total / tokens} | {f"loss/{name}": loss / count for name, loss, count in found if count}
 
     def scored(
         self, step_batches: StepBatches

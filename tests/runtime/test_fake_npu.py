@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from launching import BIN, ROOT, run_cli, run_command
 from safetensors.torch import load_file
 
@@ -184,6 +185,12 @@ def test_16_bits_take_npu_attention_with_the_ends_of_documents(run):
     assert npu.samples == cpu.samples
     # Two bfloat16 attentions round differently; a document that saw its neighbour would be off by far more.
     assert npu.logged("loss") == pytest.approx(cpu.logged("loss"), rel=5e-3)
+
+
+def test_a_whole_model_in_16_bits_says_so(run):
+    folder = run("cpu", 1, "full").folder
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
 
 
 def test_the_validation_loss_is_the_cpus(run):
