@@ -338,8 +338,8 @@ FAULTS = (
     Fault(
         "evaluation divides by samples",
         "training/trainer.py",
-        "float(sums.sum()) / tokens}",
-        "float(sums.sum()) / len(rows.samples)}",
+        '{"loss": total / tokens}',
+        '{"loss": total / len(step_batches.samples)}',
         "modeling/test_loss.py",
     ),
     Fault(

@@ -27,6 +27,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig
 
+from finetune.runtime.device import capabilities
+
 ISOLATED = "finetune_isolated"
 # Model types whose packed documents stay apart and whose logits here equal transformers' own: each is tested
 # (tests/modeling/test_attention.py). Others are trained padded, with transformers' attention: they may build
@@ -137,7 +139,7 @@ def isolated_attention(
 @cache
 def has_flash(device: torch.device) -> bool:
     """Whether torch's flash kernels run on a device: a CUDA device from Ampere on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cuda" and capabilities(device.type).flash
 
 
 def _causal(

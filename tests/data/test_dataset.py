@@ -219,7 +219,7 @@ def test_what_is_probably_wrong_is_said_with_its_remedy(
 def test_the_template_may_be_named(tmp_path: Path, prepare: Any) -> None:
     tokenizer = make_tokenizer(None, SPECIALS["chatml"])
     samples = prepare(write(tmp_path / "a.jsonl", rows_of(1)), tokenizer=tokenizer, template="alpaca")
-    assert tokenizer.decode(samples[0][0]).startswith("### Instruction:\n0 What is a router?")
+    assert tokenizer.decode(samples[0][0]).startswith("<s>### Instruction:\n0 What is a router?")
 
 
 # The cache ----------------------------------------------------------------------------------------------------------
