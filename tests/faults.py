@@ -322,10 +322,9 @@ FAULTS = (
     Fault(
         "the learning rate begins anew on resume",
         "training/trainer.py",
-        "lambda step: factor(start + step)",
-        "lambda step: factor(step)",
+        "factor = self.context.learning_rate_factor(step)",
+        "factor = self.context.learning_rate_factor(step - self.context.start_step)",
         "training/test_resume.py",
-        only="older_checkpoint or logs_of_a_killed or two_then_one",
     ),
     Fault(
         "moments not restored",
