@@ -212,7 +212,7 @@ FAULTS = (
         "modeling/test_loss.py",
     ),
     Fault(
-        "the schedule counts the steps that were taken",
+        "the rates do not follow the schedule",
         "training/trainer.py",
         "        self._set_learning_rate(inputs.step)\n",
         "",
@@ -344,8 +344,8 @@ FAULTS = (
     Fault(
         "the optimizer's step count is lost",
         "training/state.py",
-        'state["step"] = torch.tensor(float(step), device=step_device)',
-        'state["step"] = torch.tensor(0.0, device=step_device)',
+        'state["step"] = step_count(step, self.optimizer, parameter)',
+        'state["step"] = step_count(0, self.optimizer, parameter)',
         "training/test_resume.py",
         only="older_checkpoint or logs_of_a_killed or two_then_one",
     ),

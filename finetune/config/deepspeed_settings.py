@@ -64,15 +64,12 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "disable_allgather": (False,),
     "data_types.grad_accum_dtype": ("fp32",),  # in 16 bits the sum depends on how many microbatches there are
     "fp16.fp16_master_weights_and_grads": (False,),
-    **{
-        f"{block}.{key}": (value,)
-        for block in ("bf16", "bfloat16")
-        for key, value in (
-            ("bf16_master_weights_and_grads", False),
-            ("bf16_optimizer_states", False),
-            ("check_grad_overflow", True),
-        )
-    },
+    "bf16.bf16_master_weights_and_grads": (False,),
+    "bf16.bf16_optimizer_states": (False,),
+    "bf16.check_grad_overflow": (True,),
+    "bfloat16.bf16_master_weights_and_grads": (False,),
+    "bfloat16.bf16_optimizer_states": (False,),
+    "bfloat16.check_grad_overflow": (True,),
     "torch_autocast.enabled": (False,),  # the run's dtype says what is computed in
     "hybrid_engine.enabled": (False,),
     "zero_optimization.zero_quantized_gradients": (False,),

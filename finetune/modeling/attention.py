@@ -63,12 +63,12 @@ def choose_attention(
         return "eager"
     if not can_pack(config):
         return None
+    # transformers' function for NPUs has no parameter for a window, and what it does not name is dropped before it is
+    # called (modeling_flash_attention_utils._process_flash_attention_kwargs): every token would see all before it. May
+    # go when npu_flash_attn_varlen_func takes one.
     window = shortest_window(config)
     windowed = window is not None and (longest_document is None or window < longest_document)
     if device_type == "npu" and dtype in (torch.float16, torch.bfloat16) and not windowed:
-        # transformers' function for NPUs has no parameter for a window, and what it does not name is dropped before it
-        # is called (modeling_flash_attention_utils._process_flash_attention_kwargs): every token would see all before
-        # it. May go when npu_flash_attn_varlen_func takes one.
         # On an NPU this name stands for npu_fusion_attention (integrations/npu_flash_attention.py), and a packed
         # sequence takes its variable-length form, by the cu_seq_lens that microbatches carry.
         return "flash_attention_2"

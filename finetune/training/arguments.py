@@ -60,7 +60,7 @@ def training_arguments(
         # Without clipping the norm is still taken: not finite, it makes the step one that is skipped.
         max_grad_norm=config.max_grad_norm or (0.0 if deepspeed else math.inf),
         optim="adamw_torch_fused" if kind.fused_adamw else "adamw_torch",
-        lr_scheduler_type="constant",  # replaced by RunTrainer.create_scheduler
+        lr_scheduler_type="constant",  # RunTrainer sets the rates of each step
         bf16=dtype == "bfloat16",
         fp16=dtype == "float16",
         seed=config.seed,

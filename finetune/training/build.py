@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from transformers import TrainingArguments
@@ -27,9 +27,6 @@ from finetune.training.executor import StepExecutor, largest_microbatch
 from finetune.training.resume import Resume
 from finetune.training.session import Session, read_out_of_memory
 from finetune.training.trainer import RunTrainer
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger("finetune")
 

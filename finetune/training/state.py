@@ -180,17 +180,14 @@ class TrainingState:
             self._load_engine(saved, SavedTensors(folder, "weights"))
 
     def _load_plain(self, saved: SavedTensors, step: int) -> None:
-        fused = any(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
         for name, parameter in trainable(self.model):
-            # torch keeps the step on the device for fused kernels and on the CPU otherwise.
-            step_device = parameter.device if fused else torch.device("cpu")
             state = {
                 key: saved.get(f"{key}.{name}").reshape(parameter.shape).to(parameter)
                 for key in ALL_MOMENTS
                 if f"{key}.{name}" in saved
             }
             if MOMENTS[0] in state:  # Adam's; Muon counts no steps
-                state["step"] = torch.tensor(float(step), device=step_device)
+                state["step"] = step_count(step, self.optimizer, parameter)
             self.optimizer.state[parameter] = state
 
     def _seed_engine(self, step: int) -> None:
@@ -198,12 +195,10 @@ class TrainingState:
         # The setters of deepspeed.utils write into what is there, and before the first step nothing is. ZeRO-3 keeps
         # the flat groups under one name, ZeRO-1/2 under another.
         zero = self.engine.optimizer
-        fused = any(group.get("fused") or group.get("capturable") for group in zero.optimizer.param_groups)
         flats = zero.fp32_partitioned_groups_flat if hasattr(zero, "fp32_partitioned_groups_flat") else None
         for flat in flats if flats is not None else zero.single_partition_of_fp32_groups:
             zero.optimizer.state[flat] = {
-                # Fused kernels take the step by its address on their device.
-                "step": torch.tensor(float(step), device=flat.device if fused else "cpu"),
+                "step": step_count(step, zero.optimizer, flat),
                 **{key: torch.zeros_like(flat.data) for key in MOMENTS},
             }
         self._link_stage_1_and_2()
@@ -237,6 +232,12 @@ class TrainingState:
                     utils.safe_set_full_fp32_param(parameter, whole)
                 else:
                     utils.safe_set_full_optimizer_state(parameter, whole, key)
+
+
+def step_count(step: int, optimizer: Any, parameter: torch.Tensor) -> torch.Tensor:
+    """The steps taken, as torch's optimizers keep them: on the device for fused kernels, which read it there."""
+    fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    return torch.tensor(float(step), device=parameter.device if fused else "cpu")
 
 
 def gathered(parameter: torch.nn.Parameter) -> contextlib.AbstractContextManager[Any]:

@@ -58,6 +58,7 @@ class RunTrainer(Trainer):
     optimizer: Any  # torch's, then accelerate's wrapper around it, or DeepSpeed's
     checkpointer: Checkpointer  # given once the model is known (build.make_trainer)
     _batch: StepBatch  # of the step under way
+    _learning_rate: float  # of its first group
 
     def __init__(
         self,
@@ -130,19 +131,6 @@ class RunTrainer(Trainer):
 
     # ------------------------------------------------------------------ optimizer, schedule, restored state
 
-    def create_scheduler(
-        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
-    ) -> torch.optim.lr_scheduler.LRScheduler:
-        """What Trainer and DeepSpeed step; the rates are set by `_set_learning_rate`, and nothing of it is restored."""
-        # `optimizer` is given by transformers' deepspeed_optim_sched, on a copy of the trainer.
-        if self.lr_scheduler is None:
-            start, factor = self.context.start_step, self.context.learning_rate_factor
-            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-                self.optimizer if optimizer is None else optimizer, lambda step: factor(start + step)
-            )
-            self._created_lr_scheduler = True
-        return self.lr_scheduler
-
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
     ) -> tuple[torch.nn.Module, DataLoader]:
@@ -183,16 +171,16 @@ class RunTrainer(Trainer):
 
     def _set_learning_rate(self, step: int) -> None:
         """The rates of a step (0-based): the schedule is a function of it."""
-        # The scheduler counts its calls, and is not called after a step that was skipped (ZeRO-1/2, float16). It noted
-        # the initial rates; groups are the same objects in DeepSpeed's optimizer and the one below it.
+        # Not in a scheduler: it would count its calls, and is not called after a step that was skipped (ZeRO-1/2,
+        # float16). Trainer's own, which is constant, notes the initial rates and puts them back after each step; groups
+        # are the same objects in DeepSpeed's optimizer and the one below it.
         factor = self.context.learning_rate_factor(step)
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
+        self._learning_rate = float(self.optimizer.param_groups[0]["lr"])
 
     def _get_learning_rate(self) -> float:
-        # Trainer would ask the scheduler, which DeepSpeed has moved on by now.
-        initial: float = self.optimizer.param_groups[0]["initial_lr"]
-        return initial * self.context.learning_rate_factor(self._batch.step)
+        return self._learning_rate  # Trainer would ask the scheduler, which is constant
 
     def _step_engine(self, engine: Any) -> None:
         """DeepSpeed's step, unless gradients are not finite."""

@@ -53,7 +53,7 @@ SIGNATURES: tuple[tuple[Any, str, str, str], ...] = (
     ),
     (Trainer, "_prepare_for_training", "max_steps train_dataloader resume_from_checkpoint", f"{TRAINER}: same name"),
     (Trainer, "get_batch_samples", "epoch_iterator num_batches device", f"{TRAINER}: get_batch_samples"),
-    (Trainer, "create_scheduler", "num_training_steps optimizer", f"{TRAINER}: create_scheduler"),
+    (Trainer, "create_scheduler", "num_training_steps optimizer", f"{TRAINER}: _set_learning_rate"),
     (Trainer, "training_step", "model inputs num_items_in_batch", f"{TRAINER}: training_step"),
     (Trainer, "_get_grad_norm", "model grad_norm", f"{TRAINER}: _get_grad_norm"),
     (Trainer, "floating_point_ops", "inputs", f"{TRAINER}: floating_point_ops"),
@@ -292,7 +292,7 @@ def test_training_starts_in_the_order_we_need():
         "self._tr_loss = ",
         why=f"{TRAINER}: _init_training_state, _prepare_for_training",
     )
-    assert_in_order(Trainer._prepare_for_training, "self.create_scheduler(", why=f"{TRAINER}: create_scheduler")
+    assert_in_order(Trainer._prepare_for_training, "self.create_scheduler(", why=f"{TRAINER}: _set_learning_rate")
 
 
 def test_the_seven_numbers_of_a_training():

@@ -64,7 +64,8 @@ def read_launch_options(arguments: Sequence[str] | None) -> tuple[LaunchOptions,
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     valued = {flag(name) for name, found in flags_of(LaunchOptions).items() if not found.is_switch}
-    kinds = [n for n, word in enumerate(given) if word in kind_names() and (n == 0 or given[n - 1] not in valued)]
+    before = ["", *(word.replace("_", "-") for word in given)]
+    kinds = [n for n, word in enumerate(given) if word in kind_names() and before[n] not in valued]
     end = kinds[0] + 1 if kinds else len(given)
     options = read_options(LaunchOptions, given[:end])
     speak(pick_language(options.lang))

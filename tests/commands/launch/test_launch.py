@@ -300,8 +300,9 @@ def test_a_time_to_shut_down_that_is_no_number_is_refused_before_anything_starts
         spec(f"--nproc 1 sft {TINY}", monkeypatch, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="soon")
 
 
-def test_a_folder_may_have_the_name_of_a_kind():
-    options, flags = read_launch_options(["--log-dir", "sft", "pretrain", "--seed", "1"])
+@pytest.mark.parametrize("typed", ["--log-dir", "--log_dir"])
+def test_a_folder_may_have_the_name_of_a_kind(typed: str):
+    options, flags = read_launch_options([typed, "sft", "pretrain", "--seed", "1"])
     assert (options.log_dir, options.kind, flags) == ("sft", "pretrain", ["--seed", "1"])
 
 
