@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data import cache, encode, files, formats, preparation, render, spans, truncate
+from finetune.data import cache, encode, files, formats, preparation, problems, render, report, samples, spans, truncate
 from finetune.data.files import expand_paths, file_sha256
 from finetune.data.preparation import Preparation
 from finetune.data.render import Renderer
@@ -78,10 +78,10 @@ def prepare_samples(
     folder = cache.open_or_make(
         Path(cache_dir).expanduser() if cache_dir else cache.default_cache_dir(), parts, task.write_samples
     )
-    samples = Samples(folder, sources)
-    for warning in samples.report.warnings():
+    prepared = Samples(folder, sources)
+    for warning in prepared.report.warnings():
         logger.warning("%s", warning)
-    return samples
+    return prepared
 
 
 def _file_hashes(sources: Sequence[Path]) -> list[str]:
@@ -115,6 +115,6 @@ def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _code_hash() -> str:
     """The source of the modules that turn records into samples, and the versions of the libraries that they lean on."""
-    modules = (files, formats, spans, encode, truncate, render, preparation)
+    modules = (files, problems, formats, spans, encode, truncate, render, preparation, samples, report)
     sources = (Path(str(module.__file__)).read_text(encoding="utf-8") for module in modules)
     return _hash(*sources, *(version(library) for library in ("tokenizers", "transformers", "jinja2")))

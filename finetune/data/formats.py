@@ -19,6 +19,21 @@ _ROLES = {
     **dict.fromkeys(("gpt", "chatgpt", "model", "bot", "assistant"), "assistant"),
     **dict.fromkeys(("tool", "observation"), "tool"),
 }
+# Parts of a record that nothing here trains, and how to keep what they say. Refused where they hold something: without
+# them the record says something else.
+_MEDIA = "only text is trained; remove it where the text stands without it"
+_CALLS = "write the call into the content as the model's template expects it"
+_NOT_READ_OF_RECORD = {
+    **dict.fromkeys(
+        ("tools", "functions"), "write the tools into the system text as the model's template renders them"
+    ),
+    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _MEDIA),
+}
+_NOT_READ_OF_TURN = {
+    **dict.fromkeys(("tool_calls", "function_call"), _CALLS),
+    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _MEDIA),
+    "thinking": "give it as 'reasoning_content'",
+}
 _MAY_FOLLOW = {
     None: ("system", "user"),
     "system": ("user",),
@@ -75,6 +90,7 @@ def to_conversation(
     key, reader = FORMATS[format_name]
     if record.get(key) is None:
         raise RecordProblem("unknown format", f"no '{key}', which the records before it in this file have")
+    _refuse_unread(record, _NOT_READ_OF_RECORD, "the record")
     messages = reader(record, key)
     _check_order(messages)
     _check_contents(messages)
@@ -126,10 +142,7 @@ def _turn(turn: Any, where: str) -> Message:
     role = _ROLES.get(given.lower())
     if role is None:
         raise RecordProblem("unknown role", f"{where} is by {given!r}{did_you_mean(given, _ROLES)}")
-    for unread in ("tool_calls", "function_call"):
-        if turn.get(unread):
-            fix = "write the call into the content as the model's template expects it"
-            raise RecordProblem("unsupported key", f"{where} has '{unread}'; {fix}")
+    _refuse_unread(turn, _NOT_READ_OF_TURN, where)
     content = turn.get(content_key)
     if isinstance(content, (list, tuple)):
         content = "".join(_part(part, where) for part in content)
@@ -142,6 +155,14 @@ def _turn(turn: Any, where: str) -> Message:
         raise RecordProblem("wrong type", f"{where}: 'weight' must be 0 or 1")
     reasoning = _text(turn, "reasoning_content") if role == "assistant" else ""
     return Message(role, content, trained=weight != 0, reasoning=reasoning)
+
+
+def _refuse_unread(holder: Mapping[str, Any], unread: Mapping[str, str], where: str) -> None:
+    for key, fix in unread.items():
+        value = holder.get(key)
+        # Some files write an empty list of tools as a text.
+        if value and not (isinstance(value, str) and value.strip() in ("", "[]", "{}", "null")):
+            raise RecordProblem("unsupported key", f"{where} has '{key}'; {fix}")
 
 
 def _part(part: Any, where: str) -> str:

@@ -181,10 +181,10 @@ class Preparation:
         if not kept.any():
             raise self._none_left(report)
         self._count(columns, kept, report)
-        content = write_arrays(rendered, columns, kept, folder)
+        facts = write_arrays(rendered, columns, kept, folder)
         names = list(self.difficulties or ())
-        fingerprint = hashlib.sha256(json.dumps([content, names]).encode()).hexdigest()
-        return {"fingerprint": fingerprint, "level_names": names, "report": asdict(report)}
+        fingerprint = hashlib.sha256(json.dumps([facts.pop("content"), names]).encode()).hexdigest()
+        return {"fingerprint": fingerprint, "level_names": names, "report": asdict(report), **facts}
 
     def _refused(self, rendered: Dataset, columns: dict[str, np.ndarray], records: np.ndarray) -> ProblemLog:
         """The records that the chat template or the renderer refused."""

@@ -39,6 +39,7 @@ class Samples:
         record_ids: int64 (N,), the input record it came from, counted from 0 through the files in order.
         difficulty_names: the difficulties given to `prepare_samples`; empty if none were.
         fingerprint: hash of the samples themselves: equal for equal data, wherever it lies.
+        highest_id: of all tokens.
         report: what became of the records.
     """
 
@@ -54,6 +55,7 @@ class Samples:
         self.record_ids: np.ndarray = np.array(arrays["row_ids"])
         self.difficulty_names: tuple[str, ...] = tuple(meta["level_names"])
         self.fingerprint: str = meta["fingerprint"]
+        self.highest_id: int = meta["highest_id"]
         self.report = DataReport(**meta["report"])
 
     def __len__(self) -> int:
@@ -72,11 +74,18 @@ class Samples:
         file, line = self._places[index]
         return f"{self._sources[file]}:{line}"
 
+    def first_above(self, limit: int) -> tuple[int, str]:
+        """The first token id that is `limit` or more, and where its record lies; there is one (see `highest_id`)."""
+        place = int(np.argmax(self._tokens >= limit))
+        return int(self._tokens[place]), self.location(int(np.searchsorted(self._offsets, place, "right")) - 1)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Samples, (self._folder, self._sources)  # the maps are opened again, not copied through a pipe
 
 
-def write_arrays(rendered: Dataset, columns: Mapping[str, np.ndarray], kept: np.ndarray, folder: Path) -> str:
+def write_arrays(
+    rendered: Dataset, columns: Mapping[str, np.ndarray], kept: np.ndarray, folder: Path
+) -> dict[str, Any]:
     """Write the samples where `kept`, bool (N,), as `ARRAYS` into the folder.
 
     Args:
@@ -84,7 +93,8 @@ def write_arrays(rendered: Dataset, columns: Mapping[str, np.ndarray], kept: np.
         columns: row (the record's number), file, line, level (the difficulty's index), length and targets, `(N,)`.
 
     Returns:
-        a hash of tokens, masks, difficulties and record ids; not of where records lie in which file.
+        `content`, a hash of tokens, masks, difficulties and record ids, not of where records lie in which file; and
+        `highest_id`, of the tokens.
     """
     lengths = columns["length"][kept].astype(np.int64)
     arrays: dict[str, np.ndarray] = {
@@ -101,11 +111,12 @@ def write_arrays(rendered: Dataset, columns: Mapping[str, np.ndarray], kept: np.
         name: np.lib.format.open_memmap(folder / f"{name}.npy", "w+", ARRAYS[name], shape=(int(lengths.sum()),))
         for name in ("tokens", "supervised")
     }
-    written = sample = 0
+    written = sample = highest_id = 0
     for table in rendered.with_format("arrow").iter(batch_size=1_000):
         wanted = table.filter(pa.array(kept[sample : sample + table.num_rows]))
         sample += table.num_rows
         ids, mask = (wanted.column(name).combine_chunks().flatten().to_numpy() for name in ("input_ids", "supervised"))
+        highest_id = max(highest_id, int(ids.max(initial=0)))
         maps["tokens"][written : written + len(ids)] = ids
         maps["supervised"][written : written + len(ids)] = mask
         written += len(ids)
@@ -116,4 +127,4 @@ def write_arrays(rendered: Dataset, columns: Mapping[str, np.ndarray], kept: np.
         digest.update(np.ascontiguousarray(arrays[name]).data)
     for written_map in maps.values():
         written_map.flush()
-    return digest.hexdigest()
+    return {"content": digest.hexdigest(), "highest_id": highest_id}

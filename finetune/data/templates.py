@@ -26,14 +26,20 @@ _CHATML_TURNS = (
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
 )
 
+# Of the others none writes tools' results as its family does: such a record needs the model's own template.
+_NO_TOOL_TURNS = (
+    "{%- if messages | selectattr('role', 'equalto', 'tool') | list -%}"
+    "{{ raise_exception('this template has no turns of tools: use the one of the model') }}"
+    "{%- endif -%}"
+)
+
 # Sets `system` and `turns`, and puts the system text before the first question.
 _SYSTEM_INTO_QUESTION = (
     "{%- set system = messages[0]['content'] + '\\n\\n' if messages[0]['role'] == 'system' else '' -%}"
     "{%- set turns = messages[1:] if messages[0]['role'] == 'system' else messages -%}"
 )
 
-TEMPLATES: dict[str, str] = {
-    "chatml": _CHATML_TURNS,
+_WITHOUT_TOOLS: dict[str, str] = {
     "qwen": (
         "{%- if messages[0]['role'] != 'system' -%}"
         "{{ '<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\\n' }}"
@@ -108,6 +114,8 @@ TEMPLATES: dict[str, str] = {
         "{%- if add_generation_prompt -%}{{ 'ASSISTANT:' }}{%- endif -%}"
     ),
 }
+
+TEMPLATES = {"chatml": _CHATML_TURNS} | {name: _NO_TOOL_TURNS + source for name, source in _WITHOUT_TOOLS.items()}
 
 
 def template_source(template: str) -> str:

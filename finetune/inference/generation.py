@@ -28,6 +28,7 @@ from finetune.inference.loading import check_fit, end_ids, find_source, load_tok
 from finetune.inference.sampling import Sampling, default_sampling
 from finetune.inference.static_engine import StaticEngine
 from finetune.modeling.attention import can_pack
+from finetune.modeling.model_config import padding_id
 from finetune.runtime.device import choose_device_type, choose_dtype
 
 if TYPE_CHECKING:
@@ -78,7 +79,9 @@ class Generator:
         if continuous is None:
             continuous = can_pack(model.config) and device.type in ("cpu", "cuda")  # where it is tested
         engine_class = ContinuousEngine if continuous else StaticEngine
-        self.engine: Engine = engine_class(model, sorted(self.stop_ids), int(tokenizer.pad_token_id), self.limits)
+        self.engine: Engine = engine_class(
+            model, sorted(self.stop_ids), padding_id(model.config, tokenizer), self.limits
+        )
         try:
             self.generate([[next(iter(self.stop_ids))]], Sampling(max_new_tokens=1))  # it works, or says why not
         except BaseException:
@@ -116,13 +119,14 @@ class Generator:
             ids = self.tokenizer(prompt)["input_ids"]
         elif len(prompt) and all(isinstance(part, int) for part in prompt):
             ids = [int(part) for part in prompt]  # type: ignore[arg-type]
-            highest = self.model.config.get_text_config().vocab_size
-            if min(ids) < 0 or max(ids) >= highest:
-                raise DataError("a token id is outside the vocabulary", "prompt", f"use ids from 0 to {highest - 1}")
         else:
             ids = self.tokenizer(self.render(prompt), add_special_tokens=False)["input_ids"]  # type: ignore[arg-type]
         if not ids:
             raise DataError("the prompt is empty", "prompt", "send at least one token")
+        # Of texts too: a tokenizer may have ids, of images say, that the model has no embedding for.
+        highest = self.model.config.get_text_config().vocab_size
+        if min(ids) < 0 or max(ids) >= highest:
+            raise DataError("a token id is outside the vocabulary", "prompt", f"use ids from 0 to {highest - 1}")
         return list(ids)
 
     # ------------------------------------------------------------ answers

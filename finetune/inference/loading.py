@@ -16,7 +16,8 @@ from transformers.utils.logging import disable_progress_bar
 from finetune.data.render import stop_token_ids
 from finetune.data.templates import load_tokenizer
 from finetune.errors import ConfigError, DataError
-from finetune.modeling.pretrained import DTYPES, check_adapter_file, check_embeddings, check_weights, load_model_config
+from finetune.modeling.model_config import check_weights, load_model_config, warn_of_missing_embeddings
+from finetune.modeling.pretrained import DTYPES, check_adapter_file
 from finetune.storage.run_folder import describe_folder
 from finetune.storage.run_log import read_jsonl_tolerant
 
@@ -225,6 +226,6 @@ def end_ids(
 
 def check_fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Source) -> None:
     """Raise DataError if tokenizer and model do not belong together."""
-    check_embeddings(model.config, tokenizer, source.base)
+    warn_of_missing_embeddings(model.config, tokenizer)
     if tokenizer.backend_tokenizer is None:
         raise DataError("the tokenizer has no fast form", source.base, "use a model with a tokenizer.json")

@@ -9,7 +9,7 @@ A packed sequence holds several documents one after another, `(1, T)`; a padded 
 | NPU, 16-bit        | transformers' own npu_fusion_attention path, TND         | the same path, one document a line |
 | the same, windows  | SDPA per document, with the window in its mask           | the same                           |
 | everything else    | SDPA per document: O(sum of squares), no mask is built   | SDPA, causal                       |
-| softcap            | transformers' eager path, block mask from position_ids   | eager, causal mask                 |
+| softcap            | scores of a document, squashed, masked, softmax           | the same                           |
 | other model types  | never packed                                             | transformers' own choice           |
 
 Right padding needs no mask under causal attention: a real token never sees the padding behind it.
@@ -57,18 +57,15 @@ def choose_attention(
     Returns:
         None leaves the choice to transformers: a model type that was not tested with ours.
     """
-    if getattr(config, "attn_logit_softcapping", None):
-        # scaled_dot_product_attention has no softcap, and varlen_attn none either. The eager path builds its mask from
-        # position_ids, which begin anew with each document (masking_utils.find_packed_sequence_indices).
-        return "eager"
+    softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     if not can_pack(config):
-        return None
+        return "eager" if softcap else None  # SDPA has no softcap
     # transformers' function for NPUs has no parameter for a window, and what it does not name is dropped before it is
     # called (modeling_flash_attention_utils._process_flash_attention_kwargs): every token would see all before it. May
     # go when npu_flash_attn_varlen_func takes one.
     window = shortest_window(config)
     windowed = window is not None and (longest_document is None or window < longest_document)
-    if device_type == "npu" and dtype in (torch.float16, torch.bfloat16) and not windowed:
+    if device_type == "npu" and dtype in (torch.float16, torch.bfloat16) and not windowed and not softcap:
         # On an NPU this name stands for npu_fusion_attention (integrations/npu_flash_attention.py), and a packed
         # sequence takes its variable-length form, by the cu_seq_lens that microbatches carry.
         return "flash_attention_2"
@@ -103,6 +100,7 @@ def isolated_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     document_lengths: tuple[int, ...] | None = None,
     cu_seq_lens_q: Any = None,
     max_length_q: Any = None,
@@ -112,6 +110,7 @@ def isolated_attention(
 
     Args:
         query: `(samples, H, T, D)`; key, value: `(samples, K, T, D)`.
+        softcap: scores are `softcap * tanh(score / softcap)`. No kernel behind SDPA or varlen_attn has it.
         document_lengths: tokens of each document of a packed sequence, in order; None: every line is one document.
             It and the next two come from `Microbatch.model_inputs`: models pass on keyword arguments they do not know.
         cu_seq_lens_q: `(documents + 1,)` int32, running sum of the lengths, on the device of `query`.
@@ -119,7 +118,7 @@ def isolated_attention(
     Returns:
         `(samples, T, H, D)` and None (no attention weights).
     """
-    if document_lengths is not None and dropout == 0.0 and has_flash(query.device):
+    if document_lengths is not None and dropout == 0.0 and softcap is None and has_flash(query.device):
         # Under autocast with float32 weights, norm and rotation leave query and key in float32: cast as SDPA would be.
         if torch.is_autocast_enabled(query.device.type):
             dtype = torch.get_autocast_dtype(query.device.type)
@@ -131,6 +130,8 @@ def isolated_attention(
     bounds = document_lengths if document_lengths is not None else (query.shape[2],)
     pieces = [
         _causal(q, k, v, dropout, scaling, sliding_window)
+        if softcap is None
+        else _squashed(q, k, v, dropout, scaling, sliding_window, softcap)
         for q, k, v in zip(query.split(bounds, 2), key.split(bounds, 2), value.split(bounds, 2), strict=True)
     ]
     return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)).transpose(1, 2).contiguous(), None
@@ -153,9 +154,7 @@ def _causal(
     # is_causal lets SDPA take its kernels without a mask; only a window that is shorter than the document needs one.
     mask = None
     if sliding_window is not None and query.shape[2] > sliding_window:
-        position = torch.arange(query.shape[2], device=query.device)
-        distance = position[:, None] - position[None, :]
-        mask = (distance >= 0) & (distance < sliding_window)
+        mask = _seen(query, sliding_window)
     return scaled_dot_product_attention(
         query,
         key,
@@ -166,6 +165,32 @@ def _causal(
         is_causal=mask is None,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+
+
+def _squashed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float,
+) -> torch.Tensor:
+    key, value = (states.repeat_interleave(query.shape[1] // states.shape[1], dim=1) for states in (key, value))
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~_seen(query, sliding_window), float("-inf"))
+    precise = torch.promote_types(query.dtype, torch.float32)
+    weights = torch.softmax(scores, dim=-1, dtype=precise).to(query.dtype)
+    return torch.nn.functional.dropout(weights, dropout) @ value
+
+
+def _seen(query: torch.Tensor, sliding_window: int | None) -> torch.Tensor:
+    """Which tokens of a document see which, bool `(T, T)`: earlier ones and itself, within the window."""
+    position = torch.arange(query.shape[2], device=query.device)
+    distance = position[:, None] - position[None, :]
+    seen = distance >= 0
+    return seen if sliding_window is None else seen & (distance < sliding_window)
 
 
 def _varlen(

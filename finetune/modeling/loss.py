@@ -9,8 +9,10 @@ graph.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import getsource, signature
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ from finetune.data.collate import Microbatch
 
 # One chunk of logits holds about this many numbers (float32: 128 MiB). Microbatches with fewer are not chunked.
 LOGITS_PER_CHUNK = 32 * 2**20
+# Their forward squashes logits by `config.final_logit_softcapping`.
+SOFTCAPPED_MODEL_TYPES = ("nanochat", "gemma2", "gemma3_text")
 
 
 def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -99,15 +103,61 @@ class ChunkedHead:
 def make_chunked_head(model: Any, *, compiled: bool = False) -> ChunkedHead | None:
     """A chunked head for a transformers model (bare or inside a peft one); None where it would change the loss."""
     head = model.get_output_embeddings()
-    # NanoChat squashes logits after the head, which the chunked head can do in its place. Other models that squash or
-    # scale them are left alone, and so is a head that is not a plain linear layer (quantised, or with LoRA on it).
-    if model.config.model_type == "nanochat" and type(head) is torch.nn.Linear:
-        return ChunkedHead(head, compiled=compiled, softcapped=model.config)
-    softcapped = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
-    scaled = getattr(model.config.get_text_config(), "logits_scaling", None) not in (None, 1, 1.0)
-    if softcapped or scaled or type(head) is not torch.nn.Linear:
+    if not takes_mask(model) or type(head) is not torch.nn.Linear:  # quantised, say, or with LoRA on it
         return None
-    return ChunkedHead(head, compiled=compiled)
+    # These squash logits after the head, which the chunked head can do in its place.
+    if model.config.model_type in SOFTCAPPED_MODEL_TYPES:
+        squashes = model.config.final_logit_softcapping is not None
+        return ChunkedHead(head, compiled=compiled, softcapped=model.config if squashes else None)
+    return ChunkedHead(head, compiled=compiled) if _returns_what_the_head_does(model) else None
+
+
+def _returns_what_the_head_does(model: Any) -> bool:
+    """Whether logits leave a forward as they come from the head: Cohere, Granite, Falcon-H1 and others scale them.
+
+    Read off its source: configurations have a dozen names for it. Of transformers' models, 122 say
+    `logits = self.lm_head(hidden_states)` and nothing more about them.
+    """
+    found = re.findall(r"^\s*(?:lm_)?logits = (.*)$", getsource(_forward_of(model)), re.MULTILINE)
+    return (
+        len(found) == 1 and re.fullmatch(r"self\.\w+\([\w.()=]*\)(\.float\(\)|\.contiguous\(\))?", found[0]) is not None
+    )
+
+
+def takes_mask(model: Any) -> bool:
+    """Whether a model's forward takes a mask as `logits_to_keep` (bare or inside a peft one).
+
+    Models of transformers do, but for a few; code that came with a model mostly does not, or knows a number of last
+    tokens only.
+    """
+    forward = _forward_of(model)
+    return forward.__module__.startswith("transformers.") and "logits_to_keep" in signature(forward).parameters
+
+
+def _forward_of(model: Any) -> Any:
+    return type(model.get_base_model() if hasattr(model, "get_base_model") else model).forward
+
+
+def let_choose_logits(model: torch.nn.Module) -> None:
+    """Let a model's forward take a mask as `logits_to_keep` where it does not: all logits are made, and those kept.
+
+    It needs the memory for all of them.
+    """
+    if takes_mask(model):
+        return
+    kept: list[torch.Tensor | None] = []
+
+    def take(module: torch.nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        kept[:] = [inputs.pop("logits_to_keep", None)]
+        return args, inputs
+
+    def choose(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if kept and kept[0] is not None:
+            output.logits = output.logits[kept[0]]
+        return output
+
+    model.register_forward_pre_hook(take, with_kwargs=True)
+    model.register_forward_hook(choose)
 
 
 def microbatch_losses(

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from finetune.errors import ConfigError, DataError, FinetuneError
+from finetune.errors import ConfigError, FinetuneError
 from finetune.modeling.attention import choose_attention
+from finetune.modeling.loss import let_choose_logits
+from finetune.modeling.model_config import load_model_config, lora_config, outside_text
 
 if TYPE_CHECKING:
     from finetune.config.run_config import RunConfig
@@ -22,70 +24,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("finetune")
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-def load_model_config(name: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The model's config.json, without its weights.
-
-    Raises:
-        ConfigError: not a model folder or hub id, or an architecture that transformers does not know.
-    """
-    try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"the model's configuration cannot be read: {str(error).splitlines()[0]}",
-            where=name,
-            fix="give --model a folder with config.json and safetensors, or a hub id that this machine can reach "
-            "(HF_ENDPOINT names a mirror); a model with its own code needs --trust-remote-code",
-        ) from error
-
-
-def check_embeddings(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Raise DataError if the tokenizer has ids that the model has no embedding for."""
-    embeddings = config.get_text_config().vocab_size
-    highest = max(tokenizer.get_vocab().values(), default=-1)
-    if highest >= embeddings:
-        raise DataError(
-            f"the tokenizer has ids up to {highest}, but the model has only {embeddings} embeddings",
-            where=name,
-            fix="use the tokenizer that belongs to this model; tokens that were added must be trained into a model "
-            "with resized embeddings first",
-        )
-
-
-def check_weights(name: str) -> None:
-    """Raise ConfigError if a model folder has not all of its safetensors weights (a hub id shows it when it is loaded).
-
-    A .bin file is a pickle, and pickles are never read.
-    """
-    folder = Path(name).expanduser()
-    if not folder.is_dir() or (folder / "model.safetensors").exists():
-        return
-    index = folder / "model.safetensors.index.json"
-    missing = "model.safetensors"
-    if index.exists():
-        try:
-            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ConfigError("the index of the model's weights is broken", str(index), "copy it again") from error
-        absent = sorted(shard for shard in shards if not (folder / shard).exists())
-        if not absent:
-            return
-        missing = f"{len(absent)} of {len(shards)} shards, first {absent[0]}"
-    raise ConfigError(
-        f"the model's weights are not there: {missing}",
-        where=name,
-        fix="the folder needs model.safetensors, or its shards with model.safetensors.index.json; convert .bin weights "
-        "with save_pretrained on a machine you trust them on",
-    )
-
-
-def check_lora_targets(config: PretrainedConfig, wanted: str | tuple[str, ...], *, trust_remote_code: bool) -> None:
-    """Raise ConfigError if LoRA is to adapt a module that the model does not have. Makes the model without memory."""
-    if wanted != "all-linear":
-        with torch.device("meta"):
-            target_modules(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code), wanted)
 
 
 def load_model(
@@ -120,8 +58,14 @@ def load_model(
             fix="the folder needs model.safetensors (or its shards with an index); convert .bin weights with "
             "save_pretrained on a machine you trust them on",
         ) from error
+    let_choose_logits(model)
     if zero3:
         check_partitioned(model)
+    if outside := outside_text(model):
+        # Nothing here feeds them: DDP would wait for their gradients, and weight decay would wear them down.
+        for name in outside:
+            model.get_submodule(name).requires_grad_(False)
+        logger.info("only the text model is trained: %s stay as they are", ", ".join(outside))
     return model
 
 
@@ -136,26 +80,6 @@ def check_partitioned(model: torch.nn.Module) -> None:
         )
 
 
-def target_modules(model: PreTrainedModel, wanted: str | tuple[str, ...]) -> str | list[str]:
-    """LoRA's targets, checked by name against the model (peft ignores a name that matches nothing if others match).
-
-    Raises:
-        ConfigError: a name that no linear module ends with; names the linear modules there are.
-    """
-    if wanted == "all-linear":
-        return "all-linear"
-    names = [wanted] if isinstance(wanted, str) else list(wanted)
-    linear = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-    missing = [name for name in names if name.rpartition(".")[2] not in linear]
-    if missing:
-        raise ConfigError(
-            f"LoRA target {', '.join(missing)} matches no linear module of {type(model).__name__}",
-            where="--lora-target-modules",
-            fix=f"choose from {', '.join(sorted(linear - {'lm_head'}))}, or use all-linear",
-        )
-    return names
-
-
 def add_adapter(model: PreTrainedModel, config: RunConfig, *, one_dtype: bool) -> torch.nn.Module:
     """A LoRA adapter on the model, its start a pure function of (seed, parameter name): the same on every machine.
 
@@ -163,17 +87,9 @@ def add_adapter(model: PreTrainedModel, config: RunConfig, *, one_dtype: bool) -
         one_dtype: keep the adapter in the model's dtype (DeepSpeed wants one dtype among trainable parameters and
             keeps float32 masters itself); else peft holds a 16-bit model's adapter in float32.
     """
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
-    lora = LoraConfig(
-        r=config.lora_r,
-        lora_alpha=config.lora_alpha,
-        lora_dropout=config.lora_dropout,
-        target_modules=target_modules(model, config.lora_target_modules),
-        task_type="CAUSAL_LM",
-        bias="none",
-    )
-    adapted = get_peft_model(model, lora, autocast_adapter_dtype=not one_dtype)
+    adapted = get_peft_model(model, lora_config(model, config), autocast_adapter_dtype=not one_dtype)
     for name, parameter in adapted.named_parameters():
         if "lora_A" in name:
             _initialise(parameter, config.seed, name)

@@ -147,9 +147,20 @@ def check_output_folder(output_dir: Path | str, identity: Mapping[str, Any]) -> 
         if description.kind == "other":
             what = f"the output folder is not empty and not a run of this package (it has no {IDENTITY_NAME})"
         raise StateError(what, str(output_dir), "choose an empty or new --output-dir")
-    old, new = description.identity, json.loads(_json_text(identity))
+    return differences(description.identity, identity)
+
+
+def differences(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> list[Difference]:
+    """In what a run differs from one whose identity was saved."""
+    old, new = saved, json.loads(_json_text(identity))
     names = [*new, *(name for name in old if name not in new)]
-    return [Difference(name, old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)]
+    # The weights say which model it is, wherever it lies; runs of 0.1.0 knew it by its path alone.
+    ignored = "model" if "weights" in old and "weights" in new else "weights"
+    return [
+        Difference(name, old.get(name), new.get(name))
+        for name in names
+        if name != ignored and old.get(name) != new.get(name)
+    ]
 
 
 def format_differences(differences: Sequence[Difference]) -> str:

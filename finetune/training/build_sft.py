@@ -103,7 +103,7 @@ def _deepspeed(config: RunConfig, world: LaunchWorld, dtype: str) -> dict[str, A
     # more in messages than it saves in memory.
     largest = 0
     if config.finetuning == "lora":
-        from finetune.modeling.pretrained import load_model_config
+        from finetune.modeling.model_config import load_model_config
 
         text = load_model_config(config.model, trust_remote_code=config.trust_remote_code).get_text_config()
         widths = [text.hidden_size, getattr(text, "intermediate_size", None) or 4 * text.hidden_size]
@@ -168,7 +168,7 @@ def _step_batches(
             execution,
             difficulty_ids=samples.difficulties,
             difficulties=len(data.difficulty_names),
-            pad_token_id=data.tokenizer.pad_token_id or 0,
+            pad_token_id=data.padding_id,
         )
 
     valid = None if data.valid is None else make(data.valid, InOrder(len(data.valid), config.global_batch_size))

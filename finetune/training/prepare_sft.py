@@ -48,6 +48,7 @@ class Prepared:
     difficulty_names: tuple[str, ...]
     stages: tuple[float, ...]
     packing: bool
+    padding_id: int
     identity: dict[str, Any]
 
 
@@ -57,15 +58,14 @@ def prepare_data(config: RunConfig) -> Prepared:
     from finetune.batching.sampler import GlobalBatches, count_steps
     from finetune.data.dataset import prepare_samples
     from finetune.data.templates import load_tokenizer
+    from finetune.modeling import model_config as models
     from finetune.modeling.attention import can_pack
-    from finetune.modeling.pretrained import check_embeddings, check_lora_targets, check_weights, load_model_config
 
-    model_config = load_model_config(config.model, trust_remote_code=config.trust_remote_code)
+    model_config = models.load_model_config(config.model, trust_remote_code=config.trust_remote_code)
     tokenizer = load_tokenizer(config.model, template=config.template, trust_remote_code=config.trust_remote_code)
-    check_embeddings(model_config, tokenizer, config.model)
-    check_weights(config.model)
+    models.check_weights(config.model)
     if config.finetuning == "lora":
-        check_lora_targets(model_config, config.lora_target_modules, trust_remote_code=config.trust_remote_code)
+        models.check_adapter(model_config, config)
         _warn_of_untrained_stops(config, tokenizer)
     difficulties = config.curriculum.levels if config.use_curriculum else None
 
@@ -83,6 +83,9 @@ def prepare_data(config: RunConfig) -> Prepared:
 
     train = samples_of(config.data)
     valid = samples_of(config.valid_data) if config.valid_data else None
+    for prepared in filter(None, (train, valid)):
+        models.check_ids(model_config, prepared, tokenizer, config.model)
+    models.warn_of_missing_embeddings(model_config, tokenizer)
     schedule, difficulty_ids = build_schedule(config, train.difficulties, train.record_ids)
     total_steps = count_steps(len(train), config.global_batch_size, config.num_epochs, config.max_steps)
     batches = GlobalBatches(difficulty_ids, schedule, config.global_batch_size, total_steps, config.curriculum_seed)
@@ -104,7 +107,8 @@ def prepare_data(config: RunConfig) -> Prepared:
         difficulty_names=difficulties if difficulties and (train.difficulties >= 0).any() else (),
         stages=tuple(stage.until for stage in schedule.stages),
         packing=packing,
-        identity=_identity(config, train, batches),
+        padding_id=models.padding_id(model_config, tokenizer),
+        identity=_identity(config, train, batches) | {"weights": models.weights_identity(config.model, model_config)},
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,13 @@ from typing import Any
 
 from finetune.errors import StateError
 from finetune.storage.checkpoint_files import newest_valid, step_of, verify
-from finetune.storage.run_folder import Difference, check_output_folder, describe_folder, format_differences
+from finetune.storage.run_folder import (
+    Difference,
+    check_output_folder,
+    describe_folder,
+    differences,
+    format_differences,
+)
 
 logger = logging.getLogger("finetune")
 
@@ -40,7 +45,7 @@ def decide_resume(
     """
     if resume not in ("auto", "never"):
         return _resume_path(Path(resume), output_dir, identity, allow_change)
-    differences = check_output_folder(output_dir, identity)
+    found = check_output_folder(output_dir, identity)
     if describe_folder(output_dir).kind == "empty":
         return Resume(None, 0)
     if resume == "never":
@@ -49,13 +54,13 @@ def decide_resume(
             str(output_dir),
             "choose another --output-dir, or leave --resume out to continue that run",
         )
-    _refuse_differences(differences, str(output_dir), allow_change)
+    _refuse_differences(found, str(output_dir), allow_change)
     folder, skipped = find_checkpoint(output_dir)
     status = describe_folder(output_dir).status or {}
     if step_in(folder) >= total_steps and status.get("state") == "done":
         return None
     reasons = tuple((path.name, why) for path, why in skipped)
-    return Resume(folder, step_in(folder), changed=bool(differences), skipped=reasons)
+    return Resume(folder, step_in(folder), changed=bool(found), skipped=reasons)
 
 
 def _resume_path(folder: Path, output_dir: Path, identity: dict[str, Any], allow_change: bool) -> Resume:
@@ -67,26 +72,22 @@ def _resume_path(folder: Path, output_dir: Path, identity: dict[str, Any], allow
             "python -m finetune checkpoints RUN lists the valid ones; --resume auto takes the newest",
         )
     saved = (validity.manifest or {}).get("metadata", {}).get("identity", {})
-    # Through JSON, as the saved one went: tuples are lists there.
-    wanted = json.loads(json.dumps(identity))
-    differences = [
-        Difference(name, saved.get(name), value) for name, value in wanted.items() if saved.get(name) != value
-    ]
-    _refuse_differences(differences, str(folder), allow_change)
+    found = differences(saved, identity)
+    _refuse_differences(found, str(folder), allow_change)
     if describe_folder(output_dir).kind != "empty":
-        differences += check_output_folder(output_dir, identity)
-        _refuse_differences(differences, str(output_dir), allow_change)
-    return Resume(folder, step_in(folder), changed=bool(differences))
+        found += check_output_folder(output_dir, identity)
+        _refuse_differences(found, str(output_dir), allow_change)
+    return Resume(folder, step_in(folder), changed=bool(found))
 
 
-def _refuse_differences(differences: list[Difference], where: str, allow_change: bool) -> None:
-    if not differences:
+def _refuse_differences(found: list[Difference], where: str, allow_change: bool) -> None:
+    if not found:
         return
     if allow_change:
-        logger.warning("resuming although the run was changed:\n%s", format_differences(differences))
+        logger.warning("resuming although the run was changed:\n%s", format_differences(found))
         return
     raise StateError(
-        f"this is not the run in the folder:\n{format_differences(differences)}",
+        f"this is not the run in the folder:\n{format_differences(found)}",
         where,
         "choose another --output-dir for a new run; give the old values to continue the old one; or continue it "
         "changed, on your own account, with --allow-data-change",

@@ -136,7 +136,11 @@ class Session:
             self._decide_again()
         checkpoint = self.start.folder.name if self.start is not None and self.start.folder is not None else "none"
         # Ranks plan without communication: two nodes with different files would train on different batches, in silence.
-        self.control.check_equal({**self._identity, "checkpoint": checkpoint})
+        # Where the model lies may differ from node to node; which it is stands in "weights".
+        facts = {
+            name: value for name, value in self._identity.items() if name != "model" or "weights" not in self._identity
+        }
+        self.control.check_equal({**facts, "checkpoint": checkpoint})
 
     def _copy_log(self, stack: contextlib.ExitStack) -> None:
         handler = add_log_file(self.output_dir, self.world.rank)

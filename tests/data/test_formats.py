@@ -73,6 +73,11 @@ def test_good_rows(row: dict[str, Any], expected: list[tuple[str, str]]) -> None
     assert turns(read(row)) == expected
 
 
+@pytest.mark.parametrize("nothing", [None, [], "", "[]", {}])
+def test_empty_columns_of_tools_and_images_say_nothing(nothing: Any) -> None:
+    assert turns(read({**ALPACA, "tools": nothing, "images": nothing})) == turns(read(ALPACA))
+
+
 def test_weight_and_reasoning() -> None:
     row = messages(("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b"))
     row["messages"][1]["weight"] = 0
@@ -122,6 +127,15 @@ BAD = [
     (
         {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [{}]}]},
         r"unsupported key: messages\[1\] has 'tool_calls'",
+    ),
+    *(
+        ({**row, key: value}, rf"unsupported key: the record has '{key}'")
+        for row in (ALPACA, sharegpt(("human", "q"), ("gpt", "a")), messages(("user", "q"), ("assistant", "a")))
+        for key, value in (("tools", [{"name": "f"}]), ("tools", '[{"name": "f"}]'), ("images", ["a.png"]))
+    ),
+    *(
+        ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **key}]}, "unsupported")
+        for key in ({"thinking": "t"}, {"function_call": {"name": "f"}}, {"images": [b"png"]})
     ),
     (
         {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0}]},

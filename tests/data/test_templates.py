@@ -9,6 +9,8 @@ import pytest
 from chat_models import SPECIALS, make_tokenizer, marked, talk
 from transformers import AutoTokenizer
 
+from finetune.data.formats import Conversation, Message
+from finetune.data.problems import RecordProblem
 from finetune.data.render import render
 from finetune.data.templates import TEMPLATES, load_tokenizer, template_source
 from finetune.errors import DataError
@@ -55,6 +57,18 @@ def test_plain_text_has_no_first_token_where_the_tokenizer_has_none(name: str) -
     tokenizer.bos_token = None
     (without,) = render(talk("q1", "a1"), tokenizer, 4096)
     assert sample.input_ids.tolist() == [first, *without.input_ids.tolist()]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_tools_result_is_never_written_as_somebody_elses_turn(name: str) -> None:
+    tokenizer = make_tokenizer(TEMPLATES[name], SPECIALS["chatml"])
+    messages = (Message("user", "q"), Message("assistant", "a1"), Message("tool", "r"), Message("assistant", "a2"))
+    if name == "chatml":  # which writes any role by its name
+        (sample,) = render(Conversation(messages), tokenizer, 4096)
+        assert "<|im_start|>tool\nr<|im_end|>\n" in marked(tokenizer, sample.input_ids, sample.supervised)
+        return
+    with pytest.raises(RecordProblem, match="refused by the chat template: .*no turns of tools"):
+        render(Conversation(messages), tokenizer, 4096)
 
 
 def test_a_template_whose_end_is_no_token_of_the_tokenizer_is_noted() -> None:

@@ -17,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from finetune.data.collate import Microbatch, collate
 from finetune.modeling import attention
 from finetune.modeling.attention import ISOLATED, ISOLATED_MODEL_TYPES, can_pack, choose_attention, shortest_window
+from finetune.modeling.loss import make_chunked_head, microbatch_losses
 
 VOCABULARY = 64
 CPU = torch.device("cpu")
@@ -74,7 +75,7 @@ CLOSE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "llama": ("llama", {}),
     "mistral": ("mistral", {}),  # its window of 4 is in every layer
-    "gemma2": ("gemma2", {"query_pre_attn_scalar": 8}),  # softcap, so the eager path; windows in every other layer
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 8}),  # softcap; windows in every other layer
     "nanochat": ("nanochat", {}),
 }
 
@@ -243,6 +244,20 @@ def test_every_packable_type_is_isolated_and_right(model_type):
         torch.testing.assert_close(after, before, rtol=0, atol=2e-5 * before.abs().max().item())
 
 
+@pytest.mark.parametrize("model_type", sorted(ISOLATED_MODEL_TYPES))
+def test_a_chunked_head_returns_every_types_losses(model_type):
+    """Also where a forward scales or squashes logits behind it: Cohere's losses were multiplied like its logits."""
+    model = as_trained(tiny_config(model_type))
+    microbatch = make_microbatch(documents(), packing=True)
+    plain = microbatch_losses(model, microbatch, CPU)
+    head = make_chunked_head(model)
+    scaled = model_type in {"cohere", "cohere2", "granite", "granitemoe", "granitemoeshared"}
+    assert (head is None) == scaled
+    if head is not None:
+        head.tokens_per_chunk = 4
+        torch.testing.assert_close(microbatch_losses(model, microbatch, CPU, head), plain, rtol=1e-4, atol=1e-4)
+
+
 RECURRENT = (
     "bamba falcon_h1 falcon_mamba granitemoehybrid jamba lfm2_moe lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid "
     "qwen3_5_text qwen3_5 qwen3_next recurrent_gemma rwkv xlstm zamba zamba2 kimi_linear"
@@ -277,7 +292,9 @@ def test_which_attention_is_chosen():
     assert choose_attention(tiny_config("qwen3"), "cuda", torch.bfloat16) == ISOLATED
     assert choose_attention(tiny_config("qwen3"), "npu", torch.bfloat16) == "flash_attention_2"
     assert choose_attention(tiny_config("qwen3"), "npu", torch.float32) == ISOLATED
-    assert choose_attention(tiny_config("gemma2"), "cpu", torch.float32) == "eager"
+    assert choose_attention(tiny_config("gemma2"), "cpu", torch.float32) == ISOLATED
+    assert choose_attention(tiny_config("gemma2"), "npu", torch.bfloat16) == ISOLATED  # its kernel has no softcap
+    assert choose_attention(tiny_config("vaultgemma"), "cpu", torch.float32) == "eager"  # not tested with ours
 
 
 # ---------------------------------------------------------------- a stand-in for the flash kernel that refuses
@@ -325,7 +342,7 @@ def kernel(monkeypatch) -> FlashKernel:
 
 
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32], ids=["bfloat16", "autocast"])
-@pytest.mark.parametrize("model_type", sorted(ISOLATED_MODEL_TYPES - {"gemma2"}))  # its softcap takes the eager path
+@pytest.mark.parametrize("model_type", sorted(ISOLATED_MODEL_TYPES - {"gemma2"}))  # no kernel has its softcap
 def test_every_packable_type_gives_the_flash_kernel_what_it_takes(model_type, weights, kernel, monkeypatch):
     """MLA's narrow values, windows, float32 weights under autocast; against the same model without the kernel."""
     config = tiny_config(model_type)

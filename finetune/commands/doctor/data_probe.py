@@ -33,23 +33,23 @@ SAMPLED_RECORDS = 20_000
 def probe_sft(config: RunConfig) -> Iterator[Check]:
     """Model, tokenizer and template, then the data."""
     from finetune.data.templates import load_tokenizer
-    from finetune.modeling.pretrained import check_embeddings, check_lora_targets, check_weights, load_model_config
+    from finetune.modeling.model_config import check_adapter, check_weights, load_model_config
 
     model_config = load_model_config(config.model, trust_remote_code=config.trust_remote_code)
     check_weights(config.model)
     if config.finetuning == "lora":
-        check_lora_targets(model_config, config.lora_target_modules, trust_remote_code=config.trust_remote_code)
+        check_adapter(model_config, config)
     yield ok("model", f"{config.model}: {model_config.model_type}", model_type=model_config.model_type)
     tokenizer = load_tokenizer(config.model, template=config.template, trust_remote_code=config.trust_remote_code)
-    check_embeddings(model_config, tokenizer, config.model)
     what = _("{tokens:,} tokens, template: {template}")
     yield ok("tokenizer", what.format(tokens=len(tokenizer), template=config.template or _("the tokenizer's own")))
     for paths in filter(None, (config.data, config.valid_data)):
-        yield _check_data(config, paths, tokenizer)
+        yield _check_data(config, paths, model_config, tokenizer)
 
 
-def _check_data(config: RunConfig, paths: tuple[str, ...], tokenizer: Any) -> Check:
+def _check_data(config: RunConfig, paths: tuple[str, ...], model_config: Any, tokenizer: Any) -> Check:
     from finetune.data.files import expand_paths
+    from finetune.modeling.model_config import check_ids
 
     sources = expand_paths(paths)
     size = sum(path.stat().st_size for path in sources)
@@ -59,7 +59,7 @@ def _check_data(config: RunConfig, paths: tuple[str, ...], tokenizer: Any) -> Ch
     from finetune.data.dataset import prepare_samples
 
     with tempfile.TemporaryDirectory(prefix="finetune-doctor-") as folder:
-        report = prepare_samples(
+        samples = prepare_samples(
             paths,
             tokenizer,
             cutoff_len=config.cutoff_len,
@@ -68,7 +68,9 @@ def _check_data(config: RunConfig, paths: tuple[str, ...], tokenizer: Any) -> Ch
             on_bad_row=config.on_bad_row,
             cache_dir=folder,
             num_proc=1,
-        ).report
+        )
+        check_ids(model_config, samples, tokenizer, config.model)
+        report = samples.report
     values = {"rows": report.records_read, "samples": report.samples, "tokens": report.tokens}
     what = _("{files}: {rows:,} records, {samples:,} samples, {tokens:,} tokens").format(files=names, **values)
     doubts = "; ".join(report.warnings())

@@ -22,7 +22,8 @@ from finetune.commands.merge.model_card import write_card
 from finetune.commands.merge.options import MergeOptions
 from finetune.errors import ConfigError, FinetuneError
 from finetune.inference.loading import Source, check_fit, end_ids, load_tokenizer_of, load_weights, with_adapter
-from finetune.modeling.pretrained import DTYPES, load_model_config
+from finetune.modeling.model_config import load_model_config
+from finetune.modeling.pretrained import DTYPES
 from finetune.runtime import device as devices
 from finetune.storage import durable_files
 

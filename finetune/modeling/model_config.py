@@ -1,0 +1,230 @@
+"""A model before its weights are read: its configuration, which model it is, and what can be refused by them alone.
+
+What the comments say of others is of transformers 5.23 and peft 0.21.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from finetune.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+    from finetune.config.run_config import RunConfig
+    from finetune.data.samples import Samples
+
+logger = logging.getLogger("finetune")
+
+# Of each file of weights so many blocks are looked at to tell models apart.
+BLOCKS_PER_SHARD = 64
+BLOCK_BYTES = 64 << 10
+
+
+def load_model_config(name: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The model's config.json, without its weights.
+
+    Raises:
+        ConfigError: not a model folder or hub id, or an architecture that transformers does not know.
+    """
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"the model's configuration cannot be read: {str(error).splitlines()[0]}",
+            where=name,
+            fix="give --model a folder with config.json and safetensors, or a hub id that this machine can reach "
+            "(HF_ENDPOINT names a mirror); a model with its own code needs --trust-remote-code",
+        ) from error
+
+
+def warn_of_missing_embeddings(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Say once that the tokenizer has ids that the model has no embedding for: Gemma 3's text models lack the image's.
+
+    They do no harm where no text has them (see `check_ids`).
+    """
+    embeddings = config.get_text_config().vocab_size
+    above = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= embeddings)
+    if above:
+        logger.warning(
+            "the model has %d embeddings and the tokenizer ids up to %d: %s (%d of them) cannot be used; a text that "
+            "has one is refused (right for a model without its images; else use the model's own tokenizer)",
+            embeddings, above[-1][0], above[0][1], len(above),
+        )  # fmt: skip
+
+
+def check_ids(config: PretrainedConfig, samples: Samples, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Raise DataError if a sample has a token that the model has no embedding for."""
+    embeddings = config.get_text_config().vocab_size
+    if samples.highest_id < embeddings:
+        return
+    found, where = samples.first_above(embeddings)
+    raise DataError(
+        f"the data has token ids up to {samples.highest_id}, but the model {name} has only {embeddings} embeddings; "
+        f"the first is {found} ({tokenizer.convert_ids_to_tokens(found)!r})",
+        where=where,
+        fix="use the tokenizer that belongs to this model; tokens that were added must be trained into a model "
+        "with resized embeddings first",
+    )
+
+
+def padding_id(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+    """A token to pad with: any that has an embedding, for no mask lets it be seen. An added one may have none."""
+    own = tokenizer.pad_token_id
+    return own if own is not None and own < config.get_text_config().vocab_size else 0
+
+
+def check_weights(name: str) -> None:
+    """Raise ConfigError if a model folder has not all of its safetensors weights (a hub id shows it when it is loaded).
+
+    A .bin file is a pickle, and pickles are never read.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        return
+    shards = _shards(folder)
+    absent = sorted(shard for shard in shards if not (folder / shard).exists())
+    if not absent:
+        return
+    missing = shards[0] if len(shards) == 1 else f"{len(absent)} of {len(shards)} shards, first {absent[0]}"
+    raise ConfigError(
+        f"the model's weights are not there: {missing}",
+        where=name,
+        fix="the folder needs model.safetensors, or its shards with model.safetensors.index.json; convert .bin weights "
+        "with save_pretrained on a machine you trust them on",
+    )
+
+
+def _shards(folder: Path) -> list[str]:
+    """Names of the files that hold a folder's weights, there or not."""
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").exists() or not index.exists():
+        return ["model.safetensors"]
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ConfigError("the index of the model's weights is broken", str(index), "copy it again") from error
+
+
+def weights_identity(name: str, config: PretrainedConfig) -> str:
+    """Which weights these are, wherever they lie: a hash of their sizes, their headers and blocks all over them.
+
+    Of a hub's model it is the commit. Two models of one shape differ in it where their weights do, but for a change
+    that touches few of the weights: reading all of them would take minutes at every start.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        return f"{name}@{getattr(config, '_commit_hash', None)}"
+    settings = config.to_dict()
+    for changing in ("_name_or_path", "transformers_version"):
+        settings.pop(changing, None)
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    for shard in _shards(folder):
+        with (folder / shard).open("rb") as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+            digest.update(f"{shard} {size_bytes}".encode())
+            header_bytes = min(8 + int.from_bytes(file.read(8), "little"), size_bytes)
+            stride_bytes = max(BLOCK_BYTES, (size_bytes - header_bytes) // BLOCKS_PER_SHARD)
+            file.seek(0)
+            digest.update(file.read(header_bytes))
+            for start in range(header_bytes, size_bytes, stride_bytes):
+                file.seek(start)
+                digest.update(file.read(BLOCK_BYTES))
+    return digest.hexdigest()[:32]
+
+
+def target_names(wanted: str | tuple[str, ...]) -> str | list[str]:
+    """As peft takes them: one name alone would be a regular expression to it."""
+    return wanted if wanted == "all-linear" else [wanted] if isinstance(wanted, str) else list(wanted)
+
+
+def check_targets(model: torch.nn.Module, wanted: str | list[str]) -> None:
+    """Check LoRA's targets by name against the model: peft ignores a name that matches nothing if others match.
+
+    Raises:
+        ConfigError: a name that no linear module ends with; names the linear modules there are.
+    """
+    if wanted == "all-linear":
+        return
+    linear = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    missing = [name for name in wanted if name.rpartition(".")[2] not in linear]
+    if missing:
+        raise ConfigError(
+            f"LoRA target {', '.join(missing)} matches no linear module of {type(model).__name__}",
+            where="--lora-target-modules",
+            fix=f"choose from {', '.join(sorted(linear - {'lm_head'}))}, or use all-linear",
+        )
+
+
+def check_adapter(model_config: PretrainedConfig, config: RunConfig) -> None:
+    """Raise ConfigError if LoRA cannot be made as asked for; seen on the model without memory."""
+    wanted = config.lora_target_modules
+    if wanted == "all-linear" and config.lora_dropout == 0:
+        return
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
+    # Experts are one parameter of three dimensions, and no linear modules: what of them can be adapted is peft's to
+    # say. It takes seconds for a large model, and for one of plain layers there is nothing to ask.
+    if not any(parameter.dim() > 2 for parameter in model.parameters()):
+        check_targets(model, target_names(wanted))
+        return
+    from peft import get_peft_model
+
+    try:
+        lora = lora_config(model, config)
+        get_peft_model(model, lora)
+    except ValueError as error:
+        experts = "; adapters on a mixture's experts have no dropout" if config.lora_dropout else ""
+        raise ConfigError(
+            f"peft cannot make this adapter: {str(error).splitlines()[0]}{experts}",
+            where="--lora-target-modules, --lora-dropout",
+            fix="use --lora-dropout 0, or adapt attention alone: --lora-target-modules q_proj k_proj v_proj o_proj",
+        ) from error
+    # Names that stand for experts are none of its target modules any more.
+    check_targets(model, sorted(lora.target_modules or ()))
+
+
+def lora_config(model: PreTrainedModel, config: RunConfig) -> LoraConfig:
+    """peft's settings for this model."""
+    from peft import LoraConfig
+
+    outside = outside_text(model)
+    return LoraConfig(
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=target_names(config.lora_target_modules),
+        exclude_modules=rf"({'|'.join(map(re.escape, outside))})\..*" if outside else None,
+        task_type="CAUSAL_LM",
+        bias="none",
+    )
+
+
+def outside_text(model: PreTrainedModel) -> list[str]:
+    """Names of the modules that text never passes: towers of images and sound, and what joins them to the text model.
+
+    Empty for a text model.
+    """
+    if model.config.get_text_config(decoder=True) is model.config:
+        return []
+    ends = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    text = {module for end in ends if end is not None for module in end.modules()}
+
+    def outside(name: str, module: torch.nn.Module) -> list[str]:
+        if module in text:
+            return []
+        if not any(inner in text for inner in module.modules()):
+            return [name]
+        return [found for child, inner in module.named_children() for found in outside(f"{name}.{child}", inner)]
+
+    return [found for child, module in model.named_children() for found in outside(child, module)]
