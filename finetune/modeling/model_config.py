@@ -148,19 +148,23 @@ def target_names(wanted: str | tuple[str, ...]) -> str | list[str]:
     return wanted if wanted == "all-linear" else [wanted] if isinstance(wanted, str) else list(wanted)
 
 
-def check_targets(model: torch.nn.Module, wanted: str | list[str]) -> None:
-    """Check LoRA's targets by name against the model: peft ignores a name that matches nothing if others match.
+def linear_names(model: torch.nn.Module) -> set[str]:
+    """The last parts of the names of its linear modules."""
+    return {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+
+
+def check_targets(linear: set[str], wanted: str | list[str]) -> None:
+    """Check LoRA's targets by name: peft ignores a name that matches nothing if others match.
 
     Raises:
-        ConfigError: a name that no linear module ends with; names the linear modules there are.
+        ConfigError: a name that is not in `linear` (see `linear_names`), which the message lists.
     """
     if wanted == "all-linear":
         return
-    linear = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     missing = [name for name in wanted if name.rpartition(".")[2] not in linear]
     if missing:
         raise ConfigError(
-            f"LoRA target {', '.join(missing)} matches no linear module of {type(model).__name__}",
+            f"LoRA target {', '.join(missing)} matches no linear module of the model",
             where="--lora-target-modules",
             fix=f"choose from {', '.join(sorted(linear - {'lm_head'}))}, or use all-linear",
         )
@@ -175,8 +179,9 @@ def check_adapter(model_config: PretrainedConfig, config: RunConfig) -> None:
         model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
     # Experts are one parameter of three dimensions, and no linear modules: what of them can be adapted is peft's to
     # say. It takes seconds for a large model, and for one of plain layers there is nothing to ask.
+    linear = linear_names(model)
     if not any(parameter.dim() > 2 for parameter in model.parameters()):
-        check_targets(model, target_names(wanted))
+        check_targets(linear, target_names(wanted))
         return
     from peft import get_peft_model
 
@@ -191,7 +196,7 @@ def check_adapter(model_config: PretrainedConfig, config: RunConfig) -> None:
             fix="use --lora-dropout 0, or adapt attention alone: --lora-target-modules q_proj k_proj v_proj o_proj",
         ) from error
     # Names that stand for experts are none of its target modules any more.
-    check_targets(model, sorted(lora.target_modules or ()))
+    check_targets(linear, sorted(lora.target_modules or ()))
 
 
 def lora_config(model: PreTrainedModel, config: RunConfig) -> LoraConfig:

@@ -61,6 +61,11 @@ def load_model(
     let_choose_logits(model)
     if zero3:
         check_partitioned(model)
+        # Names and shapes of files are translated for the model when it is loaded, and back when it is saved, by the
+        # conversions that were used; under ZeRO-3 transformers keeps all that it knows, and would save under names
+        # that no other program reads (_load_state_dict_into_zero3_model). May go when it filters them there too.
+        conversions = getattr(model, "_weight_conversions", None) or []
+        model._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]
     if outside := outside_text(model):
         # Nothing here feeds them: DDP would wait for their gradients, and weight decay would wear them down.
         for name in outside:
