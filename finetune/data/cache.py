@@ -1,4 +1,8 @@
-"""Folders that are made once: by content fingerprint, under a lock, whole or not at all, and checked when read."""
+"""Folders that are made once: by content fingerprint, under a lock, whole or not at all, and checked when read.
+
+Of the processes that a launcher starts on a node one reads all of an entry to check it, and the others take its word:
+hundreds would read the same gigabytes one after another. Nodes check side by side.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,16 @@ import json
 import logging
 import os
 import shutil
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+import psutil
 
 from finetune.data.files import file_sha256
 from finetune.errors import DataError
+from finetune.runtime.device import launch_world
 
 logger = logging.getLogger("finetune")
 
@@ -49,13 +57,16 @@ def open_or_make(cache_dir: Path, parts: Mapping[str, str], make: Callable[[Path
     folder = cache_dir / key
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        with _locked(cache_dir / f"{key}.lock"):
-            fault = _fault(folder)
+        with _locked(cache_dir / f"{key}.{socket.gethostname()}.lock") as note:
+            if _verified_in_this_start(note, folder):
+                return folder
+            with _locked(cache_dir / f"{key}.lock", shared=True):
+                fault = _fault(folder)
             if fault is None:
                 logger.info("tokenized data: reusing %s", folder)
-                return folder
-            logger.info("tokenized data: making %s (%s)", folder, fault or _what_changed(cache_dir, parts))
-            _make(cache_dir, key, parts, make)
+            else:
+                _make_anew(cache_dir, key, parts, make)
+            _note_verified(note, folder)
     except OSError as error:
         raise DataError(
             f"the cache of tokenized data cannot be written: {error}",
@@ -68,6 +79,50 @@ def open_or_make(cache_dir: Path, parts: Mapping[str, str], make: Callable[[Path
 def read_meta(folder: Path) -> dict[str, Any]:
     """What `make` returned, and `parts` and `files` (SHA-256 by name)."""
     return json.loads((folder / META_FILE).read_text(encoding="utf-8"))
+
+
+def _make_anew(cache_dir: Path, key: str, parts: Mapping[str, str], make: Callable[[Path], Mapping[str, Any]]) -> None:
+    folder = cache_dir / key
+    with _locked(cache_dir / f"{key}.lock"):
+        fault = _fault(folder)  # another node may have made it meanwhile
+        if fault is not None:
+            logger.info("tokenized data: making %s (%s)", folder, fault or _what_changed(cache_dir, parts))
+            _make(cache_dir, key, parts, make)
+
+
+def _this_start() -> list[Any] | None:
+    """What the processes of one start on one node have in common: their launcher. None without one."""
+    if launch_world().world_size == 1:
+        return None
+    with contextlib.suppress(psutil.Error):
+        launcher = psutil.Process(os.getppid())
+        return [launcher.pid, launcher.create_time()]
+    return None
+
+
+def _seen(folder: Path) -> dict[str, list[int]]:
+    """Of each file what would differ had it been written to since."""
+    states = ((path.name, path.stat()) for path in sorted(folder.iterdir()))
+    return {name: [state.st_size, state.st_mtime_ns, state.st_ino] for name, state in states}
+
+
+def _verified_in_this_start(note: IO[str], folder: Path) -> bool:
+    """Whether another process of this start has checked the folder, and nothing was written there since."""
+    start = _this_start()
+    if start is None:
+        return False
+    note.seek(0)
+    try:
+        return bool(json.load(note) == {"start": start, "files": _seen(folder)})
+    except (OSError, ValueError):
+        return False
+
+
+def _note_verified(note: IO[str], folder: Path) -> None:
+    note.seek(0)
+    note.truncate()
+    json.dump({"start": _this_start(), "files": _seen(folder)}, note)
+    note.flush()
 
 
 def _make(cache_dir: Path, key: str, parts: Mapping[str, str], make: Callable[[Path], Mapping[str, Any]]) -> None:
@@ -132,12 +187,13 @@ def _changes(name: str, before: str, after: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, *, shared: bool = False) -> Iterator[IO[str]]:
     """Hold an flock on the file. It falls with its process, so a killed one blocks nobody; the file stays."""
-    with path.open("a") as file:
+    mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    with path.open("a+", encoding="utf-8") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, mode | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.info("tokenized data: another process is making it; waiting")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+            logger.info("tokenized data: another process is making or checking it; waiting")
+            fcntl.flock(file, mode)
+        yield file

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from finetune.data import cache
 from finetune.data.dataset import Samples, prepare_samples
+from finetune.data.files import file_sha256
 from finetune.data.formats import Conversation, Message, detect_format, to_conversation
 from finetune.data.problems import RecordProblem
 from finetune.data.render import Renderer, render
@@ -342,6 +343,74 @@ def test_processes_that_start_together_tokenize_once(tmp_path: Path) -> None:
     assert sum(made for _, made in results) == 1
 
 
+def _open_as(rank: int, node: str, cache_dir: Path, log: Path, meet: Any) -> None:
+    """A rank that opens the entry, with every hash of a file noted; with `meet`, it waits there for other nodes."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "8"}
+    cache.socket.gethostname = lambda: node
+    plain = cache.file_sha256
+
+    def noted(path: Path) -> str:
+        with log.open("a") as file:
+            file.write(f"{path.name}\n")
+        if meet is not None:
+            meet.wait(60)
+        return plain(path)
+
+    cache.file_sha256 = noted
+    cache.open_or_make(cache_dir, {"data": "1"}, _make_two)
+
+
+def _make_two(folder: Path) -> dict[str, Any]:
+    for name in ("a", "b"):
+        (folder / name).write_text(name)
+    return {}
+
+
+def _open_on(nodes: list[str], tmp_path: Path, *, together: bool = False) -> list[str]:
+    """Names of the files that were hashed, when a rank opened the entry on each of the nodes named."""
+    context = multiprocessing.get_context("fork")
+    log, meet = tmp_path / "hashed", context.Barrier(len(nodes)) if together else None
+    log.write_text("")
+    processes = [
+        context.Process(target=_open_as, args=(rank, node, tmp_path / "cache", log, meet))
+        for rank, node in enumerate(nodes)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    return sorted(log.read_text().split())
+
+
+def test_an_entry_is_checked_once_a_node_and_start(tmp_path: Path) -> None:
+    assert _open_on(["n0"] * 4, tmp_path) == ["a", "b"], "made once, and not read again by those who waited"
+    assert _open_on(["n0"] * 4, tmp_path) == [], "the same launcher's"
+    assert _open_on(["n1"] * 4, tmp_path) == ["a", "b"]
+    (folder,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
+    state = (folder / "a").stat()
+    (folder / "a").write_text("x")
+    os.utime(folder / "a", ns=(state.st_atime_ns, state.st_mtime_ns + 1))
+    # Damaged: seen on one node, looked at again under the lock for making, and made anew.
+    assert _open_on(["n0"] * 4, tmp_path) == ["a", "a", "a", "b"]
+    assert (folder / "a").read_text() == "a"
+    assert _open_on(["n1"] * 4, tmp_path) == ["a", "b"], "which is news on the other node"
+
+
+def test_nodes_check_an_entry_side_by_side(tmp_path: Path) -> None:
+    """Each waits in the middle of its check for the others to have come as far."""
+    cache.open_or_make(tmp_path / "cache", {"data": "1"}, _make_two)
+    assert _open_on(["n0", "n1", "n2"], tmp_path, together=True) == ["a"] * 3 + ["b"] * 3
+
+
+def test_a_start_without_launcher_trusts_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.open_or_make(tmp_path / "cache", {"data": "1"}, _make_two)
+    hashed = []
+    monkeypatch.setattr(cache, "file_sha256", lambda path: hashed.append(path.name) or file_sha256(path))
+    cache.open_or_make(tmp_path / "cache", {"data": "1"}, _make_two)
+    assert hashed == ["a", "b"]
+
+
 def test_a_process_killed_while_making_leaves_nothing_in_the_way(tmp_path: Path, prepare: Any) -> None:
     parts = {"data": "1"}
     process = multiprocessing.get_context("fork").Process(
@@ -371,7 +440,7 @@ def test_an_error_while_making_leaves_nothing_behind(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match="bad rows"):
         cache.open_or_make(tmp_path, {"data": "1"}, fail)
-    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+    assert {path.suffix for path in tmp_path.iterdir()} == {".lock"}
 
 
 def test_a_cache_that_cannot_be_written_is_explained(tmp_path: Path, prepare: Any) -> None:
