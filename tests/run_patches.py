@@ -152,6 +152,20 @@ def fill_disk(rank: int, folder: str, step: int, leave_bytes: int) -> None:
     follow_steps(fill)
 
 
+def note_hashes(rank: int, record: str) -> None:
+    """Append `<rank> <checkpoint>/<file>` for every file whose content this rank reads to hash it."""
+    from finetune.storage import durable_files
+
+    plain = durable_files.hash_file
+
+    def noted(path: Path) -> str:
+        with open(record, "a") as file:
+            file.write(f"{rank} {path.parent.name}/{path.name}\n")
+        return plain(path)
+
+    durable_files.hash_file = noted
+
+
 def watch_opened_files(rank: int, folder: str, record: str) -> None:
     """Append the path of every file that this rank opens below `folder` to the file `record`."""
     import sys

@@ -1,7 +1,8 @@
 """Checkpoint folders as files: staged, published by one rename, verified, rotated. Needs no torch.
 
-A save is: every rank writes its files into one staging folder and seals them (fsync, SHA-256); then one rank writes the
-manifest, syncs the folder and renames it to `checkpoint-<step>`. Killed or powered off at any moment, the run folder
+A save is: every rank writes its files into one staging folder and seals them (fsync, SHA-256 of what the disk gives
+back); then one rank writes the manifest, syncs the folder and renames it to `checkpoint-<step>`. No rank reads what
+another has written. Killed or powered off at any moment, the run folder
 holds the previous valid checkpoint, the new one, or both. What else may be left carries a name that starts with a dot:
 
     .staging-<step>-<token>           a save that did not finish; `clean_staging` removes it
@@ -135,14 +136,14 @@ class CheckpointWriter:
         self._sync_folders(records)
         target = self.run_folder / f"checkpoint-{self.step}"
         if durable_files.is_taken(target):
-            found = verify(target)
+            found = verify(target)  # somebody else's, of this very step
             if found.valid:
                 self.discard()
                 return target
             set_aside(target, found.why)
         os.rename(self.folder, target)
         durable_files.sync_folder(self.run_folder)
-        written = verify(target)
+        written = verify(target, hashes=False)  # each rank has read its own files, in `seal`
         if not written.valid:
             raise FinetuneError(
                 f"{target.name} was written but does not verify: {written.why}",
@@ -234,8 +235,9 @@ def set_aside(folder: Path, why: str) -> Path:
 def rotate(run_folder: Path | str, keep: int, *, known_valid: Collection[str] = ()) -> list[str]:
     """Remove checkpoints older than the `keep` newest valid ones; return the names of the removed ones.
 
-    Nothing is removed before `keep` newer ones were verified here. What does not even look like a checkpoint of this
-    package (by manifest, names and sizes) is left where it is.
+    Nothing is removed before the content of two newer ones was verified: those of this start, mostly, in `known_valid`.
+    Of the others that are kept, names and sizes are looked at: reading them would take longer with each one kept. What
+    does not even look like a checkpoint of this package (by manifest, names and sizes) is left where it is.
 
     Args:
         run_folder: locked by this run.
@@ -248,7 +250,7 @@ def rotate(run_folder: Path | str, keep: int, *, known_valid: Collection[str] = 
     if keep < KEEP_AT_LEAST:
         raise ConfigError(f"save_total_limit is {keep}, below {KEEP_AT_LEAST}", "save_total_limit", "give 2 or more")
     removed: list[str] = []
-    kept = 0
+    kept = read = 0
     try:
         checkpoints = list_checkpoints(run_folder)
     except StateError as error:  # the save itself went well: no reason to stop the run
@@ -256,12 +258,15 @@ def rotate(run_folder: Path | str, keep: int, *, known_valid: Collection[str] = 
         return removed
     for folder in reversed(checkpoints):
         enough = kept >= keep
-        validity = verify(folder, hashes=not enough and folder.name not in known_valid)
+        known = folder.name in known_valid
+        reads = not enough and not known and read < KEEP_AT_LEAST
+        validity = verify(folder, hashes=reads)
         if not validity.valid:
             if not enough:  # else it was reported when it was new
                 logger.warning("%s is invalid and left as it is: %s", folder.name, validity.why)
         elif not enough:
             kept += 1
+            read += known or reads
         elif _removed(folder, _remove_checkpoint):
             removed.append(folder.name)
     return removed

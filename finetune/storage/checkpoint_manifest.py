@@ -108,7 +108,17 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return content
 
 
-def _check(folder: Path, hashes: bool) -> dict[str, Any]:
+def _share(files: Mapping[str, Mapping[str, Any]], reader: int, readers: int) -> list[str]:
+    """The files whose content one of several readers looks at: largest first, to whoever has least so far."""
+    taken_bytes, taken = [0] * readers, [[] for _ in range(readers)]  # type: tuple[list[int], list[list[str]]]
+    for name in sorted(files, key=lambda name: (-files[name]["size_bytes"], name)):
+        least = taken_bytes.index(min(taken_bytes))
+        taken_bytes[least] += files[name]["size_bytes"]
+        taken[least].append(name)
+    return taken[reader]
+
+
+def _check(folder: Path, hashes: bool, reader: int, readers: int) -> dict[str, Any]:
     if step_of(folder.name) is None:
         raise _Invalid("the name is not checkpoint-<step>")
     if not stat.S_ISDIR(os.lstat(folder).st_mode):
@@ -132,14 +142,14 @@ def _check(folder: Path, hashes: bool) -> dict[str, Any]:
         if sizes[name] != record["size_bytes"]:
             raise _Invalid(f"{name!a} has {sizes[name]} bytes, not {record['size_bytes']}")
     if hashes:
-        names = sorted(files)
+        names = _share(files, reader, readers)
         found = durable_files.hash_files([folder / name for name in names])
         if changed := [name for name, sha256 in zip(names, found, strict=True) if sha256 != files[name]["sha256"]]:
             raise _Invalid(f"content changed (SHA-256 differs): {_some(changed)}")
     return manifest
 
 
-def verify(folder: Path | str, *, hashes: bool = True) -> Validity:
+def verify(folder: Path | str, *, hashes: bool = True, reader: int = 0, readers: int = 1) -> Validity:
     """Check a checkpoint folder: every file's presence, size and hash, no other file, the manifest's digest, the step.
 
     Never raises for a broken folder: what is wrong is the answer.
@@ -148,9 +158,10 @@ def verify(folder: Path | str, *, hashes: bool = True) -> Validity:
         folder: `.../checkpoint-<step>`.
         hashes: False leaves out the reading of the files (about 1 s for each GB and core): names, sizes and the
             manifest are still checked.
+        reader, readers: this process and how many share the reading; it is valid if each finds it valid.
     """
     try:
-        return Validity(True, "", _check(Path(folder), hashes))
+        return Validity(True, "", _check(Path(folder), hashes, reader, readers))
     except _Invalid as reason:
         return Validity(False, str(reason), None)
     except OSError as error:
@@ -176,15 +187,22 @@ def list_checkpoints(run_folder: Path | str) -> list[Path]:
     return [Path(run_folder) / name for _, name in sorted(found)]
 
 
-def newest_valid(run_folder: Path | str, *, hashes: bool = True) -> tuple[Path | None, list[tuple[Path, str]]]:
+def newest_valid(
+    run_folder: Path | str, *, hashes: bool = True, damaged: Mapping[str, str] | None = None
+) -> tuple[Path | None, list[tuple[Path, str]]]:
     """The valid checkpoint of the highest step, and the newer ones that were skipped, each with the reason.
+
+    Args:
+        hashes: as for `verify`.
+        damaged: names of those that are known not to be valid, with the reason.
 
     Raises:
         StateError: the folder is there but cannot be read.
     """
     skipped: list[tuple[Path, str]] = []
     for folder in reversed(list_checkpoints(run_folder)):
-        validity = verify(folder, hashes=hashes)
+        known = (damaged or {}).get(folder.name)
+        validity = verify(folder, hashes=hashes) if known is None else Validity(False, known, None)
         if validity.valid:
             return folder, skipped
         skipped.append((folder, validity.why))

@@ -155,6 +155,7 @@ def make_trainer(
         keep=config.save_total_limit,
         runlog=session.runlog,
         sample_log=session.sample_log,
+        verified=trainer.last_checkpoint,
     )
     return trainer
 

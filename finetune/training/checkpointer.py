@@ -39,6 +39,7 @@ class Checkpointer:
         write_model_files: on rank 0, writes what makes the checkpoint usable as it is (a peft adapter) into the first
             folder that it is given, from the weights that were saved in the second.
         keep: valid checkpoints to keep, at least 2.
+        verified: name of the checkpoint that this start has read and resumed from.
     """
 
     def __init__(
@@ -53,10 +54,12 @@ class Checkpointer:
         keep: int,
         runlog: RunLog,
         sample_log: SampleLog | None,
+        verified: str | None = None,
     ) -> None:
         self.run_folder, self.control, self.rank, self.world_size = run_folder, control, rank, world_size
         self.metadata, self.write_model_files, self.keep = metadata, write_model_files, keep
         self.runlog, self.sample_log = runlog, sample_log
+        self._verified = set() if verified is None else {verified}
 
     def save(self, step: int, state: TrainingState) -> str:
         """Save, publish, verify, then rotate. Every rank calls; returns the checkpoint's name.
@@ -120,8 +123,9 @@ class Checkpointer:
             if self.sample_log is not None:
                 self.sample_log.sync()
             folder = writer.publish(records, self.metadata)
+            self._verified.add(folder.name)
             # After publish has verified it; `keep` counts valid ones only, so a damaged disk never costs the last.
-            removed = rotate(self.run_folder, self.keep, known_valid=[folder.name])
+            removed = rotate(self.run_folder, self.keep, known_valid=self._verified)
         except (OSError, FinetuneError) as error:  # raised by the caller once the other ranks know
             return "", error
         size_bytes = sum(int(record["size_bytes"]) for record in records.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,17 +35,33 @@ class Resume:
     changed: bool = False
     skipped: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def name(self) -> str:
+        return "none" if self.folder is None else self.folder.name
+
 
 def decide_resume(
-    output_dir: Path, resume: str, identity: dict[str, Any], *, total_steps: int, allow_change: bool
+    output_dir: Path,
+    resume: str,
+    identity: dict[str, Any],
+    *,
+    total_steps: int,
+    allow_change: bool,
+    damaged: Mapping[str, str] | None = None,
 ) -> Resume | None:
     """What to do with what is in the output folder. None: this run is finished already.
+
+    Checkpoints are looked at by names, sizes and manifest; their content is for the ranks to read once they have met,
+    each its share (Session.agree_on_run).
+
+    Args:
+        damaged: names of checkpoints whose content was found changed, with the reason.
 
     Raises:
         StateError: the folder holds another run or foreign files; the checkpoint asked for is broken or another run's.
     """
     if resume not in ("auto", "never"):
-        return _resume_path(Path(resume), output_dir, identity, allow_change)
+        return _resume_path(Path(resume), output_dir, identity, allow_change, damaged or {})
     found = check_output_folder(output_dir, identity)
     if describe_folder(output_dir).kind == "empty":
         return Resume(None, 0)
@@ -55,7 +72,7 @@ def decide_resume(
             "choose another --output-dir, or leave --resume out to continue that run",
         )
     _refuse_differences(found, str(output_dir), allow_change)
-    folder, skipped = find_checkpoint(output_dir)
+    folder, skipped = newest_valid(output_dir, hashes=False, damaged=damaged)
     status = describe_folder(output_dir).status or {}
     if step_in(folder) >= total_steps and status.get("state") == "done":
         return None
@@ -63,11 +80,13 @@ def decide_resume(
     return Resume(folder, step_in(folder), changed=bool(found), skipped=reasons)
 
 
-def _resume_path(folder: Path, output_dir: Path, identity: dict[str, Any], allow_change: bool) -> Resume:
-    validity = verify(folder)
-    if not validity.valid:
+def _resume_path(
+    folder: Path, output_dir: Path, identity: dict[str, Any], allow_change: bool, damaged: Mapping[str, str]
+) -> Resume:
+    validity = verify(folder, hashes=False)
+    if not validity.valid or folder.name in damaged:
         raise StateError(
-            f"the checkpoint is not valid: {validity.why}",
+            f"the checkpoint is not valid: {damaged.get(folder.name, validity.why)}",
             str(folder),
             "python -m finetune checkpoints RUN lists the valid ones; --resume auto takes the newest",
         )
@@ -92,14 +111,6 @@ def _refuse_differences(found: list[Difference], where: str, allow_change: bool)
         "choose another --output-dir for a new run; give the old values to continue the old one; or continue it "
         "changed, on your own account, with --allow-data-change",
     )
-
-
-def find_checkpoint(run_folder: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The newest valid checkpoint and, with the reason, the newer ones that were skipped."""
-    folder, skipped = newest_valid(run_folder)
-    for path, why in skipped:
-        logger.warning("%s is skipped: %s", path.name, why)
-    return folder, skipped
 
 
 def step_in(folder: Path | None) -> int:

@@ -108,8 +108,13 @@ def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
         world,
         identity=data.identity,
         config_yaml=to_yaml(config),
-        decide=lambda: decide_resume(
-            output_dir, resume, data.identity, total_steps=total_steps, allow_change=config.allow_data_change
+        decide=lambda damaged: decide_resume(
+            output_dir,
+            resume,
+            data.identity,
+            total_steps=total_steps,
+            allow_change=config.allow_data_change,
+            damaged=damaged,
         ),
         log_samples=config.log_samples,
     )

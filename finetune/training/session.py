@@ -2,7 +2,8 @@
 
 The order, with who calls: `Session(...)` decides where to start, writing nothing; entering takes the lock and writes
 the first files (rank 0); `process_group` lets the ranks meet; `agree_on_run` tells the others that rank 0 holds the
-folder and checks that all have the same run; `finish` writes how it ended, or `__exit__` where it failed.
+folder, checks that all have the same run, reads the checkpoint to resume from and opens the logs; `finish` writes how
+it ended, or `__exit__` where it failed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ class Session:
     """Everything a run holds while it works; enters after every check has passed, so that a refused run writes nothing.
 
     Args:
-        decide: says where the run starts (see resume.decide_resume); called again where the folder changed meanwhile.
+        decide: says where the run starts, given the names of damaged checkpoints with the reason (see
+            resume.decide_resume); called again where the folder changed meanwhile.
 
     Attributes:
         start: where the run starts; None where it is finished already: then it must not be entered.
@@ -54,13 +56,14 @@ class Session:
         *,
         identity: dict[str, Any],
         config_yaml: str,
-        decide: Callable[[], Resume | None],
+        decide: Callable[[Mapping[str, str]], Resume | None],
         log_samples: bool,
     ) -> None:
         self.output_dir, self.world, self._decide = output_dir, world, decide
         # Before deciding: a checkpoint that appears in between must make them differ.
         self._checkpoints_seen = self._checkpoint_names()
-        self.start = decide()
+        self._damaged: dict[str, str] = {}
+        self.start = decide(self._damaged)
         self._identity, self._config_yaml, self._log_samples = identity, config_yaml, log_samples
         self._stack = contextlib.ExitStack()
         self.runlog = RunLog(None)
@@ -77,15 +80,6 @@ class Session:
                 write_identity(self.output_dir, self._identity)
                 durable_files.replace_file(self.output_dir / "run.yaml", self._config_yaml.encode())
                 clean_staging(self.output_dir)
-                self._set_aside_later_checkpoints(start)
-                self.runlog = RunLog(self.output_dir, resume_step=start.step)
-                stack.callback(self.runlog.close)
-                for name, why in start.skipped:
-                    self.runlog.event("skipped_checkpoint", name=name, why=why)
-                if self._log_samples:
-                    self.sample_log = stack.enter_context(
-                        SampleLog(self.output_dir / "samples.jsonl", resume_step=start.step)
-                    )
                 write_status(self.output_dir, "running", None, step=start.step, pid=os.getpid())
                 self._copy_log(stack)
             # Other ranks may not touch the folder yet: rank 0 may still be waiting for its lock, or be refused it.
@@ -101,9 +95,8 @@ class Session:
         Raises:
             StateError: it is finished meanwhile.
         """
-        # Only where checkpoints came or went: deciding reads all of one, and its hash takes a second for each GB.
-        if self._checkpoint_names() != self._checkpoints_seen:
-            self.start = self._decide()
+        if self._checkpoint_names() != self._checkpoints_seen or self._damaged:
+            self.start = self._decide(self._damaged)
         if self.start is None:
             raise StateError(
                 "another process finished this run meanwhile", str(self.output_dir), "nothing is left to do"
@@ -133,14 +126,37 @@ class Session:
         self.control = Control(self.world.world_size, timeout_seconds)
         if not self.world.is_main:
             self._copy_log(self._stack)
-            self._decide_again()
-        checkpoint = self.start.folder.name if self.start is not None and self.start.folder is not None else "none"
         # Ranks plan without communication: two nodes with different files would train on different batches, in silence.
         # Where the model lies may differ from node to node; which it is stands in "weights".
-        facts = {
-            name: value for name, value in self._identity.items() if name != "model" or "weights" not in self._identity
-        }
-        self.control.check_equal({**facts, "checkpoint": checkpoint})
+        named = {"model"} if "weights" in self._identity else set()
+        facts = {name: value for name, value in self._identity.items() if name not in named}
+        start = self._decide_again()
+        self.control.check_equal({**facts, "checkpoint": start.name})
+        while start.folder is not None and (problem := self._problem_in(start.folder)) is not None:
+            self._damaged[start.folder.name] = problem
+            start = self._decide_again()
+            self.control.check_equal({"checkpoint": start.name})
+        if self.world.is_main:
+            self._open_logs(start)
+
+    def _problem_in(self, checkpoint: Path) -> str | None:
+        """What is wrong with the content of a checkpoint; the same on every rank, which all read their share of it.
+
+        16 ranks that each read all of a 32B model's state would read 6 TB.
+        """
+        mine = verify(checkpoint, reader=self.world.rank, readers=self.world.world_size)
+        return next((str(why) for why in self.control.gather(mine.why) if why), None)
+
+    def _open_logs(self, start: Resume) -> None:
+        self._set_aside_later_checkpoints(start)
+        self.runlog = RunLog(self.output_dir, resume_step=start.step)
+        self._stack.callback(self.runlog.close)
+        for name, why in start.skipped:
+            logger.warning("%s is skipped: %s", name, why)
+            self.runlog.event("skipped_checkpoint", name=name, why=why)
+        if self._log_samples:
+            samples = SampleLog(self.output_dir / "samples.jsonl", resume_step=start.step)
+            self.sample_log = self._stack.enter_context(samples)
 
     def _copy_log(self, stack: contextlib.ExitStack) -> None:
         handler = add_log_file(self.output_dir, self.world.rank)

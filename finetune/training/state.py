@@ -21,21 +21,25 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from finetune.errors import FinetuneError
 from finetune.storage import durable_files
-
-MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's
-ALL_MOMENTS = (*MOMENTS, "momentum_buffer")  # and Muon's
-STATE_NAME = "state.json"
+from finetune.training.saved_tensors import (
+    ALL_MOMENTS,
+    MOMENTS,
+    STATE_NAME,
+    SavedTensors,
+    held_part,
+    local_slice,
+    read_description,
+)
 
 
 def trainable(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -163,8 +167,11 @@ class TrainingState:
         saved.check({name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()})
         for name, parameter in parameters.items():
             # In place, so that ties, hooks and the dtype stay the parameter's.
-            with gathered(parameter), torch.no_grad():
-                parameter.copy_(saved.get(name))
+            with torch.no_grad():
+                if hasattr(parameter, "ds_id"):
+                    _fill_partitioned(parameter, saved, name)
+                else:
+                    parameter.copy_(saved.get(name))
 
     def load_moments(self, folder: Path) -> None:
         """Set the moments and step count (and, under DeepSpeed, the float32 masters) at the start of training."""
@@ -216,18 +223,20 @@ class TrainingState:
     def _load_engine(self, moments: SavedTensors, weights: SavedTensors) -> None:
         from deepspeed import utils
 
+        sources: dict[str | None, SavedTensors] = {None: weights, **dict.fromkeys(MOMENTS, moments)}
         for name, parameter in trainable(self.model):
-            values: dict[str | None, torch.Tensor] = {None: weights.get(name)}
-            values |= {key: moments.get(f"{key}.{name}") for key in MOMENTS}
-            for key, whole in values.items():
+            for key, saved in sources.items():
+                saved_name = name if key is None else f"{key}.{name}"
                 if hasattr(parameter, "ds_id"):  # partitioned: ZeRO-3
                     # Not safe_set_full_*: ZeRO-3's set_full_hp_param narrows the whole tensor and knows no padding, so
                     # it raises on the last rank where the ranks do not divide the size.
-                    part = local_slice(whole, parameter, self.engine)
+                    part = local_slice(saved, saved_name, parameter)
                     if key is None:
                         utils.safe_set_local_fp32_param(parameter, part)
                     else:
                         utils.safe_set_local_optimizer_state(parameter, part, key)
+                elif (whole := held_part(saved, saved_name, parameter)) is None:
+                    continue  # another rank's
                 elif key is None:
                     utils.safe_set_full_fp32_param(parameter, whole)
                 else:
@@ -251,53 +260,17 @@ def gathered(parameter: torch.nn.Parameter) -> contextlib.AbstractContextManager
     return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
 
 
-def local_slice(whole: torch.Tensor, parameter: Any, engine: Any) -> torch.Tensor:
-    """This rank's flat slice of a whole tensor, padded with zeros to DeepSpeed's partition size."""
-    size = parameter.ds_tensor.numel()
-    rank = engine.optimizer._get_param_partition_rank(parameter)
-    flat = whole.flatten()[rank * size : (rank + 1) * size]
-    return torch.nn.functional.pad(flat, (0, size - flat.numel()))
-
-
-def read_description(folder: Path) -> dict[str, Any]:
-    description: dict[str, Any] = json.loads((folder / STATE_NAME).read_text(encoding="utf-8"))
-    return description
-
-
-class SavedTensors:
-    """Whole tensors by name from either form on disk, one at a time."""
-
-    def __init__(self, folder: Path, kind: str) -> None:
-        self.folder = folder
-        self.description = read_description(folder)
-        slices = self.description["slices"]
-        names = [f"{kind}-{rank:05d}.safetensors" for rank in range(slices)] if slices else [f"{kind}.safetensors"]
-        self.files = [safe_open(folder / name, framework="pt") for name in names]
-        self.names = frozenset(self.files[0].keys())
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.names
-
-    def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        saved = {name: tuple(shape) for name, shape in self.description["shapes"].items()}
-        if saved != shapes:
-            wrong = sorted(name for name in saved.keys() | shapes.keys() if saved.get(name) != shapes.get(name))
-            raise FinetuneError(
-                f"the checkpoint's trainable parameters are not this model's: {wrong[0]} is {saved.get(wrong[0])} "
-                f"there and {shapes.get(wrong[0])} here ({len(wrong)} differ)",
-                where=self.folder.name,
-                fix="resume with the model and LoRA settings that the run was started with",
-            )
-
-    def get(self, name: str) -> torch.Tensor:
-        """The whole float32 tensor, in the parameter's shape, on the CPU."""
-        # Of moments the name has the key in front, the shapes have not.
-        parts = [file.get_tensor(name) for file in self.files]
-        shape = self.description["shapes"][
-            name.split(".", 1)[1] if name.startswith(tuple(f"{key}." for key in ALL_MOMENTS)) else name
-        ]
-        flat = torch.cat([part.flatten() for part in parts]) if len(parts) > 1 else parts[0].flatten()
-        return flat[: math.prod(shape)].reshape(shape)
+def _fill_partitioned(parameter: Any, saved: SavedTensors, name: str) -> None:
+    """Set the weights of a ZeRO-3 parameter before there is an engine. Every rank calls."""
+    # A second partition (zero_hpz_partition_size) is made of the first while that is written, and one on NVMe is not
+    # in memory: those DeepSpeed fills from rank 0's copy.
+    apart = parameter.ds_status.name == "NOT_AVAILABLE" and parameter.ds_secondary_tensor is None
+    if apart and parameter.ds_tensor.status.name == "AVAILABLE":
+        parameter.ds_tensor.copy_(local_slice(saved, name, parameter))
+        return
+    with gathered(parameter):
+        if dist.get_rank() == 0:
+            parameter.copy_(saved.get(name))
 
 
 def whole_weights(model: torch.nn.Module, dtype: torch.dtype | None, *, keep: bool) -> dict[str, torch.Tensor]:

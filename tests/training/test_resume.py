@@ -17,8 +17,7 @@ import run_patches
 import torch
 from run_helpers import LAYOUTS, Materials
 
-from finetune.storage.checkpoint_files import list_checkpoints
-from finetune.training.resume import find_checkpoint
+from finetune.storage.checkpoint_files import list_checkpoints, newest_valid
 
 STEPS = 9
 TIMINGS = ("tokens_per_second", "samples_per_second", "step_seconds", "loader_wait_seconds")
@@ -243,11 +242,11 @@ def test_every_file_of_the_newest_checkpoint_damaged_one_by_one(interrupted, dam
     for name in names:
         original = (newest / name).read_bytes()
         damage(newest / name)
-        found, skipped = find_checkpoint(interrupted)
+        found, skipped = newest_valid(interrupted)
         assert found == interrupted / "checkpoint-3", name
         assert [path.name for path, _ in skipped] == ["checkpoint-6"]
         (newest / name).write_bytes(original)
-    assert find_checkpoint(interrupted) == (newest, [])
+    assert newest_valid(interrupted) == (newest, [])
 
 
 @pytest.mark.parametrize(

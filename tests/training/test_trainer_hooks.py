@@ -39,6 +39,7 @@ from finetune.training.trainer import RunTrainer
 
 TRAINER = "finetune/training/trainer.py"
 STATE = "finetune/training/state.py"
+SAVED = "finetune/training/saved_tensors.py"
 EXECUTION = "finetune/training/executor.py"
 
 # (owner, name, parameters without self, who uses it)
@@ -73,7 +74,6 @@ SIGNATURES: tuple[tuple[Any, str, str, str], ...] = (
     (DeepSpeedEngine, "fp16_enabled", "", f"{TRAINER}: _step_engine"),
     (DeepSpeedZeroOptimizer_Stage3, "has_overflow", "partition_gradients", f"{TRAINER}: _step_engine"),
     (DeepSpeedZeroOptimizer_Stage3, "_overflow_clean_up", "prev_scale", f"{TRAINER}: _step_engine"),
-    (DeepSpeedZeroOptimizer_Stage3, "_get_param_partition_rank", "param", f"{STATE}: local_slice"),
     (DeepSpeedZeroOptimizer, "_lazy_init_hp_params_optimizer_state", "", f"{STATE}: _link_stage_1_and_2"),
     (deepspeed_utils, "safe_get_full_fp32_param", "param", f"{STATE}: _get"),
     (deepspeed_utils, "safe_get_full_optimizer_state", "param optim_state_key", f"{STATE}: _get"),
@@ -120,7 +120,12 @@ ATTRIBUTES: tuple[tuple[type, str, str], ...] = (
 )
 
 # Private names of others that our code reads on objects: each is pinned above.
-PINNED_ELSEWHERE = {"_exit": "os._exit, documented", "_replace": "of named tuples, documented"}
+PINNED_ELSEWHERE = {
+    "_exit": "os._exit, documented",
+    "_replace": "of named tuples, documented",
+    "_hp_mapping": "test_partitioned_parameters_have_these",
+    "_weight_conversions": "tests/training/test_brought_models.py, by what is saved",
+}
 
 
 @pytest.mark.parametrize(("owner", "name", "parameters", "user"), SIGNATURES, ids=lambda value: str(value)[:60])
@@ -322,10 +327,20 @@ def test_partitioned_parameters_have_these():
     from deepspeed.runtime.zero import partition_parameters
 
     source = Path(partition_parameters.__file__).read_text(encoding="utf-8")
-    for name in ("ds_id", "ds_shape", "ds_numel", "ds_tensor"):
+    for name in ("ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_status", "ds_secondary_tensor", "ds_process_group"):
         assert f"param.{name} = " in source, (
             f"a ZeRO-3 parameter has no {name}; used by {STATE} and modeling/pretrained.py"
         )
+
+    from deepspeed.runtime.zero import stage_1_and_2
+    from deepspeed.utils import mixed_precision_linkage
+    from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
+
+    linked = Path(mixed_precision_linkage.__file__).read_text(encoding="utf-8")
+    assert "lp_param._hp_mapping = " in linked, f"used by {SAVED}: held_part"
+    assert "_hp_mapping" in Path(stage_1_and_2.__file__).read_text(encoding="utf-8")
+    assert "lp_fragment_address" in tensor_fragment.__dataclass_fields__
+    assert {"start", "numel"} <= set(fragment_address.__dataclass_fields__)
 
 
 def test_names_that_our_code_compares_with():
