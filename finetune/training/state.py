@@ -31,6 +31,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from finetune.storage import durable_files
+from finetune.training.loss_scale import read_scale, restore_scale
 from finetune.training.saved_tensors import (
     ALL_MOMENTS,
     MOMENTS,
@@ -53,6 +54,7 @@ class TrainingState:
         model: the unwrapped model.
         engine: DeepSpeed's engine; None without DeepSpeed.
         optimizer: torch's optimizer; None under DeepSpeed.
+        scaler: of float16's losses; None under DeepSpeed and in other dtypes.
         sliced: full-parameter ZeRO-3.
     """
 
@@ -62,9 +64,11 @@ class TrainingState:
         *,
         engine: Any = None,
         optimizer: Any = None,
+        scaler: Any = None,
         sliced: bool = False,
     ) -> None:
         self.model, self.engine, self.optimizer, self.sliced = model, engine, optimizer, sliced
+        self.scaler = scaler
 
     # ------------------------------------------------------------------ write
 
@@ -126,7 +130,9 @@ class TrainingState:
 
     def _description(self, world_size: int) -> dict[str, Any]:
         shapes = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in trainable(self.model)}
-        return {"slices": world_size if self.sliced else 0, "optimizer_step": self._optimizer_step(), "shapes": shapes}
+        facts = {"slices": world_size if self.sliced else 0, "optimizer_step": self._optimizer_step()}
+        scale = read_scale(self.scaler, self.engine)
+        return facts | ({} if scale is None else {"loss_scale": scale}) | {"shapes": shapes}
 
     def _get(self, parameter: torch.nn.Parameter, key: str | None) -> torch.Tensor:
         if self.engine is None:
@@ -174,8 +180,10 @@ class TrainingState:
                     parameter.copy_(saved.get(name))
 
     def load_moments(self, folder: Path) -> None:
-        """Set the moments and step count (and, under DeepSpeed, the float32 masters) at the start of training."""
-        step = read_description(folder)["optimizer_step"]
+        """Set moments, step count and loss scale (under DeepSpeed float32 masters too) at the start of training."""
+        description = read_description(folder)
+        restore_scale(description.get("loss_scale"), self.scaler, self.engine)
+        step = description["optimizer_step"]
         if step == 0:
             return
         saved = SavedTensors(folder, "moments")

@@ -146,6 +146,7 @@ class RunTrainer(Trainer):
             self.model,
             engine=self.model_wrapped if self.is_deepspeed_enabled else None,
             optimizer=None if self.is_deepspeed_enabled else self.optimizer.optimizer,
+            scaler=None if self.is_deepspeed_enabled else self.accelerator.scaler,
             sliced=self.sliced_state,
         )
 
