@@ -1,17 +1,19 @@
-"""The equivalence grid: one run, executed in 64 ways, against one of them.
+"""The equivalence grid: one run, executed in 64 ways, against one of them; and runs of other models in eight each.
 
     python tests/grid.py              # all cells, the table into docs/equivalence_grid.md (`make grid`)
-    python tests/grid.py 4            # every 16th cell or so: four of them, printed only
+    python tests/grid.py 4            # every 32nd cell or so: four of them, printed only
 
-Each cell trains the same 20 steps in float32 and is compared with the first, one process without DeepSpeed on packed
-rows: the samples of every step must be the same, losses within 1e-5 relative, and each trained tensor within 1e-3 by
-norm(difference) / norm(update).
+Each cell trains the same 20 steps in float32 and is compared with the first of its model, one process without DeepSpeed
+on packed rows: the samples of every step must be the same, losses within 1e-5 relative, and each trained tensor within
+1e-3 by norm(difference) / norm(update). With dropout, ways to execute draw differently: samples and rates must be the
+same.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -26,24 +28,74 @@ STEPS = 20
 LOSS_LIMIT, WEIGHT_LIMIT = 1e-5, 1e-3
 
 
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.1,
+}
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+# What is special about a model -> its model type, what its configuration has beside SIZES.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "untied head": ("llama", {"tie_word_embeddings": False}),
+    "windows": ("mistral", {"sliding_window": 5}),
+    "latent attention": ("deepseek_v3", {**LATENT, "v_head_dim": 4, "first_k_dense_replace": 2}),
+    "softcaps": ("gemma2", {"head_dim": 8, "sliding_window": 7, "final_logit_softcapping": 2.0}),
+    "scaled logits": ("cohere", {"logit_scale": 0.5}),
+    "experts": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "vision part": ("gemma3", {}),
+}
+
+
+def make_model(folder: Path, kind: str, tokenizer_of: Path) -> Path:
+    """A model of one of `MODELS`, with random weights and the tokenizer of another."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model_type, changes = MODELS[kind]
+    shutil.copytree(tokenizer_of, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    sizes = {**SIZES, "vocab_size": runs.vocabulary(tokenizer_of), **ends, **changes}
+    if kind == "vision part":
+        towers = {"text_config": sizes | {"head_dim": 8}, "vision_config": SIZES | {"image_size": 28, "patch_size": 14}}
+        sizes = {**towers, **ends}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**sizes)).save_pretrained(folder)
+    return folder
+
+
 @dataclass(frozen=True)
 class Cell:
-    """One way to execute the run."""
+    """One way to execute a run."""
 
     finetuning: str
     layout: str
     processes: int
     packing: bool
     micro_batch_size: int
+    model: str = ""  # one of MODELS; else the Qwen3 of the tests
+    dropout: float = 0.0
 
     @property
     def name(self) -> str:
         packing = "packed" if self.packing else "padded"
-        return f"{self.finetuning}-{self.layout}-{self.processes}-{packing}-{self.micro_batch_size}"
+        own = "".join(f"-{part}".replace(" ", "_") for part in (self.model, self.dropout) if part)
+        return f"{self.finetuning}-{self.layout}-{self.processes}-{packing}-{self.micro_batch_size}{own}"
+
+    @property
+    def run(self) -> Cell:
+        """The reference: the same run on one process without DeepSpeed."""
+        return Cell(self.finetuning, "plain", 1, True, 1, self.model, self.dropout)
 
     def settings(self, materials: runs.Materials, folder: Path) -> dict[str, Any]:
+        model = materials.folder / self.model if self.model else materials.model
         return materials.settings(
             folder / self.name,
+            model=str(model),
+            lora_dropout=self.dropout,
             finetuning=self.finetuning,
             packing=self.packing,
             micro_batch_size=self.micro_batch_size,
@@ -63,12 +115,14 @@ class Outcome:
 
 
 def cells() -> list[Cell]:
-    """All 64, the references first within their kind."""
+    """All, the references first within their kind."""
     ways = itertools.product(("lora", "full"), runs.LAYOUTS, (1, 2), (True, False), (1, 4))
-    return [Cell(*way) for way in ways]
+    others = (("plain", 1, False, 4), ("plain", 2, True, 4), ("zero2", 2, True, 1), ("zero3", 2, False, 4))
+    of_models = [Cell(kind, *way, model) for model in MODELS for kind in ("lora", "full") for way in others]
+    return [Cell(*way) for way in ways] + of_models + [Cell("lora", *way, dropout=0.3) for way in others]
 
 
-def starting_weights(materials: runs.Materials, finetuning: str) -> dict[str, Any]:
+def starting_weights(cell: Cell, materials: runs.Materials, folder: Path) -> dict[str, Any]:
     """Trainable weights before the first step, by name; float32."""
     import torch
 
@@ -76,10 +130,10 @@ def starting_weights(materials: runs.Materials, finetuning: str) -> dict[str, An
     from finetune.modeling.pretrained import add_adapter, load_model
     from finetune.training.state import trainable
 
-    settings = materials.settings(materials.folder / "unused", finetuning=finetuning)
+    settings = cell.settings(materials, folder)
     config = RunConfig(**settings | {name: (settings[name],) for name in ("data", "report_to")})
     model = load_model(config, device_type="cpu", dtype="float32", model_dtype=torch.float32, zero3=False)
-    if finetuning == "lora":
+    if cell.finetuning == "lora":
         model = add_adapter(model, config, one_dtype=False)
     return {name: parameter.detach().clone() for name, parameter in trainable(model)}
 
@@ -98,11 +152,13 @@ class Grid:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.materials = runs.make_materials(folder / "materials", layers=2)
-        self._references: dict[str, tuple[Any, ...]] = {}
+        self._references: dict[Cell, tuple[Any, ...]] = {}
 
     def outcome(self, cell: Cell) -> Outcome:
-        start, ids, losses, weights = self._reference(cell.finetuning)
+        start, ids, losses, weights = self._reference(cell.run)
         found_ids, found_losses, found_weights = self._execute(cell, list(start))
+        if cell.dropout:
+            return self._with_dropout(cell, ids == found_ids, losses == found_losses)
         loss = runs.largest_relative_difference(losses, found_losses)
         weight = max(
             float((found_weights[name] - weights[name]).norm() / (weights[name] - start[name]).norm().clamp(min=1e-12))
@@ -117,15 +173,23 @@ class Grid:
             wrong.append(f"weights differ by {weight:.1e}")
         return Outcome(cell, loss, weight, "; ".join(wrong))
 
-    def _reference(self, finetuning: str) -> tuple[Any, ...]:
-        if finetuning not in self._references:
-            start = starting_weights(self.materials, finetuning)
-            cell = Cell(finetuning, "plain", 1, True, 1)
+    def _with_dropout(self, cell: Cell, same_ids: bool, same_losses: bool) -> Outcome:
+        rates = [runs.values(self.folder / way.name, "learning_rate") for way in (cell, cell.run)]
+        wrong = [] if same_ids else ["other samples"]
+        wrong += [] if rates[0] == rates[1] else ["other rates"]
+        wrong += ["nothing was dropped"] if same_losses else []
+        return Outcome(cell, 0.0, 0.0, "; ".join(wrong))
+
+    def _reference(self, cell: Cell) -> tuple[Any, ...]:
+        if cell not in self._references:
+            if cell.model and not (self.materials.folder / cell.model).exists():
+                make_model(self.materials.folder / cell.model, cell.model, self.materials.model)
+            start = starting_weights(cell, self.materials, self.folder)
             ids, losses, weights = self._execute(cell, list(start))
             moved = [name for name in start if float((weights[name] - start[name]).norm()) == 0]
             assert not moved, f"the reference did not train {moved}: the grid would compare nothing"
-            self._references[finetuning] = start, ids, losses, weights
-        return self._references[finetuning]
+            self._references[cell] = start, ids, losses, weights
+        return self._references[cell]
 
     def _execute(self, cell: Cell, names: list[str]) -> tuple[list[list[int]], list[float], dict[str, Any]]:
         settings = cell.settings(self.materials, self.folder)
@@ -141,24 +205,34 @@ def table(outcomes: list[Outcome], seconds: float) -> str:
     lines = [
         "# The equivalence grid",
         "",
-        f"One run of {STEPS} steps in float32 on a CPU, executed in {len(outcomes)} ways. Reference: one process",
-        "without DeepSpeed, packed, micro-batch 1. `make grid` makes this page.",
+        f"Runs of {STEPS} steps in float32 on a CPU, executed in {len(outcomes)} ways. Reference: one process",
+        "without DeepSpeed, packed, micro-batch 1. `make grid` makes this page. Where no model is named it is a Qwen3",
+        "with tied embeddings.",
         "",
         f"Samples of every step the same, losses within {LOSS_LIMIT:g} relative, each trained tensor within "
         f"{WEIGHT_LIMIT:g} by",
         f"norm(difference) / norm(update): **{held} of {len(outcomes)} hold** ({seconds:.0f} s on 2 cores).",
         "",
-        "| trained | sharding | processes | microbatches | micro-batch | loss differs by | weights differ by | |",
-        "|---|---|--:|---|--:|--:|--:|---|",
+        "With dropout, each way of execution draws its own: samples and rates are the same.",
+        "",
+        "| model | trained | sharding | processes | microbatches | micro-batch | losses differ by | weights | |",
+        "|---|---|---|--:|---|--:|--:|--:|---|",
     ]
     for outcome in outcomes:
         cell = outcome.cell
         sharding = {"plain": "none" if cell.processes == 1 else "DDP"}.get(cell.layout, cell.layout.replace("_", " + "))
-        lines.append(
-            f"| {cell.finetuning} | {sharding} | {cell.processes} | {'packed' if cell.packing else 'padded'} "
-            f"| {cell.micro_batch_size} | {outcome.loss_difference:.1e} | {outcome.weight_difference:.1e} "
-            f"| {outcome.why or 'holds'} |"
+        differences = [f"{found:.1e}" for found in (outcome.loss_difference, outcome.weight_difference)]
+        columns = (
+            f"dropout {cell.dropout}" if cell.dropout else cell.model,
+            cell.finetuning,
+            sharding,
+            cell.processes,
+            "packed" if cell.packing else "padded",
+            cell.micro_batch_size,
+            *(("", "") if cell.dropout else differences),
+            outcome.why or "holds",
         )
+        lines.append(f"| {' | '.join(map(str, columns))} |")
     return "\n".join([*lines, ""])
 
 

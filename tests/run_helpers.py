@@ -72,6 +72,11 @@ def make_model(folder: Path, *, seed: int = 0, layers: int = 1, tokenizer_name: 
     return folder
 
 
+def vocabulary(model: Path) -> int:
+    """Embeddings of a model made here."""
+    return int(json.loads((model / "config.json").read_text())["vocab_size"])
+
+
 def make_data(path: Path, records: int, *, seed: int = 0) -> Path:
     """Alpaca records of very different lengths, of three difficulties."""
     choose = random.Random(seed)
@@ -412,9 +417,14 @@ def sample_ids(output_dir: Path) -> list[list[int]]:
 
 def losses(output_dir: Path) -> list[float]:
     """The loss of every step, in order; every step must be there once."""
+    return values(output_dir, "loss")
+
+
+def values(output_dir: Path, name: str) -> list[float]:
+    """The same of another value of the log."""
     records = lines(output_dir / "trainer_log.jsonl")
     assert [record["step"] for record in records] == list(range(1, len(records) + 1))
-    return [record["loss"] for record in records]
+    return [record[name] for record in records]
 
 
 def events(output_dir: Path, name: str) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from grid import Cell, Grid, cells
+from grid import MODELS, Cell, Grid, cells
 
 SAMPLE = (
     Cell("lora", "plain", 2, packing=False, micro_batch_size=4),
@@ -19,7 +19,7 @@ def grid(tmp_path_factory: pytest.TempPathFactory) -> Grid:
 
 
 def test_the_grid_is_whole() -> None:
-    assert len(set(cells())) == 64
+    assert len(set(cells())) == 64 + 8 * len(MODELS) + 4
     assert set(SAMPLE) <= set(cells())
 
 
