@@ -265,8 +265,7 @@ class RunTrainer(Trainer):
                 precise = losses.cpu().double()  # millions of targets are added up
                 total += float(precise.sum())
                 sums += sums_by_difficulty(precise, microbatch.difficulties, len(sums))
-        everyone = self.context.control.gather([total, *sums.tolist()])
-        total, *of_difficulties = (sum(column) for column in zip(*everyone, strict=True))
+        total, *of_difficulties = self.context.control.sum([total, *sums.tolist()])
         found = zip(self.context.difficulty_names, of_difficulties, difficulty_tokens.tolist(), strict=False)
         return {"loss": total / tokens} | {f"loss/{name}": loss / count for name, loss, count in found if count}
 
