@@ -104,6 +104,8 @@ class Supervisor:
             launch_id=self._launch_id,
             attempt=number if held is not None else before,
             listener=held.listener.fileno() if held is not None else -1,
+            listens_at=held.reached_at if held is not None else "",
+            secret=spec.secret,
         )
         read, write = os.pipe()
         self._agent = subprocess.Popen(
