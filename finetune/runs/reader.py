@@ -19,6 +19,7 @@ from finetune.runs.console_lines import parse_console_line
 from finetune.runs.event_texts import WARNING_EVENTS, is_event_in_log
 from finetune.runs.line_follower import LineFollower
 from finetune.runs.view import Message, RunView, State, is_finite_number
+from finetune.runtime.process_start import is_same_start, recorded_start
 from finetune.storage.run_folder import IDENTITY_NAME, STATUS_NAME, describe_folder
 from finetune.storage.run_lock import LOCK_NAME
 
@@ -234,7 +235,10 @@ def _holder_is_gone(lock: Path) -> bool:
         if facts["host"] != socket.gethostname():
             return False
         process = psutil.Process(int(facts["pid"]))
-        return process.create_time() > signed + 1.5 or process.status() == psutil.STATUS_ZOMBIE
+        same = is_same_start(process.pid, recorded_start(facts))
+        if same is None:
+            same = process.create_time() <= signed + 1.5
+        return not same or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
     except (OSError, ValueError, KeyError, TypeError, psutil.Error):

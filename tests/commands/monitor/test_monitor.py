@@ -39,6 +39,7 @@ from finetune.runs.text_chart import averaged, bar, sparkline, text_chart, value
 from finetune.runtime.host import HostMeter, HostUse
 from finetune.runtime.language import _, speaking
 from finetune.runtime.smi import SmiDevice, SmiReport
+from finetune.storage.run_lock import RunLock
 
 FROZEN = ROOT / "tests" / "frozen" / "monitor.txt"
 GIB = 1 << 30
@@ -211,6 +212,12 @@ def test_a_killed_run_is_told_from_a_running_one(tmp_path: Path):
     assert open_run(folder).poll().state == "running", "from here that cannot be known"
     sign(folder, os.getpid(), since=1_000_000_000.0)
     assert open_run(folder).poll().state == "vanished", "the id is a younger process's"
+    with RunLock(folder):  # signs with boot and ticks: a step of the clock changes nothing
+        signed = json.loads((folder / ".lock").read_text())
+        (folder / ".lock").write_text(json.dumps({**signed, "since": "2001-09-09T01:46:40+00:00"}))
+        assert open_run(folder).poll().state == "running"
+        (folder / ".lock").write_text(json.dumps({**signed, "start_ticks": signed["start_ticks"] + 1}))
+        assert open_run(folder).poll().state == "vanished"
 
 
 def test_broken_files_of_a_run_do_no_harm(tmp_path: Path):
