@@ -92,12 +92,15 @@ class LaunchRecord:
         self._facts["ended_at"] = now_utc()
         self._write()
 
+    def running(self, *roles: str) -> list[StartedProcess]:
+        """Processes of these roles that still run."""
+        return [process for process in self._processes if process.role in roles and still_runs(process)]
+
     def kill(self) -> None:
         """SIGKILL to every process but the supervisor that still runs."""
-        for process in self._processes:
-            if process.role != "supervisor" and still_runs(process):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
+        for process in self.running("agent", "worker"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
 
     def _write(self) -> None:
         content = self._facts | {"processes": [asdict(process) for process in self._processes]}

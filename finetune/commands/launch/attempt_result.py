@@ -32,6 +32,11 @@ _PROBLEMS = {
     ),
     "same_rank": N_("NODE_RANK={rank} was given to two machines: {hosts}. fix: give each node its own, from 0"),
     "agent_ended": N_("the process that starts the workers ended by itself ({code}); the log says why"),
+    "agent_killed": N_(
+        "the process that starts this node's workers was ended by {signal}: by somebody, or by the system when memory "
+        "ran out (dmesg says so). The workers were told to stop, and have saved if they could. fix: start the same "
+        "command again on all nodes; it resumes from the last checkpoint"
+    ),
     "stopped": N_("stopped before there were workers"),
 }
 
@@ -114,7 +119,10 @@ class AttemptResult:
 def _worker_line(rank: int, code: int) -> str:
     if code >= 0:
         return _("rank {rank} ended with exit code {code}").format(rank=rank, code=code)
-    known = -code in signal.Signals.__members__.values()
-    return _("rank {rank} was ended by {signal}").format(
-        rank=rank, signal=signal.Signals(-code).name if known else str(-code)
-    )
+    return _("rank {rank} was ended by {signal}").format(rank=rank, signal=signal_name(-code))
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9; the number for one without a name."""
+    known = number in signal.Signals.__members__.values()
+    return signal.Signals(number).name if known else str(number)

@@ -443,6 +443,8 @@ CURABLE = {"peer_died", "collective_timeout", "device_oom"}
         (AttemptResult({0: -15}, others={1: {"exit_code": 4}}), [], False, True),
         (AttemptResult({0: -15}, stop_signal=15), [], False, False),
         (AttemptResult(problem="nodes_missing"), [], False, False),
+        (AttemptResult(problem="agent_ended"), [], True, False),
+        (AttemptResult(problem="agent_killed"), ["peer_died"], True, False),
         (AttemptResult(problem="connection_lost"), [], False, True),
     ],
 )
@@ -594,7 +596,8 @@ def test_every_end_is_told_in_both_languages(language: str):
         "connection_lost": ({"error": "broken pipe"}, "broken pipe"),
         "same_rank": ({"rank": 1, "hosts": ["a", "b"]}, "a, b"),
         "other_secret": ({"port": 29500, "host": "node0"}, "node0"),
-        "agent_ended": ({"code": -9}, "-9"),
+        "agent_ended": ({"code": 70}, "70"),
+        "agent_killed": ({"signal": "SIGKILL"}, "SIGKILL"),
     }
     with speaking(language):
         for problem in _PROBLEMS:

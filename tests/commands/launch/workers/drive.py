@@ -15,6 +15,8 @@ from finetune.runtime.ports import LOOPBACK, hold_port
 from finetune.storage.launch_record import LaunchRecord
 
 folder, what, processes = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+if what == "no-agent":
+    sys.executable = "/bin/false"  # what starts the workers ends before it has read a word
 held = hold_port(None, address=LOOPBACK)
 spec = LaunchSpec(
     module="worker",
