@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from finetune.errors import FinetuneError
 from finetune.runtime.collectives import all_gather_plain, plain
+from finetune.runtime.parent_watchdog import progress
 from finetune.storage.run_folder import SampleLog
 from finetune.storage.run_log import RunLog
 
@@ -38,7 +39,7 @@ class Control:
     """Agreement between ranks. With one process every method answers at once."""
 
     def __init__(self, world_size: int, timeout_seconds: int = 1800) -> None:
-        self.world_size = world_size
+        self.world_size, self.timeout_seconds = world_size, timeout_seconds
         timeout = timedelta(seconds=timeout_seconds)
         self.group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
 
@@ -54,7 +55,9 @@ class Control:
         """Every rank's plain value, by rank, on every rank; as JSON has it, so tuples come back as lists."""
         if self.group is None:
             return [plain(item)]  # so that one process notices what several would
-        return all_gather_plain(item, self.world_size, group=self.group)
+        found = all_gather_plain(item, self.world_size, group=self.group)
+        progress.mark()
+        return found
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Each of these sums over all ranks, in float64 and in the order of ranks. Every rank gives as many."""

@@ -49,8 +49,8 @@ from finetune.runs.reader import is_run, runs_in
 from finetune.runtime.language import N_, _
 from finetune.storage.durable_files import format_bytes
 
-# A worker whose launcher died saves, and is ended by its own watchdog after 60 s (parent_watchdog.py): a second signal
-# before that would cost it the steps since its last checkpoint.
+# A worker whose launcher died saves, and one that hangs ends by itself after 60 s or a few of its steps
+# (parent_watchdog.py): a second signal before that would cost it the steps since its last checkpoint.
 WAIT_SECONDS = 65.0
 KILL_WAIT_SECONDS = 10.0
 POLL_SECONDS = 0.1
