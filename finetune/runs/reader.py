@@ -24,6 +24,7 @@ from finetune.storage.run_folder import IDENTITY_NAME, STATUS_NAME, describe_fol
 from finetune.storage.run_lock import LOCK_NAME
 
 RANK_LOGS_FOLLOWED = 64
+CONSOLE_BYTES = 32 << 20  # of a console's copy: hundreds of thousands of steps
 _RANK_LOG = re.compile(r".*-rank(\d+)\.log")
 _RUN_NAMES = (IDENTITY_NAME, STATUS_NAME, LOCK_NAME, "trainer_log.jsonl", "events.jsonl")
 
@@ -72,11 +73,14 @@ class FolderReader:
 
 
 class ConsoleReader:
-    """Follows a copy of a run's console, or a trainer_log.jsonl by itself. A rotated or cut copy is followed."""
+    """Follows a copy of a run's console, or a trainer_log.jsonl by itself. A rotated or cut copy is followed.
+
+    Of a large one, what stands in its last CONSOLE_BYTES.
+    """
 
     def __init__(self, path: Path) -> None:
         self.view = RunView(path)
-        self._follower = LineFollower(path)
+        self._follower = LineFollower(path, CONSOLE_BYTES)
 
     def poll(self) -> RunView:
         view = self.view
