@@ -6,15 +6,17 @@ Not the wall time of its start, which is computed from the time of the boot: eve
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 
-class ProcessStart(NamedTuple):
+@dataclass(frozen=True)
+class ProcessStart:
     """Both None where the system does not say (outside Linux), or the process is gone."""
 
-    boot_id: str | None
-    start_ticks: int | None
+    boot_id: str | None = None
+    start_ticks: int | None = None
 
 
 @functools.cache
@@ -31,7 +33,7 @@ def process_start(pid: int) -> ProcessStart:
     try:
         content = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
-        return ProcessStart(None, None)
+        return ProcessStart()
     # The name is in parentheses, and may hold some; after it comes the third field, and the ticks are the 22nd.
     return ProcessStart(boot_id(), int(content.rpartition(b")")[2].split()[19]))
 
@@ -39,11 +41,11 @@ def process_start(pid: int) -> ProcessStart:
 def recorded_start(record: dict[str, Any]) -> ProcessStart:
     """What a record in JSON says; nothing where it is older than these fields, or not of their form."""
     boot, ticks = record.get("boot_id"), record.get("start_ticks")
-    return ProcessStart(boot, ticks) if isinstance(boot, str) and type(ticks) is int else ProcessStart(None, None)
+    return ProcessStart(boot, ticks) if isinstance(boot, str) and type(ticks) is int else ProcessStart()
 
 
 def is_same_start(pid: int, recorded: ProcessStart) -> bool | None:
     """Whether the process of that id is the recorded one; None where record or system do not say."""
-    if None in recorded or boot_id() is None:
+    if None in (recorded.boot_id, recorded.start_ticks, boot_id()):
         return None
     return process_start(pid) == recorded

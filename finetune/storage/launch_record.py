@@ -52,7 +52,8 @@ def describe(pid: int, role: str, *, rank: int | None = None, attempt: int | Non
         digest = _digest(process)
     except psutil.Error:
         return None
-    return StartedProcess(pid, start_time, digest, role, rank, attempt, socket.gethostname(), *start)
+    host = socket.gethostname()
+    return StartedProcess(pid, start_time, digest, role, rank, attempt, host, start.boot_id, start.start_ticks)
 
 
 def _digest(process: psutil.Process) -> str | None:

@@ -12,6 +12,7 @@ import os
 import socket
 import time
 import weakref
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
@@ -50,7 +51,7 @@ def _register_fork_hook() -> None:
 
 def _sign(descriptor: int) -> None:
     facts = {"pid": os.getpid(), "host": socket.gethostname(), "since": now_utc()}
-    text = json.dumps(facts | process_start(os.getpid())._asdict()) + "\n"
+    text = json.dumps(facts | asdict(process_start(os.getpid()))) + "\n"
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, text.encode(), 0)
 

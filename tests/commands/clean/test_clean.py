@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def described(process: subprocess.Popen, **changed: Any) -> dict[str, Any]:
         "rank": 0,
         "attempt": 1,
         "host": socket.gethostname(),
-        **process_start(process.pid)._asdict(),
+        **asdict(process_start(process.pid)),
     }
     return facts | changed
 
