@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -183,3 +185,45 @@ def watch_opened_files(rank: int, folder: str, record: str) -> None:
         busy[0] = False
 
     sys.addaudithook(hook)
+
+
+class _Pickle:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (self.path, "w")
+
+
+def stranger(rank: int, proof: str) -> None:
+    """Instead of rank 1: somebody who reached the store, and sends a pickle where ranks first exchange something."""
+    if rank == 1:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        group = dist.new_group(backend="gloo")
+        sent = torch.frombuffer(bytearray(pickle.dumps(_Pickle(proof))), dtype=torch.uint8)
+        # As all_gather_object sends it: the length, then the bytes, padded to the longest.
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+        dist.all_gather(lengths, torch.tensor([len(sent)]), group=group)
+        padded = torch.zeros(int(max(lengths)), dtype=torch.uint8)
+        padded[: len(sent)] = sent
+        dist.all_gather([torch.empty_like(padded) for _ in range(2)], padded, group=group)
+        os._exit(0)
+
+
+def exchange(rank: int, folder: str) -> None:
+    """Instead of a run: what ranks give each other, written down as it arrived."""
+    import torch.distributed as dist
+
+    from finetune.training.control import Control
+
+    dist.init_process_group("gloo")
+    control = Control(2)
+    values = ["short", [1e-320, float("nan"), -0.0, 0.1 + 0.2, float("inf"), 2**60 + 1]][rank]
+    found = [control.gather((rank, values, "x" * 1000 * rank, None)), control.share({"mine": rank})]
+    found += [control.sum([0.1 * (rank + 1), rank]), control.token()]
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    os._exit(0)

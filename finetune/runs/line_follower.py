@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 _TAIL_BYTES = 512
 
@@ -26,10 +26,12 @@ class LineFollower:
 
     Args:
         path: the file, there or not yet; links are followed, anything but a regular file counts as not there.
+        last_bytes: of a longer file only the lines of its last bytes are given, on the first look or where it is read
+            anew; None for all of it.
     """
 
-    def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Path | str, last_bytes: int | None = None) -> None:
+        self.path, self.last_bytes = Path(path), last_bytes
         self._identity: tuple[int, int] | None = None
         self._offset_bytes = 0
         self._tail = b""  # the bytes before the offset: they tell an append from a cut and rewrite
@@ -46,19 +48,29 @@ class LineFollower:
             if not stat.S_ISREG(state.st_mode):
                 return NewLines(False, [])
             identity = (state.st_dev, state.st_ino)
-            file.seek(max(0, self._offset_bytes - len(self._tail)))
+            restarted = False
+            if self._identity is not None:
+                file.seek(self._offset_bytes - len(self._tail))
+                restarted = identity != self._identity or file.read(len(self._tail)) != self._tail
+            if self._identity is None or restarted:
+                self._offset_bytes = self._begin(file, state.st_size)
+                file.seek(max(0, self._offset_bytes - _TAIL_BYTES))
+                self._tail = file.read(min(self._offset_bytes, _TAIL_BYTES))
+            file.seek(self._offset_bytes)
             content = file.read()
-            restarted = self._identity is not None and (
-                identity != self._identity or not content.startswith(self._tail)
-            )
-            if restarted:
-                file.seek(0)
-                content, self._tail, self._offset_bytes = file.read(), b"", 0
         self._identity = identity
-        whole = content[len(self._tail) : content.rfind(b"\n") + 1]
+        whole = content[: content.rfind(b"\n") + 1]
         self._offset_bytes += len(whole)
-        self._tail = (self._tail + whole)[-_TAIL_BYTES:]
+        self._tail = (self._tail + whole[-_TAIL_BYTES:])[-_TAIL_BYTES:]
         return NewLines(restarted, whole.splitlines())
+
+    def _begin(self, file: BinaryIO, size_bytes: int) -> int:
+        """Where the lines begin that are given."""
+        if self.last_bytes is None or size_bytes <= self.last_bytes:
+            return 0
+        file.seek(size_bytes - self.last_bytes - 1)
+        file.readline()  # the end of a line
+        return file.tell()
 
     @property
     def written_at(self) -> float | None:

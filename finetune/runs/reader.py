@@ -19,10 +19,12 @@ from finetune.runs.console_lines import parse_console_line
 from finetune.runs.event_texts import WARNING_EVENTS, is_event_in_log
 from finetune.runs.line_follower import LineFollower
 from finetune.runs.view import Message, RunView, State, is_finite_number
+from finetune.runtime.process_start import is_same_start, recorded_start
 from finetune.storage.run_folder import IDENTITY_NAME, STATUS_NAME, describe_folder
 from finetune.storage.run_lock import LOCK_NAME
 
 RANK_LOGS_FOLLOWED = 64
+CONSOLE_BYTES = 32 << 20  # of a console's copy: hundreds of thousands of steps
 _RANK_LOG = re.compile(r".*-rank(\d+)\.log")
 _RUN_NAMES = (IDENTITY_NAME, STATUS_NAME, LOCK_NAME, "trainer_log.jsonl", "events.jsonl")
 
@@ -71,11 +73,14 @@ class FolderReader:
 
 
 class ConsoleReader:
-    """Follows a copy of a run's console, or a trainer_log.jsonl by itself. A rotated or cut copy is followed."""
+    """Follows a copy of a run's console, or a trainer_log.jsonl by itself. A rotated or cut copy is followed.
+
+    Of a large one, what stands in its last CONSOLE_BYTES.
+    """
 
     def __init__(self, path: Path) -> None:
         self.view = RunView(path)
-        self._follower = LineFollower(path)
+        self._follower = LineFollower(path, CONSOLE_BYTES)
 
     def poll(self) -> RunView:
         view = self.view
@@ -234,7 +239,10 @@ def _holder_is_gone(lock: Path) -> bool:
         if facts["host"] != socket.gethostname():
             return False
         process = psutil.Process(int(facts["pid"]))
-        return process.create_time() > signed + 1.5 or process.status() == psutil.STATUS_ZOMBIE
+        same = is_same_start(process.pid, recorded_start(facts))
+        if same is None:
+            same = process.create_time() <= signed + 1.5
+        return not same or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
     except (OSError, ValueError, KeyError, TypeError, psutil.Error):

@@ -1,4 +1,8 @@
-"""Workers never outlive their launcher: torch elastic starts them in sessions of their own, so they would train on."""
+"""Workers never outlive their launcher: torch elastic starts them in sessions of their own, so they would train on.
+
+They are told to stop, finish their step, save and end, however long that takes; one that does not get on any more (its
+peers are gone, and it waits in a collective for them) is ended.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +12,66 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
+from pathlib import Path
 
 from finetune.runtime.device import LaunchWorld
 
 PARENT_CHECK_SECONDS = 2.0
+# Without a sign of progress, at least. A hung process holds its devices for so long.
 PARENT_GRACE_SECONDS = 60.0
+# Times the longest of the last steps: the next may well be a little longer.
+STEPS_OF_PATIENCE = 3
+RECENT_STEPS = 20
+# Read and written between two looks: a save or its verification is at work. What waits in a collective moves nothing,
+# and its libraries' own threads little.
+MOVED_BYTES = 1 << 20
+
+
+class Progress:
+    """When this process last got on with its work, and how long it may take until it does again."""
+
+    def __init__(self) -> None:
+        self._at = self._step_at = time.monotonic()
+        self._patience_seconds = PARENT_GRACE_SECONDS
+        self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
+
+    def mark(self) -> None:
+        """Something was done."""
+        self._at = time.monotonic()
+
+    def begin_step(self, limit_seconds: float) -> None:
+        """A step begins. The first, which may compile, may take as long as its collectives would wait."""
+        self.mark()
+        self._step_at = self._at
+        self._patience_seconds = self._steps() if self._step_seconds else limit_seconds + PARENT_GRACE_SECONDS
+
+    def end_step(self) -> None:
+        self.mark()
+        self._step_seconds.append(self._at - self._step_at)
+        self._patience_seconds = self._steps()
+
+    def begin_save(self, limit_seconds: float) -> None:
+        """A save begins: a rank waits for others that write, as long as its collectives would, which then end it."""
+        self.mark()
+        self._patience_seconds = limit_seconds + PARENT_GRACE_SECONDS
+
+    def is_overdue(self, since: float) -> bool:
+        """Whether nothing was done for longer than may be, counted from a moment of `time.monotonic` on."""
+        return time.monotonic() - max(since, self._at) > self._patience_seconds
+
+    def _steps(self) -> float:
+        return max(PARENT_GRACE_SECONDS, STEPS_OF_PATIENCE * max(self._step_seconds))
+
+
+progress = Progress()  # of this process
 
 
 def die_with_launcher(world: LaunchWorld) -> None:
     """Make a worker stop when its launcher is gone. Called first thing; before training, the stop is an end.
 
-    On Linux the kernel sends SIGTERM at the parent's death, elsewhere a thread that looks. A worker that has not
-    stopped PARENT_GRACE_SECONDS after that is ended by SIGKILL: its peers may be gone, and it would wait in a
-    collective for them.
+    On Linux the kernel sends SIGTERM at the parent's death, elsewhere a thread that looks. A worker that then makes no
+    progress for longer than `progress` allows, and moves no bytes, is ended by SIGKILL.
     """
     if not world.launched:
         return
@@ -35,7 +86,33 @@ def die_with_launcher(world: LaunchWorld) -> None:
             time.sleep(PARENT_CHECK_SECONDS)
         if not told_by_kernel:  # a second SIGTERM, later than the first, would leave without saving
             os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(PARENT_GRACE_SECONDS)
+        stop = Stop()
+        while not stop.is_stuck():
+            time.sleep(PARENT_CHECK_SECONDS)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+class Stop:
+    """From when this process should stop, until it has."""
+
+    def __init__(self) -> None:
+        self._since = time.monotonic()
+        self._moved_bytes = _moved_bytes()
+
+    def is_stuck(self) -> bool:
+        moved = _moved_bytes()
+        if moved - self._moved_bytes >= MOVED_BYTES:
+            progress.mark()
+        self._moved_bytes = moved
+        return progress.is_overdue(self._since)
+
+
+def _moved_bytes() -> int:
+    """What this process has read and written by system calls, in all; 0 where the system does not say."""
+    try:
+        lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))

@@ -36,9 +36,9 @@ def _sync_descriptor(descriptor: int) -> None:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
+def _opened(path: Path, flags: int, mode: int = 0o666) -> Iterator[int]:
     """The descriptor of a file or folder, closed at the end of the block."""
-    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, flags | os.O_CLOEXEC, mode)
     try:
         yield descriptor
     finally:
@@ -59,14 +59,20 @@ def _opened_regular(path: Path) -> Iterator[int]:
         yield descriptor
 
 
-def read_bytes(path: Path, limit_bytes: int) -> bytes:
+def read_bytes(path: Path, limit_bytes: int, check: Callable[[os.stat_result], None] | None = None) -> bytes:
     """The whole content of a regular file.
+
+    Args:
+        check: called with the state of the file that was opened, before it is read; may raise.
 
     Raises:
         OSError: it cannot be read, is not a regular file, or is larger than `limit_bytes`.
     """
     with _opened_regular(path) as descriptor:
-        if os.fstat(descriptor).st_size > limit_bytes:
+        state = os.fstat(descriptor)
+        if check is not None:
+            check(state)
+        if state.st_size > limit_bytes:
             raise OSError(errno.EFBIG, f"larger than {limit_bytes} bytes", str(path))
         chunks = []
         while chunk := os.read(descriptor, CHUNK_BYTES):
@@ -74,8 +80,8 @@ def read_bytes(path: Path, limit_bytes: int) -> bytes:
         return b"".join(chunks)
 
 
-def _write_synced(path: Path, data: bytes, flags: int) -> None:
-    with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | flags) as descriptor:
+def _write_synced(path: Path, data: bytes, flags: int, mode: int = 0o666) -> None:
+    with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | flags, mode) as descriptor:
         view = memoryview(data)
         while view:
             view = view[os.write(descriptor, view) :]
@@ -87,14 +93,17 @@ def write_new(path: Path, data: bytes) -> None:
     _write_synced(path, data, os.O_EXCL)
 
 
-def replace_file(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Replace a file's content: at every moment, power loss included, it holds the old or the new content, whole.
+
+    Args:
+        mode: permissions, as far as the umask leaves them.
 
     One writer at a time: the temporary name is fixed, so that a killed writer leaves no heap of them.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        _write_synced(temporary, data, os.O_TRUNC)
+        _write_synced(temporary, data, os.O_TRUNC, mode)
         os.replace(temporary, path)
     except OSError:
         remove_tree(temporary, missing_ok=True)

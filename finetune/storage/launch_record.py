@@ -8,17 +8,21 @@ import json
 import os
 import signal
 import socket
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
+from finetune.runtime.process_start import ProcessStart, is_same_start, process_start
 from finetune.storage.durable_files import replace_file
 from finetune.storage.run_lock import now_utc
 
 VERSION = 1
-# Start times are computed from the boot time, which the clock's corrections move a little.
+# Of records without ticks: start times are computed from the boot time, which the clock's corrections move a little.
 SAME_START_SECONDS = 2.0
+# Between fork and the end of exec a process has no command line: for milliseconds.
+COMMAND_WAIT_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -27,11 +31,13 @@ class StartedProcess:
 
     pid: int
     start_time: float
-    command_digest: str
+    command_digest: str | None
     role: str
     rank: int | None
     attempt: int | None
     host: str
+    boot_id: str | None
+    start_ticks: int | None
 
 
 def command_digest(arguments: list[str]) -> str:
@@ -42,11 +48,20 @@ def describe(pid: int, role: str, *, rank: int | None = None, attempt: int | Non
     """What tells this process from a later one with the same id; None if it is gone already."""
     try:
         process = psutil.Process(pid)
-        with process.oneshot():
-            start_time, arguments = process.create_time(), process.cmdline()
+        start, start_time = process_start(pid), process.create_time()
+        digest = _digest(process)
     except psutil.Error:
         return None
-    return StartedProcess(pid, start_time, command_digest(arguments), role, rank, attempt, socket.gethostname())
+    host = socket.gethostname()
+    return StartedProcess(pid, start_time, digest, role, rank, attempt, host, start.boot_id, start.start_ticks)
+
+
+def _digest(process: psutil.Process) -> str | None:
+    """Of its command line; None where it shows none."""
+    deadline = time.monotonic() + COMMAND_WAIT_SECONDS
+    while not (arguments := process.cmdline()) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return command_digest(arguments) if arguments else None
 
 
 class LaunchRecord:
@@ -78,19 +93,29 @@ class LaunchRecord:
         self._facts["ended_at"] = now_utc()
         self._write()
 
+    def running(self, *roles: str) -> list[StartedProcess]:
+        """Processes of these roles that still run."""
+        return [process for process in self._processes if process.role in roles and still_runs(process)]
+
     def kill(self) -> None:
         """SIGKILL to every process but the supervisor that still runs."""
-        for process in self._processes:
-            if process.role != "supervisor" and still_runs(process):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
+        for process in self.running("agent", "worker"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
 
     def _write(self) -> None:
         content = self._facts | {"processes": [asdict(process) for process in self._processes]}
-        replace_file(self.path, (json.dumps(content, indent=1) + "\n").encode())
+        # Not for others to write, whatever the umask: what it names may be ended (`clean`).
+        replace_file(self.path, (json.dumps(content, indent=1) + "\n").encode(), mode=0o644)
 
 
 def still_runs(process: StartedProcess) -> bool:
-    """Whether it is alive and the same."""
-    now = describe(process.pid, process.role)
-    return now is not None and abs(now.start_time - process.start_time) < SAME_START_SECONDS
+    """Whether it is alive, and the same."""
+    try:
+        found = psutil.Process(process.pid)
+        same = is_same_start(process.pid, ProcessStart(process.boot_id, process.start_ticks))
+        if same is None:
+            same = abs(found.create_time() - process.start_time) < SAME_START_SECONDS
+        return same and found.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False

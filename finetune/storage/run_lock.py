@@ -12,11 +12,13 @@ import os
 import socket
 import time
 import weakref
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
 
 from finetune.errors import ExitCode, FinetuneError, StateError
+from finetune.runtime.process_start import process_start
 from finetune.storage import durable_files
 
 LOCK_NAME = ".lock"
@@ -48,7 +50,8 @@ def _register_fork_hook() -> None:
 
 
 def _sign(descriptor: int) -> None:
-    text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now_utc()}) + "\n"
+    facts = {"pid": os.getpid(), "host": socket.gethostname(), "since": now_utc()}
+    text = json.dumps(facts | asdict(process_start(os.getpid()))) + "\n"
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, text.encode(), 0)
 

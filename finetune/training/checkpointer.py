@@ -19,6 +19,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from finetune.errors import FinetuneError
+from finetune.runtime.parent_watchdog import progress
 from finetune.storage import durable_files
 from finetune.storage.checkpoint_files import CheckpointWriter, rotate
 from finetune.storage.run_folder import SampleLog
@@ -68,6 +69,7 @@ class Checkpointer:
             FinetuneError: on every rank, if any rank could not write or the result does not verify. What was there
                 before is still there.
         """
+        progress.begin_save(self.control.timeout_seconds)
         # One name for the staging folder on all ranks, and never one that a killed save has left.
         token = self.control.token()
         with CheckpointWriter(self.run_folder, step, token) as writer:

@@ -12,7 +12,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 
 from finetune.errors import FinetuneError
+from finetune.runtime.collectives import all_gather_plain, plain
+from finetune.runtime.parent_watchdog import progress
 from finetune.storage.run_folder import SampleLog
 from finetune.storage.run_log import RunLog
 
@@ -37,7 +39,7 @@ class Control:
     """Agreement between ranks. With one process every method answers at once."""
 
     def __init__(self, world_size: int, timeout_seconds: int = 1800) -> None:
-        self.world_size = world_size
+        self.world_size, self.timeout_seconds = world_size, timeout_seconds
         timeout = timedelta(seconds=timeout_seconds)
         self.group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
 
@@ -50,12 +52,16 @@ class Control:
         return bool(shared.item())
 
     def gather(self, item: object) -> list[Any]:
-        """Every rank's plain object, by rank, on every rank."""
+        """Every rank's plain value, by rank, on every rank; as JSON has it, so tuples come back as lists."""
         if self.group is None:
-            return [item]
-        items: list[Any] = [None] * self.world_size
-        dist.all_gather_object(items, item, group=self.group)
-        return items
+            return [plain(item)]  # so that one process notices what several would
+        found = all_gather_plain(item, self.world_size, group=self.group)
+        progress.mark()
+        return found
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Each of these sums over all ranks, in float64 and in the order of ranks. Every rank gives as many."""
+        return [sum(column) for column in zip(*self.gather(list(values)), strict=True)]
 
     def check_equal(self, facts: Mapping[str, object]) -> None:
         """Raise on every rank unless all ranks know the same facts. Every rank must call, with the same names.
@@ -75,12 +81,8 @@ class Control:
                     )
 
     def share(self, item: object) -> Any:
-        """Rank 0's plain object on every rank."""
-        if self.group is None:
-            return item
-        box = [item]
-        dist.broadcast_object_list(box, src=0, group=self.group)
-        return box[0]
+        """Rank 0's plain value on every rank, as JSON has it; that of the others is not looked at."""
+        return self.gather(item)[0]
 
     def token(self) -> str:
         """A fresh name, the same on every rank; not from the seeded generators, so that training does not notice."""

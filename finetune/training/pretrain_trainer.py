@@ -82,11 +82,10 @@ class PretrainTrainer(RunTrainer):
                     sizes = self.bytes_per_token[microbatch.targets]
                     text_nats += float(precise[sizes > 0].sum())
                     text_bytes += int(sizes.sum())
-        parts = self.context.control.gather((nats, tokens, text_nats, text_bytes))
-        nats, tokens, text_nats, text_bytes = (sum(column) for column in zip(*parts, strict=True))
-        metrics = {"loss": nats / tokens}
-        if text_bytes:
-            metrics["bpb"] = text_nats / (math.log(2) * text_bytes)
+        nats, all_tokens, text_nats, all_bytes = self.context.control.sum([nats, tokens, text_nats, text_bytes])
+        metrics = {"loss": nats / all_tokens}
+        if all_bytes:
+            metrics["bpb"] = text_nats / (math.log(2) * all_bytes)
         return metrics
 
     # ------------------------------------------------------------------ samples

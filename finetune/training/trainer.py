@@ -24,6 +24,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from finetune.data.collate import Microbatch
 from finetune.data.steps import Execution, StepBatch, StepBatches
 from finetune.modeling.loss import ChunkedHead, microbatch_losses, sums_by_difficulty
+from finetune.runtime.parent_watchdog import progress
 from finetune.storage.durable_files import put_output
 from finetune.training.checkpointer import Checkpointer
 from finetune.training.control import RunContext
@@ -161,6 +162,7 @@ class RunTrainer(Trainer):
         Returns:
             this rank's share of the batch's loss times the ranks: Trainer logs the mean over ranks.
         """
+        progress.begin_step(self.context.control.timeout_seconds)
         model.train()  # evaluation leaves it in eval mode
         self._set_learning_rate(inputs.step)
         result = self.executor.run(model, inputs)
@@ -215,6 +217,7 @@ class RunTrainer(Trainer):
 
     def end_of_step(self) -> None:
         """After the optimizer's step: guards, sample log, agreement on a stop."""
+        progress.end_step()
         batch, step = self._batch, self.state.global_step
         self.state.epoch = step * self.context.epochs_per_step  # the loop's own counts our one "epoch"
         if self.context.sample_log is not None:
@@ -266,8 +269,7 @@ class RunTrainer(Trainer):
                 precise = losses.cpu().double()  # millions of targets are added up
                 total += float(precise.sum())
                 sums += sums_by_difficulty(precise, microbatch.difficulties, len(sums))
-        everyone = self.context.control.gather([total, *sums.tolist()])
-        total, *of_difficulties = (sum(column) for column in zip(*everyone, strict=True))
+        total, *of_difficulties = self.context.control.sum([total, *sums.tolist()])
         found = zip(self.context.difficulty_names, of_difficulties, difficulty_tokens.tolist(), strict=False)
         return {"loss": total / tokens} | {f"loss/{name}": loss / count for name, loss, count in found if count}
 
@@ -279,6 +281,7 @@ class RunTrainer(Trainer):
         model.eval()
 
         def score(microbatch: Microbatch) -> tuple[Microbatch, torch.Tensor]:
+            progress.mark()
             with torch.no_grad():
                 return microbatch, microbatch_losses(model, microbatch, self.args.device, self.head)
 
@@ -361,6 +364,7 @@ class RunTrainer(Trainer):
 
     def save_output(self, output_dir: Path) -> None:
         """Put the result into the run folder: written beside, reopened, then moved in. Every rank calls."""
+        progress.begin_save(self.context.control.timeout_seconds)
         weights = self.output_weights()
         if self.is_world_process_zero():
             put_output(output_dir, lambda folder: self.write_output(folder, weights))

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import run_helpers
 import run_patches
+from launching import environment
 from run_helpers import Materials
 
+from finetune.runtime import parent_watchdog
+from finetune.runtime.parent_watchdog import Progress, Stop
 from finetune.storage.checkpoint_files import verify
 
 
@@ -40,6 +45,104 @@ def test_no_worker_trains_on_when_the_launcher_is_killed(materials, tmp_path):
     status = run_helpers.status(output_dir)
     assert (status["state"], status["exit_code"]) == ("stopped", 3)
     assert verify(output_dir / f"checkpoint-{status['step']}").valid
+
+
+ORPHAN = """
+import signal, sys, time
+from pathlib import Path
+from finetune.runtime import parent_watchdog
+from finetune.runtime.device import LaunchWorld
+folder, what, told = Path(sys.argv[1]), sys.argv[2], []
+signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+parent_watchdog.PARENT_CHECK_SECONDS = 0.05
+parent_watchdog.PARENT_GRACE_SECONDS = parent_watchdog.progress._patience_seconds = 0.2
+parent_watchdog.die_with_launcher(LaunchWorld(0, 0, 1, 1, launched=True))
+if what == "step":
+    parent_watchdog.progress.begin_step(limit_seconds=600)
+(folder / "ready").touch()
+while not told:
+    time.sleep(0.01)
+time.sleep(600 if what == "hang" else 1)
+(folder / "saved").touch()
+"""
+
+
+@pytest.mark.parametrize(("what", "saved"), [("step", True), ("hang", False)])
+def test_an_orphan_finishes_its_step_and_one_that_hangs_is_ended(what: str, saved: bool, tmp_path: Path):
+    start = (
+        "import subprocess as s, sys; print(s.Popen([sys.executable, '-c', *sys.argv[1:]]).pid, flush=True); input()"
+    )
+    words = [sys.executable, "-c", start, ORPHAN, str(tmp_path), what]
+    with subprocess.Popen(
+        words, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        orphan = int(launcher.stdout.readline())
+        try:
+            run_helpers.wait_for((tmp_path / "ready").exists, what="the worker")
+            launcher.kill()
+            run_helpers.wait_for(lambda: not run_helpers.alive([orphan]), what="the end of the worker")
+        finally:
+            run_helpers.send(run_helpers.alive([orphan]), signal.SIGKILL)
+    assert (tmp_path / "saved").exists() == saved
+
+
+class Clock:
+    """In the place of `time` in the watch."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(parent_watchdog, "time", clock)
+    monkeypatch.setattr(parent_watchdog, "progress", Progress())
+    return clock
+
+
+def stuck_after(clock: Clock) -> float:
+    """Seconds without any progress, from now on, until the watch ends the process."""
+    stop, begin = Stop(), clock.now
+    while not stop.is_stuck():
+        clock.now += 1
+    return clock.now - begin - 1
+
+
+def test_patience_is_of_the_runs_own_step_time(clock: Clock):
+    watched = parent_watchdog.progress
+    assert stuck_after(clock) == 60, "nothing is known of it"
+    watched.begin_step(limit_seconds=1800)
+    assert stuck_after(clock) == 1860, "the first step may compile"
+    watched.end_step()
+    for _ in range(parent_watchdog.RECENT_STEPS):
+        watched.begin_step(1800)
+        clock.now += 300
+        watched.end_step()
+    assert stuck_after(clock) == 900, "its first step is forgotten"
+    watched.begin_step(1800)
+    clock.now += 400
+    assert stuck_after(clock) == 900, "from the stop on, not from before it"
+    watched.begin_save(1800)
+    assert stuck_after(clock) == 1860
+
+
+def test_what_writes_is_not_stuck(clock: Clock, tmp_path: Path):
+    """A save of hundreds of gigabytes is one call of the library that writes; so is its verification."""
+    stop = Stop()
+    with (tmp_path / "weights").open("wb", buffering=0) as file:
+        for _ in range(5):
+            clock.now += 50
+            file.write(bytes(2 << 20))
+            assert not stop.is_stuck()
+    clock.now += 50
+    (tmp_path / "weights").read_bytes()
+    assert not stop.is_stuck()
+    clock.now += 61
+    assert stop.is_stuck()
 
 
 def test_a_second_run_in_the_folder_waits_and_is_refused(materials, tmp_path):

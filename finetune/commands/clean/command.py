@@ -6,12 +6,15 @@ for by its name, and no cache is touched.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import shlex
 import signal
 import socket
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,11 +49,12 @@ from finetune.runs.reader import is_run, runs_in
 from finetune.runtime.language import N_, _
 from finetune.storage.durable_files import format_bytes
 
-# A worker whose launcher died saves, and is ended by its own watchdog after 60 s (parent_watchdog.py): a second signal
-# before that would cost it the steps since its last checkpoint.
+# A worker whose launcher died saves, and one that hangs ends by itself after 60 s or a few of its steps
+# (parent_watchdog.py): a second signal before that would cost it the steps since its last checkpoint.
 WAIT_SECONDS = 65.0
 KILL_WAIT_SECONDS = 10.0
 POLL_SECONDS = 0.1
+COMMAND_CHARACTERS = 200  # of a process's command line that people are shown
 
 # kind of an artifact -> its line.
 _ARTIFACTS = {
@@ -99,12 +103,14 @@ def find_stale(
         what = "is not a run: it holds no file of a run" if run.is_dir() else "is not a folder"
         raise StateError(f"{str(run)!a} {what}", fix="give the --output-dir of a run, or nothing for all in ./runs")
     runs = runs_in(runs_folder) if run is None else [run]
-    launches = records_of_launches([logs_folder, *(each / "logs" for each in runs)], run)
+    refused: dict[Path, str] = {}
+    launches = records_of_launches([logs_folder, *(each / "logs" for each in runs)], run, refused)
     known = {os.path.realpath(each) for each in runs}
     runs += sorted({r.run for r in launches if os.path.realpath(r.run) not in known and is_run(r.run)})
     records = [*launches, *(record for each in runs for record in records_of_run(each))]
     stale = Stale(runs)
     _add_processes(stale, records, launches)
+    stale.left_alone += [{"file": str(path), "why": why} for path, why in refused.items()]
     stale.files += shared_memory_of([record.pid for record in stale.orphans], shared_memory_folder)
     stale.files += dead_shared_memory(records, shared_memory_folder)
     for each in runs:
@@ -128,12 +134,17 @@ def _add_processes(stale: Stale, records: Iterable[RecordedProcess], launches: S
                 doubts.setdefault(record.pid, why)
         elif record.pid not in proved:
             proved.add(record.pid)
-            if is_orphan(record, process, launches):
-                stale.orphans.append(record)
-                began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(process.create_time()))
-                facts = {"pid": record.pid, "role": record.role, "rank": record.rank, "run": str(record.run)}
-                stale.facts[record.pid] = {**facts, "started": began}
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ends just now
+                if is_orphan(record, process, launches):
+                    stale.facts[record.pid] = _facts(record, process)
+                    stale.orphans.append(record)
     stale.left_alone += [{"pid": pid, "why": why} for pid, why in sorted(doubts.items()) if pid not in proved]
+
+
+def _facts(record: RecordedProcess, process: psutil.Process) -> dict[str, Any]:
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(process.create_time()))
+    facts = {"pid": record.pid, "role": record.role, "rank": record.rank, "run": str(record.run)}
+    return {**facts, "started": began, "command": shlex.join(process.cmdline())}
 
 
 # ---------------------------------------------------------------- ending and removing
@@ -179,27 +190,34 @@ def clean(stale: Stale, wait_seconds: float) -> Cleaned:
 # ---------------------------------------------------------------- what is shown
 
 
-def _lines(stale: Stale, cleaned: Cleaned | None) -> Iterator[str]:
-    """A line for each thing; after cleaning with how it went."""
+def _outcome(why: str | None, done: str) -> str:
+    """How it went; "" before."""
+    if why is None:
+        return ""
+    not_done = _("NOT done")
+    return f"  [{done}]" if not why else f"  [{not_done}: {plain_text(why)}]"
 
-    def outcome(why: str | None, done: str) -> str:
-        if why is None:
-            return ""
-        not_done = _("NOT done")
-        return f"  [{done}]" if not why else f"  [{not_done}: {plain_text(why)}]"
 
+def _process_lines(stale: Stale, cleaned: Cleaned | None) -> Iterator[str]:
     for record in stale.orphans:
         line = _("process {pid}  {role}{rank} of {run}, started {started}; its launcher is gone")
+        facts = stale.facts[record.pid]
+        shown = textwrap.shorten(facts["command"], COMMAND_CHARACTERS, placeholder=" ...")
         rank = "" if record.rank is None else f" {record.rank}"
         why = None if cleaned is None else cleaned.processes.get(record.pid)
-        yield plain_text(line.format(**stale.facts[record.pid] | {"rank": rank})) + outcome(why, _("ended"))
+        yield plain_text(f"{line.format(**facts | {'rank': rank})}: {shown}") + _outcome(why, _("ended"))
+
+
+def _lines(stale: Stale, cleaned: Cleaned | None) -> Iterator[str]:
+    """A line for each thing; after cleaning with how it went."""
+    yield from _process_lines(stale, cleaned)
     for artifact in stale.files:
         line = _(_ARTIFACTS[artifact.kind]).format(path=artifact.path, size=format_bytes(artifact.size_bytes))
         why = None if cleaned is None else cleaned.files.get(artifact.path)
-        yield plain_text(line) + outcome(why, _("removed"))
+        yield plain_text(line) + _outcome(why, _("removed"))
     for left in stale.left_alone:
         line = _("process {pid}  left alone: {why}") if "pid" in left else _("{run}  left alone: {why}")
-        yield plain_text(line.format(**left))
+        yield plain_text(line.format(**left if "file" not in left else left | {"run": left["file"]}))
     if not stale.orphans and not stale.files:
         yield _("nothing is left of {count} run(s) and launches").format(count=len(stale.runs))
     elif cleaned is None:
@@ -266,6 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cleaned = None
     if options.yes:
         if stale.orphans and not options.as_json:
+            print("\n".join(_process_lines(stale, None)), file=sys.stderr)  # before anything is ended
             waiting = _("waiting up to {seconds:.0f} s for {count} process(es), which may be saving")
             print(waiting.format(seconds=options.wait, count=len(stale.orphans)), file=sys.stderr, flush=True)
         cleaned = clean(stale, options.wait)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.commands.doctor.check import Check, fail, ok, warn
 from finetune.commands.doctor.probe import Answer, run_to_end
 from finetune.runtime import device as devices
+from finetune.runtime.collectives import all_gather_plain
 from finetune.runtime.device import LaunchWorld, launch_world
 from finetune.runtime.language import _
 from finetune.runtime.parent_watchdog import die_with_launcher
@@ -57,7 +58,7 @@ def check_this_world(device_type: str) -> tuple[LaunchWorld, list[Check]]:
     world = launch_world()
     die_with_launcher(world)
     devices.probe_torch_npu()
-    reports = [asdict(report) for report in work(world, devices.choose_device_type(device_type), exchange=True)]
+    reports = work(world, devices.choose_device_type(device_type), exchange=True)
     return world, judge(reports, world.world_size, Answer(None, 0, ""))
 
 
@@ -157,7 +158,7 @@ class RankReport:
     matmul_error: float = -1.0
 
 
-def work(world: LaunchWorld, device_type: str, *, exchange: bool = False) -> list[RankReport]:
+def work(world: LaunchWorld, device_type: str, *, exchange: bool = False) -> list[dict[str, Any]]:
     """Meet the other ranks, reduce, gather, multiply. The process group is made and taken down here.
 
     Args:
@@ -186,10 +187,9 @@ def work(world: LaunchWorld, device_type: str, *, exchange: bool = False) -> lis
     dist.all_gather(gathered, mine)
     report.gathered_ranks = [int(one.cpu()) for one in gathered]
     _multiply(report, device, torch.bfloat16 if able.bfloat16 and device_type != "cpu" else torch.float32)
-    reports: list[RankReport] = [report]
+    reports = [asdict(report)]
     if exchange:
-        reports = [report] * world.world_size
-        dist.all_gather_object(reports, report)
+        reports = all_gather_plain(asdict(report), world.world_size, device=device)
     dist.barrier()
     dist.destroy_process_group()
     return reports
@@ -213,7 +213,7 @@ def main() -> None:
     world = launch_world()
     die_with_launcher(world)
     (report,) = work(world, devices.choose_device_type(sys.argv[2]))
-    (Path(sys.argv[1]) / f"rank-{world.rank}.json").write_text(json.dumps(asdict(report)), encoding="utf-8")
+    (Path(sys.argv[1]) / f"rank-{world.rank}.json").write_text(json.dumps(report), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def check_nodes(environment: Mapping[str, str]) -> tuple[Nodes | None, list[Chec
 def first_free_port(first: int) -> int | None:
     """The first port from there on that can be bound, in as many tries as the launcher makes; None where none can."""
     try:
-        held = hold_port(first, loopback=False)
+        held = hold_port(first, address="")
     except StateError:
         return None
     held.close()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from finetune.commands.launch.records import SECRET_NAME
 from finetune.errors import ExitCode
 from finetune.runtime.language import N_, _
 from finetune.runtime.nodes import Nodes
@@ -25,8 +26,17 @@ _PROBLEMS = {
     "connection_lost": N_(
         "the connection to node 0 was lost during the rendezvous: {error}. fix: see its log, and the network"
     ),
+    "other_secret": N_(
+        "the launch of this run on {host} (port {port}) does not have this node's secret. fix: set {name} to the same "
+        "text on all nodes, or on none"
+    ),
     "same_rank": N_("NODE_RANK={rank} was given to two machines: {hosts}. fix: give each node its own, from 0"),
     "agent_ended": N_("the process that starts the workers ended by itself ({code}); the log says why"),
+    "agent_killed": N_(
+        "the process that starts this node's workers was ended by {signal}: by somebody, or by the system when memory "
+        "ran out (dmesg says so). The workers were told to stop, and have saved if they could. fix: start the same "
+        "command again on all nodes; it resumes from the last checkpoint"
+    ),
     "stopped": N_("stopped before there were workers"),
 }
 
@@ -91,7 +101,10 @@ class AttemptResult:
     def _problem_line(self, nodes: Nodes, ports: Sequence[int], timeout_seconds: int) -> str:
         facts = dict(self.facts)
         seen = ", ".join(f"{port}: {what}" for port, what in facts.pop("seen", {}).items())
+        unsigned = ", ".join(map(str, facts.pop("refused", [])))
+        refused = _(". Claims of node(s) {nodes} were refused: they are not signed with this launch's {name}")
         values = {
+            "name": SECRET_NAME,
             "count": nodes.count,
             "seconds": timeout_seconds,
             "address": nodes.address,
@@ -99,13 +112,17 @@ class AttemptResult:
             "seen": _("; other programs answer there: {what}").format(what=seen) if seen else "",
         }
         facts = {name: ", ".join(map(str, v)) if isinstance(v, list) else v for name, v in facts.items()}
-        return _(_PROBLEMS[self.problem]).format(**values | facts)
+        said = _(_PROBLEMS[self.problem]).format(**values | facts)
+        return said + (refused.format(nodes=unsigned, name=SECRET_NAME) if unsigned else "")
 
 
 def _worker_line(rank: int, code: int) -> str:
     if code >= 0:
         return _("rank {rank} ended with exit code {code}").format(rank=rank, code=code)
-    known = -code in signal.Signals.__members__.values()
-    return _("rank {rank} was ended by {signal}").format(
-        rank=rank, signal=signal.Signals(-code).name if known else str(-code)
-    )
+    return _("rank {rank} was ended by {signal}").format(rank=rank, signal=signal_name(-code))
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9; the number for one without a name."""
+    known = number in signal.Signals.__members__.values()
+    return signal.Signals(number).name if known else str(number)

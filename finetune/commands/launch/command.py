@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from finetune.commands.launch.supervise import Supervisor
 from finetune.config.resolution import Resolved, format_config
 from finetune.errors import ExitCode
 from finetune.runtime.language import _
-from finetune.runtime.ports import HeldPort, candidates, hold_port
+from finetune.runtime.ports import LOOPBACK, HeldPort, candidates, hold_port, listening_address, own_addresses
 from finetune.storage.launch_record import LaunchRecord
 
 
@@ -81,7 +80,8 @@ def _check_text(check: Check) -> str:
 
 def _launch(spec: LaunchSpec, checks: Sequence[Check], log_dir: Path) -> int:
     nodes = spec.nodes
-    held = hold_port(nodes.port, loopback=nodes.count == 1) if nodes.rank == 0 else None
+    address = LOOPBACK if nodes.count == 1 else listening_address(nodes.address)
+    held = hold_port(nodes.port, address=address) if nodes.rank == 0 else None
     node = f"-node{nodes.rank}" if nodes.count > 1 else ""
     path = log_dir / f"{time.strftime('%Y%m%d-%H%M%S')}{node}-{os.getpid()}.log"
     with LaunchLog(path) as log:
@@ -107,7 +107,7 @@ def _introduce(log: LaunchLog, spec: LaunchSpec, held: HeldPort | None) -> None:
         log.info(line)
     if held is None:
         return
-    if nodes.count > 1 and not _is_own_address(nodes.address):
+    if nodes.count > 1 and not own_addresses(nodes.address):
         not_here = _(
             "MASTER_ADDR {address} is not an address of this machine, and this is node 0. Unless it leads here by "
             "another route, the other nodes will not find this one. fix: set it to an address that `ip address` shows "
@@ -118,14 +118,3 @@ def _introduce(log: LaunchLog, spec: LaunchSpec, held: HeldPort | None) -> None:
         others = _(" (the other nodes find it by themselves)") if nodes.count > 1 else ""
         taken = _("port {taken} is taken; {number} is used instead{others}")
         log.warning(taken.format(taken=", ".join(map(str, held.taken)), number=held.number, others=others))
-
-
-def _is_own_address(address: str) -> bool:
-    """Whether an address is of this machine."""
-    try:
-        family, kind, *_rest, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.bind(target)
-    except OSError:
-        return False
-    return True

@@ -23,7 +23,7 @@ from finetune.commands.launch.attempt_result import AttemptResult
 from finetune.commands.launch.heartbeat import Heartbeat
 from finetune.commands.launch.rendezvous import LaunchNode, Rendezvous, RendezvousError, RendezvousResult
 from finetune.runtime.device import LaunchWorld
-from finetune.runtime.parent_watchdog import die_with_launcher
+from finetune.runtime.parent_watchdog import die_with_launcher, progress
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext
@@ -131,6 +131,7 @@ class Agent:
         peer_ended_at = 0.0
         while (result := self._workers.wait(0)) is None:
             now = time.monotonic()
+            progress.mark()  # where our supervisor is gone, workers that save need us: they are told of our end too
             if any(how["exit_code"] not in (0, 3) for how in heartbeat.ended.values()):
                 peer_ended_at = peer_ended_at or now
             alone = peer_ended_at and now - peer_ended_at > PEER_GRACE_SECONDS

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
+from finetune.commands.launch.records import Alive, Decision, Ended, LaunchFacts, Record
 from finetune.commands.launch.rendezvous import PREFIX, Rendezvous, RendezvousResult
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 HEARTBEAT_SECONDS = 1.0
+_TOLD: dict[str, type[Record]] = {"ended": Ended, "decision": Decision}
 
 
 class Heartbeat:
@@ -32,15 +35,16 @@ class Heartbeat:
         self.ended: dict[int, dict[str, Any]] = {}
         self.decisions: dict[int, dict[str, Any]] = {}
         self._last = dict.fromkeys(self.others, time.monotonic())
-        self._counts: dict[int, bytes] = {}
-        self._outbox: list[tuple[str, dict[str, Any]]] = []
+        self._beats: dict[int, int] = {}  # the last of each other node
+        self._beat = itertools.count(1)
+        self._outbox: list[tuple[str, Record]] = []
         self.thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         if self.others:
             self.thread.start()
 
     def publish(self, what: str, facts: dict[str, Any]) -> None:
         """Let the others know how this node ended, or what it wants: `ended` or `decision`."""
-        self._outbox.append((f"{PREFIX}{what}/{self.rendezvous.node.rank}", facts))
+        self._outbox.append((f"{what}/{self.rendezvous.node.rank}", _TOLD[what](**facts)))
 
     def lost(self, seconds: float, known: Collection[int]) -> dict[int, int]:
         """Nodes without a heartbeat for longer than this, with the seconds, but for those that `known` tells of."""
@@ -52,31 +56,34 @@ class Heartbeat:
         while True:
             try:
                 store = self.rendezvous.connect(self.agreed.port)
-                launch = json.loads(store.get(PREFIX + "launch"))
-                if (launch["id"], launch["attempt"]) != (self.agreed.launch_id, self.agreed.attempt):
+                launch = self.rendezvous.unseal("launch", LaunchFacts, store.get(PREFIX + "launch"))
+                if (launch.id, launch.attempt) != (self.agreed.launch_id, self.agreed.attempt):
                     return  # node 0 has begun anew: what this node has to tell is not for that store
                 self._keep_in_touch(store)
             except (RuntimeError, ValueError):  # the connection is lost, or node 0 is gone, or slow for a while
                 time.sleep(HEARTBEAT_SECONDS)
 
     def _keep_in_touch(self, store: TCPStore) -> None:
-        beat = 0
         while True:
-            beat += 1
-            store.set(f"{PREFIX}alive/{self.rendezvous.node.rank}", f"{beat} {time.monotonic()}")
+            self._set(store, f"alive/{self.rendezvous.node.rank}", Alive(beat=next(self._beat)))
             while self._outbox:
-                key, facts = self._outbox[0]
-                store.set(key, json.dumps(facts))
+                self._set(store, *self._outbox[0])
                 self._outbox.pop(0)
             self._read_others(store)
             time.sleep(HEARTBEAT_SECONDS)
 
+    def _set(self, store: TCPStore, key: str, record: Record) -> None:
+        store.set(PREFIX + key, self.rendezvous.seal(key, record))
+
     def _read_others(self, store: TCPStore) -> None:
-        counts = store.multi_get([f"{PREFIX}alive/{rank}" for rank in self.others])
-        for rank, count in zip(self.others, counts, strict=True):
-            if self._counts.get(rank) != count:
-                self._counts[rank], self._last[rank] = count, time.monotonic()
+        beats = store.multi_get([f"{PREFIX}alive/{rank}" for rank in self.others])
+        for rank, raw in zip(self.others, beats, strict=True):
+            with contextlib.suppress(ValueError):  # not that node's word
+                beat = self.rendezvous.unseal(f"alive/{rank}", Alive, raw).beat
+                if self._beats.get(rank) != beat:
+                    self._beats[rank], self._last[rank] = beat, time.monotonic()
             for what, known in (("ended", self.ended), ("decision", self.decisions)):
-                key = f"{PREFIX}{what}/{rank}"
-                if rank not in known and store.check([key]):
-                    known[rank] = json.loads(store.get(key))
+                key = f"{what}/{rank}"
+                if rank not in known and store.check([PREFIX + key]):
+                    with contextlib.suppress(ValueError):
+                        known[rank] = self.rendezvous.unseal(key, _TOLD[what], store.get(PREFIX + key)).model_dump()

@@ -20,6 +20,7 @@ from finetune.commands.launch.environment import (
     without_stale,
 )
 from finetune.commands.launch.options import DEFAULT_RESTARTS, LaunchOptions
+from finetune.commands.launch.records import SECRET_CHARACTERS, SECRET_NAME
 from finetune.config.config_sources import source_of_file
 from finetune.config.kinds import RunKind, run_kind
 from finetune.config.precedence import Precedence
@@ -54,6 +55,7 @@ class LaunchSpec:
     added: Sequence[Variable] = ()
     stale: Mapping[str, str] = field(default_factory=dict)  # variables that another launcher left, which are ignored
     notes: tuple[str, ...] = ()  # what else people should know
+    secret: str = field(default="", repr=False)  # shared by the nodes; not in the environment of the workers
 
     @property
     def output_dir(self) -> Path:
@@ -104,6 +106,7 @@ def make_launch_spec(options: LaunchOptions, flags: Sequence[str]) -> LaunchSpec
         return resolved
     config = resolved.config
     environment = without_stale(os.environ)
+    secret = _secret(environment.pop(SECRET_NAME, ""))
     trackers = getattr(config, "report_to", "auto")
     facts = LaunchFacts(
         device_type=device_type,
@@ -128,7 +131,18 @@ def make_launch_spec(options: LaunchOptions, flags: Sequence[str]) -> LaunchSpec
         added=added,
         stale={name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ},
         notes=notes,
+        secret=secret if nodes.count > 1 else "",
     )
+
+
+def _secret(text: str) -> str:
+    if text and len(text) < SECRET_CHARACTERS:
+        raise ConfigError(
+            f"{SECRET_NAME} has {len(text)} characters: it could be found by trying",
+            where=SECRET_NAME,
+            fix=f"give one of {SECRET_CHARACTERS} or more, the same on all nodes: openssl rand -hex 16",
+        )
+    return text
 
 
 def _compile_flags(config: BaseConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:

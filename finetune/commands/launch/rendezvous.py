@@ -4,23 +4,36 @@ Node 0 takes the first free of ten ports and writes there which launch this is. 
 until they find it, so a port that was taken needs no second round of configuration. All calls that go over the network
 have a time limit: where a cable is pulled, a call may never return, and signals must still be heard.
 
-Keys, under `finetune/`: `launch` {id, digest, attempt, nodes, host, command}; `node/<n>` {host, processes}; `ranks`
-[first rank of each node] or `missing` [nodes that did not come]; `alive/<n>` a counter; `ended/<n>` how its workers
-ended; `decision/<n>` whether it wants another attempt.
+Keys, under `finetune/`: `launch`, `node/<n>`, `ranks` or `missing`, `alive/<n>`, `ended/<n>`, `decision/<n>`; their
+records are in `records`.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from finetune.commands.launch.records import (
+    Alive,
+    Claim,
+    LaunchFacts,
+    Missing,
+    R,
+    Ranks,
+    Record,
+    read,
+    seal,
+    unseal,
+)
+from finetune.runs.console_lines import plain_text
 from finetune.runtime.ports import listens
 from finetune.runtime.timeouts import call_with_timeout
 
@@ -50,11 +63,13 @@ class LaunchNode:
     launch_id: str = ""
     attempt: int = 0  # node 0: this attempt, from 1; others: the last one of that launch they took part in, 0 for none
     listener: int = -1  # descriptor of node 0's listening socket, -1 on the others
+    listens_at: str = "127.0.0.1"  # node 0: an address of its own at which that socket answers
+    secret: str = field(default="", repr=False)  # that the nodes share; empty for none
 
     @property
     def store_address(self) -> str:
-        """Where the store is: on its own node it needs no network, nor an address that leads back from inside."""
-        return "127.0.0.1" if self.rank == 0 else self.address
+        """Where the store is: on its own node it needs no address that leads back from outside."""
+        return self.listens_at if self.rank == 0 else self.address
 
 
 class RendezvousError(Exception):
@@ -98,23 +113,26 @@ class Rendezvous:
         self.node, self.libuv = node, use_libuv()
         self.port = 0
         self.store: TCPStore | None = None
+        self.launch: LaunchFacts | None = None
         self._deadline = time.monotonic() + node.timeout_seconds
         self._seen: dict[int, str] = {}  # port -> what answered there
+        self._refused: set[int] = set()  # nodes for which somebody made a claim that is not signed
 
     def join(self) -> RendezvousResult:
         """Wait for all nodes.
 
         Raises:
-            RendezvousError: they did not come in time, or two have the same rank.
+            RendezvousError: they did not come in time, two have the same rank, or they do not share a secret.
         """
         if self.node.rank == 0:
             self._open()
         else:
             self._find()
-        self._claim()
-        if self.node.rank == 0:
-            self._gather()
-        return self._agreed()
+        claim = self._claim()
+        ranks = self._give_out() if self.node.rank == 0 else self._wait_for_ranks(claim)
+        rank, launch = self.node.rank, self._launch()
+        first = ranks.first
+        return RendezvousResult(self.port, launch.id, launch.attempt, first[rank], first[-1], tuple(ranks.hosts))
 
     def connect(self, port: int) -> TCPStore:
         """A further connection to the store at a port."""
@@ -122,6 +140,25 @@ class Rendezvous:
 
         seconds = timedelta(seconds=CONNECT_SECONDS)
         return TCPStore(self.node.store_address, port, is_master=False, timeout=seconds, use_libuv=self.libuv)
+
+    def seal(self, key: str, record: Record) -> str:
+        """A record as it is written at a key of this attempt."""
+        return seal(record, key=key, launch=self._attempt(key), secret=self.node.secret)
+
+    def unseal(self, key: str, kind: type[R], raw: bytes) -> R:
+        """A record from a key of this attempt.
+
+        Raises:
+            ValueError: it is not one, or not signed as this launch signs.
+        """
+        return unseal(raw, kind, key=key, launch=self._attempt(key), secret=self.node.secret)
+
+    def _launch(self) -> LaunchFacts:
+        assert self.launch is not None, "the store is not open"
+        return self.launch
+
+    def _attempt(self, key: str) -> str:
+        return "" if key == "launch" else f"{self._launch().id}/{self._launch().attempt}"
 
     def _open(self) -> None:
         from torch.distributed import TCPStore
@@ -137,8 +174,15 @@ class Rendezvous:
             use_libuv=self.libuv,
             master_listen_fd=node.listener,
         )
-        facts = {"id": node.launch_id, "digest": node.digest, "attempt": node.attempt, "nodes": node.nodes}
-        self.store.set(PREFIX + "launch", json.dumps(facts | {"host": socket.gethostname(), "command": node.command}))
+        self.launch = LaunchFacts(
+            id=node.launch_id,
+            digest=node.digest,
+            attempt=node.attempt,
+            nodes=node.nodes,
+            host=socket.gethostname(),
+            command=node.command[:1000],
+        )
+        self.store.set(PREFIX + "launch", self.seal("launch", self.launch))
 
     def _find(self) -> None:
         while self.store is None:
@@ -149,64 +193,98 @@ class Rendezvous:
 
     def _is_ours(self, port: int) -> bool:
         """Whether node 0's store of this launch and of a new attempt answers at a port; keeps it."""
-        if not listens(self.node.address, port, CONNECT_SECONDS):
+        node = self.node
+        if not listens(node.address, port, CONNECT_SECONDS):
             self._seen.pop(port, None)
             return False
         try:
             store = call_with_timeout(lambda: self.connect(port), CONNECT_SECONDS)
             # Node 0 writes it right after opening the store; a store of others' never has it.
-            known = call_with_timeout(lambda: json.loads(store.get(PREFIX + "launch")), CONNECT_SECONDS + 1)
+            raw = call_with_timeout(lambda: store.get(PREFIX + "launch"), CONNECT_SECONDS + 1)
+            known, signed = read(raw, LaunchFacts, key="launch", launch="", secret=node.secret)
         except (TimeoutError, RuntimeError, ValueError):
             self._seen[port] = "something else"
             return False
-        if known["digest"] != self.node.digest or known["nodes"] != self.node.nodes:
-            self._seen[port] = f"{known['command']} ({known['nodes']} nodes)"
+        if known.digest != node.digest or known.nodes != node.nodes:
+            self._seen[port] = f"{plain_text(known.command)} ({known.nodes} nodes)"
             return False
-        if known["id"] == self.node.launch_id and known["attempt"] <= self.node.attempt:
+        if known.id == node.launch_id and known.attempt <= node.attempt:
             return False  # about to end: the next attempt will answer at the same port
-        self.store, self.port = store, port
+        if not signed:
+            raise RendezvousError("other_secret", port=port, host=known.host)
+        self.store, self.port, self.launch = store, port, known
         return True
 
-    def _claim(self) -> None:
+    def _claim(self) -> Claim:
         """Write down that this node is here; another machine may not have the same rank."""
-        ours = {"host": socket.gethostname(), "processes": self.node.processes, "pid": os.getpid()}
-        key = f"{PREFIX}node/{self.node.rank}"
-        self._ask(lambda store: store.set(f"{PREFIX}alive/{self.node.rank}", "0"))  # whoever sees the node sees this
-        found = json.loads(self._ask(lambda store: store.compare_set(key, "", json.dumps(ours))))
-        if found != ours:
-            if found["host"] != ours["host"]:
-                raise RendezvousError("same_rank", rank=self.node.rank, hosts=[found["host"], ours["host"]])
-            self._write(f"node/{self.node.rank}", ours)  # started again by hand
+        host, rank = socket.gethostname(), self.node.rank
+        ours = Claim(host=host, processes=self.node.processes, pid=os.getpid(), nonce=secrets.token_hex(16))
+        self._write(f"alive/{rank}", Alive(beat=0))  # whoever sees the node sees this
+        key, sealed = f"node/{rank}", self.seal(f"node/{rank}", ours)
+        found = self._ask(lambda store: store.compare_set(PREFIX + key, "", sealed))
+        if found.decode(errors="replace") != sealed:
+            with contextlib.suppress(ValueError):  # what is not a claim gives way
+                other = self.unseal(key, Claim, found)
+                if other.host != host:
+                    raise RendezvousError("same_rank", rank=rank, hosts=[other.host, host])
+                if not self.node.secret:  # started again by hand: ranks may have been given out to it already
+                    ours = ours.model_copy(update={"nonce": other.nonce})
+            self._write(key, ours)
+        return ours
 
-    def _gather(self) -> None:
+    def _give_out(self) -> Ranks:
         """Node 0: wait for the others, then give out ranks."""
         nodes = range(self.node.nodes)
-        while missing := [rank for rank in nodes if not self._has(f"node/{rank}")]:
+        while missing := sorted(set(nodes) - (claims := self._claims()).keys()):
             if time.monotonic() > self._deadline:
-                self._write("missing", missing)
+                self._write("missing", Missing(nodes=missing))
                 time.sleep(2 * POLL_SECONDS)  # so that those who are here can read it
-                raise RendezvousError("nodes_missing", nodes=missing)
+                raise RendezvousError("nodes_missing", nodes=missing, refused=sorted(self._refused))
             time.sleep(POLL_SECONDS)
-        processes = [self._read(f"node/{rank}")["processes"] for rank in nodes]
-        self._write("ranks", [0, *accumulate(processes)])
+        made = [claims[rank] for rank in nodes]
+        ranks = Ranks(
+            first=[0, *accumulate(claim.processes for claim in made)],
+            hosts=[claim.host for claim in made],
+            nonces=[claim.nonce for claim in made],
+        )
+        self._write("ranks", ranks)
+        return ranks
 
-    def _agreed(self) -> RendezvousResult:
-        while not self._has("ranks"):
-            if self._has("missing"):
-                raise RendezvousError("nodes_missing", nodes=self._read("missing"))
+    def _claims(self) -> dict[int, Claim]:
+        """The claims that are there, by node. One that is not signed, or no claim, makes room for the node's own."""
+        claims = {}
+        for rank in range(self.node.nodes):
+            try:
+                if (claim := self._read(f"node/{rank}", Claim)) is not None:
+                    claims[rank] = claim
+            except ValueError:
+                self._refused.add(rank)
+                self._ask(lambda store, key=f"{PREFIX}node/{rank}": store.delete_key(key))
+        return claims
+
+    def _wait_for_ranks(self, claim: Claim) -> Ranks:
+        key = f"node/{self.node.rank}"
+        while True:
+            with contextlib.suppress(ValueError):  # not node 0's word
+                ranks = self._read("ranks", Ranks)
+                if ranks is not None and ranks.answers(claim, self.node.rank, self.node.nodes):
+                    return ranks
+                if (missing := self._read("missing", Missing)) is not None:
+                    raise RendezvousError("nodes_missing", nodes=missing.nodes)
+            if not self._has(key):  # node 0 took away what somebody had put in its place
+                self._write(key, claim)
             self._wait("no_ranks", extra_seconds=CONNECT_SECONDS)
-        ranks, launch = self._read("ranks"), self._read("launch")
-        hosts = tuple(self._read(f"node/{rank}")["host"] for rank in range(self.node.nodes))
-        return RendezvousResult(self.port, launch["id"], launch["attempt"], ranks[self.node.rank], ranks[-1], hosts)
 
     def _has(self, key: str) -> bool:
         return self._ask(lambda store: store.check([PREFIX + key]))
 
-    def _read(self, key: str) -> Any:
-        return json.loads(self._ask(lambda store: store.get(PREFIX + key)))
+    def _read(self, key: str, kind: type[R]) -> R | None:
+        """The record at a key; None where there is none."""
+        return self.unseal(key, kind, self._ask(lambda store: store.get(PREFIX + key))) if self._has(key) else None
 
-    def _write(self, key: str, value: Any) -> None:
-        self._ask(lambda store: store.set(PREFIX + key, json.dumps(value)))
+    def _write(self, key: str, record: Record) -> None:
+        sealed = self.seal(key, record)
+        self._ask(lambda store: store.set(PREFIX + key, sealed))
 
     def _ask(self, call: Callable[[TCPStore], _T]) -> _T:
         try:

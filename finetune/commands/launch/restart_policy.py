@@ -49,6 +49,8 @@ def _decide_failed(
 ) -> RestartDecision:
     if result.exit_code == ExitCode.OUT_OF_MEMORY:
         return RestartDecision(True, _("out of memory: it resumes with smaller microbatches"))
+    if result.problem in ("agent_ended", "agent_killed"):  # and with it the word of the other nodes
+        return RestartDecision(False, _("the process that starts the workers was lost"))
     if result.problem:
         return RestartDecision(result.problem in _PASSING_PROBLEMS, _("the rendezvous of the nodes failed"))
     if result.lost_nodes:

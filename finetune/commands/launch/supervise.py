@@ -6,6 +6,7 @@ so that nothing it does can disturb it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -19,7 +20,7 @@ from dataclasses import asdict
 from types import FrameType
 from typing import Any
 
-from finetune.commands.launch.attempt_result import AttemptResult
+from finetune.commands.launch.attempt_result import AttemptResult, signal_name
 from finetune.commands.launch.launch_spec import LaunchSpec
 from finetune.commands.launch.log import FOLLOW_SECONDS, LaunchLog
 from finetune.commands.launch.rendezvous import LaunchNode
@@ -104,6 +105,8 @@ class Supervisor:
             launch_id=self._launch_id,
             attempt=number if held is not None else before,
             listener=held.listener.fileno() if held is not None else -1,
+            listens_at=held.reached_at if held is not None else "",
+            secret=spec.secret,
         )
         read, write = os.pipe()
         self._agent = subprocess.Popen(
@@ -150,7 +153,22 @@ class Supervisor:
                 return AttemptResult(**report), number
         # The agent ended without a report: killed, or it failed itself.
         code = self._agent.wait()
-        return AttemptResult(problem="agent_ended", facts={"code": code}, stop_signal=self._stop_signal), number
+        self._wait_for_workers()
+        problem, facts = (
+            ("agent_killed", {"signal": signal_name(-code)}) if code < 0 else ("agent_ended", {"code": code})
+        )
+        return AttemptResult(problem=problem, facts=facts, stop_signal=self._stop_signal), number
+
+    def _wait_for_workers(self) -> None:
+        """Their parent's end has told them to stop (runtime/parent_watchdog.py): they save, and end before we do."""
+        seconds = self.spec.shutdown_seconds
+        deadline = time.monotonic() + seconds
+        if workers := self.record.running("worker"):
+            lost = _("the process that starts the workers is gone; {count} of them save and stop: up to {seconds} s")
+            self.log.warning(lost.format(count=len(workers), seconds=seconds))
+        while self.record.running("worker") and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        self.record.kill()
 
     def _request(self, **facts: Any) -> None:
         try:
@@ -169,7 +187,8 @@ class Supervisor:
                     refused = _("no restart: node {node} does not want one; its log says why")
                     self.log.warning(refused.format(node=report["node"]))
                 restart = report["restart"]
-        self._agent.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it ended before it had read everything
+            self._agent.stdin.close()
         self._agent.wait()
         return restart
 

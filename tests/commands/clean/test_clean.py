@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,16 @@ from finetune.commands.clean import command as cleanup
 from finetune.commands.clean import recorded_processes, stale_artifacts
 from finetune.commands.clean.command import Cleaned, find_stale, main
 from finetune.commands.clean.recorded_processes import RecordedProcess, find, send_signal
+from finetune.runtime.process_start import process_start, recorded_start
 from finetune.storage.launch_record import command_digest
 from finetune.storage.run_lock import RunLock
 
-SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)", "finetune.sft"]
 STUBBORN = [
     sys.executable,
     "-c",
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)",
+    "finetune.sft",
 ]
 # A worker as torch elastic starts it: in a session of its own, with the run's lock and a log of its own open.
 WORKER = """
@@ -47,6 +50,8 @@ import subprocess, sys, time
 subprocess.Popen(sys.argv[1:], start_new_session=True)
 time.sleep(600)
 """
+# A record of an older version has no more than the wall time.
+BEFORE_TICKS = {"boot_id": None, "start_ticks": None}
 FROZEN = ROOT / "tests" / "frozen" / "clean.txt"
 
 Start = Callable[..., subprocess.Popen]
@@ -93,6 +98,7 @@ def described(process: subprocess.Popen, **changed: Any) -> dict[str, Any]:
         "rank": 0,
         "attempt": 1,
         "host": socket.gethostname(),
+        **asdict(process_start(process.pid)),
     }
     return facts | changed
 
@@ -143,7 +149,9 @@ def test_an_orphan_is_listed_and_ended_only_with_yes_and_a_stranger_with_its_com
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"start_time": 1_000_000_000.0}, "used again"),
+        ({"start_time": 1_000_000_000.0, **BEFORE_TICKS}, "used again"),
+        ({"start_ticks": 1}, "used again"),
+        ({"boot_id": "of another boot"}, "used again"),
         ({"command_digest": command_digest(["python", "-m", "finetune.sft"])}, "another command"),
         ({"host": "another-host"}, None),
         ({"pid": "none"}, None),
@@ -159,6 +167,79 @@ def test_a_process_that_is_not_what_was_recorded_is_left_alone(
     assert [why in left["why"] for left in report["left_alone"]] == ([True] if why else [])
 
 
+def test_a_step_of_the_clock_changes_nothing(place: Path, start: Start, capsys: pytest.CaptureFixture[str]):
+    orphan = start()
+    record_launch(place, gone_supervisor(start), described(orphan, start_time=described(orphan)["start_time"] + 5))
+    assert [p["pid"] for p in said(capsys)[1]["processes"]] == [orphan.pid]
+
+
+def test_a_record_that_others_may_have_written_is_not_believed(
+    place: Path, start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Process ids, start times and commands are there for everybody to see: a forged record has them right."""
+    orphan = start()
+    path = record_launch(place, gone_supervisor(start), described(orphan))
+
+    def is_refused(why: str) -> bool:
+        code, report = said(capsys, "--yes", "--wait", "0")
+        assert (code, report["processes"]) == (0, []) and is_running(orphan)
+        return report["left_alone"] == [{"file": "logs/" + path.name, "why": why}]
+
+    for mode in (0o664, 0o646):
+        path.chmod(mode)
+        assert is_refused("others can write the record (chmod go-w, if it is yours)")
+    path.chmod(0o644)
+    os.link(path, place / "another name")
+    assert is_refused("others can write the record (chmod go-w, if it is yours)"), "brought here from another place"
+    (place / "another name").unlink()
+    path.parent.chmod(0o777)
+    assert is_refused("everybody can write in the record's folder (chmod o-w, if the record is yours)")
+    path.parent.chmod(0o1777)
+    assert said(capsys)[0] == 1, "the sticky bit keeps others from it"
+    if os.getuid() == 0:
+        os.chown(path, 65534, 65534)
+        assert is_refused("the record belongs to another user")
+
+
+def test_a_strangers_lock_and_logs_are_not_records(
+    elastic: tuple[subprocess.Popen, int, Path], monkeypatch: pytest.MonkeyPatch
+):
+    _parent, worker, run = elastic
+    assert {record.pid for record in recorded_processes.records_of_run(run)} == {worker}
+    if os.getuid() == 0:
+        for path in (run / ".lock", *(run / "logs").iterdir()):
+            os.chown(path, 65534, 65534)
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
+    assert recorded_processes.records_of_run(run) == []
+
+
+def test_a_process_of_another_program_is_left_alone(place: Path, start: Start, capsys: pytest.CaptureFixture[str]):
+    """Everything that a forged record can say of it is right."""
+    stranger = start([sys.executable, "-c", "import time; time.sleep(600)", "thesis.py"])
+    record_launch(place, gone_supervisor(start), described(stranger))
+    code, report = said(capsys, "--yes", "--wait", "0")
+    assert (code, report["processes"]) == (0, []) and is_running(stranger)
+    assert report["left_alone"] == [{"pid": stranger.pid, "why": "it does not run a command of this package"}]
+
+
+@pytest.mark.parametrize(
+    ("command", "ours"),
+    [
+        ("python -u -m finetune.sft --config x", True),
+        ("/v/bin/python -u -m finetune.commands.launch.elastic_agent 5", True),
+        ("/v/bin/python /v/bin/finetune launch sft", True),
+        ("python /repo/finetune/__main__.py launch", True),
+        ("python -m other.finetune", False),
+        ("python train.py --model finetuned", False),
+        ("vim a b c d e finetune", False),
+        ("", False),
+    ],
+)
+def test_commands_of_this_package(command: str, ours: bool):
+    assert recorded_processes.is_ours(command.split()) == ours
+
+
 def test_another_users_process_is_left_alone(
     place: Path, start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -172,7 +253,17 @@ def test_another_users_process_is_left_alone(
     assert code == 0 and "another user" in report["left_alone"][0]["why"] and is_running(process)
 
 
-@pytest.mark.parametrize("changed", [{}, {"command_digest": "0" * 64}, {"host": "another-host"}])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"command_digest": "0" * 64},
+        {"host": "another-host"},
+        {"start_time": 1.0},
+        {**BEFORE_TICKS, "start_time": 1.0},
+    ],
+    ids=["", "another command", "another host", "clock step", "clock step, old record"],
+)
 def test_a_run_whose_launcher_may_be_alive_is_no_orphan(
     changed: dict[str, Any], place: Path, start: Start, capsys: pytest.CaptureFixture[str]
 ):
@@ -198,7 +289,7 @@ def test_one_that_does_not_listen_is_killed(place: Path, start: Start, capsys: p
 
 
 def test_one_that_is_about_to_end_is_waited_for(place: Path, start: Start):
-    process = start([sys.executable, "-c", "import time; time.sleep(1.5)"])
+    process = start([sys.executable, "-c", "import time; time.sleep(1.5)", "finetune.sft"])
     record_launch(place, gone_supervisor(start), described(process))
     assert main(["--yes", "--wait", "30"]) == 0
     assert process.wait() == 0, "it was signalled although it was saving"
@@ -209,7 +300,7 @@ def test_a_process_that_took_the_id_meanwhile_is_not_signalled(place: Path, star
     process = start()
     facts = described(process)
     record = RecordedProcess(
-        process.pid, "worker", place / "runs" / "one", facts["host"], 0, facts["start_time"] - 100.0,
+        process.pid, "worker", place / "runs" / "one", facts["host"], 0, recorded_start({**facts, "start_ticks": 1}),
         command_digest=facts["command_digest"],
     )  # fmt: skip
     assert send_signal(record, 15) is False and is_running(process)
@@ -253,7 +344,7 @@ def test_a_worker_that_only_the_run_folder_knows(
 def test_the_folder_of_a_run_does_not_prove_a_process_that_has_none_of_it_open(place: Path, start: Start):
     """The id and even the command fit: a run on another machine that shares the disk may have had the same id."""
     run = place / "runs" / "one"
-    process = start([*SLEEP, "finetune.sft"])
+    process = start()
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(time.time() + 1))
     (run / "logs" / f"{stamp}-{process.pid}-rank0.log").touch()
     (run / ".lock").write_text(
@@ -372,7 +463,9 @@ def test_shared_memory_that_an_orphan_has_mapped_goes_with_it(place: Path, start
         "import mmap, sys, time; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 4096); f.close(); "
         "print(flush=True); time.sleep(600)"
     )
-    orphan = start([sys.executable, "-c", code, str(folder / "buffer_of_any_name")], stdout=subprocess.PIPE)
+    orphan = start(
+        [sys.executable, "-c", code, str(folder / "buffer_of_any_name"), "finetune.sft"], stdout=subprocess.PIPE
+    )
     orphan.stdout.readline()
     record_launch(place, gone_supervisor(start), described(orphan))
     found = find_stale(None, shared_memory_folder=folder)
@@ -416,7 +509,7 @@ def test_the_form_of_the_json_is_frozen(place: Path, start: Start, capsys: pytes
     frozen = {name: set(fields.split()) for name, fields in (line.split(": ") for line in lines)}
     orphan, other = start(), start()
     (place / "runs" / "one" / ".staging-5-abc").mkdir()
-    record_launch(place, gone_supervisor(start), described(orphan), described(other, start_time=1.0))
+    record_launch(place, gone_supervisor(start), described(orphan), described(other, start_ticks=1))
     report = said(capsys)[1]
     assert set(report) == frozen["top"]
     assert set(report["processes"][0]) == frozen["process"] and set(report["files"][0]) == frozen["file"]
@@ -431,8 +524,10 @@ def test_words_in_both_languages(place: Path, start: Start, capsys: pytest.Captu
     assert f"process {orphan.pid}  worker 1 of" in english and "--yes" in english
     assert main(["--lang", "zh"]) == 1
     assert f"进程 {orphan.pid}" in capsys.readouterr().out
+    assert "finetune.sft" in english, "what it will end is shown"
     assert main(["--yes", "--wait", "0.2", "--lang", "en"]) == 0
-    assert "[ended]" in capsys.readouterr().out
+    after = capsys.readouterr()
+    assert "[ended]" in after.out and f"process {orphan.pid}  worker 1 of" in after.err, "before and after"
 
 
 def test_what_is_not_a_run_is_refused(place: Path):

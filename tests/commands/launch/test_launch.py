@@ -11,6 +11,7 @@ import string
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -30,10 +31,12 @@ from finetune.config.flags import flags_of
 from finetune.config.rules import flag
 from finetune.errors import ConfigError, Problems, StateError
 from finetune.runtime import nodes as launch_nodes
+from finetune.runtime import ports as launch_ports
 from finetune.runtime.language import speaking
 from finetune.runtime.nodes import expand_nodelist, nodes_here
-from finetune.runtime.ports import candidates, hold_port, listens
-from finetune.storage.launch_record import LaunchRecord, describe, still_runs
+from finetune.runtime.ports import LOOPBACK, candidates, hold_port, listening_address, listens, own_addresses
+from finetune.storage import launch_record
+from finetune.storage.launch_record import LaunchRecord, command_digest, describe, still_runs
 
 # ---------------------------------------------------------------- ports
 
@@ -56,7 +59,7 @@ def free_run_of_ports(count: int) -> int:
 def test_the_next_free_port_is_held_and_the_taken_ones_are_told():
     first = free_run_of_ports(3)
     with socket.create_server(("127.0.0.1", first)), socket.create_server(("", first + 1)):
-        held = hold_port(first, loopback=False)
+        held = hold_port(first, address="")
         assert (held.number, held.taken) == (first + 2, (first, first + 1))
         with pytest.raises(OSError):
             socket.create_server(("127.0.0.1", held.number))
@@ -70,7 +73,7 @@ def test_ten_tries_and_no_more():
     taken = [socket.create_server(("", port)) for port in range(first, first + 10)]
     try:
         with pytest.raises(StateError, match=f"{first} to {first + 9} is free") as error:
-            hold_port(first, loopback=False)
+            hold_port(first, address="")
         assert "--master-port" in str(error.value)
     finally:
         for listener in taken:
@@ -79,9 +82,23 @@ def test_ten_tries_and_no_more():
 
 
 def test_one_node_takes_any_port_of_the_loopback():
-    held = hold_port(None, loopback=True)
-    assert held.number > 0 and held.listener.getsockname()[0] == "127.0.0.1"
+    held = hold_port(None, address=LOOPBACK)
+    assert held.number > 0 and held.listener.getsockname()[0] == "127.0.0.1" == held.reached_at
     held.close()
+
+
+def test_an_address_of_this_machine_is_listened_at_and_no_other(monkeypatch):
+    assert listening_address("127.0.0.1") == "127.0.0.1" and listening_address("::1") in ("::1", "")
+    assert own_addresses("203.0.113.9") == [] and listening_address("203.0.113.9") == ""
+    # names: what other nodes find under them is known only where it is one address that leads here from outside
+    found = {"alone": ["192.0.2.7"], "loopback": ["127.0.1.1"], "two": ["192.0.2.7", "2001:db8::7"]}
+    monkeypatch.setattr(launch_ports, "own_addresses", found.get)
+    assert [listening_address(name) for name in found] == ["192.0.2.7", "", ""]
+    held = hold_port(None, address="127.0.0.2")
+    assert listens("127.0.0.2", held.number, 1) and not listens("127.0.0.1", held.number, 1)
+    assert held.reached_at == "127.0.0.2"
+    held.close()
+    assert hold_port(None, address="").reached_at == "127.0.0.1"
 
 
 # ---------------------------------------------------------------- nodes
@@ -300,6 +317,15 @@ def test_a_time_to_shut_down_that_is_no_number_is_refused_before_anything_starts
         spec(f"--nproc 1 sft {TINY}", monkeypatch, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="soon")
 
 
+def test_the_secret_of_the_nodes_does_not_reach_the_workers_and_is_not_shown(monkeypatch):
+    node = f"--nproc 1 --nnodes 2 --node-rank 0 --master-addr 127.0.0.1 sft {TINY}"
+    made = spec(node, monkeypatch, FINETUNE_RENDEZVOUS_SECRET="correct horse battery")
+    assert made.secret == "correct horse battery" and made.secret not in [*made.environment.values(), repr(made)]
+    assert "correct horse" not in repr(made)
+    with pytest.raises(ConfigError, match="has 5 characters"):
+        spec(node, monkeypatch, FINETUNE_RENDEZVOUS_SECRET="short")
+
+
 @pytest.mark.parametrize("typed", ["--log-dir", "--log_dir"])
 def test_a_folder_may_have_the_name_of_a_kind(typed: str):
     options, flags = read_launch_options([typed, "sft", "pretrain", "--seed", "1"])
@@ -417,6 +443,8 @@ CURABLE = {"peer_died", "collective_timeout", "device_oom"}
         (AttemptResult({0: -15}, others={1: {"exit_code": 4}}), [], False, True),
         (AttemptResult({0: -15}, stop_signal=15), [], False, False),
         (AttemptResult(problem="nodes_missing"), [], False, False),
+        (AttemptResult(problem="agent_ended"), [], True, False),
+        (AttemptResult(problem="agent_killed"), ["peer_died"], True, False),
         (AttemptResult(problem="connection_lost"), [], False, True),
     ],
 )
@@ -512,6 +540,36 @@ def test_a_recorded_process_is_told_from_others():
     assert describe(process.pid, "worker") is None and not still_runs(described)
 
 
+def test_a_process_whose_clock_was_set_is_still_itself():
+    described = describe(os.getpid(), "worker")
+    assert still_runs(replace(described, start_time=described.start_time + 5))
+    assert not still_runs(replace(described, start_ticks=described.start_ticks + 1))
+    assert not still_runs(replace(described, boot_id="of another boot"))
+    before = replace(described, boot_id=None, start_ticks=None)
+    assert still_runs(before) and not still_runs(replace(before, start_time=before.start_time + 5))
+
+
+def test_a_command_that_is_not_there_yet_is_waited_for(monkeypatch):
+    """Between fork and exec a process has none; the digest of nothing would be anybody's."""
+    looks = iter([[], [], ["python", "-m", "finetune.sft"]])
+    monkeypatch.setattr(psutil.Process, "cmdline", lambda self: next(looks))
+    assert describe(os.getpid(), "worker").command_digest == command_digest(["python", "-m", "finetune.sft"])
+
+
+def test_one_without_a_command_is_nobody_to_be_ended(monkeypatch):
+    monkeypatch.setattr(launch_record, "COMMAND_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(psutil.Process, "cmdline", lambda self: [])
+    assert describe(os.getpid(), "worker").command_digest is None
+
+
+def test_one_that_has_ended_does_not_run():
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as process:
+        described = describe(process.pid, "worker")
+        process.stdin.close()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it has, and nobody has taken notice
+        assert not still_runs(described) and describe(process.pid, "worker") is None
+
+
 def test_the_record_of_processes_is_frozen(tmp_path: Path):
     """The form in docs/launching.md, which cleaning up relies on."""
     recorded = LaunchRecord(tmp_path / "a.log", Path("runs/x"))
@@ -521,7 +579,8 @@ def test_the_record_of_processes_is_frozen(tmp_path: Path):
     assert set(facts) == {"version", "log", "output_dir", "started_at", "ended_at", "processes"}
     assert (facts["version"], facts["log"], facts["output_dir"]) == (1, "a.log", str(Path("runs/x").absolute()))
     first, second = facts["processes"]
-    assert set(first) == {"pid", "start_time", "command_digest", "role", "rank", "attempt", "host"}
+    named = {"pid", "start_time", "command_digest", "role", "rank", "attempt", "host", "boot_id", "start_ticks"}
+    assert set(first) == named and (tmp_path / "a.processes.json").stat().st_mode & 0o022 == 0
     assert (first["role"], first["rank"], first["attempt"]) == ("supervisor", None, None)
     assert (second["role"], second["rank"], second["attempt"]) == ("worker", 3, 2)
     words = "\0".join(psutil.Process().cmdline()).encode()
@@ -532,11 +591,13 @@ def test_the_record_of_processes_is_frozen(tmp_path: Path):
 def test_every_end_is_told_in_both_languages(language: str):
     nodes = launch_nodes.Nodes(2, 0, "10.0.0.1", 29500)
     known = {
-        "nodes_missing": ({"nodes": [1]}, "10.0.0.1"),
+        "nodes_missing": ({"nodes": [1], "refused": [1]}, "FINETUNE_RENDEZVOUS_SECRET"),
         "nothing_found": ({"seen": {"29500": "something else"}}, "29500: something else"),
         "connection_lost": ({"error": "broken pipe"}, "broken pipe"),
         "same_rank": ({"rank": 1, "hosts": ["a", "b"]}, "a, b"),
-        "agent_ended": ({"code": -9}, "-9"),
+        "other_secret": ({"port": 29500, "host": "node0"}, "node0"),
+        "agent_ended": ({"code": 70}, "70"),
+        "agent_killed": ({"signal": "SIGKILL"}, "SIGKILL"),
     }
     with speaking(language):
         for problem in _PROBLEMS:

@@ -154,11 +154,19 @@ def test_a_killed_supervisor_leaves_nothing_behind_and_the_workers_save(tmp_path
     assert record(tmp_path)["ended_at"] is None
 
 
-def test_a_killed_agent_is_said(tmp_path: Path):
-    with launched(tmp_path, "wait", 1) as process:
+def test_a_killed_agent_is_said_and_the_workers_save_waited_for(tmp_path: Path):
+    with launched(tmp_path, "wait", 1, SAVE_SECONDS="1.5") as process:
         run_helpers.wait_for(lambda: "[INFO] waiting" in said(tmp_path), WAIT_SECONDS)
         (agent,) = [entry["pid"] for entry in record(tmp_path)["processes"] if entry["role"] == "agent"]
         psutil.Process(agent).kill()
         assert process.wait(WAIT_SECONDS) == 1
-        run_helpers.wait_for(lambda: not left_over(tmp_path), WAIT_SECONDS, what="the end of all")
-    assert "the process that starts the workers ended by itself (-9)" in said(tmp_path)
+        assert not left_over(tmp_path) and notes(tmp_path)[-1] == "1 saved", "the launch ended before its worker"
+    assert "the process that starts this node's workers was ended by SIGKILL" in said(tmp_path)
+    assert "1 of them save and stop" in said(tmp_path)
+    assert "not started again: the process that starts the workers was lost" in said(tmp_path)
+
+
+def test_an_agent_that_ends_before_there_are_workers_is_said(tmp_path: Path):
+    assert run(tmp_path, "no-agent") == 1
+    assert "the process that starts the workers ended by itself (1)" in said(tmp_path)
+    assert "Traceback" not in said(tmp_path) and record(tmp_path)["ended_at"] is not None

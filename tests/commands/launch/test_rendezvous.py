@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from finetune.commands.launch import rendezvous as rendezvous_module
 from finetune.commands.launch.heartbeat import Heartbeat
+from finetune.commands.launch.records import Claim, Decision, Ended, NotSigned, Ranks, Record, seal, unseal
 from finetune.commands.launch.rendezvous import (
     PREFIX,
     LaunchNode,
@@ -25,7 +26,7 @@ from finetune.commands.launch.rendezvous import (
     RendezvousResult,
     use_libuv,
 )
-from finetune.runtime.ports import HeldPort, hold_port
+from finetune.runtime.ports import LOOPBACK, HeldPort, hold_port
 from finetune.runtime.timeouts import call_with_timeout
 
 FIRST = LaunchNode(
@@ -50,7 +51,7 @@ def _fast(monkeypatch):
 
 @contextmanager
 def held_ports(count: int) -> Iterator[list[HeldPort]]:
-    held = [hold_port(None, loopback=True) for _ in range(count)]
+    held = [hold_port(None, address=LOOPBACK) for _ in range(count)]
     try:
         yield held
     finally:
@@ -135,7 +136,10 @@ def test_missing_nodes_are_named_on_every_node_that_is_there():
     with held_ports(1) as (port,):
         nodes = [replace(node, nodes=4, timeout_seconds=2) for node in (first(port), second(port))]
         errors = [error for _, error in join(*nodes)]
-        assert [(error.kind, error.facts) for error in errors] == [("nodes_missing", {"nodes": [2, 3]})] * 2
+        assert [(error.kind, error.facts) for error in errors] == [
+            ("nodes_missing", {"nodes": [2, 3], "refused": []}),
+            ("nodes_missing", {"nodes": [2, 3]}),
+        ]
 
 
 def test_without_node_0_it_is_said_what_answered():
@@ -145,21 +149,110 @@ def test_without_node_0_it_is_said_what_answered():
         assert (error.kind, error.facts) == ("nothing_found", {"seen": {str(silent.number): "something else"}})
 
 
-def test_two_machines_with_one_rank(monkeypatch):
+def test_two_machines_with_one_rank():
     with held_ports(1) as (port,):
         node_0 = Rendezvous(first(port))
         node_0._open()
-        claimed = {"host": "elsewhere", "processes": 2, "pid": 1}
-        node_0.store.set(f"{PREFIX}node/1", json.dumps(claimed))
+        claimed = Claim(host="elsewhere", processes=2, pid=1, nonce="n")
+        node_0._write("node/1", claimed)
         ((_, error),) = join(second(port))
         assert error.kind == "same_rank"
         assert error.facts == {"rank": 1, "hosts": ["elsewhere", socket.gethostname()]}
-        claimed["host"] = socket.gethostname()  # the same machine: started again by hand
-        node_0.store.set(f"{PREFIX}node/1", json.dumps(claimed))
-        node_0.store.set(f"{PREFIX}node/0", json.dumps(claimed))
-        node_0.store.set(f"{PREFIX}ranks", json.dumps([0, 2, 4]))
+        here = claimed.model_copy(update={"host": socket.gethostname()})  # the same machine: started again by hand
+        node_0._write("node/1", here)
+        node_0._claim()
+        node_0._give_out()
         ((_, agreed),) = join(second(port))
         assert isinstance(agreed, RendezvousResult)
+
+
+# ---------------------------------------------------------------- strangers
+
+SECRET = "correct horse battery"
+FORGED = json.dumps(
+    {"record": Claim(host="stranger", processes=1, pid=1, nonce="n").model_dump_json(), "mac": "0" * 64}
+)
+
+
+def put(port: HeldPort, key: str, value: str) -> None:
+    """What anybody can do who reaches the port."""
+    dist.TCPStore(LOOPBACK, port.number, is_master=False).set(PREFIX + key, value)
+
+
+@pytest.mark.parametrize("forged", [FORGED, "no record", "[]", json.dumps({"record": "{}", "mac": ""})])
+def test_a_claim_that_is_not_signed_does_not_take_a_nodes_place(forged: str):
+    with held_ports(1) as (port,):
+        node_0 = Rendezvous(first(port, secret=SECRET))
+        node_0._open()
+        put(port, "node/1", forged)
+        put(port, "ranks", json.dumps({"record": '{"first": [0, 1, 2], "hosts": [], "nonces": []}', "mac": ""}))
+        node_0._claim()
+        assert node_0._claims().keys() == {0} and node_0._refused == {1}
+        put(port, "node/1", forged)  # again, before the node that it stands for has come
+        threading.Thread(target=node_0._give_out).start()
+        ((_, agreed),) = join(second(port, secret=SECRET))
+        assert isinstance(agreed, RendezvousResult) and agreed.hosts == (socket.gethostname(),) * 2
+
+
+def test_a_stranger_alone_is_refused_in_words():
+    with held_ports(1) as (port,):
+        node_0 = Rendezvous(first(port, secret=SECRET, timeout_seconds=0))
+        node_0._open()
+        put(port, "node/1", FORGED)
+        node_0._claim()
+        with pytest.raises(RendezvousError) as error:
+            node_0._give_out()
+        assert error.value.facts == {"nodes": [1], "refused": [1]}
+
+
+@pytest.mark.parametrize("secrets", [(SECRET, SECRET + "!"), (SECRET, ""), ("", SECRET)])
+def test_nodes_that_do_not_share_a_secret_do_not_meet(secrets: tuple[str, str]):
+    with held_ports(1) as (port,):
+        Rendezvous(first(port, secret=secrets[0]))._open()
+        node_0 = Rendezvous(first(port, secret=secrets[0]))
+        node_0._open()
+        ((_, error),) = join(second(port, secret=secrets[1]))
+        assert (error.kind, error.facts) == ("other_secret", {"port": port.number, "host": socket.gethostname()})
+
+
+def test_an_answer_of_an_earlier_launch_is_not_one():
+    """A stranger gives out again what node 0 signed before: the claim that it answers had another nonce."""
+    claim = Claim(host="here", processes=2, pid=1, nonce="new")
+    ranks = Ranks(first=[0, 2, 4], hosts=["here", "here"], nonces=["a", "new"])
+    assert ranks.answers(claim, 1, 2)
+    assert not ranks.answers(claim.model_copy(update={"nonce": "old"}), 1, 2)
+    assert not ranks.answers(claim, 1, 3)
+    assert not ranks.model_copy(update={"first": [0, 4, 2]}).answers(claim, 1, 2)
+    assert not ranks.model_copy(update={"first": [0, 2, 5]}).answers(claim, 1, 2), "it has two processes"
+
+
+@pytest.mark.parametrize(
+    ("key", "launch", "secret"), [("node/2", "a/1", SECRET), ("node/1", "a/2", SECRET), ("node/1", "a/1", "another")]
+)
+def test_a_signature_is_for_its_place(key: str, launch: str, secret: str):
+    sealed = seal(Decision(restart=True), key="node/1", launch="a/1", secret=SECRET).encode()
+    assert unseal(sealed, Decision, key="node/1", launch="a/1", secret=SECRET).restart
+    with pytest.raises(NotSigned):
+        unseal(sealed, Decision, key=key, launch=launch, secret=secret)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (Ended, '{"exit_code": "1", "rank": 0}'),
+        (Ended, '{"exit_code": 100000, "rank": 0}'),
+        (Claim, '{"host": "\\u001b[2J", "processes": 1, "pid": 1, "nonce": "n"}'),
+        (Claim, '{"host": "h", "processes": 1000000000, "pid": 1, "nonce": "n"}'),
+        (Claim, '{"host": "h", "processes": 1, "pid": 1, "nonce": "n", "more": 1}'),
+        (Ranks, '{"first": [], "hosts": [], "nonces": []}'),
+        (Decision, "[" * 100_000),
+        (Decision, '"' + "x" * (2 << 20) + '"'),
+    ],
+)
+def test_records_of_another_form_are_none(kind: type[Record], text: str):
+    for raw in (json.dumps({"record": text, "mac": ""}), text):
+        with pytest.raises(ValueError):
+            unseal(raw.encode(), kind, key="k", launch="", secret="")
 
 
 def test_nodes_know_of_one_another_and_of_a_lost_heartbeat():

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from finetune.commands.monitor import command as monitor
 from finetune.commands.monitor.dashboard import STEP_NUMBERS, Dashboard, Machine
 from finetune.errors import StateError
 from finetune.runs import event_texts
+from finetune.runs import reader as runs_reader
 from finetune.runs.console_lines import parse_console_line, plain_text
 from finetune.runs.event_texts import format_duration
 from finetune.runs.line_follower import LineFollower
@@ -39,6 +41,7 @@ from finetune.runs.text_chart import averaged, bar, sparkline, text_chart, value
 from finetune.runtime.host import HostMeter, HostUse
 from finetune.runtime.language import _, speaking
 from finetune.runtime.smi import SmiDevice, SmiReport
+from finetune.storage.run_lock import RunLock
 
 FROZEN = ROOT / "tests" / "frozen" / "monitor.txt"
 GIB = 1 << 30
@@ -211,6 +214,12 @@ def test_a_killed_run_is_told_from_a_running_one(tmp_path: Path):
     assert open_run(folder).poll().state == "running", "from here that cannot be known"
     sign(folder, os.getpid(), since=1_000_000_000.0)
     assert open_run(folder).poll().state == "vanished", "the id is a younger process's"
+    with RunLock(folder):  # signs with boot and ticks: a step of the clock changes nothing
+        signed = json.loads((folder / ".lock").read_text())
+        (folder / ".lock").write_text(json.dumps({**signed, "since": "2001-09-09T01:46:40+00:00"}))
+        assert open_run(folder).poll().state == "running"
+        (folder / ".lock").write_text(json.dumps({**signed, "start_ticks": signed["start_ticks"] + 1}))
+        assert open_run(folder).poll().state == "vanished"
 
 
 def test_broken_files_of_a_run_do_no_harm(tmp_path: Path):
@@ -300,6 +309,37 @@ def test_a_console_that_is_rotated_and_cut_is_followed(tmp_path: Path):
     with open(path, "a") as file:
         file.write("[ERROR] the disk is full\n")
     assert reader.poll().state == "failed"
+
+
+def test_of_a_large_console_its_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What is read of it is in memory at once."""
+    monkeypatch.setattr(runs_reader, "CONSOLE_BYTES", 1 << 20)
+    path = tmp_path / "console.log"
+    say = "[INFO] step {}/100  loss {}  1,000 tok/s  ETA 0:30\n".format
+    path.write_text(say(1, 3.0))
+    os.truncate(path, 32 << 20)
+    with open(path, "a") as file:
+        file.write("\n" + say(2, 2.0))
+    tracemalloc.start()
+    reader = open_run(None, path)
+    assert reader.poll().values("loss") == [(2, 2.0)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * runs_reader.CONSOLE_BYTES
+    with open(path, "a") as file:
+        file.write(say(3, 1.0))
+    assert reader.poll().values("loss") == [(2, 2.0), (3, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("last_bytes", "lines"), [(1, []), (3, []), (4, [b"ccc"]), (5, [b"ccc"]), (8, [b"bbb", b"ccc"])]
+)
+def test_the_last_lines_are_whole_ones(last_bytes: int, lines: list[bytes], tmp_path: Path):
+    (tmp_path / "log").write_bytes(b"aaa\nbbb\nccc\n")
+    follower = LineFollower(tmp_path / "log", last_bytes)
+    assert follower.poll() == (False, lines)
+    (tmp_path / "log").write_bytes(b"new\n")
+    assert follower.poll().restarted
 
 
 def test_a_step_log_by_itself_is_read_too(tmp_path: Path):

@@ -11,11 +11,13 @@ from finetune.commands.launch.launch_spec import LaunchSpec
 from finetune.commands.launch.log import LaunchLog
 from finetune.commands.launch.supervise import Supervisor
 from finetune.runtime.nodes import Nodes
-from finetune.runtime.ports import hold_port
+from finetune.runtime.ports import LOOPBACK, hold_port
 from finetune.storage.launch_record import LaunchRecord
 
 folder, what, processes = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-held = hold_port(None, loopback=True)
+if what == "no-agent":
+    sys.executable = "/bin/false"  # what starts the workers ends before it has read a word
+held = hold_port(None, address=LOOPBACK)
 spec = LaunchSpec(
     module="worker",
     flags=(str(folder), what),
