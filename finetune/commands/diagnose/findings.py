@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from finetune.commands.diagnose.log_evidence import Evidence, LogEvidence
@@ -19,6 +19,8 @@ CLOCK_SLACK_SECONDS = 10.0
 ORDER_SLACK_LINES = 400
 # Logged steps after which a process is taken to have survived an error.
 SURVIVED_STEPS = 3
+# What the machine said longer ago than this did not bring about what failed now.
+STALE_SECONDS = 2 * 3600.0
 EVIDENCE_LINES = 6
 EVIDENCE_CHARACTERS = 400
 WEAK_CONFIDENCE = 0.5
@@ -88,19 +90,27 @@ def _standing(log: LogEvidence) -> list[Evidence]:
     return [
         evidence
         for number, evidence in enumerate(log.evidence)
-        if evidence.symptom.lasting
-        or (number >= log.finished and log.steps - evidence.line.steps_before < SURVIVED_STEPS)
+        if not _survived(evidence, log.steps) and (evidence.symptom.lasting or number >= log.finished)
     ]
 
 
+def _survived(evidence: Evidence, steps: Mapping[int | None, int]) -> bool:
+    """Whether training went on: in that process if it logs steps, otherwise in any."""
+    rank, before = evidence.line.rank, evidence.line.steps_before
+    ranks = [rank] if rank in steps else list(steps)
+    return any(steps[logging] - before.get(logging, 0) >= SURVIVED_STEPS for logging in ranks)
+
+
 def _groups(evidence: Sequence[Evidence]) -> list[_Group]:
-    counts = Counter[int]()
+    counts, values = Counter[int](), defaultdict[int, set[str]](set)
     for piece in evidence:
         counts[id(piece.symptom)] += piece.count
+        values[id(piece.symptom)].add(piece.values.get(piece.symptom.differs, "").lower())
     by_cause: dict[str, list[Evidence]] = {}
     for piece in evidence:
-        if counts[id(piece.symptom)] >= piece.symptom.at_least:
-            by_cause.setdefault(piece.symptom.cause, []).append(piece)
+        symptom, number = piece.symptom, id(piece.symptom)
+        if counts[number] >= symptom.at_least and (not symptom.differs or len(values[number]) > 1):
+            by_cause.setdefault(symptom.cause, []).append(piece)
     return [_Group(pieces) for pieces in by_cause.values()]
 
 
@@ -112,12 +122,26 @@ def _order(evidence: Evidence) -> tuple[float, int]:
 def _explains(root: _Group, other: _Group) -> bool:
     if root is other or root.cause in other.first.symptom.explains:
         return False
+    if {root.kind, other.kind} == {Kind.VAGUE, Kind.UNEXPLAINED}:
+        return _earlier(root.first, other.first)
     nearer = root.kind < other.kind or other.cause in root.first.symptom.explains
     return nearer and _not_later(root.first, other.first)
 
 
+def _earlier(first: Evidence, second: Evidence) -> bool:
+    one, two = first.line, second.line
+    if one.source == two.source and (one.rank == two.rank or one.seconds == two.seconds):
+        return one.number < two.number
+    return _order(first) < _order(second)
+
+
 def _not_later(first: Evidence, second: Evidence) -> bool:
     one, two = first.line, second.line
+    if first.symptom.kind == Kind.MACHINE and one.seconds is not None and two.seconds is not None:
+        if two.seconds - one.seconds > STALE_SECONDS:
+            return False
+    if first.symptom.reported_late and one.source == two.source:
+        return True
     if one.source == two.source and one.rank == two.rank and first.symptom.kind == Kind.UNEXPLAINED:
         return one.number <= two.number
     if one.seconds is not None and two.seconds is not None:

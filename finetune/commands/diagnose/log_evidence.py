@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from finetune.commands.diagnose.log_facts import FACT_WORDS, facts_in
 from finetune.commands.diagnose.log_reading import LineKind, LogFile, LogLine
-from finetune.commands.diagnose.symptoms.base import Symptom
+from finetune.commands.diagnose.symptoms.base import Kind, Symptom
 from finetune.commands.diagnose.symptoms.rules import ENDED_BADLY, EXPLAINED_BY_RUN, SYMPTOMS, UNEXPLAINED
 
 # Of one symptom on one rank in one attempt the first lines are kept and the others counted.
@@ -39,13 +40,13 @@ class LogEvidence:
     Attributes:
         evidence: in the order of the log.
         facts: settings and sizes that the log mentions: the run's own numbers.
-        steps: logged training steps.
+        steps: logged training steps, by rank.
         finished: how many of `evidence` came before the run reported that it was done.
     """
 
     evidence: list[Evidence] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
-    steps: int = 0
+    steps: Mapping[int | None, int] = field(default_factory=dict)
     finished: int = 0
 
 
@@ -64,7 +65,7 @@ _LEAVES_BOILERPLATE = re.compile(
     r"^\s+TraceBack |^\[?(?:ERROR|INFO|WARNING|W|E)\b|^\[PID: |^E[A-Z0-9]\d\d\d\d\b|^\S*Error\b|^Traceback "
 )
 _QUIET_LEVEL = re.compile(
-    r"\[(?:INFO|DEBUG|WARNING|SUCCESS|NOTICE|TRACE)\]|\bNCCL INFO\b|[ |](?:INFO|WARNING|DEBUG) *(?:-|\|)"
+    r"^\[?[IWD]\d{3,4} \d\d:\d\d:|\[(?:INFO|DEBUG|WARNING|SUCCESS|NOTICE|TRACE)\]|\bNCCL INFO\b|[ |](?:INFO|WARNING|DEBUG) *(?:-|\|)"
     r"|^(?:INFO|WARNING|DEBUG)[: ]|\b\w*Warning: |(?i:\bwarning: )|\[warn\]"
     r"|retry loop|will retry|[Rr]etrying\b"
 )
@@ -73,7 +74,7 @@ _EXCEPTION = re.compile(
 )
 # Exceptions that end a process because something else did.
 _CASCADE_EXCEPTIONS = re.compile(
-    r"(?:ChildFailedError|SignalException|KeyboardInterrupt|SystemExit|BrokenPipeError|GeneratorExit|ProcessExitedException"
+    r"(?:ChildFailedError|SignalException|SystemExit|BrokenPipeError|GeneratorExit|ProcessExitedException"
     r"|CalledProcessError|ProcessRaisedException)(?::|$)|The Inner error is reported as above"
     r"|(?:NPU|HCCL|OPS|GRAPH) function error|HCCL error in|ACL stream synchronize failed"
 )
@@ -86,10 +87,31 @@ _FAILURE = re.compile(
     r"|exits with return code = -?[1-9]|\bERR\d\d\d\d\d\b|\bE[A-Z0-9]\d\d\d\d(?::|\))|failed \(exitcode: -?[1-9]"
 )
 
+# Ended by the launcher because another process had failed: no news.
+_FORCED_KILL = re.compile(r"process (?P<pid>\d+) via \S+, forcefully exiting via \S*SIGKILL")
+# Training data, prompts and generated text speak of anything.
+_CHAT_BEGINS = re.compile(r"<\|(?:im_start|start_header_id|user|system)\|>|\[INST\]|<start_of_turn>")
+_CHAT_ENDS = re.compile(r"<\|(?:im_end|eot_id|endoftext|end)\|>|\[/INST\]|<end_of_turn>|</s>")
+CHAT_LINES = 60
+_DATA = re.compile(
+    r"""^\W*(?:["']?(?:instruction|input|output|prompt|completion|response|question|answer|content|text|messages"""
+    r"""|conversations?|generated(?: text)?|generation|prediction|reference|target|sample|example|user|assistant|human)"""
+    r"""(?: ?#?\d+)?["']?) ?(?::|=|\|).*\w|"(?:role|messages|conversations|instruction)": """,
+    re.IGNORECASE,
+)
+# A log without any of these is another program's: what its lines say of disks and connections is not about a run.
+_RUN = re.compile(
+    r"(?i:torch|cuda|nccl|hccl|\bnpu|gpu|ascend|deepspeed|accelerate|transformers|tokenizer|safetensors|huggingface|wandb"
+    r"|python|finetune|pytorch|\brank|slurm|srun|\bloss|epoch|DataLoader|gloo|c10d|xla|mpirun|sbatch)"
+    r"|Traceback \(most recent|\.py\b|\bERR\d{5}\b|\[Errno \d|(?<!\w)E[A-Z0-9]\d{4}\b|\b_?[A-Z]\w*Error\b|OOMKilled|std::bad_alloc"
+    r"|^\[(?:ERROR|WARNING|INFO)\] |^the run\b|^(?:ba|z)?sh: |exitcode|oom-kill|^(?:\S+: line \d+: +)?\d* ?Killed\b|NVRM|Segmentation fault|GLIBC"
+)
+_FOREIGN = re.compile(r"^\s+at [\w.$]+\(|^(?:Caused by: )?java[x.]|\bnpm (?:ERR|error)|nginx|mysqld|postgres|sshd|httpd|\[error\] \d+#\d+:")
 
 # What tells how to read other lines.
 _STRUCTURE = (
     *(_FRAME, _BOILERPLATE, _FINISHED, _RESTART, _SUMMARY_RANK, _IGNORED, _DIAGNOSIS_TITLE),
+    *(_FORCED_KILL, _CHAT_BEGINS, _CHAT_ENDS),
     re.compile(f"TraceBack|^{_OWN_WHERE}|^{_OWN_FIX}"),
 )
 
@@ -101,14 +123,17 @@ class _Process:
         self.in_frame = self.in_boilerplate = self.ignored = False
         self.last: Evidence | None = None  # what a following where or fix belongs to
         self.failed = False  # a failure of this process in this attempt was seen
+        self.chat_until = 0  # the line up to which a conversation is quoted
 
 
 def scan_log(file: LogFile) -> LogEvidence:
     """All that a log tells. Raises OSError where it cannot be read."""
     scan = _Scan()
-    for line in file.lines(line_kind):
+    for line in file.lines(scan.kind_of):
         scan.take(line)
     scan.found.steps = file.steps
+    if not scan.of_a_run:
+        scan.found.evidence.clear()
     return scan.found
 
 
@@ -117,17 +142,30 @@ class _Scan:
 
     def __init__(self) -> None:
         self.found = LogEvidence()
-        self._processes: dict[int | None, _Process] = defaultdict(_Process)
-        self._kept: dict[tuple[int, int | None, int], list[Evidence]] = defaultdict(list)
+        self.of_a_run = False
+        self._processes: dict[tuple[str, int | None], _Process] = defaultdict(_Process)
+        self._kept: dict[tuple[object, ...], list[Evidence]] = defaultdict(list)
+        self._killed_by_launcher: set[str] = set()
         self._attempt = 0
         self._summary_rank: int | None = None
         self._in_diagnosis = False
 
+    def kind_of(self, text: str) -> LineKind:
+        """Which lines to take; notes whether any is of a run."""
+        kind = line_kind(text)
+        if not self.of_a_run:
+            self.of_a_run = kind == "step" or bool(_RUN.search(text) and not _FOREIGN.search(text))
+        return kind
+
     def take(self, line: LogLine) -> None:
         """Take what a line tells."""
-        text, process = line.text, self._processes[line.rank]
+        text, process = line.text, self._processes[line.node, line.rank]
+        if _is_data(process, line):
+            return
         for name, value in facts_in(text).items():
             self.found.facts.setdefault(name, value)
+        if forced := _FORCED_KILL.search(text):
+            self._killed_by_launcher.add(forced["pid"])
         quoted = self._in_diagnosis and _DIAGNOSIS_LINE.match(text)
         self._in_diagnosis = bool(quoted or _DIAGNOSIS_TITLE.match(text))
         if self._in_diagnosis:
@@ -154,6 +192,8 @@ class _Scan:
             # A trailing _ lets several alternatives of one pattern name the same value.
             values = {name.rstrip("_"): value for name, value in match.groupdict().items() if value is not None}
             process.ignored = False
+            if symptom.kind == Kind.KILLED and values.get("pid") in self._killed_by_launcher:
+                symptom, values = ENDED_BADLY, {}
         elif not quiet and _is_failure(text):
             exception = _EXCEPTION.match(text)
             if exception and process.ignored:
@@ -171,9 +211,15 @@ class _Scan:
         evidence.values.setdefault("line", evidence.line.text.strip())
         if rank is not None:
             evidence.values.setdefault("rank", str(rank))
-        kept = self._kept[id(evidence.symptom), evidence.line.rank, evidence.attempt]
+        symptom, line = evidence.symptom, evidence.line
+        kept = self._kept[id(symptom), line.node, line.rank, evidence.attempt, evidence.values.get(symptom.differs)]
         if len(kept) >= KEPT_LINES:
-            kept[-1].count += 1
+            last = kept[-1]
+            last.count += 1
+            if line.steps_before != last.line.steps_before:  # what was got over before has come back
+                last.line = line
+                self.found.evidence.remove(last)
+                self.found.evidence.append(last)
             return
         kept.append(evidence)
         self.found.evidence.append(evidence)
@@ -191,6 +237,16 @@ def _add_error_detail(process: _Process, text: str) -> None:
     if name == "error_fix" and own and last.symptom in (UNEXPLAINED, ENDED_BADLY):
         last.symptom = EXPLAINED_BY_RUN
         last.values.setdefault("error", own["error"])
+
+
+def _is_data(process: _Process, line: LogLine) -> bool:
+    """Whether the line quotes training data or generated text rather than reporting anything."""
+    within = line.number <= process.chat_until
+    if _CHAT_ENDS.search(line.text):
+        process.chat_until = 0
+    if (begins := list(_CHAT_BEGINS.finditer(line.text))) and not _CHAT_ENDS.search(line.text, begins[-1].end()):
+        process.chat_until = line.number + CHAT_LINES
+    return within or bool(begins) or _DATA.search(line.text) is not None
 
 
 def _relevant_part(process: _Process, text: str) -> str:
@@ -219,10 +275,10 @@ def line_kind(text: str) -> LineKind:
 
 
 def _matching_symptom(text: str) -> tuple[Symptom, re.Match[str]] | None:
-    """The rule that is nearest to the root and the surest."""
+    """The surest rule; of several the nearest to the root."""
     lowered = text.lower()
     matches = [(s, match) for s in SYMPTOMS if (match := s.match(text, lowered)) is not None]
-    return min(matches, key=lambda pair: (pair[0].kind, -pair[0].confidence), default=None)
+    return min(matches, key=lambda pair: (-pair[0].confidence, pair[0].kind), default=None)
 
 
 def _is_failure(text: str) -> bool:

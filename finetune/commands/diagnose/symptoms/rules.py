@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from finetune.commands.diagnose.symptoms import ascend, cuda, data, deepspeed, environment, memory, model, network
+from finetune.commands.diagnose.symptoms import (
+    ascend,
+    cann,
+    cuda,
+    data,
+    deepspeed,
+    environment,
+    hccl,
+    memory,
+    model,
+    network,
+    processes,
+)
 from finetune.commands.diagnose.symptoms.base import Kind, Symptom
 from finetune.runtime.language import N_
 
-_GROUPS = (memory, network, ascend, cuda, data, model, deepspeed, environment)
+_GROUPS = (memory, network, processes, ascend, hccl, cann, cuda, data, model, deepspeed, environment)
 SYMPTOMS: tuple[Symptom, ...] = tuple(symptom for group in _GROUPS for symptom in group.SYMPTOMS)
 
 _EXPLANATION = N_("The run failed[[ on rank {rank}]], and no rule knows this message: {line}")
