@@ -124,8 +124,20 @@ def _explains(root: _Group, other: _Group) -> bool:
         return False
     if {root.kind, other.kind} == {Kind.VAGUE, Kind.UNEXPLAINED}:
         return _earlier(root.first, other.first)
+    if {root.kind, other.kind} == {Kind.PEER_LOST, Kind.TIMEOUT} and _in_order(root.first, other.first):
+        return _earlier(root.first, other.first)
     nearer = root.kind < other.kind or other.cause in root.first.symptom.explains
     return nearer and _not_later(root.first, other.first)
+
+
+def _in_order(first: Evidence, second: Evidence) -> bool:
+    """Whether it can be told which of the two came first."""
+    if first.symptom.reported_late or second.symptom.reported_late:
+        return False
+    one, two = first.line, second.line
+    if one.source == two.source:
+        return True
+    return one.seconds is not None and two.seconds is not None and abs(one.seconds - two.seconds) > CLOCK_SLACK_SECONDS
 
 
 def _earlier(first: Evidence, second: Evidence) -> bool:
@@ -144,6 +156,8 @@ def _not_later(first: Evidence, second: Evidence) -> bool:
         return True
     if one.source == two.source and one.rank == two.rank and first.symptom.kind == Kind.UNEXPLAINED:
         return one.number <= two.number
+    if one.source == two.source and one.number < two.number:
+        return True  # whatever clocks their programs print
     if one.seconds is not None and two.seconds is not None:
         return one.seconds <= two.seconds + CLOCK_SLACK_SECONDS
     return one.source != two.source or one.number <= two.number + ORDER_SLACK_LINES

@@ -106,7 +106,7 @@ _RUN = re.compile(
     r"|Traceback \(most recent|\.py\b|\bERR\d{5}\b|\[Errno \d|(?<!\w)E[A-Z0-9]\d{4}\b|\b_?[A-Z]\w*Error\b|OOMKilled|std::bad_alloc"
     r"|^\[(?:ERROR|WARNING|INFO)\] |^the run\b|^(?:ba|z)?sh: |exitcode|oom-kill|^(?:\S+: line \d+: +)?\d* ?Killed\b|NVRM|Segmentation fault|GLIBC"
 )
-_FOREIGN = re.compile(r"^\s+at [\w.$]+\(|^(?:Caused by: )?java[x.]|\bnpm (?:ERR|error)|nginx|mysqld|postgres|sshd|httpd|\[error\] \d+#\d+:")
+_FOREIGN = re.compile(r"^\s+at [\w.$]+\(|\bjavax?\.\w|\bnpm (?:ERR|error)|nginx|mysqld|postgres|sshd|httpd|\[error\] \d+#\d+:")
 
 # What tells how to read other lines.
 _STRUCTURE = (
@@ -199,12 +199,18 @@ class _Scan:
             if exception and process.ignored:
                 process.ignored = False
                 return
-            cascade = process.failed or _CASCADE_EXCEPTIONS.search(text) or not (exception or _OWN_ERROR.match(text))
+            torn = process.last is not None and process.last.symptom is UNEXPLAINED and _continues(line, process.last.line)
+            cascade = (process.failed and not torn) or _CASCADE_EXCEPTIONS.search(text) or not (exception or _OWN_ERROR.match(text))
             symptom, values = ENDED_BADLY if cascade else UNEXPLAINED, {}
         else:
             return
         process.failed = True
         self._keep(process, Evidence(symptom, line, values, self._attempt))
+
+    def _drop_torn(self, last: Evidence | None, line: LogLine) -> None:
+        """Drop an error that was only the beginning of this line, written twice by processes that share the log."""
+        if last is not None and last.symptom is UNEXPLAINED and _continues(line, last.line) and last in self.found.evidence:
+            self.found.evidence.remove(last)
 
     def _keep(self, process: _Process, evidence: Evidence) -> None:
         rank = evidence.line.rank if self._summary_rank is None else self._summary_rank
@@ -212,6 +218,7 @@ class _Scan:
         if rank is not None:
             evidence.values.setdefault("rank", str(rank))
         symptom, line = evidence.symptom, evidence.line
+        self._drop_torn(process.last, line)
         kept = self._kept[id(symptom), line.node, line.rank, evidence.attempt, evidence.values.get(symptom.differs)]
         if len(kept) >= KEPT_LINES:
             last = kept[-1]
@@ -224,6 +231,10 @@ class _Scan:
         kept.append(evidence)
         self.found.evidence.append(evidence)
         process.last = evidence
+
+
+def _continues(line: LogLine, piece: LogLine) -> bool:
+    return len(piece.text) < len(line.text) and line.text.startswith(piece.text.rstrip())
 
 
 def _add_error_detail(process: _Process, text: str) -> None:

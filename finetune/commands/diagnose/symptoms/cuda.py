@@ -53,7 +53,6 @@ SYMPTOMS = (
             r"Connect to (?P<peer>\S+) failed ?: (?:Software caused connection abort|Connection (?:refused|timed out)|No route to "
             r"host|Network is unreachable)",
             r"Call to connect (?:to (?P<peer>\S+) )?(?:returned|failed|timeout).*(?:No route to host|timed out|unreachable|refused)",
-            r"No route to host|\bEHOSTUNREACH\b|errno: 113|\[Errno 113\]|Host is unreachable|\bENETUNREACH\b",
             r"connect\S* (?:to )?\[?(?P<peer>(?:\d{1,3}\.){3}\d+\S*?)\]?:? .{0,20}(?:Connection timed out|Network is unreachable)",
         ),
         N_(
@@ -65,6 +64,20 @@ SYMPTOMS = (
         confidence=0.8,
         source="NCCL, gloo, torch c10d, Linux",
         explains=("nccl_version_or_system", "rendezvous_timeout", "collective_timeout", "peer_died"),
+    ),
+    Symptom(
+        "nccl_network_interface",
+        (
+            r"(?:(?P<peer>(?:\d{1,3}\.){3}\d+)\S*.{0,80})?(?:No route to host|Host is unreachable|Network is unreachable)",
+            r"\bE(?:HOST|NET)UNREACH\b|errno: 11?3\b|\[Errno 113\]",
+        ),
+        N_("There is no way through the network to another process[[ at {peer}]]: a firewall, a missing route, a wrong interface, or its machine is down."),
+        _INTERFACE_FIX,
+        more_fix=N_("From this machine `ping[[ {peer}]]`, `ip route get[[ {peer}]]` and `nc -vz[[ {peer}]] PORT` show where it ends."),
+        kind=Kind.VAGUE,
+        confidence=0.9,
+        source="Linux",
+        explains=("nccl_version_or_system", "rendezvous_timeout", "collective_timeout"),
     ),
     Symptom(
         "nccl_version_or_system",

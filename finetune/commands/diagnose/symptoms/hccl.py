@@ -210,7 +210,8 @@ SYMPTOMS = (
             "on the switch (flow control, PFC); HCCL_RDMA_TIMEOUT and HCCL_RDMA_RETRY_CNT bridge short interruptions."
         ),
         kind=Kind.PEER_LOST,
-        confidence=0.8,
+        reported_late=True,
+        confidence=0.87,
         source=SOURCE,
         explains=("peer_died",),
     ),
@@ -253,7 +254,8 @@ SYMPTOMS = (
             "one-off, start the same command again: the run resumes from its last checkpoint."
         ),
         kind=Kind.PEER_LOST,
-        confidence=0.78,
+        reported_late=True,
+        confidence=0.86,
         in_warnings=True,
         source=SOURCE,
         restart_cures=True,
