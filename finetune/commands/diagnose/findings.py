@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from finetune.commands.diagnose.log_evidence import Evidence, LogEvidence
 from finetune.commands.diagnose.log_facts import with_next_values
@@ -69,6 +69,7 @@ def rank_findings(logs: Sequence[LogEvidence], facts: dict[str, str] | None = No
     """
     known = {name: value for log in reversed(logs) for name, value in log.facts.items()} | (facts or {})
     standing = [e for log in logs for e in _standing(log)]
+    _give_first_times(standing)
     last = [e for e in standing if e.attempt == max(o.attempt for o in standing if o.line.source == e.line.source)]
     groups = _groups(last)
     if groups and all(group.kind > Kind.UNEXPLAINED for group in groups):
@@ -82,6 +83,17 @@ def rank_findings(logs: Sequence[LogEvidence], facts: dict[str, str] | None = No
         known_roots = {finding.cause for finding in findings} | {UNEXPLAINED.cause}
         findings[0].consequences = sorted({group.cause for group in groups} - known_roots)
     return findings
+
+
+def _give_first_times(evidence: Sequence[Evidence]) -> None:
+    """Lines before the first time in their log get that one."""
+    firsts: dict[str, float] = {}
+    for piece in evidence:
+        if piece.line.seconds is not None:
+            firsts.setdefault(piece.line.source, piece.line.seconds)
+    for piece in evidence:
+        if piece.line.seconds is None and piece.line.source in firsts:
+            piece.line = replace(piece.line, seconds=firsts[piece.line.source])
 
 
 def _standing(log: LogEvidence) -> list[Evidence]:

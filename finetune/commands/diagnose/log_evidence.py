@@ -88,6 +88,7 @@ _FAILURE = re.compile(
 )
 
 # Ended by the launcher because another process had failed: no news.
+_CHAINED = re.compile(r"^(?:During handling of the above exception|The above exception was the direct cause)")
 _FORCED_KILL = re.compile(r"process (?P<pid>\d+) via \S+, forcefully exiting via \S*SIGKILL")
 # Training data, prompts and generated text speak of anything.
 _CHAT_BEGINS = re.compile(r"<\|(?:im_start|start_header_id|user|system)\|>|\[INST\]|<start_of_turn>")
@@ -111,7 +112,7 @@ _FOREIGN = re.compile(r"^\s+at [\w.$]+\(|\bjavax?\.\w|\bnpm (?:ERR|error)|nginx|
 # What tells how to read other lines.
 _STRUCTURE = (
     *(_FRAME, _BOILERPLATE, _FINISHED, _RESTART, _SUMMARY_RANK, _IGNORED, _DIAGNOSIS_TITLE),
-    *(_FORCED_KILL, _CHAT_BEGINS, _CHAT_ENDS),
+    *(_FORCED_KILL, _CHAINED, _CHAT_BEGINS, _CHAT_ENDS),
     re.compile(f"TraceBack|^{_OWN_WHERE}|^{_OWN_FIX}"),
 )
 
@@ -123,6 +124,7 @@ class _Process:
         self.in_frame = self.in_boilerplate = self.ignored = False
         self.last: Evidence | None = None  # what a following where or fix belongs to
         self.failed = False  # a failure of this process in this attempt was seen
+        self.chained: Evidence | None = None  # an unknown error that the next one is said to come from
         self.chat_until = 0  # the line up to which a conversation is quoted
 
 
@@ -179,6 +181,8 @@ class _Scan:
             self._summary_rank = int(match["rank"])
         elif text.startswith((_OWN_WHERE, _OWN_FIX)):
             _add_error_detail(process, text)
+        elif _CHAINED.match(text):
+            process.chained = process.last if process.last and process.last.symptom is UNEXPLAINED else None
         elif _IGNORED.match(text):
             process.ignored = True
         elif text := _relevant_part(process, text):
@@ -192,6 +196,8 @@ class _Scan:
             # A trailing _ lets several alternatives of one pattern name the same value.
             values = {name.rstrip("_"): value for name, value in match.groupdict().items() if value is not None}
             process.ignored = False
+            if process.chained in self.found.evidence:
+                self.found.evidence.remove(process.chained)
             if symptom.kind == Kind.KILLED and values.get("pid") in self._killed_by_launcher:
                 symptom, values = ENDED_BADLY, {}
         elif not quiet and _is_failure(text):

@@ -95,7 +95,23 @@ SYMPTOMS = (
     Symptom(
         "npu_op_exception",
         (
-            returned(r"507\d\d\d") + "|" + returned("361001") + "|" + returned(r"1070\d\d") + "|" + returned(r"500\d\d\d"),
+            returned(r"507\d\d\d") + "|" + returned("361001") + "|" + returned(r"1070(?!2[23])\d\d") + "|" + returned(r"500\d\d\d"),
+        ),
+        N_("A call into CANN failed[[ on rank {rank}]]; the number tells the part, not the reason."),
+        N_(
+            "Look the number up in CANN's table of return codes (1xxxxx: wrong argument or order of calls, 2xxxxx: resources, "
+            "5xxxxx: the device or the driver), and read the lines after it."
+        ),
+        more_fix=_PLOG_FIX,
+        kind=Kind.VAGUE,
+        confidence=0.56,
+        in_warnings=True,
+        source=SOURCE,
+    ),
+    Symptom(
+        "npu_op_exception",
+        (
+            returned(r"1070\d\d"),
             cann(r"EE1\d{3}", r"EE4\d{3}", r"EH0\d{3}", r"EZ0\d{3}", r"EZ2\d{3}", r"EZ3\d{3}", r"EZ9\d{3}", r"EL0\d{3}"),
             cann(*(rf"E{module}\d{{3}}(?=: |\)|  )" for module in (10, 11, 12, 13, 20, 21, 30, 39, 40, 76, 80))),
             r"\bERR0[0-4](?:00[457]|100|300)\b",

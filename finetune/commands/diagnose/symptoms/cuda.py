@@ -139,7 +139,7 @@ SYMPTOMS = (
         (
             r"Torch not compiled with (?P<wanted>CUDA|ROCm|XPU|MPS) enabled|device type '?(?P<wanted_>cuda|xpu)'? is not available",
             r"doesn't have (?P<wanted>NCCL|XCCL|MPI|UCC|GLOO) built[ -]?in|(?P<wanted_>NCCL|nccl) is not available",
-            r"(?:[Uu]nknown|[Ii]nvalid|[Uu]nsupported) (?:c10d )?backend(?: type| name)?:? ?['\"]?(?P<wanted>nccl|rccl|xccl|mpi|gloo|ucc)",
+            r"(?:[Uu]nknown|[Ii]nvalid|[Uu]nsupported) (?:c10d )?backend(?: type| name)?:? ?['\"]*(?P<wanted>nccl|rccl|xccl|mpi|gloo|ucc)",
             r"[Dd]evice string: ?'?(?P<wanted>[a-z]+)|device type at start of device string: (?P<wanted_>(?!npu)\w+)",
             r"[Bb]ackend '?(?P<wanted>\w+)'? (?:is )?not (?:found|supported|available|registered)|PyTorch is not (?:linked|built) with support for (?P<wanted_>\w+)",
             r"No backend type associated with device type (?P<wanted>\w+)|Attempting to deserialize object on a (?P<wanted_>CUDA) device but",
@@ -182,7 +182,7 @@ SYMPTOMS = (
         (
             r"uncorrectable (?:NVLink )?(?:ECC )?error|[Dd]ouble[- ][Bb]it ECC",
             r"NVRM: Xid \([^)]*\): (?P<xid>(?!(?:8|13|31|32|43|45|68|69|109)\b)\d+)",
-            r"GPU has fallen off the bus|GPU is lost|NVLink.{0,40}(?:fatal|error)|Unable to determine the device handle for GPU",
+            r"fallen off the bus|GPU is lost|RmInitAdapter failed|NVLink.{0,40}(?:fatal|error)|Unable to determine the device handle for GPU",
             r"CUDA error: hardware stack error|CUDA_ERROR_(?:ECC_UNCORRECTABLE|NVLINK_UNCORRECTABLE|HARDWARE_STACK_ERROR)",
             r"GPU requires reset|(?:AER|PCIe Bus Error): .*(?:[Uu]ncorrect|[Ff]atal).*(?:NVRM|nvidia|GPU)?",
         ),
@@ -199,7 +199,7 @@ SYMPTOMS = (
         (
             r"an illegal memory access was encountered|CUDA_ERROR_(?:ILLEGAL_ADDRESS|LAUNCH_FAILED|MISALIGNED_ADDRESS)",
             r"NVRM: Xid \([^)]*\): (?P<xid>\d+)",
-            r"CUDA error: (?:unspecified launch failure|misaligned address|an illegal instruction|invalid program counter)",
+            r"CUDA error: (?:unspecified launch failure|misaligned address|an illegal instruction|invalid program counter|unknown error)",
             r"(?:CUBLAS|CUDNN|CUSOLVER|CUFFT)_STATUS_(?:EXECUTION_FAILED|INTERNAL_ERROR|MAPPING_ERROR|NOT_INITIALIZED)",
             r"the launch timed out and was terminated",
         ),

@@ -121,6 +121,7 @@ SYMPTOMS = (
             r"(?P<library>\w+)(?: version)? [\d.]+\S* (?:is required|or newer|or later|or higher).{0,60}(?:but|found|installed|got)",
             r"numpy\.(?:dtype|ndarray) size changed|compiled using NumPy 1\.x cannot be run in|_ARRAY_API not found|multiarray failed to import",
             r"does not recognize this architecture|Transformers does not recognize|Unrecognized configuration class",
+            r"requires? [`'\"]?(?P<library>[\w-]+)(?:\[\w+\])? ?[><=~!]=? ?\d|[Uu]pgrad(?:e|ing) (?:your )?[`'\"]?(?P<library_>\w[\w-]+)[`'\"]? (?:version|package|to\b|>=)",
             r"[Ff]ound an incompatible version of (?P<library>\w+)|requires (?:a different|newer) (?:version of )?(?P<library_>\w+)",
             r"TypeError: .*got an unexpected keyword argument '(?P<name>\w+)'|Detected that PyTorch and (?P<library>\w+) were compiled with different CUDA",
             r"RuntimeError: operator torchvision::nms does not exist|ImportError: .*(?:partially initialized|incompatible|DLL load)",
