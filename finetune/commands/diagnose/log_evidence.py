@@ -107,7 +107,9 @@ _RUN = re.compile(
     r"|Traceback \(most recent|\.py\b|\bERR\d{5}\b|\[Errno \d|(?<!\w)E[A-Z0-9]\d{4}\b|\b_?[A-Z]\w*Error\b|OOMKilled|std::bad_alloc"
     r"|^\[(?:ERROR|WARNING|INFO)\] |^the run\b|^(?:ba|z)?sh: |exitcode|oom-kill|^(?:\S+: line \d+: +)?\d* ?Killed\b|NVRM|Segmentation fault|GLIBC"
 )
-_FOREIGN = re.compile(r"^\s+at [\w.$]+\(|\bjavax?\.\w|\bnpm (?:ERR|error)|nginx|mysqld|postgres|sshd|httpd|\[error\] \d+#\d+:")
+_FOREIGN = re.compile(
+    r"^\s+at [\w.$]+\(|\bjavax?\.\w|\bnpm (?:ERR|error)|nginx|mysqld|postgres|sshd|httpd|\[error\] \d+#\d+:"
+)
 
 # What tells how to read other lines.
 _STRUCTURE = (
@@ -205,8 +207,14 @@ class _Scan:
             if exception and process.ignored:
                 process.ignored = False
                 return
-            torn = process.last is not None and process.last.symptom is UNEXPLAINED and _continues(line, process.last.line)
-            cascade = (process.failed and not torn) or _CASCADE_EXCEPTIONS.search(text) or not (exception or _OWN_ERROR.match(text))
+            torn = (
+                process.last is not None and process.last.symptom is UNEXPLAINED and _continues(line, process.last.line)
+            )
+            cascade = (
+                (process.failed and not torn)
+                or _CASCADE_EXCEPTIONS.search(text)
+                or not (exception or _OWN_ERROR.match(text))
+            )
             symptom, values = ENDED_BADLY if cascade else UNEXPLAINED, {}
         else:
             return
@@ -215,7 +223,12 @@ class _Scan:
 
     def _drop_torn(self, last: Evidence | None, line: LogLine) -> None:
         """Drop an error that was only the beginning of this line, written twice by processes that share the log."""
-        if last is not None and last.symptom is UNEXPLAINED and _continues(line, last.line) and last in self.found.evidence:
+        if (
+            last is not None
+            and last.symptom is UNEXPLAINED
+            and _continues(line, last.line)
+            and last in self.found.evidence
+        ):
             self.found.evidence.remove(last)
 
     def _keep(self, process: _Process, evidence: Evidence) -> None:

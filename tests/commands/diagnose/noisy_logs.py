@@ -10,10 +10,24 @@ from collections.abc import Iterator
 START = time.mktime((2026, 11, 21, 13, 0, 0, 0, 0, -1))
 RANKS = 4
 # Prefixes of a line by rank; {node} is the rank's machine.
-PREFIXES = ("[rank{rank}]: ", "[default{rank}]:[rank{rank}]: ", "[{rank}]: ", "{rank}: ", "[1,{rank}]<stderr>:", "[rank{rank}] ")
+PREFIXES = (
+    "[rank{rank}]: ",
+    "[default{rank}]:[rank{rank}]: ",
+    "[{rank}]: ",
+    "{rank}: ",
+    "[1,{rank}]<stderr>:",
+    "[rank{rank}] ",
+)
 NODE_PREFIXES = ("10.0.0.{node}: [rank{rank}]: ", "node-{node}  | [rank{rank}]: ", "worker-{node}: [rank{rank}]: ")
 # The five forms of times; an empty one is a log without.
-TIMES = ("%Y-%m-%d %H:%M:%S,{ms:03d} ", "[%Y-%m-%d %H:%M:%S,{ms:03d}] ", "%m/%d/%Y %H:%M:%S - ", "%Y-%m-%dT%H:%M:%S.{ms:03d}Z ", "[%H:%M:%S] ", "")
+TIMES = (
+    "%Y-%m-%d %H:%M:%S,{ms:03d} ",
+    "[%Y-%m-%d %H:%M:%S,{ms:03d}] ",
+    "%m/%d/%Y %H:%M:%S - ",
+    "%Y-%m-%dT%H:%M:%S.{ms:03d}Z ",
+    "[%H:%M:%S] ",
+    "",
+)
 WARNINGS = (
     "/opt/env/lib/python3.11/site-packages/torch/utils/checkpoint.py:87: UserWarning: None of the inputs have requires_grad=True",
     "[WARNING] async_io requires the dev libaio .so object and headers but these were not found.",
@@ -71,7 +85,9 @@ def noisy(lines: list[str], seed: int, *, echoes: bool = True) -> str:
         text = _CLOCK.sub(time.strftime("%H:%M:%S", time.localtime(seconds)), text)
         times = time.strftime(stamp, time.localtime(seconds)).format(ms=int(seconds * 1000) % 1000)
         named = prefix.format(rank=rank, node=rank // 2)
-        line = (times + named if draw.random() < 0.5 else named + times) + text if not text.startswith("!") else text[1:]
+        line = (
+            (times + named if draw.random() < 0.5 else named + times) + text if not text.startswith("!") else text[1:]
+        )
         made.append(f"\x1b[3{draw.randrange(8)}m{line}\x1b[0m" if draw.random() < 0.2 else line)
 
     for step in range(6):
@@ -88,7 +104,11 @@ def noisy(lines: list[str], seed: int, *, echoes: bool = True) -> str:
         if draw.random() < 0.3:
             say(draw.choice(WARNINGS), (failed + 1) % RANKS, clock)
         if draw.random() < 0.15:
-            say("  " + draw.choice(("^^^^^^", "frame #5: <unknown function> + 0xdbbf4 (0x7eff423efbf4 in", "~~")), failed, clock)
+            say(
+                "  " + draw.choice(("^^^^^^", "frame #5: <unknown function> + 0xdbbf4 (0x7eff423efbf4 in", "~~")),
+                failed,
+                clock,
+            )
     if echoes:
         for rank in range(RANKS):
             if rank != failed:

@@ -24,7 +24,7 @@ from finetune.runtime.language import speaking
 
 LOGS = Path(__file__).parent / "logs"
 PLACEHOLDER = re.compile(r"(?<!\{)\{(\w+)\}")
-ONE_EXAMPLE_DO = {"hccl_link_down", "native_crash"}
+ONE_EXAMPLE_DO = {"native_crash"}
 
 
 def examples() -> list[tuple[str, str, list[Path]]]:

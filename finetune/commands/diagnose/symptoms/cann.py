@@ -20,7 +20,18 @@ SYMPTOMS = (
     Symptom(
         "npu_op_exception",
         (
-            cann(r"EZ000\d", "EZ0501", "EZ1001", r"EZ300\d", "EZ9010", "EZ2001", "E10055", "E10501", "EH0006", r"EE100[56]"),
+            cann(
+                r"EZ000\d",
+                "EZ0501",
+                "EZ1001",
+                r"EZ300\d",
+                "EZ9010",
+                "EZ2001",
+                "E10055",
+                "E10501",
+                "EH0006",
+                r"EE100[56]",
+            ),
             returned(r"16100[12]") + "|" + returned("561002") + "|" + returned("561001") + "|" + returned("100026"),
             r"(?:not implemented for|not support(?:ed)?(?: for)?|unsupported|expected) (?:dtype |type )?(?P<dtype>DT_\w+)",
             r"(?P<dtype>DT_[A-Z]+\d+)\b.{0,60}(?:not (?:implemented|support)|should be in)",
@@ -63,7 +74,17 @@ SYMPTOMS = (
     Symptom(
         "npu_op_exception",
         (
-            cann(r"EB0\d{3}", r"EB1\d{3}", r"EB3\d{3}", r"EB4\d{3}", r"EB9\d{3}", r"E2200\d", r"E2100\d", "E20001", "E20007")
+            cann(
+                r"EB0\d{3}",
+                r"EB1\d{3}",
+                r"EB3\d{3}",
+                r"EB4\d{3}",
+                r"EB9\d{3}",
+                r"E2200\d",
+                r"E2100\d",
+                "E20001",
+                "E20007",
+            )
             + "|"
             + cann("E40021", "E40003", r"E14\d{3}", r"E16\d{3}", r"E10[0-4]\d\d")
             + r"|Compilation_Error\w*",
@@ -81,7 +102,11 @@ SYMPTOMS = (
     ),
     Symptom(
         "npu_op_exception",
-        (returned(r"107002"), r"context is (?:a )?(?:null|empty)|ctx is NULL|ACL_ERROR_RT_CONTEXT_NULL", cann("EE1010")),
+        (
+            returned(r"107002"),
+            r"context is (?:a )?(?:null|empty)|ctx is NULL|ACL_ERROR_RT_CONTEXT_NULL",
+            cann("EE1010"),
+        ),
         N_("A thread or forked process used the NPU without having chosen it: it has no context there."),
         N_(
             "Call torch.npu.set_device(local_rank) first in every thread and process that touches the NPU, also in "
@@ -95,7 +120,13 @@ SYMPTOMS = (
     Symptom(
         "npu_op_exception",
         (
-            returned(r"507\d\d\d") + "|" + returned("361001") + "|" + returned(r"1070(?!2[23])\d\d") + "|" + returned(r"500\d\d\d"),
+            returned(r"507\d\d\d")
+            + "|"
+            + returned("361001")
+            + "|"
+            + returned(r"1070(?!2[23])\d\d")
+            + "|"
+            + returned(r"500\d\d\d"),
         ),
         N_("A call into CANN failed[[ on rank {rank}]]; the number tells the part, not the reason."),
         N_(
@@ -112,7 +143,9 @@ SYMPTOMS = (
         "npu_op_exception",
         (
             returned(r"1070\d\d"),
-            cann(r"EE1\d{3}", r"EE4\d{3}", r"EH0\d{3}", r"EZ0\d{3}", r"EZ2\d{3}", r"EZ3\d{3}", r"EZ9\d{3}", r"EL0\d{3}"),
+            cann(
+                r"EE1\d{3}", r"EE4\d{3}", r"EH0\d{3}", r"EZ0\d{3}", r"EZ2\d{3}", r"EZ3\d{3}", r"EZ9\d{3}", r"EL0\d{3}"
+            ),
             cann(*(rf"E{module}\d{{3}}(?=: |\)|  )" for module in (10, 11, 12, 13, 20, 21, 30, 39, 40, 76, 80))),
             r"\bERR0[0-4](?:00[457]|100|300)\b",
         ),
@@ -131,7 +164,9 @@ SYMPTOMS = (
             r"Inner_?Error|Inner Error!",
             r"(?:NPU|HCCL|OPS|GRAPH) function error|The Inner error is reported as above|ACL stream synchronize failed",
         ),
-        N_("CANN reports an internal error[[ on rank {rank}]] and not what kind: an operator, the driver or the network."),
+        N_(
+            "CANN reports an internal error[[ on rank {rank}]] and not what kind: an operator, the driver or the network."
+        ),
         N_("Read the lines of its TraceBack, from the first on: they name the call that failed and its reason."),
         more_fix=_PLOG_FIX,
         kind=Kind.CASCADE,

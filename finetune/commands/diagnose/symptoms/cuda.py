@@ -71,9 +71,13 @@ SYMPTOMS = (
             r"(?:(?P<peer>(?:\d{1,3}\.){3}\d+)\S*.{0,80})?(?:No route to host|Host is unreachable|Network is unreachable)",
             r"\bE(?:HOST|NET)UNREACH\b|errno: 11?3\b|\[Errno 113\]",
         ),
-        N_("There is no way through the network to another process[[ at {peer}]]: a firewall, a missing route, a wrong interface, or its machine is down."),
+        N_(
+            "There is no way through the network to another process[[ at {peer}]]: a firewall, a missing route, a wrong interface, or its machine is down."
+        ),
         _INTERFACE_FIX,
-        more_fix=N_("From this machine `ping[[ {peer}]]`, `ip route get[[ {peer}]]` and `nc -vz[[ {peer}]] PORT` show where it ends."),
+        more_fix=N_(
+            "From this machine `ping[[ {peer}]]`, `ip route get[[ {peer}]]` and `nc -vz[[ {peer}]] PORT` show where it ends."
+        ),
         kind=Kind.VAGUE,
         confidence=0.9,
         source="Linux",
@@ -167,7 +171,9 @@ SYMPTOMS = (
             r"(?:more|fewer|not enough) (?:processes|ranks|GPUs|devices) .{0,40}(?:than|available|visible)",
             r"device_count\W{1,4}0\b|CUDA_VISIBLE_DEVICES.{0,40}(?:invalid|no such|not exist)|Default process group .{0,40}only \d+ GPU",
         ),
-        N_("A process[[ of rank {rank}]] asked for a GPU that it cannot see: there are fewer than processes, or they are hidden or taken."),
+        N_(
+            "A process[[ of rank {rank}]] asked for a GPU that it cannot see: there are fewer than processes, or they are hidden or taken."
+        ),
         N_(
             "Compare --nproc (processes per machine[[, now {nproc}]]) with `nvidia-smi -L` and CUDA_VISIBLE_DEVICES in the "
             "environment of the run: GPUs are counted from 0 among the visible ones. In a container start with --gpus all; in "
@@ -186,7 +192,9 @@ SYMPTOMS = (
             r"CUDA error: hardware stack error|CUDA_ERROR_(?:ECC_UNCORRECTABLE|NVLINK_UNCORRECTABLE|HARDWARE_STACK_ERROR)",
             r"GPU requires reset|(?:AER|PCIe Bus Error): .*(?:[Uu]ncorrect|[Ff]atal).*(?:NVRM|nvidia|GPU)?",
         ),
-        N_("A device is faulty: its memory or link reports errors that cannot be corrected[[ (Xid {xid})]][[ on rank {rank}]]."),
+        N_(
+            "A device is faulty: its memory or link reports errors that cannot be corrected[[ (Xid {xid})]][[ on rank {rank}]]."
+        ),
         _DEVICE_FIX,
         kind=Kind.MACHINE,
         confidence=0.9,

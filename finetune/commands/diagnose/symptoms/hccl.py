@@ -24,6 +24,27 @@ def _hccl(code: str) -> str:
     return rf"HCCL function error: .*error code is \(?(?:{code})\)?(?!\d)"
 
 
+def _tls_differs(*patterns: str) -> Symptom:
+    """A symptom of lines that show the switch of one NPU: they tell something where two differ."""
+    return Symptom(
+        "hccl_config",
+        patterns,
+        N_(
+            "TLS is switched on at some NPUs and off at others (the logs together show both): they refuse each other's "
+            "connections."
+        ),
+        N_(
+            "Read it on every node with `hccn_tool -i N -tls -g` for each NPU N, and make it the same everywhere "
+            "(`hccn_tool -i N -tls -s enable 0`); then start again."
+        ),
+        confidence=0.9,
+        in_warnings=True,
+        differs="switch",
+        source=SOURCE,
+        explains=("hccl_connect_timeout",),
+    )
+
+
 SYMPTOMS = (
     Symptom(
         "hccl_connect_timeout",
@@ -110,26 +131,8 @@ SYMPTOMS = (
         source=SOURCE,
         explains=("hccl_connect_timeout",),
     ),
-    Symptom(
-        "hccl_config",
-        (
-            r"\|\s+(?P<switch>ENABLE|DISABLE)\s+\|(?: LinkInfo)?|TLS SWITCH \((?P<switch_>[01])\)",
-            r"tls switch\[(?P<switch>[01])\]",
-        ),
-        N_(
-            "TLS is switched on at some NPUs and off at others (the logs together show both): they refuse each other's "
-            "connections."
-        ),
-        N_(
-            "Read it on every node with `hccn_tool -i N -tls -g` for each NPU N, and make it the same everywhere "
-            "(`hccn_tool -i N -tls -s enable 0`); then start again."
-        ),
-        confidence=0.9,
-        in_warnings=True,
-        differs="switch",
-        source=SOURCE,
-        explains=("hccl_connect_timeout",),
-    ),
+    _tls_differs(r"\|\s+(?P<switch>ENABLE|DISABLE)\s+\|"),
+    _tls_differs(r"TLS SWITCH \((?P<switch>[01])\)", r"tls switch\[(?P<switch>[01])\]"),
     Symptom(
         "hccl_config",
         (
@@ -199,7 +202,10 @@ SYMPTOMS = (
     ),
     Symptom(
         "hccl_link_down",
-        (cann("EI0013", "EI0018"), r"[Ee]rror cqe (?:status|Occurred)|(?:status\[|Error )ERROR CQE|retransmission .{0,30}exceed"),
+        (
+            cann("EI0013", "EI0018"),
+            r"[Ee]rror cqe (?:status|Occurred)|(?:status\[|Error )ERROR CQE|retransmission .{0,30}exceed",
+        ),
         N_(
             "An NPU's network packets were not answered although it sent them again and again[[ (rank {rank})]]: the link "
             "broke, or the process at the other end had ended before."

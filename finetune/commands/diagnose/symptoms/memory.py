@@ -52,7 +52,10 @@ SYMPTOMS = (
         "device_oom",
         (
             cann("EL0004", "EI0011", "EI0007") + r"|Insufficient_Device_Memory|Memory_Allocation_Failure",
-            returned(r"2070(?:01|18)") + "|" + returned("200000") + r"|HCCL function error: .*error code is \(?(?:3|24)\)?(?!\d)",
+            returned(r"2070(?:01|18)")
+            + "|"
+            + returned("200000")
+            + r"|HCCL function error: .*error code is \(?(?:3|24)\)?(?!\d)",
             r"\bERR0[0-4]006\b|halMemAlloc failed|alloc device memory failed|[Mm]alloc device memory .{0,30}fail",
             r"Call rtMalloc fail.*size:(?P<wanted_bytes>\d+)|rtMalloc execute failed",
             r"reason=\[(?:driver error:out of memory|memory allocation error|device oom)",

@@ -131,7 +131,9 @@ SYMPTOMS = (
         "unknown",
         (r"^KeyboardInterrupt\b|got signal: 2\b|[Rr]eceived SIGINT", *ended_by(2, "SIGINT")),
         N_("The run was interrupted from the keyboard (Ctrl-C, SIGINT): no failure shows before it."),
-        N_("If it was interrupted because it hung, run once with TORCH_DISTRIBUTED_DEBUG=DETAIL and --timeout-seconds 300."),
+        N_(
+            "If it was interrupted because it hung, run once with TORCH_DISTRIBUTED_DEBUG=DETAIL and --timeout-seconds 300."
+        ),
         kind=Kind.UNEXPLAINED,
         confidence=0.29,
         source="Python, torch elastic",
