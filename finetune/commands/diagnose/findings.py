@@ -161,9 +161,9 @@ def _earlier(first: Evidence, second: Evidence) -> bool:
 
 def _not_later(first: Evidence, second: Evidence) -> bool:
     one, two = first.line, second.line
-    if first.symptom.kind == Kind.MACHINE and one.seconds is not None and two.seconds is not None:
-        if two.seconds - one.seconds > STALE_SECONDS:
-            return False
+    between = 0.0 if one.seconds is None or two.seconds is None else two.seconds - one.seconds
+    if first.symptom.kind == Kind.MACHINE and between > STALE_SECONDS:
+        return False
     if first.symptom.reported_late and one.source == two.source:
         return True
     if one.source == two.source and one.rank == two.rank and first.symptom.kind == Kind.UNEXPLAINED:
@@ -171,7 +171,7 @@ def _not_later(first: Evidence, second: Evidence) -> bool:
     if one.source == two.source and one.number < two.number:
         return True  # whatever clocks their programs print
     if one.seconds is not None and two.seconds is not None:
-        return one.seconds <= two.seconds + CLOCK_SLACK_SECONDS
+        return between >= -CLOCK_SLACK_SECONDS
     return one.source != two.source or one.number <= two.number + ORDER_SLACK_LINES
 
 

@@ -9,11 +9,41 @@ from dataclasses import dataclass, field
 
 from finetune.commands.diagnose.log_facts import FACT_WORDS, facts_in
 from finetune.commands.diagnose.log_reading import LineKind, LogFile, LogLine
+from finetune.commands.diagnose.log_words import (
+    BOILERPLATE,
+    CASCADE_EXCEPTIONS,
+    CHAINED,
+    CHAT_BEGINS,
+    CHAT_ENDS,
+    DATA,
+    DIAGNOSIS_LINE,
+    DIAGNOSIS_TITLE,
+    EXCEPTION,
+    FAILURE,
+    FINISHED,
+    FORCED_KILL,
+    FOREIGN,
+    FRAME,
+    IGNORED,
+    LEAVES_BOILERPLATE,
+    NOT_A_NUMBER,
+    OWN_ERROR,
+    OWN_FIX,
+    OWN_WHERE,
+    QUIET_LEVEL,
+    RESTART,
+    RUN,
+    STEP,
+    STRUCTURE,
+    SUMMARY_RANK,
+)
 from finetune.commands.diagnose.symptoms.base import Kind, Symptom
 from finetune.commands.diagnose.symptoms.rules import ENDED_BADLY, EXPLAINED_BY_RUN, SYMPTOMS, UNEXPLAINED
 
 # Of one symptom on one rank in one attempt the first lines are kept and the others counted.
 KEPT_LINES = 3
+# A conversation in training data that is not closed is taken to be over after as many lines.
+CHAT_LINES = 60
 
 
 @dataclass
@@ -48,75 +78,6 @@ class LogEvidence:
     facts: dict[str, str] = field(default_factory=dict)
     steps: Mapping[int | None, int] = field(default_factory=dict)
     finished: int = 0
-
-
-_STEP = re.compile(r"""\bloss['"]?(?:\s*[:=]\s*|\s+)['"]?-?\d""")
-_NOT_A_NUMBER = re.compile(r"\b(?:nan|inf)\b", re.IGNORECASE)
-_FINISHED = re.compile(r"^\[SUCCESS\] done: |'train_runtime':|Training completed\. Do not forget to share")
-_RESTART = re.compile(r"will restart worker group|\[(?:INFO|WARNING)\] (?:starting again|restart)")
-_SUMMARY_RANK = re.compile(r"^ +rank +: (?P<rank>\d+) \(local_rank: \d+\)")
-_OWN_WHERE, _OWN_FIX = "  where: ", "  fix:   "
-# A diagnosis that the launcher wrote into the log, in any language: it quotes lines and speaks of other causes.
-_DIAGNOSIS_TITLE = re.compile(r"^\d+\. \w+  \(.+ [01]\.\d\d\)$")
-_DIAGNOSIS_LINE = re.compile(r"^ {3}\S")
-_FRAME = re.compile(r'^\s+File ".*", line \d+')
-_BOILERPLATE = re.compile(r"Possible Cause:|Solution:")
-_LEAVES_BOILERPLATE = re.compile(
-    r"^\s+TraceBack |^\[?(?:ERROR|INFO|WARNING|W|E)\b|^\[PID: |^E[A-Z0-9]\d\d\d\d\b|^\S*Error\b|^Traceback "
-)
-_QUIET_LEVEL = re.compile(
-    r"^\[?[IWD]\d{3,4} \d\d:\d\d:|\[(?:INFO|DEBUG|WARNING|SUCCESS|NOTICE|TRACE)\]|\bNCCL INFO\b|[ |](?:INFO|WARNING|DEBUG) *(?:-|\|)"
-    r"|^(?:INFO|WARNING|DEBUG)[: ]|\b\w*Warning: |(?i:\bwarning: )|\[warn\]"
-    r"|retry loop|will retry|[Rr]etrying\b"
-)
-_EXCEPTION = re.compile(
-    r"^(?P<exception>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Timeout|Failure|Expired|NotFound|Group))(?::|$)"
-)
-# Exceptions that end a process because something else did.
-_CASCADE_EXCEPTIONS = re.compile(
-    r"(?:ChildFailedError|SignalException|SystemExit|BrokenPipeError|GeneratorExit|ProcessExitedException"
-    r"|CalledProcessError|ProcessRaisedException)(?::|$)|The Inner error is reported as above"
-    r"|(?:NPU|HCCL|OPS|GRAPH) function error|HCCL error in|ACL stream synchronize failed"
-)
-_IGNORED = re.compile(r"^Exception ignored in|^--- Logging error ---|^Exception in thread (?!MainThread)")
-# Others begin a line like ours with a time, a module or a file.
-_OWN_ERROR = re.compile(r"^\[ERROR\] (?:rank \d+: )?(?P<error>(?!20\d\d-|[A-Z]+\(|\[)\S.*)")
-_FAILURE = re.compile(
-    r"^Segmentation fault|^Fatal Python error|core dumped|^Aborted|^terminate called|^Bus error|^\S+: error: "
-    r"|^bash: .*(?:not found|denied)|^\S+: can't open file|^srun: error: .*[Ee]xited|^ +exitcode +: -?[1-9]"
-    r"|exits with return code = -?[1-9]|\bERR\d\d\d\d\d\b|\bE[A-Z0-9]\d\d\d\d(?::|\))|failed \(exitcode: -?[1-9]"
-)
-
-# Ended by the launcher because another process had failed: no news.
-_CHAINED = re.compile(r"^(?:During handling of the above exception|The above exception was the direct cause)")
-_FORCED_KILL = re.compile(r"process (?P<pid>\d+) via \S+, forcefully exiting via \S*SIGKILL")
-# Training data, prompts and generated text speak of anything.
-_CHAT_BEGINS = re.compile(r"<\|(?:im_start|start_header_id|user|system)\|>|\[INST\]|<start_of_turn>")
-_CHAT_ENDS = re.compile(r"<\|(?:im_end|eot_id|endoftext|end)\|>|\[/INST\]|<end_of_turn>|</s>")
-CHAT_LINES = 60
-_DATA = re.compile(
-    r"""^\W*(?:["']?(?:instruction|input|output|prompt|completion|response|question|answer|content|text|messages"""
-    r"""|conversations?|generated(?: text)?|generation|prediction|reference|target|sample|example|user|assistant|human)"""
-    r"""(?: ?#?\d+)?["']?) ?(?::|=|\|).*\w|"(?:role|messages|conversations|instruction)": """,
-    re.IGNORECASE,
-)
-# A log without any of these is another program's: what its lines say of disks and connections is not about a run.
-_RUN = re.compile(
-    r"(?i:torch|cuda|nccl|hccl|\bnpu|gpu|ascend|deepspeed|accelerate|transformers|tokenizer|safetensors|huggingface|wandb"
-    r"|python|finetune|pytorch|\brank|slurm|srun|\bloss|epoch|DataLoader|gloo|c10d|xla|mpirun|sbatch)"
-    r"|Traceback \(most recent|\.py\b|\bERR\d{5}\b|\[Errno \d|(?<!\w)E[A-Z0-9]\d{4}\b|\b_?[A-Z]\w*Error\b|OOMKilled|std::bad_alloc"
-    r"|^\[(?:ERROR|WARNING|INFO)\] |^the run\b|^(?:ba|z)?sh: |exitcode|oom-kill|^(?:\S+: line \d+: +)?\d* ?Killed\b|NVRM|Segmentation fault|GLIBC"
-)
-_FOREIGN = re.compile(
-    r"^\s+at [\w.$]+\(|\bjavax?\.\w|\bnpm (?:ERR|error)|nginx|mysqld|postgres|sshd|httpd|\[error\] \d+#\d+:"
-)
-
-# What tells how to read other lines.
-_STRUCTURE = (
-    *(_FRAME, _BOILERPLATE, _FINISHED, _RESTART, _SUMMARY_RANK, _IGNORED, _DIAGNOSIS_TITLE),
-    *(_FORCED_KILL, _CHAINED, _CHAT_BEGINS, _CHAT_ENDS),
-    re.compile(f"TraceBack|^{_OWN_WHERE}|^{_OWN_FIX}"),
-)
 
 
 class _Process:
@@ -158,7 +119,7 @@ class _Scan:
         """Which lines to take; notes whether any is of a run."""
         kind = line_kind(text)
         if not self.of_a_run:
-            self.of_a_run = kind == "step" or bool(_RUN.search(text) and not _FOREIGN.search(text))
+            self.of_a_run = kind == "step" or bool(RUN.search(text) and not FOREIGN.search(text))
         return kind
 
     def take(self, line: LogLine) -> None:
@@ -168,30 +129,30 @@ class _Scan:
             return
         for name, value in facts_in(text).items():
             self.found.facts.setdefault(name, value)
-        if forced := _FORCED_KILL.search(text):
+        if forced := FORCED_KILL.search(text):
             self._killed_by_launcher.add(forced["pid"])
-        quoted = self._in_diagnosis and _DIAGNOSIS_LINE.match(text)
-        self._in_diagnosis = bool(quoted or _DIAGNOSIS_TITLE.match(text))
+        quoted = self._in_diagnosis and DIAGNOSIS_LINE.match(text)
+        self._in_diagnosis = bool(quoted or DIAGNOSIS_TITLE.match(text))
         if self._in_diagnosis:
             return
-        if _RESTART.search(text):
+        if RESTART.search(text):
             self._attempt += 1
             self._processes.clear()
-        elif _FINISHED.search(text):
+        elif FINISHED.search(text):
             self.found.finished = len(self.found.evidence)
-        elif match := _SUMMARY_RANK.match(text):
+        elif match := SUMMARY_RANK.match(text):
             self._summary_rank = int(match["rank"])
-        elif text.startswith((_OWN_WHERE, _OWN_FIX)):
+        elif text.startswith((OWN_WHERE, OWN_FIX)):
             _add_error_detail(process, text)
-        elif _CHAINED.match(text):
+        elif CHAINED.match(text):
             process.chained = process.last if process.last and process.last.symptom is UNEXPLAINED else None
-        elif _IGNORED.match(text):
+        elif IGNORED.match(text):
             process.ignored = True
         elif text := _relevant_part(process, text):
             self._match(process, line, text)
 
     def _match(self, process: _Process, line: LogLine, text: str) -> None:
-        quiet = _QUIET_LEVEL.search(text) is not None
+        quiet = QUIET_LEVEL.search(text) is not None
         matched = _matching_symptom(text)
         if matched is not None and (not quiet or matched[0].in_warnings):
             symptom, match = matched
@@ -203,7 +164,7 @@ class _Scan:
             if symptom.kind == Kind.KILLED and values.get("pid") in self._killed_by_launcher:
                 symptom, values = ENDED_BADLY, {}
         elif not quiet and _is_failure(text):
-            exception = _EXCEPTION.match(text)
+            exception = EXCEPTION.match(text)
             if exception and process.ignored:
                 process.ignored = False
                 return
@@ -212,8 +173,8 @@ class _Scan:
             )
             cascade = (
                 (process.failed and not torn)
-                or _CASCADE_EXCEPTIONS.search(text)
-                or not (exception or _OWN_ERROR.match(text))
+                or CASCADE_EXCEPTIONS.search(text)
+                or not (exception or OWN_ERROR.match(text))
             )
             symptom, values = ENDED_BADLY if cascade else UNEXPLAINED, {}
         else:
@@ -261,9 +222,9 @@ def _add_error_detail(process: _Process, text: str) -> None:
     last = process.last
     if last is None:
         return
-    name = "error_where" if text.startswith(_OWN_WHERE) else "error_fix"
-    last.values.setdefault(name, text.removeprefix(_OWN_WHERE).removeprefix(_OWN_FIX))
-    own = _OWN_ERROR.match(last.line.text)
+    name = "error_where" if text.startswith(OWN_WHERE) else "error_fix"
+    last.values.setdefault(name, text.removeprefix(OWN_WHERE).removeprefix(OWN_FIX))
+    own = OWN_ERROR.match(last.line.text)
     if name == "error_fix" and own and last.symptom in (UNEXPLAINED, ENDED_BADLY):
         last.symptom = EXPLAINED_BY_RUN
         last.values.setdefault("error", own["error"])
@@ -272,33 +233,33 @@ def _add_error_detail(process: _Process, text: str) -> None:
 def _is_data(process: _Process, line: LogLine) -> bool:
     """Whether the line quotes training data or generated text rather than reporting anything."""
     within = line.number <= process.chat_until
-    if _CHAT_ENDS.search(line.text):
+    if CHAT_ENDS.search(line.text):
         process.chat_until = 0
-    if (begins := list(_CHAT_BEGINS.finditer(line.text))) and not _CHAT_ENDS.search(line.text, begins[-1].end()):
+    if (begins := list(CHAT_BEGINS.finditer(line.text))) and not CHAT_ENDS.search(line.text, begins[-1].end()):
         process.chat_until = line.number + CHAT_LINES
-    return within or bool(begins) or _DATA.search(line.text) is not None
+    return within or bool(begins) or DATA.search(line.text) is not None
 
 
 def _relevant_part(process: _Process, text: str) -> str:
     """The part of the line that is about this failure: no quoted source code, no fixed advice."""
-    if _FRAME.match(text):
+    if FRAME.match(text):
         process.in_frame = True
         return ""
     if process.in_frame and text.startswith("    "):
         return ""
     process.in_frame = False
-    if process.in_boilerplate and not _LEAVES_BOILERPLATE.search(text):
+    if process.in_boilerplate and not LEAVES_BOILERPLATE.search(text):
         return ""
-    cut = _BOILERPLATE.search(text)
+    cut = BOILERPLATE.search(text)
     process.in_boilerplate = cut is not None
     return text[: cut.start()] if cut else text
 
 
 def line_kind(text: str) -> LineKind:
     """Whether any rule, or anything that rules depend on, is in a line."""
-    if _STEP.search(text) and not _NOT_A_NUMBER.search(text):
+    if STEP.search(text) and not NOT_A_NUMBER.search(text):
         return "step"
-    if _matching_symptom(text) is not None or _is_failure(text) or any(form.search(text) for form in _STRUCTURE):
+    if _matching_symptom(text) is not None or _is_failure(text) or any(form.search(text) for form in STRUCTURE):
         return "line"
     lowered = text.lower()
     return "line" if any(word in lowered for word in FACT_WORDS) and facts_in(text) else ""
@@ -312,4 +273,4 @@ def _matching_symptom(text: str) -> tuple[Symptom, re.Match[str]] | None:
 
 
 def _is_failure(text: str) -> bool:
-    return bool(_EXCEPTION.match(text) or _OWN_ERROR.match(text) or _FAILURE.search(text))
+    return bool(EXCEPTION.match(text) or OWN_ERROR.match(text) or FAILURE.search(text))

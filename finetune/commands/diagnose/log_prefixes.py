@@ -28,7 +28,8 @@ _TIMESTAMP = re.compile(rf"(?<![\w.])(?:{_STAMPS}|{_US}|{_GLOGS}|{_SYS}|{_SECOND
 _CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d{1,6})?"
 _UPTIME = r" *\d+\.\d{6}"  # the kernel's, in brackets
 _TIME_PREFIX = re.compile(
-    rf"\[?(?:{_STAMPS}|{_US}|(?:(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) )?{_SYS}|{_SECONDS}|{_CLOCK}(?![\d<,:]))\]?[:,]? ?(?:[-|] )?"
+    rf"\[?(?:{_STAMPS}|{_US}|(?:(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) )?{_SYS}|{_SECONDS}"
+    rf"|{_CLOCK}(?![\d<,:]))\]?[:,]? ?(?:[-|] )?"
     rf"|\[{_UPTIME}\] ?"
 )
 

@@ -43,7 +43,8 @@ SYMPTOMS = (
             r"Insufficient_(?:\w+_)?Resources",
         ),
         N_(
-            "The NPU has no streams, events, notifies or queues left: too many processes or process groups use the chip."
+            "The NPU has no streams, events, notifies or queues left: too many processes or process groups use the "
+            "chip."
         ),
         _BUSY_FIX,
         more_fix=N_("If only this run uses the chip, let it open fewer process groups and streams."),
@@ -73,7 +74,8 @@ SYMPTOMS = (
         (cann("EI0008"), r"CANN versions are inconsistent|\[VersionConflict\]|local_version \[.*remote_version \["),
         N_("The nodes have different versions of CANN: HCCL connects only equal ones."),
         N_(
-            "Compare `cat $ASCEND_HOME_PATH/*/ascend_toolkit_install.info` and `npu-smi info` on all nodes, and install "
+            "Compare `cat $ASCEND_HOME_PATH/*/ascend_toolkit_install.info` and `npu-smi info` on all nodes, and "
+            "install "
             "the same CANN, driver and torch_npu everywhere (or one container image)."
         ),
         confidence=0.92,
@@ -105,7 +107,8 @@ SYMPTOMS = (
         "torch_npu_missing_or_mismatch",
         (
             r"No module named 'torch_npu'|Failed to load the backend extension: torch_npu",
-            r"lib(?:hccl|ascendcl|ge_runner|graph|acl_op_compiler|msprofiler)\w*\.so\S*: cannot open shared object file",
+            r"lib(?:hccl|ascendcl|ge_runner|graph|acl_op_compiler"
+            r"|msprofiler)\w*\.so\S*: cannot open shared object file",
             r"libtorch_npu\.so: undefined symbol|torch_npu is installed but cannot be loaded",
             r"torch_npu\b.{0,60}(?:does not match|not compatible|mismatch)",
             r"module 'torch' has no attribute 'npu'|module 'torch_npu' has no attribute",

@@ -155,7 +155,8 @@ def ended_by(signal: int, name: str) -> tuple[str, ...]:
     """Patterns of a process that a signal ended, as shells, Python, MPI, Slurm, containers and launchers say it."""
     code = rf"(?:-{signal}|{128 + signal})(?!\d)"
     return (
-        rf"[Ee]xit ?(?:code|status)(?: is| of| was)?\W{{1,8}}{code}(?:.*\(pid: (?P<pid>\d+)\))?(?:.*local_rank: \d+ \(pid: (?P<pid_>\d+)\))?",
+        rf"[Ee]xit ?(?:code|status)(?: is| of"
+        rf"| was)?\W{{1,8}}{code}(?:.*\(pid: (?P<pid>\d+)\))?(?:.*local_rank: \d+ \(pid: (?P<pid_>\d+)\))?",
         rf"exited with (?:exit )?(?:code|status)?\W{{0,3}}{code}|non-zero exit status {code}",
         rf"[Rr]eturn ?code\W{{1,4}}{code}",
         rf"Signal {signal} \({name}\)(?: received by PID (?P<pid>\d+))?",

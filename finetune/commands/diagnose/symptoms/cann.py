@@ -33,19 +33,23 @@ SYMPTOMS = (
                 r"EE100[56]",
             ),
             returned(r"16100[12]") + "|" + returned("561002") + "|" + returned("561001") + "|" + returned("100026"),
-            r"(?:not implemented for|not support(?:ed)?(?: for)?|unsupported|expected) (?:dtype |type )?(?P<dtype>DT_\w+)",
+            r"(?:not implemented for|not support(?:ed)?(?: for)?|unsupported|expected) (?:dtype "
+            r"|type )?(?P<dtype>DT_\w+)",
             r"(?P<dtype>DT_[A-Z]+\d+)\b.{0,60}(?:not (?:implemented|support)|should be in)",
             r"AclNN_Parameter_Error|Invalid_Input_\w+|Unsupported_Operator|param dtype not implemented",
             r"\bERR0[0-4]00[1237]\b",
         ),
         N_(
-            "An operator does not take what it was given on this NPU: a data type[[ ({dtype})]], a shape or a format that "
+            "An operator does not take what it was given on this NPU: a data type[[ ({dtype})]], a shape or a format "
+            "that "
             "its kernel does not support."
         ),
         N_(
-            "The evidence names the operator and what it expects. Change that tensor's type before the operator (float64 "
+            "The evidence names the operator and what it expects. Change that tensor's type before the operator "
+            "(float64 "
             "and complex types are rarely supported: .float()), use --dtype bfloat16 or float16 throughout, make it "
-            "contiguous, or run this operator on the CPU; a newer CANN and torch_npu support more. ASCEND_LAUNCH_BLOCKING=1 "
+            "contiguous, or run this operator on the CPU; a newer CANN and torch_npu support more. "
+            "ASCEND_LAUNCH_BLOCKING=1 "
             "shows the Python line."
         ),
         confidence=0.84,
@@ -93,7 +97,8 @@ SYMPTOMS = (
         N_("CANN could not compile an operator or a graph for this NPU."),
         N_(
             "Install the kernels package of this chip in the same version as CANN, and set "
-            "torch_npu.npu.set_compile_mode(jit_compile=False), so that ready kernels are used; leave out torch.compile."
+            "torch_npu.npu.set_compile_mode(jit_compile=False), so that ready kernels are used; leave out "
+            "torch.compile."
         ),
         more_fix=PAIR_FIX,
         kind=Kind.VAGUE,
@@ -130,7 +135,8 @@ SYMPTOMS = (
         ),
         N_("A call into CANN failed[[ on rank {rank}]]; the number tells the part, not the reason."),
         N_(
-            "Look the number up in CANN's table of return codes (1xxxxx: wrong argument or order of calls, 2xxxxx: resources, "
+            "Look the number up in CANN's table of return codes (1xxxxx: wrong argument or order of calls, 2xxxxx: "
+            "resources, "
             "5xxxxx: the device or the driver), and read the lines after it."
         ),
         more_fix=_PLOG_FIX,
@@ -165,7 +171,8 @@ SYMPTOMS = (
             r"(?:NPU|HCCL|OPS|GRAPH) function error|The Inner error is reported as above|ACL stream synchronize failed",
         ),
         N_(
-            "CANN reports an internal error[[ on rank {rank}]] and not what kind: an operator, the driver or the network."
+            "CANN reports an internal error[[ on rank {rank}]] and not what kind: an operator, the driver or the "
+            "network."
         ),
         N_("Read the lines of its TraceBack, from the first on: they name the call that failed and its reason."),
         more_fix=_PLOG_FIX,
@@ -199,11 +206,13 @@ SYMPTOMS = (
             r"(?:device|chip|npu)\W?\d* (?:is )?(?:lost|offline|dropped|not healthy)|Health\s*:\s*(?:Alarm|Critical)",
         ),
         N_(
-            "An NPU is faulty or gone[[ (rank {rank})]]: it lost its heartbeat, fell off the bus, or its memory has errors "
+            "An NPU is faulty or gone[[ (rank {rank})]]: it lost its heartbeat, fell off the bus, or its memory has "
+            "errors "
             "that cannot be corrected."
         ),
         N_(
-            "`npu-smi info` and `npu-smi info -t ecc -i N` show its state and `dmesg -T | grep -i -E 'davinci|npu|pcie'` "
+            "`npu-smi info` and `npu-smi info -t ecc -i N` show its state and `dmesg -T | grep -i -E "
+            "'davinci|npu|pcie'` "
             "when it went. Leave the chip out of ASCEND_RT_VISIBLE_DEVICES, have the machine's administrator reset or "
             "replace it, and start the same command again: the run resumes from its last checkpoint."
         ),
@@ -217,11 +226,13 @@ SYMPTOMS = (
         "illegal_memory_or_ecc",
         (cann("EI0012") + "|" + returned("507013"), r"sdma error|SDMA (?:memory copy )?.{0,20}(?:exception|error)"),
         N_(
-            "Copying between NPUs failed (SDMA)[[ on rank {rank}]]: the memory at one end was freed or never there, the "
+            "Copying between NPUs failed (SDMA)[[ on rank {rank}]]: the memory at one end was freed or never there, "
+            "the "
             "process at the other end had gone, or the link between them is faulty."
         ),
         N_(
-            "See whether another rank failed before (pass all logs). Synchronise before destroying a process group; check "
+            "See whether another rank failed before (pass all logs). Synchronise before destroying a process group; "
+            "check "
             "links and memory with `npu-smi info -t ecc -i N` and `hccn_tool -i N -link -g`."
         ),
         kind=Kind.VAGUE,
@@ -244,7 +255,8 @@ SYMPTOMS = (
         (returned(r"2070(?:03|1[67])"), r"ACL_ERROR_RT_\w*OVER_FLOW|aicore over ?flow"),
         N_("The NPU reports an arithmetic overflow: numbers became too large for their type."),
         N_(
-            "Use bfloat16 instead of float16 (or a lower loss scale), lower --learning-rate[[ (now {learning_rate})]], clip "
+            "Use bfloat16 instead of float16 (or a lower loss scale), lower --learning-rate[[ (now "
+            "{learning_rate})]], clip "
             "gradients (--max-grad-norm 1), and look at the records of the first bad step."
         ),
         kind=Kind.VAGUE,

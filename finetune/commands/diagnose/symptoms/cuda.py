@@ -38,8 +38,10 @@ SYMPTOMS = (
             r"with family \d+ is neither AF_INET\(2\) nor AF_INET6\(10\)",
             r"NET/IB : Got completion from peer .* with (?:status=|error )(?P<status>\d+)",
             r"NCCL WARN .*ibv_\w+ failed|Call to ibv_\w+ failed",
-            r"[Uu]nable to find (?:address|interface) for: ?\[?(?P<interface>[^\s\]]+)|NET/\w+ : No (?:usable )?(?:interface|device) found",
-            r"NCCL WARN .*(?:No interface|socket interface|IFNAME)|SOCKET_IFNAME .{0,40}not found|getifaddrs .{0,20}fail",
+            r"[Uu]nable to find (?:address|interface) for: ?\[?(?P<interface>[^\s\]]+)"
+            r"|NET/\w+ : No (?:usable )?(?:interface|device) found",
+            r"NCCL WARN .*(?:No interface|socket interface|IFNAME)|SOCKET_IFNAME .{0,40}not found"
+            r"|getifaddrs .{0,20}fail",
             r"makeDeviceFor(?:Interface|Hostname)\(\): unsupported gloo device",
         ),
         N_("NCCL or gloo found no network interface that reaches the other nodes[[ ({interface})]]."),
@@ -50,13 +52,17 @@ SYMPTOMS = (
     Symptom(
         "nccl_network_interface",
         (
-            r"Connect to (?P<peer>\S+) failed ?: (?:Software caused connection abort|Connection (?:refused|timed out)|No route to "
+            r"Connect to (?P<peer>\S+) failed ?: (?:Software caused connection abort|Connection (?:refused"
+            r"|timed out)|No route to "
             r"host|Network is unreachable)",
-            r"Call to connect (?:to (?P<peer>\S+) )?(?:returned|failed|timeout).*(?:No route to host|timed out|unreachable|refused)",
-            r"connect\S* (?:to )?\[?(?P<peer>(?:\d{1,3}\.){3}\d+\S*?)\]?:? .{0,20}(?:Connection timed out|Network is unreachable)",
+            r"Call to connect (?:to (?P<peer>\S+) )?(?:returned|failed|timeout).*(?:No route to host|timed out"
+            r"|unreachable|refused)",
+            r"connect\S* (?:to )?\[?(?P<peer>(?:\d{1,3}\.){3}\d+\S*?)\]?:? .{0,20}(?:Connection timed out"
+            r"|Network is unreachable)",
         ),
         N_(
-            "A process cannot connect to another one[[ at {peer}]]: there is no way through the network, because of a wrong "
+            "A process cannot connect to another one[[ at {peer}]]: there is no way through the network, because of "
+            "a wrong "
             "interface, a firewall or a missing route, or the process there is gone."
         ),
         _INTERFACE_FIX,
@@ -68,15 +74,18 @@ SYMPTOMS = (
     Symptom(
         "nccl_network_interface",
         (
-            r"(?:(?P<peer>(?:\d{1,3}\.){3}\d+)\S*.{0,80})?(?:No route to host|Host is unreachable|Network is unreachable)",
+            r"(?:(?P<peer>(?:\d{1,3}\.){3}\d+)\S*.{0,80})?(?:No route to host|Host is unreachable"
+            r"|Network is unreachable)",
             r"\bE(?:HOST|NET)UNREACH\b|errno: 11?3\b|\[Errno 113\]",
         ),
         N_(
-            "There is no way through the network to another process[[ at {peer}]]: a firewall, a missing route, a wrong interface, or its machine is down."
+            "There is no way through the network to another process[[ at {peer}]]: a firewall, a missing route, a "
+            "wrong interface, or its machine is down."
         ),
         _INTERFACE_FIX,
         more_fix=N_(
-            "From this machine `ping[[ {peer}]]`, `ip route get[[ {peer}]]` and `nc -vz[[ {peer}]] PORT` show where it ends."
+            "From this machine `ping[[ {peer}]]`, `ip route get[[ {peer}]]` and `nc -vz[[ {peer}]] PORT` show where "
+            "it ends."
         ),
         kind=Kind.VAGUE,
         confidence=0.9,
@@ -124,10 +133,13 @@ SYMPTOMS = (
             r"no kernel image is available for execution on the device",
             r"forward compatibility was attempted on non supported HW",
             r"system not yet initialized|CUDA unknown error - this may be due to an incorrectly set up environment",
-            r"CUDA initialization: |CUDA driver initialization failed|cuInit.{0,40}(?:fail|error)|PTX was compiled with an unsupported",
+            r"CUDA initialization: |CUDA driver initialization failed|cuInit.{0,40}(?:fail|error)"
+            r"|PTX was compiled with an unsupported",
             r"CUDA_ERROR_(?:SYSTEM_DRIVER_MISMATCH|NO_BINARY_FOR_GPU|UNSUPPORTED_PTX_VERSION|COMPAT_NOT_SUPPORTED)",
-            r"lib(?:cud(?:a|art|nn)|cublas|cufft|curand|cusparse|cusolver|nvrtc|nvJitLink|nvidia-ml)\w*\.so\S*: (?:cannot open|undefined)",
-            r"is not compatible with the current PyTorch installation|NVIDIA-SMI has failed because it couldn't communicate",
+            r"lib(?:cud(?:a|art|nn)|cublas|cufft|curand|cusparse|cusolver|nvrtc|nvJitLink"
+            r"|nvidia-ml)\w*\.so\S*: (?:cannot open|undefined)",
+            r"is not compatible with the current PyTorch installation"
+            r"|NVIDIA-SMI has failed because it couldn't communicate",
         ),
         N_(
             "The NVIDIA driver and this torch do not match[[ (driver {found})]], the driver is missing, or torch was "
@@ -141,20 +153,26 @@ SYMPTOMS = (
     Symptom(
         "cuda_driver_mismatch",
         (
-            r"Torch not compiled with (?P<wanted>CUDA|ROCm|XPU|MPS) enabled|device type '?(?P<wanted_>cuda|xpu)'? is not available",
+            r"Torch not compiled with (?P<wanted>CUDA|ROCm|XPU|MPS) enabled|device type '?(?P<wanted_>cuda"
+            r"|xpu)'? is not available",
             r"doesn't have (?P<wanted>NCCL|XCCL|MPI|UCC|GLOO) built[ -]?in|(?P<wanted_>NCCL|nccl) is not available",
-            r"(?:[Uu]nknown|[Ii]nvalid|[Uu]nsupported) (?:c10d )?backend(?: type| name)?:? ?['\"]*(?P<wanted>nccl|rccl|xccl|mpi|gloo|ucc)",
+            r"(?:[Uu]nknown|[Ii]nvalid|[Uu]nsupported) (?:c10d )?backend(?: type| name)?:? ?['\"]*(?P<wanted>nccl"
+            r"|rccl|xccl|mpi|gloo|ucc)",
             r"[Dd]evice string: ?'?(?P<wanted>[a-z]+)|device type at start of device string: (?P<wanted_>(?!npu)\w+)",
-            r"[Bb]ackend '?(?P<wanted>\w+)'? (?:is )?not (?:found|supported|available|registered)|PyTorch is not (?:linked|built) with support for (?P<wanted_>\w+)",
-            r"No backend type associated with device type (?P<wanted>\w+)|Attempting to deserialize object on a (?P<wanted_>CUDA) device but",
+            r"[Bb]ackend '?(?P<wanted>\w+)'? (?:is )?not (?:found|supported|available|registered)"
+            r"|PyTorch is not (?:linked|built) with support for (?P<wanted_>\w+)",
+            r"No backend type associated with device type (?P<wanted>\w+)"
+            r"|Attempting to deserialize object on a (?P<wanted_>CUDA) device but",
             r"Could not run '\S+' with arguments from the '(?P<wanted>CUDA|XPU|HIP|MPS)' backend",
         ),
         N_(
-            "This torch was built without what was asked for[[ ({wanted})]]: it is another build (for the CPU, or for other "
+            "This torch was built without what was asked for[[ ({wanted})]]: it is another build (for the CPU, or "
+            "for other "
             "devices), or the name of the device or backend is wrong."
         ),
         N_(
-            '`python -c "import torch; print(torch.__version__, torch.version.cuda)"` in the environment of the run shows the '
+            '`python -c "import torch; print(torch.__version__, torch.version.cuda)"` in the environment of the run '
+            "shows the "
             "build. For NVIDIA GPUs install one with CUDA (`pip install torch --index-url "
             "https://download.pytorch.org/whl/cu128`, for the CUDA that `nvidia-smi` shows); on a machine without such "
             "devices use --device-type cpu and the backend gloo."
@@ -167,17 +185,23 @@ SYMPTOMS = (
         "device_not_visible",
         (
             r"invalid device ordinal|No CUDA GPUs are available|no CUDA-capable device is detected",
-            r"all CUDA-capable devices are busy or unavailable|CUDA_ERROR_(?:NO_DEVICE|INVALID_DEVICE|DEVICE_UNAVAILABLE)",
+            r"all CUDA-capable devices are busy or unavailable|CUDA_ERROR_(?:NO_DEVICE|INVALID_DEVICE"
+            r"|DEVICE_UNAVAILABLE)",
             r"(?:more|fewer|not enough) (?:processes|ranks|GPUs|devices) .{0,40}(?:than|available|visible)",
-            r"device_count\W{1,4}0\b|CUDA_VISIBLE_DEVICES.{0,40}(?:invalid|no such|not exist)|Default process group .{0,40}only \d+ GPU",
+            r"device_count\W{1,4}0\b|CUDA_VISIBLE_DEVICES.{0,40}(?:invalid|no such|not exist)"
+            r"|Default process group .{0,40}only \d+ GPU",
         ),
         N_(
-            "A process[[ of rank {rank}]] asked for a GPU that it cannot see: there are fewer than processes, or they are hidden or taken."
+            "A process[[ of rank {rank}]] asked for a GPU that it cannot see: there are fewer than processes, or "
+            "they are hidden or taken."
         ),
         N_(
-            "Compare --nproc (processes per machine[[, now {nproc}]]) with `nvidia-smi -L` and CUDA_VISIBLE_DEVICES in the "
-            "environment of the run: GPUs are counted from 0 among the visible ones. In a container start with --gpus all; in "
-            "Slurm ask for them (--gpus-per-node). If they are busy in exclusive mode, end the process that `nvidia-smi` shows."
+            "Compare --nproc (processes per machine[[, now {nproc}]]) with `nvidia-smi -L` and CUDA_VISIBLE_DEVICES "
+            "in the "
+            "environment of the run: GPUs are counted from 0 among the visible ones. In a container start with "
+            "--gpus all; in "
+            "Slurm ask for them (--gpus-per-node). If they are busy in exclusive mode, end the process that "
+            "`nvidia-smi` shows."
         ),
         confidence=0.88,
         source="CUDA runtime, torch",
@@ -188,12 +212,15 @@ SYMPTOMS = (
         (
             r"uncorrectable (?:NVLink )?(?:ECC )?error|[Dd]ouble[- ][Bb]it ECC",
             r"NVRM: Xid \([^)]*\): (?P<xid>(?!(?:8|13|31|32|43|45|68|69|109)\b)\d+)",
-            r"fallen off the bus|GPU is lost|RmInitAdapter failed|NVLink.{0,40}(?:fatal|error)|Unable to determine the device handle for GPU",
-            r"CUDA error: hardware stack error|CUDA_ERROR_(?:ECC_UNCORRECTABLE|NVLINK_UNCORRECTABLE|HARDWARE_STACK_ERROR)",
+            r"fallen off the bus|GPU is lost|RmInitAdapter failed|NVLink.{0,40}(?:fatal|error)"
+            r"|Unable to determine the device handle for GPU",
+            r"CUDA error: hardware stack error|CUDA_ERROR_(?:ECC_UNCORRECTABLE|NVLINK_UNCORRECTABLE"
+            r"|HARDWARE_STACK_ERROR)",
             r"GPU requires reset|(?:AER|PCIe Bus Error): .*(?:[Uu]ncorrect|[Ff]atal).*(?:NVRM|nvidia|GPU)?",
         ),
         N_(
-            "A device is faulty: its memory or link reports errors that cannot be corrected[[ (Xid {xid})]][[ on rank {rank}]]."
+            "A device is faulty: its memory or link reports errors that cannot be corrected[[ (Xid {xid})]][[ on "
+            "rank {rank}]]."
         ),
         _DEVICE_FIX,
         kind=Kind.MACHINE,
@@ -207,7 +234,8 @@ SYMPTOMS = (
         (
             r"an illegal memory access was encountered|CUDA_ERROR_(?:ILLEGAL_ADDRESS|LAUNCH_FAILED|MISALIGNED_ADDRESS)",
             r"NVRM: Xid \([^)]*\): (?P<xid>\d+)",
-            r"CUDA error: (?:unspecified launch failure|misaligned address|an illegal instruction|invalid program counter|unknown error)",
+            r"CUDA error: (?:unspecified launch failure|misaligned address|an illegal instruction"
+            r"|invalid program counter|unknown error)",
             r"(?:CUBLAS|CUDNN|CUSOLVER|CUFFT)_STATUS_(?:EXECUTION_FAILED|INTERNAL_ERROR|MAPPING_ERROR|NOT_INITIALIZED)",
             r"the launch timed out and was terminated",
         ),

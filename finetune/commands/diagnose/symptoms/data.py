@@ -70,10 +70,12 @@ SYMPTOMS = (
             r"torch\.Size\(\[(?P<saved>[1-9]\d*)[^\]]*\]\)(?: from checkpoint, the shape in current model is "
             r"torch\.Size\(\[(?P<embeddings>[1-9]\d*))?",
             rf"size mismatch for \S*{_EMBEDDING}\S*: (?!copying a param with shape torch\.Size\(\[0\])",
-            r"size mismatch for (?!\S*(?:proj|mlp|attn|fc|lora|norm|layers\.))\S*: copying a param with shape torch\.Size\(\["
+            r"size mismatch for (?!\S*(?:proj|mlp|attn|fc|lora|norm"
+            r"|layers\.))\S*: copying a param with shape torch\.Size\(\["
             r"(?P<saved>\d{4,}), (?P<width>\d+)\]\).*torch\.Size\(\[(?P<embeddings>\d{4,}), (?P=width)\]\)",
             rf"{_EMBEDDING}\S*\W.{{0,40}}(?:size mismatch|MISMATCH|shape mismatch|found shape|ckpt: torch\.Size)",
-            r"vocab(?:ulary)?[_ ]?size\W.{0,60}(?:mismatch|differ|not (?:match|equal))|IndexKernel.*index out of bounds",
+            r"vocab(?:ulary)?[_ ]?size\W.{0,60}(?:mismatch|differ|not (?:match|equal))"
+            r"|IndexKernel.*index out of bounds",
             r"Assertion `?t >= 0 && t < n_classes`? failed|Target (?P<highest>\d+) is out of bounds",
             r"the file has ids up to (?P<highest>\d+), and the model a vocabulary of (?P<embeddings>\d+)",
             r"token \d+ is (?P<highest>\d+), and the vocabulary has (?P<embeddings>\d+) ids",

@@ -83,7 +83,8 @@ SYMPTOMS = (
             r"the saved adapter has (?P<parameter>\S+) as",
             r"'weight' must be 2-D|\d+ parameters are not partitioned",
             r"the checkpoint's trainable parameters are not this model's",
-            r"thus raising an error.*mismatch|You set `ignore_mismatched_sizes`|size mismatch for (?P<parameter>[\w.]+):",
+            r"thus raising an error.*mismatch|You set `ignore_mismatched_sizes`"
+            r"|size mismatch for (?P<parameter>[\w.]+):",
             r"shape '\[[\d, -]+\]' is invalid for input of size 0",
         ),
         N_(

@@ -80,7 +80,8 @@ SYMPTOMS = (
             r"(?<!\w)EI00(?:01|03|04|14|16|17)(?!\w)(?:.*?[Ee]nvironment variable:? ?\[?(?P<variable>\w+))?",
             r"(?:HCCL_IF_IP|HCCL_SOCKET_IFNAME|HCCL_WHITELIST_FILE|HCCL_CONNECT_TIMEOUT|HCCL_EXEC_TIMEOUT|"
             r"HCCL_BUFFSIZE|RANK_TABLE_FILE)\b.{0,40} is invalid|errNo\[0x0*50000001\]",
-            r"get host ip .*fail|[Ff]ailed to (?:find|get) (?:the )?host ?nic|(?P<variable>HCCL_IF_IP).*not (?:found|match)",
+            r"get host ip .*fail|[Ff]ailed to (?:find|get) (?:the )?host ?nic|(?P<variable>HCCL_IF_IP).*not (?:found"
+            r"|match)",
             r"Stage\]\[(?:Ranktable(?:Config|Check)|EnvConfig|InvalidArgument)\]|ranktable check failed",
             r"Env config \\?\"(?P<variable>HCCL_\w+)",
         ),
@@ -124,7 +125,8 @@ SYMPTOMS = (
         ),
         N_("TLS is switched on at some NPUs and off at others: they refuse each other's connections."),
         N_(
-            "Read it on every node with `for i in {{0..7}}; do hccn_tool -i $i -tls -g; done | grep switch` and make it the "
+            "Read it on every node with `for i in {{0..7}}; do hccn_tool -i $i -tls -g; done | grep switch` and make "
+            "it the "
             "same everywhere, for example `hccn_tool -i N -tls -s enable 0` for each NPU N; then start again."
         ),
         confidence=0.95,
@@ -146,7 +148,8 @@ SYMPTOMS = (
             "use different address families or networks."
         ),
         N_(
-            "List the addresses with `for i in {{0..7}}; do hccn_tool -i $i -ip -g; done` on every node; correct the rank "
+            "List the addresses with `for i in {{0..7}}; do hccn_tool -i $i -ip -g; done` on every node; correct the "
+            "rank "
             "table (or unset RANK_TABLE_FILE: it is not needed here), give every device its own address, and all nodes "
             "the same family, netmask and a route to each other (`hccn_tool -i 0 -ping -g address OTHER_DEVICE_IP`)."
         ),
@@ -160,7 +163,8 @@ SYMPTOMS = (
             cann("EI0019", "EI0020", "EJ0003"),
             r"listen on ip\[(?P<ip>[^\]]+)\] and specific port\[(?P<hccl_port>\d+)\] fail",
             r"nic listen start failed, port\[(?P<hccl_port>\d+)\]",
-            r"Failed to bind the IP port|check the port status and whether the port is being used|ports? range are bound already",
+            r"Failed to bind the IP port|check the port status and whether the port is being used"
+            r"|ports? range are bound already",
         ),
         N_(
             "One of HCCL's own ports[[ ({hccl_port})]][[ on {ip}]] is taken (60000 to 60015 on the host, 16666 on the "
@@ -179,7 +183,8 @@ SYMPTOMS = (
         "hccl_link_down",
         (
             cann("EJ0002") + r"|The network port is down|HCCS LINK ERROR",
-            r"(?:link|port) (?:status )?(?:is )?[Dd][Oo][Ww][Nn]\b.*(?:hccn|npu|device|eth\d|roce)|net health status: (?!Success|Init)",
+            r"(?:link|port) (?:status )?(?:is )?[Dd][Oo][Ww][Nn]\b.*(?:hccn|npu|device|eth\d|roce)"
+            r"|net health status: (?!Success|Init)",
             returned("507056"),
         ),
         N_("A network port or link of an NPU is down[[ (rank {rank})]]."),
@@ -207,12 +212,15 @@ SYMPTOMS = (
             r"[Ee]rror cqe (?:status|Occurred)|(?:status\[|Error )ERROR CQE|retransmission .{0,30}exceed",
         ),
         N_(
-            "An NPU's network packets were not answered although it sent them again and again[[ (rank {rank})]]: the link "
+            "An NPU's network packets were not answered although it sent them again and again[[ (rank {rank})]]: the "
+            "link "
             "broke, or the process at the other end had ended before."
         ),
         N_(
-            "First see whether the process at the other end failed earlier: pass its log and `dmesg` too. If it did not, "
-            "the network did: look for link flaps with `hccn_tool -i N -link_stat -g` and `-optical -g` at both ends and "
+            "First see whether the process at the other end failed earlier: pass its log and `dmesg` too. If it did "
+            "not, "
+            "the network did: look for link flaps with `hccn_tool -i N -link_stat -g` and `-optical -g` at both ends "
+            "and "
             "on the switch (flow control, PFC); HCCL_RDMA_TIMEOUT and HCCL_RDMA_RETRY_CNT bridge short interruptions."
         ),
         kind=Kind.PEER_LOST,
@@ -227,8 +235,10 @@ SYMPTOMS = (
             cann("EI0002", "EE1002", "E30008"),
             r"The wait execution of the Notify register times out|hccl fftsplus task timeout occurred",
             returned(r"5070(?:4[678]|12)") + "|" + returned(r"1070(?:19|20)"),
-            r"\[TaskExecStage\]\[Timeout\]|execution of the internal task times out|[Ss]tream synchroniz\w+ time(?:d )?out",
-            r"HCCL[Ww]atchdog.*timeout|Watchdog caught collective operation timeout: WorkHCCL|reason=\[(?:task|stream sync|event sync) timeout",
+            r"\[TaskExecStage\]\[Timeout\]|execution of the internal task times out"
+            r"|[Ss]tream synchroniz\w+ time(?:d )?out",
+            r"HCCL[Ww]atchdog.*timeout|Watchdog caught collective operation timeout: WorkHCCL|reason=\[(?:task"
+            r"|stream sync|event sync) timeout",
             r"[Nn]otify wait (?:time ?out|error)|Stuck Occurred|status\[STUCK\]",
         ),
         N_(
@@ -251,12 +261,15 @@ SYMPTOMS = (
             returned("507057") + "|" + _hccl("21"),
         ),
         N_(
-            "HCCL lost the heartbeat of another process[[ ({peer})]]: that process ended or its machine or link went down."
+            "HCCL lost the heartbeat of another process[[ ({peer})]]: that process ended or its machine or link went "
+            "down."
             "[[ Rank {rank} only noticed it.]]"
         ),
         N_(
-            "Read the log of the process that was lost (its address and NPU are in the evidence line) around that time, "
-            "and `dmesg -T | grep -i -E 'oom|killed'` on its machine: out of host memory is the usual reason. If it was a "
+            "Read the log of the process that was lost (its address and NPU are in the evidence line) around that "
+            "time, "
+            "and `dmesg -T | grep -i -E 'oom|killed'` on its machine: out of host memory is the usual reason. If it "
+            "was a "
             "one-off, start the same command again: the run resumes from its last checkpoint."
         ),
         kind=Kind.PEER_LOST,

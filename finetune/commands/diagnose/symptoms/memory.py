@@ -34,8 +34,10 @@ SYMPTOMS = (
             r"(?:CUDA|NPU|XPU|HIP) out of memory\.(?: Tried to allocate (?P<wanted>[\d.]+ ?\w+))?(?:.*?total capacity "
             r"of (?P<capacity>[\d.]+ ?\w+)|.*?; (?P<capacity_>[\d.]+ ?\w+) total capacity)?",
             r"MPS backend out of memory(?: \(MPS allocated: (?P<used>[\d.]+ ?\w+))?",
-            r"(?:CUDA|HIP|CUDA driver) error: out of memory|(?:CUBLAS|CUDNN|CUSOLVER|NVRTC)_STATUS_ALLOC_FAILED|CUDA_ERROR_OUT_OF_MEMORY",
-            r"[Cc]uda failure '?(?:2 )?'?out of memory|cudaErrorMemoryAllocation|hipErrorOutOfMemory|RESOURCE_EXHAUSTED: Out of memory",
+            r"(?:CUDA|HIP|CUDA driver) error: out of memory|(?:CUBLAS|CUDNN|CUSOLVER|NVRTC)_STATUS_ALLOC_FAILED"
+            r"|CUDA_ERROR_OUT_OF_MEMORY",
+            r"[Cc]uda failure '?(?:2 )?'?out of memory|cudaErrorMemoryAllocation|hipErrorOutOfMemory"
+            r"|RESOURCE_EXHAUSTED: Out of memory",
             r"^\[ERROR\] (?:rank \d+: )?out of memory (?:at step (?P<step>\d+)|with (?:rows|microbatches) that cannot)",
             r"\b(?:torch|cuda|npu|acc)\.OutOfMemoryError\b|\bOutOfMemoryError: (?:CUDA|NPU|HIP|XPU)",
         ),
@@ -78,7 +80,8 @@ SYMPTOMS = (
             r"(?P<wanted>\d+ bytes))?",
             r"Errno 12\b.*Cannot allocate memory|Cannot allocate memory\W*$|\bstd::bad_alloc\b|ArrowMemoryError",
             r"(?:pin_memory|cudaHostAlloc|cudaHostRegister|pinned memory).{0,60}(?:fail|out of memory|cannot)",
-            r"workers? (?:were|was|are) killed due to (?:the node running low on memory|memory pressure)|ray\S*OutOfMemoryError",
+            r"workers? (?:were|was|are) killed due to (?:the node running low on memory|memory pressure)"
+            r"|ray\S*OutOfMemoryError",
             r"unable to mmap memory: you tried to mmap (?P<wanted>[\d.]+ ?\w+)",
             r"is killed by signal: Killed",
             r"a worker process ended by itself; most often the system killed it",
@@ -97,13 +100,16 @@ SYMPTOMS = (
         (
             rf"[Oo]ut of memory: Kill(?:ed)? process (?P<pid>\d+)(?!\d)(?!,? \((?!{_OURS}))",
             rf"oom-kill:(?!.*task=(?!{_OURS}))|oom_reaper: reaped process (?P<pid>\d+) \({_OURS}",
-            r"oom[-_]kill event|Detected \d+ oom[_-]kill|OOMKilled|OOM[- ]?[Kk]illed|[Kk]illed by (?:the )?(?:OOM|oom)|oom-killer",
+            r"oom[-_]kill event|Detected \d+ oom[_-]kill|OOMKilled|OOM[- ]?[Kk]illed|[Kk]illed by (?:the )?(?:OOM"
+            r"|oom)|oom-killer",
             r"Some of your (?:processes|step tasks) (?:may )?have been (?:OOM )?[Kk]illed|systemd-oomd?\[.*[Kk]illed",
             r"task \d+: Out Of Memory|(?:State|state)[=:] ?OUT_OF_ME|Exceeded (?:job|step) memory limit",
-            r"exceeded memory limit \(|[Cc]ontainer .{0,60}using more memory than|low on resource: memory|MEMLIMIT: job killed",
+            r"exceeded memory limit \(|[Cc]ontainer .{0,60}using more memory than|low on resource: memory"
+            r"|MEMLIMIT: job killed",
         ),
         N_(
-            "The host (or the job's share of it) ran out of memory, and the system killed a process[[ ({pid})]]. What the "
+            "The host (or the job's share of it) ran out of memory, and the system killed a process[[ ({pid})]]. "
+            "What the "
             "other ranks report after it follows from it."
         ),
         _HOST_OOM_FIX,

@@ -45,8 +45,10 @@ SYMPTOMS = (
             r"Timed out initializing process group in store based barrier on rank:? (?P<rank>\d+)",
             r"wait timeout after \d+ms, keys: /(?:default_pg|worker|none|torchelastic)",
             r"Gloo connectFullMesh failed|The connection to the C10d store has failed|RendezvousClosedError",
-            r"rendezvous .{0,60}(?:timed out|failed|closed)|[Rr]endezvous\w*Error\b|DistStoreError|DistNetworkError: .*(?:time|connect)",
-            r"(?:connect|connection) to \(?\[?(?P<master_addr>[\w.:-]+?)\]?(?:, |:)(?P<master_port>\d+)\)? (?:timed out|failed|refused)",
+            r"rendezvous .{0,60}(?:timed out|failed|closed)|[Rr]endezvous\w*Error\b|DistStoreError"
+            r"|DistNetworkError: .*(?:time|connect)",
+            r"(?:connect|connection) to \(?\[?(?P<master_addr>[\w.:-]+?)\]?(?:, "
+            r"|:)(?P<master_port>\d+)\)? (?:timed out|failed|refused)",
             r"The (?:IPv[46] )?network addresses of \((?P<master_addr>[^,]+), (?P<master_port>\d+)\) cannot be "
             r"retrieved.*DistNetworkError|DistNetworkError: .*cannot be retrieved",
         ),
@@ -77,9 +79,12 @@ SYMPTOMS = (
             r"retr(?:ie|ei)ving ncclUniqueId from .*Socket Timeout",
             r"Some NCCL operations have failed or timed out|Watchdog caught collective operation timeout",
             r"watchdog thread terminated with exception.*(?:timeout|timed out)|Timeout at (?:NCCL|collective)",
-            r"Heartbeat monitor timed out|[Bb]arrier .{0,40}timed out|timed out after waiting for \d+ms|waitWork.*timed? ?out",
-            r"Terminating the process after attempting to dump debug info, due to (?:ProcessGroup\w+ watchdog hang|collective)",
-            r"wait timeout after \d+ms, keys: /(?:\w*//)*(?:cpu|cuda|\w*subgroup|worker/rank)|Ranks? \S+ (?:not|never) reached",
+            r"Heartbeat monitor timed out|[Bb]arrier .{0,40}timed out|timed out after waiting for \d+ms"
+            r"|waitWork.*timed? ?out",
+            r"Terminating the process after attempting to dump debug info, due to (?:ProcessGroup\w+ watchdog hang"
+            r"|collective)",
+            r"wait timeout after \d+ms, keys: /(?:\w*//)*(?:cpu|cuda|\w*subgroup|worker/rank)|Ranks? \S+ (?:not"
+            r"|never) reached",
         ),
         N_(
             "A collective operation[[ ({operation})]] timed out[[ after {timeout_ms} ms]][[ on rank {rank}]][[: ranks "

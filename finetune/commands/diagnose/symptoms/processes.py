@@ -8,8 +8,10 @@ from finetune.runtime.language import N_
 _KILLED_FIX = N_(
     "First the host's memory: `dmesg -T | grep -i -E 'oom|killed process'`, in containers `kubectl describe pod` or "
     "`docker inspect` (OOMKilled), in Slurm `sacct -j JOB --format=JobID,State,MaxRSS`; if it ran out, lower "
-    "--dataloader-num-workers, offload less to the CPU, start fewer processes on the machine, or give the job more memory. "
-    "If memory sufficed, find who killed it: the scheduler's log, a watchdog, another user. Then start the same command "
+    "--dataloader-num-workers, offload less to the CPU, start fewer processes on the machine, or give the job more "
+    "memory. "
+    "If memory sufficed, find who killed it: the scheduler's log, a watchdog, another user. Then start the same "
+    "command "
     "again: the run resumes from its last checkpoint."
 )
 _PEER_FIX = N_(
@@ -28,7 +30,8 @@ SYMPTOMS = (
         (
             *ended_by(9, "SIGKILL"),
             r"the run's process (?P<pid>\S+) disappeared",
-            r"A worker (?:process )?(?:died|ended|was killed).{0,60}(?:unexpected|signal|SIGKILL)|The actor is dead because",
+            r"A worker (?:process )?(?:died|ended|was killed).{0,60}(?:unexpected|signal|SIGKILL)"
+            r"|The actor is dead because",
         ),
         N_(
             "A process[[ ({pid})]][[ of rank {rank}]] was killed from outside (SIGKILL): nearly always by the kernel "
@@ -49,7 +52,8 @@ SYMPTOMS = (
             r"Connection reset by (?:remote )?peer|\bncclRemoteError\b|\[Errno 104\]|ConnectionResetError",
             r"remote process exited or there was a network error|NCCL WARN .*remote process exit",
             r"socketProgress.*(?:closed|reset)|Broken pipe.*(?:rank|peer)|writev \[\S+\]: Broken pipe|readv \[\S+\]:",
-            r"recv fail|socket (?:was )?closed by (?:the )?(?:peer|remote)|peer (?:process )?(?:has )?(?:exited|gone|died)",
+            r"recv fail|socket (?:was )?closed by (?:the )?(?:peer|remote)|peer (?:process )?(?:has )?(?:exited|gone"
+            r"|died)",
         ),
         N_(
             "The connection to another process broke[[ ({peer})]]: that process died or its machine or link went "
@@ -79,8 +83,10 @@ SYMPTOMS = (
             r"CANCELLED AT .* DUE TO (?P<reason>PREEMPTION|TIME LIMIT|(?:TO )?NODE[ _]FAIL(?:URE)?)",
             r"DUE TO (?P<reason>TIME LIMIT|PREEMPTION|NODE[ _]FAIL(?:URE)?)|error: (?P<reason_>Node failure) on",
             r"(?:State|state|status)[=:] ?(?P<reason>PREEMPTED|TIMEOUT|NODE_FAIL|CANCELLED|DEADLINE|BOOT_FAIL)\b",
-            r"The node was low on resource: (?!memory|ephemeral)(?P<reason>\S+)|[Pp]od was evicted|[Ss]pot instance interruption",
-            r"[Rr]eason: (?P<reason>Evicted|Preempting|NodeLost|NodeShutdown|Terminated)\b|TERM_(?P<reason_>RUNLIMIT|PREEMPT|OWNER)\b",
+            r"The node was low on resource: (?!memory|ephemeral)(?P<reason>\S+)|[Pp]od was evicted"
+            r"|[Ss]pot instance interruption",
+            r"[Rr]eason: (?P<reason>Evicted|Preempting|NodeLost|NodeShutdown|Terminated)\b|TERM_(?P<reason_>RUNLIMIT"
+            r"|PREEMPT|OWNER)\b",
             r"node .{0,60}(?P<reason>NotReady|unreachable|shutdown|preempted)\b.*(?:pod|taint|evict|terminat)",
             r"slurmstepd: error: \*\*\* (?:JOB|STEP) \S+ ON .*CANCELLED AT ",
         ),
@@ -95,11 +101,13 @@ SYMPTOMS = (
     Symptom(
         "preempted",
         (
-            r"Process \d+ got signal: (?P<signal>15|10|12|1)\b|[Rr]eceived (?:signal )?(?P<signal_>SIGTERM|SIGUSR1|SIGUSR2|SIGHUP|15)\b",
+            r"Process \d+ got signal: (?P<signal>15|10|12|1)\b|[Rr]eceived (?:signal )?(?P<signal_>SIGTERM|SIGUSR1"
+            r"|SIGUSR2|SIGHUP|15)\b",
             r"got signal (?P<signal>SIGTERM|15)\b|caught (?P<signal_>SIGTERM)|srun: forcing job termination",
         ),
         N_(
-            "The run was told to stop from outside[[ (signal {signal})]]: by the scheduler, a person, or the launcher of "
+            "The run was told to stop from outside[[ (signal {signal})]]: by the scheduler, a person, or the "
+            "launcher of "
             "another node that failed."
         ),
         _AGAIN_FIX,
@@ -132,7 +140,8 @@ SYMPTOMS = (
         (r"^KeyboardInterrupt\b|got signal: 2\b|[Rr]eceived SIGINT", *ended_by(2, "SIGINT")),
         N_("The run was interrupted from the keyboard (Ctrl-C, SIGINT): no failure shows before it."),
         N_(
-            "If it was interrupted because it hung, run once with TORCH_DISTRIBUTED_DEBUG=DETAIL and --timeout-seconds 300."
+            "If it was interrupted because it hung, run once with TORCH_DISTRIBUTED_DEBUG=DETAIL and "
+            "--timeout-seconds 300."
         ),
         kind=Kind.UNEXPLAINED,
         confidence=0.29,
