@@ -36,7 +36,8 @@ IGNORED = re.compile(r"^Exception ignored in|^--- Logging error ---|^Exception i
 # Others begin a line like ours with a time, a module or a file.
 OWN_ERROR = re.compile(r"^\[ERROR\] (?:rank \d+: )?(?P<error>(?!20\d\d-|[A-Z]+\(|\[)\S.*)")
 FAILURE = re.compile(
-    r"^Segmentation fault|^Fatal Python error|core dumped|^Aborted|^terminate called|^Bus error|^\S+: error: "
+    r"^\[?F\d{3,4} \d\d:\d\d:|^Segmentation fault|^Fatal Python error|core dumped|^Aborted|^terminate called"
+    r"|^Bus error|^\S+: error: "
     r"|^bash: .*(?:not found|denied)|^\S+: can't open file|^srun: error: .*[Ee]xited|^ +exitcode +: -?[1-9]"
     r"|exits with return code = -?[1-9]|\bERR\d\d\d\d\d\b|\bE[A-Z0-9]\d\d\d\d(?::|\))|failed \(exitcode: -?[1-9]"
 )

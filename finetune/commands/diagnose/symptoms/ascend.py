@@ -107,8 +107,8 @@ SYMPTOMS = (
         "torch_npu_missing_or_mismatch",
         (
             r"No module named 'torch_npu'|Failed to load the backend extension: torch_npu",
-            r"lib(?:hccl|ascendcl|ge_runner|graph|acl_op_compiler"
-            r"|msprofiler)\w*\.so\S*: cannot open shared object file",
+            r"lib(?:hccl|ascendcl|ascend_hal|ge_\w+|graph|acl_\w+|msprofiler|profapi|atb|opapi|nnopbase|runtime|c_sec|mmpa"
+            r"|drv\w+)\w*\.so\S*: cannot open shared object file",
             r"libtorch_npu\.so: undefined symbol|torch_npu is installed but cannot be loaded",
             r"torch_npu\b.{0,60}(?:does not match|not compatible|mismatch)",
             r"module 'torch' has no attribute 'npu'|module 'torch_npu' has no attribute",

@@ -58,7 +58,7 @@ SYMPTOMS = (
     Symptom(
         "npu_op_exception",
         (
-            returned(r"5070(?P<code>1[1-8]|3[4-6]|4[2-59]|50)"),
+            returned(r"5070(?P<code>1[124-8]|3[4-6]|4[2-59]|50)"),
             r"(?:aicore|aicpu|ai ?cpu|aivec(?:tor)?|vector core|fftsplus \w+|trap) (?:error )?(?:exception|timeout)",
             r"an exception of (?:fftsplus )?ai(?:core|vec|cpu)\w* error|there is an ai\w+ error exception",
             r"The (?:aicore|vector core|aicpu) execution (?:is abnormal|times out)|call acln+\w+ failed",

@@ -16,7 +16,8 @@ SYMPTOMS = (
             r"No such file or directory: '(?P<compiler>c\+\+|g\+\+|gcc|clang\+\+|ninja)'",
             r"Command '\['(?P<compiler>[^']+)', '(?:-v|--version)'\]' returned non-zero",
             r"Command '\['which', '(?P<compiler>[cg]\+\+|gcc|ninja)'\]' returned non-zero",
-            r"Installed CUDA version (?P<cuda>\S+) does not match the version torch was compiled with",
+            r"Installed CUDA version (?P<cuda>\S+) does not match the version torch was compiled with(?!.*APIs are"
+            r" compatible)",
         ),
         N_("DeepSpeed could not build an operator[[ ({operator})]] on first use[[: {compiler} does not work]]."),
         N_(

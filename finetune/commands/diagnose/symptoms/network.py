@@ -80,7 +80,7 @@ SYMPTOMS = (
             r"Some NCCL operations have failed or timed out|Watchdog caught collective operation timeout",
             r"watchdog thread terminated with exception.*(?:timeout|timed out)|Timeout at (?:NCCL|collective)",
             r"Heartbeat monitor timed out|[Bb]arrier .{0,40}timed out|timed out after waiting for \d+ms"
-            r"|waitWork.*timed? ?out",
+            r"|waitWork.*timed? ?out|watchdog got stuck for \d+ seconds",
             r"Terminating the process after attempting to dump debug info, due to (?:ProcessGroup\w+ watchdog hang"
             r"|collective)",
             r"wait timeout after \d+ms, keys: /(?:\w*//)*(?:cpu|cuda|\w*subgroup|worker/rank)|Ranks? \S+ (?:not"
