@@ -38,7 +38,7 @@ from finetune.commands.diagnose.log_words import (
     SUMMARY_RANK,
 )
 from finetune.commands.diagnose.symptoms.base import Kind, Symptom
-from finetune.commands.diagnose.symptoms.rules import ENDED_BADLY, EXPLAINED_BY_RUN, SYMPTOMS, UNEXPLAINED
+from finetune.commands.diagnose.symptoms.rules import ENDED_BADLY, EXPLAINED_BY_RUN, UNEXPLAINED, possible
 
 # Of one symptom on one rank in one attempt the first lines are kept and the others counted.
 KEPT_LINES = 3
@@ -268,7 +268,7 @@ def line_kind(text: str) -> LineKind:
 def _matching_symptom(text: str) -> tuple[Symptom, re.Match[str]] | None:
     """The surest rule; of several the nearest to the root."""
     lowered = text.lower()
-    matches = [(s, match) for s in SYMPTOMS if (match := s.match(text, lowered)) is not None]
+    matches = [(s, match) for s in possible(lowered) if (match := s.match(text, lowered)) is not None]
     return min(matches, key=lambda pair: (-pair[0].confidence, pair[0].kind), default=None)
 
 

