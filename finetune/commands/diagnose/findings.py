@@ -24,6 +24,8 @@ STALE_SECONDS = 2 * 3600.0
 EVIDENCE_LINES = 6
 EVIDENCE_CHARACTERS = 400
 WEAK_CONFIDENCE = 0.5
+# Below it a symptom explains what its own process reported later, not what that reported before.
+LEADING_CONFIDENCE = 0.65
 
 
 @dataclass
@@ -166,7 +168,8 @@ def _not_later(first: Evidence, second: Evidence) -> bool:
         return False
     if first.symptom.reported_late and one.source == two.source:
         return True
-    if one.source == two.source and one.rank == two.rank and first.symptom.kind == Kind.UNEXPLAINED:
+    weak = first.symptom.kind == Kind.UNEXPLAINED or first.symptom.confidence < LEADING_CONFIDENCE
+    if weak and one.source == two.source and one.rank == two.rank:
         return one.number <= two.number
     if one.source == two.source and one.number < two.number:
         return True  # whatever clocks their programs print

@@ -148,10 +148,27 @@ SYMPTOMS = (
     Symptom(
         "npu_op_exception",
         (
+            cann(r"EE1\d{3}", r"EE4\d{3}", r"EH0\d{3}", r"EL0\d{3}"),
+            cann(r"EZ0\d{3}", r"EZ2\d{3}", r"EZ3\d{3}", r"EZ9(?!999)\d{3}"),
+        ),
+        N_(
+            "CANN refused a call[[ on rank {rank}]]: an argument, a file or an operator that it does not take; the "
+            "evidence says which."
+        ),
+        N_(
+            "Read the evidence up to `Reason:` and look at the Python line in the traceback: check the device number, "
+            "the path or the variable that it names, and look the code up in CANN's table of error codes."
+        ),
+        more_fix=_PLOG_FIX,
+        kind=Kind.VAGUE,
+        confidence=0.6,
+        in_warnings=True,
+        source=SOURCE,
+    ),
+    Symptom(
+        "npu_op_exception",
+        (
             returned(r"1070\d\d"),
-            cann(
-                r"EE1\d{3}", r"EE4\d{3}", r"EH0\d{3}", r"EZ0\d{3}", r"EZ2\d{3}", r"EZ3\d{3}", r"EZ9\d{3}", r"EL0\d{3}"
-            ),
             cann(*(rf"E{module}\d{{3}}(?=: |\)|  )" for module in (10, 11, 12, 13, 20, 21, 30, 39, 40, 76, 80))),
             r"\bERR0[0-4](?:00[457]|100|300)\b",
         ),

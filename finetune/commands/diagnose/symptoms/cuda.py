@@ -74,7 +74,7 @@ SYMPTOMS = (
     Symptom(
         "nccl_network_interface",
         (
-            r"(?:(?P<peer>(?:\d{1,3}\.){3}\d+)\S*.{0,80})?(?:No route to host|Host is unreachable"
+            r"(?:(?P<peer>(?:\d{1,3}\.){3}\d+)\S*.{0,80})?(?:[Nn]o route to host|Host is unreachable"
             r"|Network is unreachable)",
             r"\bE(?:HOST|NET)UNREACH\b|errno: 11?3\b|\[Errno 113\]",
         ),

@@ -102,6 +102,7 @@ SYMPTOMS = (
             rf"oom-kill:(?!.*task=(?!{_OURS}))|oom_reaper: reaped process (?P<pid>\d+) \({_OURS}",
             r"oom[-_]kill event|Detected \d+ oom[_-]kill|OOMKilled|OOM[- ]?[Kk]illed|[Kk]illed by (?:the )?(?:OOM"
             r"|oom)|oom-killer",
+            r"earlyoom\[?.*sending SIG\w+ to process (?P<pid>\d+)",
             r"Some of your (?:processes|step tasks) (?:may )?have been (?:OOM )?[Kk]illed|systemd-oomd?\[.*[Kk]illed",
             r"task \d+: Out Of Memory|(?:State|state)[=:] ?OUT_OF_ME|Exceeded (?:job|step) memory limit",
             r"exceeded memory limit \(|[Cc]ontainer .{0,60}using more memory than|low on resource: memory"
