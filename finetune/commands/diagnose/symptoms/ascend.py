@@ -114,7 +114,8 @@ SYMPTOMS = (
             r"module 'torch' has no attribute 'npu'|module 'torch_npu' has no attribute",
             r"Torch not compiled with NPU|device type '?npu'? is not available",
             r"[Dd]evice string: ?'?(?P<device>npu)|device type at start of device string: (?P<device_>npu)",
-            r"(?:[Uu]nknown|[Ii]nvalid|[Uu]nsupported) (?:c10d )?backend(?: type| name)?:? ?['\"]*(?P<device>hccl)",
+            r"(?:[Uu]nknown|[Ii]nvalid|[Uu]nsupported) (?:c10d |distributed )?backend(?: type| name)?:? ?['\"]*"
+            r"(?P<device>(?i:hccl))",
             r"backend (?:name )?'?(?P<device>hccl)'? (?:is )?not (?:found|supported|available|registered)"
             r"|Distributed package doesn't have (?P<device_>HCCL)",
             r"Could not run '\S+' with arguments from the '(?P<device>NPU|PrivateUse1)' backend",

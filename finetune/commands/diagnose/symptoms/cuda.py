@@ -156,8 +156,8 @@ SYMPTOMS = (
             r"Torch not compiled with (?P<wanted>CUDA|ROCm|XPU|MPS) enabled|device type '?(?P<wanted_>cuda"
             r"|xpu)'? is not available",
             r"doesn't have (?P<wanted>NCCL|XCCL|MPI|UCC|GLOO) built[ -]?in|(?P<wanted_>NCCL|nccl) is not available",
-            r"(?:[Uu]nknown|[Ii]nvalid|[Uu]nsupported) (?:c10d )?backend(?: type| name)?:? ?['\"]*(?P<wanted>nccl"
-            r"|rccl|xccl|mpi|gloo|ucc)",
+            r"(?:[Uu]nknown|[Ii]nvalid|[Uu]nsupported) (?:c10d |distributed )?backend(?: type| name)?:? ?['\"]*"
+            r"(?P<wanted>(?i:nccl|rccl|xccl|mpi|gloo|ucc))",
             r"[Dd]evice string: ?'?(?P<wanted>[a-z]+)|device type at start of device string: (?P<wanted_>(?!npu)\w+)",
             r"[Bb]ackend '?(?P<wanted>\w+)'? (?:is )?not (?:found|supported|available|registered)"
             r"|PyTorch is not (?:linked|built) with support for (?P<wanted_>\w+)",
