@@ -118,6 +118,8 @@ def test_an_empty_log():
         ("[rank1] 2026-11-21T13:14:05.500Z ValueError: x", "ValueError: x", 1),
         ("11/21/2026 13:14:05 - [default2]:ValueError: x", "ValueError: x", 2),
         ("[ERROR] ValueError: x", "[ERROR] ValueError: x", None),
+        ("(Worker pid=9) ERROR 11-21 13:14:05 [core.py:7] ValueError: x", "ValueError: x", None),
+        ("2026-11-21 13:14:05.500 | ERROR    | train:main:7 - ValueError: x", "ValueError: x", None),
     ],
 )
 def test_prefixes(line, text, rank):

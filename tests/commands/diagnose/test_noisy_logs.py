@@ -1,8 +1,9 @@
 """Failures as machines write them: alone, and among the lines of other ranks, bars, warnings and what followed.
 
-The logs are in `series/`: `written.txt` and `families.txt` after the published formats, `threads.txt` after logs in
-issues; `clean.txt` has no failure, one that nobody knows, or another program's log. A head says the cause (or causes,
-for either is right) and `noecho` where the failure is itself what others see of one.
+The logs are in `series/`: `written.txt` and `families.txt` after the published formats, `orders.txt` of what follows
+from what, `threads.txt` after logs in issues; `clean.txt` has no failure, one that nobody knows, or another program's
+log. A head says the cause (or causes, for either is right) and `noecho` where the failure is itself what others see of
+one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from noisy_logs import noisy, quiet, series
 
 from finetune.commands.diagnose.command import diagnose_logs
 
-FAILURES = series("written") + series("threads") + series("families")
+FAILURES = series("written") + series("threads") + series("families") + series("orders")
 CLEAN = series("clean")
 FOREIGN = "foreign: "
 
