@@ -93,9 +93,9 @@ def read_time(text: str, year: int) -> float | None:
             if parts.get("epoch"):
                 return int(parts["epoch"]) + fraction
             month = int(parts["month"]) if parts.get("month") else _MONTHS.index(parts["name"]) + 1
-            numbers = [int(parts[name]) for name in ("day", "hour", "minute", "second")]
+            day, hour, minute, second = (int(parts[name]) for name in ("day", "hour", "minute", "second"))
             try:
-                seconds = time.mktime((int(parts.get("year") or year), month, *numbers, 0, 0, -1))
+                seconds = time.mktime((int(parts.get("year") or year), month, day, hour, minute, second, 0, 0, -1))
             except (OverflowError, ValueError):
                 continue
             return seconds + fraction

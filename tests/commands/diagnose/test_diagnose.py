@@ -17,7 +17,7 @@ from finetune.commands.diagnose.command import diagnose_logs, main, render_findi
 from finetune.commands.diagnose.document import renewed
 from finetune.commands.diagnose.findings import mask_secrets
 from finetune.commands.diagnose.log_facts import facts_in, with_next_values
-from finetune.commands.diagnose.symptoms.base import Kind, Symptom, fill, fixed_words
+from finetune.commands.diagnose.symptoms.base import Symptom, fill, fixed_words
 from finetune.commands.diagnose.symptoms.rules import CAUSES, EXPLAINED_BY_RUN, RESTART_CURES, SYMPTOMS, UNEXPLAINED
 from finetune.errors import ConfigError, DataError, ExitCode, FinetuneError
 from finetune.runtime.language import speaking
@@ -388,12 +388,6 @@ def test_a_finished_run_has_no_finding(tmp_path):
     folder = run_folder(tmp_path / "run", state="done", exit_code=0, step=12)
     (folder / "logs" / "20261120-100000-41-rank0.log").write_text("2026-11-20 10:00:01,0 [ERROR] CUDA out of memory.\n")
     assert causes(folder) == []
-
-
-def test_kinds_are_ordered_from_the_root_outwards():
-    assert [kind.name for kind in sorted(Kind)] == [
-        *("MACHINE", "ROOT", "KILLED", "VAGUE", "UNEXPLAINED", "PEER_LOST", "TIMEOUT", "CASCADE")
-    ]
 
 
 def test_standard_input_is_a_log(monkeypatch):

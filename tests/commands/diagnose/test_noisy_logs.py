@@ -14,6 +14,7 @@ import pytest
 from noisy_logs import noisy, quiet, series
 
 from finetune.commands.diagnose.command import diagnose_logs
+from finetune.commands.diagnose.symptoms.base import Kind
 
 FAILURES = series("written") + series("threads") + series("families") + series("orders")
 CLEAN = series("clean")
@@ -127,3 +128,9 @@ def test_codes_are_read_by_their_families(code, cause, tmp_path):
 
 def test_codes_outside_every_family_are_unknown(tmp_path):
     assert causes_of(tmp_path, "[rank3]: EK0003: Config error of profiling.\n") in ([], ["unknown"])
+
+
+def test_kinds_are_ordered_from_the_root_outwards():
+    assert [kind.name for kind in sorted(Kind)] == [
+        *("MACHINE", "ROOT", "KILLED", "VAGUE", "UNEXPLAINED", "PEER_LOST", "TIMEOUT", "CASCADE")
+    ]
