@@ -65,7 +65,8 @@ def load_model(
         # conversions that were used; under ZeRO-3 transformers keeps all that it knows, and would save under names
         # that no other program reads (_load_state_dict_into_zero3_model). May go when it filters them there too.
         conversions = getattr(model, "_weight_conversions", None) or []
-        model._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]
+        loaded: Any = model
+        loaded._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]
     if outside := outside_text(model):
         # Nothing here feeds them: DDP would wait for their gradients, and weight decay would wear them down.
         for name in outside:

@@ -31,7 +31,10 @@ def _table(causes: dict[str, list[Symptom]]) -> str:
 
 
 _KIND_WORDS = {
+    Kind.MACHINE: "root, said by the machine or the scheduler",
     Kind.ROOT: "root",
+    Kind.KILLED: "killed from outside",
+    Kind.VAGUE: "says what failed, not why",
     Kind.UNEXPLAINED: "a failure of its own",
     Kind.PEER_LOST: "another process was lost",
     Kind.TIMEOUT: "a timeout",

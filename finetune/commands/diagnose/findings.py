@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from finetune.commands.diagnose.log_evidence import Evidence, LogEvidence
 from finetune.commands.diagnose.log_facts import with_next_values
@@ -19,9 +19,13 @@ CLOCK_SLACK_SECONDS = 10.0
 ORDER_SLACK_LINES = 400
 # Logged steps after which a process is taken to have survived an error.
 SURVIVED_STEPS = 3
+# What the machine said longer ago than this did not bring about what failed now.
+STALE_SECONDS = 2 * 3600.0
 EVIDENCE_LINES = 6
 EVIDENCE_CHARACTERS = 400
 WEAK_CONFIDENCE = 0.5
+# Below it a symptom explains what its own process reported later, not what that reported before.
+LEADING_CONFIDENCE = 0.65
 
 
 @dataclass
@@ -67,6 +71,7 @@ def rank_findings(logs: Sequence[LogEvidence], facts: dict[str, str] | None = No
     """
     known = {name: value for log in reversed(logs) for name, value in log.facts.items()} | (facts or {})
     standing = [e for log in logs for e in _standing(log)]
+    _give_first_times(standing)
     last = [e for e in standing if e.attempt == max(o.attempt for o in standing if o.line.source == e.line.source)]
     groups = _groups(last)
     if groups and all(group.kind > Kind.UNEXPLAINED for group in groups):
@@ -82,25 +87,44 @@ def rank_findings(logs: Sequence[LogEvidence], facts: dict[str, str] | None = No
     return findings
 
 
+def _give_first_times(evidence: Sequence[Evidence]) -> None:
+    """Lines before the first time in their log get that one."""
+    firsts: dict[str, float] = {}
+    for piece in evidence:
+        if piece.line.seconds is not None:
+            firsts.setdefault(piece.line.source, piece.line.seconds)
+    for piece in evidence:
+        if piece.line.seconds is None and piece.line.source in firsts:
+            piece.line = replace(piece.line, seconds=firsts[piece.line.source])
+
+
 def _standing(log: LogEvidence) -> list[Evidence]:
     """Evidence that the run did not survive: it neither trained on after it nor reported that it was done."""
 
     return [
         evidence
         for number, evidence in enumerate(log.evidence)
-        if evidence.symptom.lasting
-        or (number >= log.finished and log.steps - evidence.line.steps_before < SURVIVED_STEPS)
+        if not _survived(evidence, log.steps) and (evidence.symptom.lasting or number >= log.finished)
     ]
 
 
+def _survived(evidence: Evidence, steps: Mapping[int | None, int]) -> bool:
+    """Whether training went on: in that process if it logs steps, otherwise in any."""
+    rank, before = evidence.line.rank, evidence.line.steps_before
+    ranks = [rank] if rank in steps else list(steps)
+    return any(steps[logging] - before.get(logging, 0) >= SURVIVED_STEPS for logging in ranks)
+
+
 def _groups(evidence: Sequence[Evidence]) -> list[_Group]:
-    counts = Counter[int]()
+    counts, values = Counter[int](), defaultdict[int, set[str]](set)
     for piece in evidence:
         counts[id(piece.symptom)] += piece.count
+        values[id(piece.symptom)].add(piece.values.get(piece.symptom.differs, "").lower())
     by_cause: dict[str, list[Evidence]] = {}
     for piece in evidence:
-        if counts[id(piece.symptom)] >= piece.symptom.at_least:
-            by_cause.setdefault(piece.symptom.cause, []).append(piece)
+        symptom, number = piece.symptom, id(piece.symptom)
+        if counts[number] >= symptom.at_least and (not symptom.differs or len(values[number]) > 1):
+            by_cause.setdefault(symptom.cause, []).append(piece)
     return [_Group(pieces) for pieces in by_cause.values()]
 
 
@@ -112,16 +136,45 @@ def _order(evidence: Evidence) -> tuple[float, int]:
 def _explains(root: _Group, other: _Group) -> bool:
     if root is other or root.cause in other.first.symptom.explains:
         return False
+    if {root.kind, other.kind} == {Kind.VAGUE, Kind.UNEXPLAINED}:
+        return _earlier(root.first, other.first)
+    if {root.kind, other.kind} == {Kind.PEER_LOST, Kind.TIMEOUT} and _in_order(root.first, other.first):
+        return _earlier(root.first, other.first)
     nearer = root.kind < other.kind or other.cause in root.first.symptom.explains
     return nearer and _not_later(root.first, other.first)
 
 
+def _in_order(first: Evidence, second: Evidence) -> bool:
+    """Whether it can be told which of the two came first."""
+    if first.symptom.reported_late or second.symptom.reported_late:
+        return False
+    one, two = first.line, second.line
+    if one.source == two.source:
+        return True
+    return one.seconds is not None and two.seconds is not None and abs(one.seconds - two.seconds) > CLOCK_SLACK_SECONDS
+
+
+def _earlier(first: Evidence, second: Evidence) -> bool:
+    one, two = first.line, second.line
+    if one.source == two.source and (one.rank == two.rank or one.seconds == two.seconds):
+        return one.number < two.number
+    return _order(first) < _order(second)
+
+
 def _not_later(first: Evidence, second: Evidence) -> bool:
     one, two = first.line, second.line
-    if one.source == two.source and one.rank == two.rank and first.symptom.kind == Kind.UNEXPLAINED:
+    between = 0.0 if one.seconds is None or two.seconds is None else two.seconds - one.seconds
+    if first.symptom.kind == Kind.MACHINE and between > STALE_SECONDS:
+        return False
+    if first.symptom.reported_late and one.source == two.source:
+        return True
+    weak = first.symptom.kind == Kind.UNEXPLAINED or first.symptom.confidence < LEADING_CONFIDENCE
+    if weak and one.source == two.source and one.rank == two.rank:
         return one.number <= two.number
+    if one.source == two.source and one.number < two.number:
+        return True  # whatever clocks their programs print
     if one.seconds is not None and two.seconds is not None:
-        return one.seconds <= two.seconds + CLOCK_SLACK_SECONDS
+        return between >= -CLOCK_SLACK_SECONDS
     return one.source != two.source or one.number <= two.number + ORDER_SLACK_LINES
 
 

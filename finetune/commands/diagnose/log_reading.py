@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
+
+from finetune.commands.diagnose.log_prefixes import decode, has_a_time, read_time, strip_prefixes
 
 BLOCK_BYTES = 1 << 18
 LINE_HEAD_BYTES = 16 << 10  # of a longer line the beginning is kept,
@@ -29,7 +31,8 @@ class LogLine:
         text: without prefixes (rank, time, colours); indentation is kept.
         rank: of the process that wrote it; None where nothing tells.
         seconds: since the epoch by the clock of the machine that wrote it; None where no line so far had a time.
-        steps_before: logged training steps before it in this log.
+        steps_before: logged training steps before it in this log, by rank.
+        node: what else a prefix tells of where it was written: a host, a container, an actor.
     """
 
     source: str
@@ -37,7 +40,8 @@ class LogLine:
     text: str
     rank: int | None
     seconds: float | None
-    steps_before: int
+    steps_before: Mapping[int | None, int]
+    node: str = ""
 
 
 def raw_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
@@ -79,11 +83,12 @@ class LogFile:
         rank: of the process that wrote it, where the name tells.
 
     Attributes:
-        steps: logged training steps so far.
+        steps: logged training steps so far, by rank.
     """
 
     def __init__(self, source: str, file: BinaryIO, *, rank: int | None = None) -> None:
-        self.source, self.rank, self.steps = source, rank, 0
+        self.source, self.rank = source, rank
+        self.steps: dict[int | None, int] = {}
         self._file, self._year = file, time.localtime().tm_year  # for times that have none
         self._shapes: dict[bytes, tuple[LineKind, bool]] = {}
 
@@ -95,17 +100,20 @@ class LogFile:
             known = self._shapes.get(key)
             if known is None:
                 text = strip_prefixes(decode(raw))[0]
-                known = kind_of(text), _TIMESTAMP.search(decode(raw[:200])) is not None
+                known = kind_of(text), has_a_time(decode(raw[:200]))
                 self._remember(key, known)
             kind, has_time = known
             if has_time:
                 timed = raw
+            if not kind:
+                continue
+            text, rank, node = strip_prefixes(decode(raw))
+            rank = self.rank if rank is None else rank
             if kind == "step":
-                self.steps += 1
-            elif kind == "line":
-                text, rank = strip_prefixes(decode(raw))
+                self.steps[rank] = self.steps.get(rank, 0) + 1
+            else:
                 seconds = None if timed is None else read_time(decode(timed[:200]), self._year)
-                yield LogLine(self.source, number, text, self.rank if rank is None else rank, seconds, self.steps)
+                yield LogLine(self.source, number, text, rank, seconds, dict(self.steps), node)
 
     def _remember(self, key: bytes, known: tuple[LineKind, bool]) -> None:
         if len(self._shapes) >= SHAPES_LIMIT:
@@ -116,73 +124,6 @@ class LogFile:
 
 def _digits_matter(raw: bytes) -> bool:
     return b"rror" in raw or b"code" in raw or b"ignal" in raw or b"ERR" in raw
-
-
-# ---------------------------------------------------------------- prefixes
-
-_ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])|[\x00-\x08\x0b\x0c\x0e-\x1f]")
-_RANK = r"(?P<rank>\d{1,5})"
-_PREFIX = re.compile(
-    rf"\[rank{_RANK}\]:\s?"  # torch
-    rf"|\[Rank {_RANK.replace('rank', 'rank2')}\] ?"
-    rf"|\[(?:default|default_)?{_RANK.replace('rank', 'rank3')}\]:\s?"  # torch elastic's --tee, pdsh
-    rf"|{_RANK.replace('rank', 'rank4')}: (?=\S|  )"  # srun --label
-    r"|\([\w.<>-]+ pid=\d+(?:, ip=[\d.:a-fA-F]+)?\)\s?"  # ray and others
-    rf"|rank {_RANK.replace('rank', 'rank5')}: "  # ours
-)
-_STAMP = (
-    r"(?P<year>20\d\d)[-/](?P<month>\d\d)[-/](?P<day>\d\d)[ T_-](?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)"
-    r"(?:[.,](?P<fraction>\d{1,9})(?:\.(?P<micro>\d{3}))?)?(?:Z|[+-]\d\d:?\d\d)?"
-)
-_GLOG = r"[IWEFDV](?P<month>\d\d?)(?P<day>\d\d) (?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)\.(?P<fraction>\d{3,9})"
-_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
-_SYSLOG = (
-    rf"(?P<name>{'|'.join(_MONTHS)}) +(?P<day>\d\d?) (?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)"
-    r"(?: (?P<year>20\d\d))?"
-)
-_FORMS = tuple(re.compile(rf"(?<![\w.]){form}") for form in (_STAMP, _GLOG, _SYSLOG))
-_ANONYMOUS = [re.sub(r"\?P<\w+>", "?:", form) for form in (_STAMP, _GLOG, _SYSLOG)]
-_TIMESTAMP = re.compile(rf"(?<![\w.])(?:{'|'.join(_ANONYMOUS)})")
-_TIME_PREFIX = re.compile(rf"\[?(?:{_ANONYMOUS[0]}|{_ANONYMOUS[2]})\]?[:,]? ?(?:- )?")
-
-
-def decode(raw: bytes) -> str:
-    """Text without colour codes; what is not UTF-8 is replaced."""
-    text = raw.decode("utf-8", errors="replace")
-    return _ANSI.sub("", text) if not text.isprintable() else text
-
-
-def strip_prefixes(text: str) -> tuple[str, int | None]:
-    """The line without what launchers and loggers put before it, and the rank they name."""
-    rank = None
-    for _ in range(4):
-        match = _PREFIX.match(text) or _TIME_PREFIX.match(text)
-        if match is None or match.end() == 0:
-            break
-        named = next((value for name, value in match.groupdict().items() if value and name.startswith("rank")), None)
-        rank = int(named) if named is not None else rank
-        text = text[match.end() :]
-    if rank is None and (named_inside := _RANK_INSIDE.search(text)):
-        rank = int(next(filter(None, named_inside.groups())))
-    return text, rank
-
-
-_RANK_INSIDE = re.compile(r"\[(?:[^][]*\b)?Rank (\d{1,5})\b|RankID:(\d{1,5})\b")
-
-
-def read_time(text: str, year: int) -> float | None:
-    """The first time in a line, by the local clock: seconds since the epoch. Offsets from UTC are not looked at."""
-    for form in _FORMS:
-        if match := form.search(text):
-            parts = match.groupdict()
-            month = int(parts["month"]) if parts.get("month") else _MONTHS.index(parts["name"]) + 1
-            numbers = [int(parts[name]) for name in ("day", "hour", "minute", "second")]
-            try:
-                seconds = time.mktime((int(parts.get("year") or year), month, *numbers, 0, 0, -1))
-            except (OverflowError, ValueError):
-                continue
-            return seconds + float(f"0.{parts.get('fraction') or 0}")
-    return None
 
 
 _RANK_IN_NAME = re.compile(r"rank[-_]?(\d{1,5})(?!\d)|(?:^|/)(\d{1,5})/(?:stdout|stderr)\.log$")

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from finetune.commands.diagnose import log_reading
 from finetune.commands.diagnose.log_evidence import scan_log
-from finetune.commands.diagnose.log_reading import LogFile, decode, rank_in_name, raw_lines, read_time, strip_prefixes
+from finetune.commands.diagnose.log_prefixes import decode, read_time, strip_prefixes
+from finetune.commands.diagnose.log_reading import LogFile, rank_in_name, raw_lines
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 
@@ -112,10 +113,32 @@ def test_an_empty_log():
         ("[ERROR] 2026-11-21-13:14:05 (PID:1, Device:4, RankID:4) ERR00100 x", None, 4),
         ("[PG ID 0 PG GUID 0(default_pg) Rank 6] Exception", None, 6),
         ("no prefix: 5", "no prefix: 5", None),
+        ("[7]: ValueError: x", "ValueError: x", 7),
+        ("[1,3]<stderr>:ValueError: x", "ValueError: x", 3),
+        ("[rank1] 2026-11-21T13:14:05.500Z ValueError: x", "ValueError: x", 1),
+        ("11/21/2026 13:14:05 - [default2]:ValueError: x", "ValueError: x", 2),
+        ("[ERROR] ValueError: x", "[ERROR] ValueError: x", None),
+        ("(Worker pid=9) ERROR 11-21 13:14:05 [core.py:7] ValueError: x", "ValueError: x", None),
+        ("2026-11-21 13:14:05.500 | ERROR    | train:main:7 - ValueError: x", "ValueError: x", None),
     ],
 )
 def test_prefixes(line, text, rank):
-    assert strip_prefixes(line) == (line if text is None else text, rank)
+    assert strip_prefixes(line)[:2] == (line if text is None else text, rank)
+
+
+@pytest.mark.parametrize(
+    ("line", "node"),
+    [
+        ("10.0.0.3: [rank1]: ValueError: x", "10.0.0.3"),
+        ("node-1 | [rank1]: ValueError: x", "node-1"),
+        ("worker-0: [rank1]: ValueError: x", "worker-0"),
+        ("[pod/train-worker-2/main] [rank1]: ValueError: x", "train-worker-2/main"),
+        ("Nov 21 13:14:05 node7 kernel: [12.345678] ValueError: x", "node7"),
+    ],
+)
+def test_nodes(line, node):
+    text, _, found_node = strip_prefixes(line)
+    assert (text, found_node) == ("ValueError: x", node)
 
 
 @pytest.mark.parametrize(

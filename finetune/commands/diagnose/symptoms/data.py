@@ -13,6 +13,12 @@ _RECORDS_FIX = N_(
 # "rows" in the messages of earlier versions.
 _BAD_RECORDS = r"^\[ERROR\] .*(?P<bad_records>\d+) of (?P<records>\d+) (?:rows|records) cannot be trained on "
 
+# Parameters whose first dimension is the vocabulary, as model families name them.
+_EMBEDDING = (
+    r"(?:embed_tokens|lm_head|wte|word_embeddings?|tok_embeddings|embed_in|embed_out|output_layer|token_embedding\w*"
+    r"|embeddings?\.weight|shared\.weight|embedding\.weight)"
+)
+
 SYMPTOMS = (
     Symptom(
         "dataset_missing_field",
@@ -60,9 +66,16 @@ SYMPTOMS = (
         (
             r"the tokenizer has ids up to (?P<highest>\d+), but the model has only (?P<embeddings>\d+) embeddings",
             r"index out of range in self|Assertion `?srcIndex < srcSelectDimSize`? failed",
-            r"size mismatch for \S*(?:embed_tokens|lm_head|wte|word_embeddings)\S*: copying a param with shape "
+            rf"size mismatch for \S*{_EMBEDDING}\S*: copying a param with shape "
             r"torch\.Size\(\[(?P<saved>[1-9]\d*)[^\]]*\]\)(?: from checkpoint, the shape in current model is "
             r"torch\.Size\(\[(?P<embeddings>[1-9]\d*))?",
+            rf"size mismatch for \S*{_EMBEDDING}\S*: (?!copying a param with shape torch\.Size\(\[0\])",
+            r"size mismatch for (?!\S*(?:proj|mlp|attn|fc|lora|norm"
+            r"|layers\.))\S*: copying a param with shape torch\.Size\(\["
+            r"(?P<saved>\d{4,}), (?P<width>\d+)\]\).*torch\.Size\(\[(?P<embeddings>\d{4,}), (?P=width)\]\)",
+            rf"{_EMBEDDING}\S*\W.{{0,40}}(?:size mismatch|MISMATCH|shape mismatch|found shape|ckpt: torch\.Size)",
+            r"vocab(?:ulary)?[_ ]?size\W.{0,60}(?:mismatch|differ|not (?:match|equal))"
+            r"|IndexKernel.*index out of bounds",
             r"Assertion `?t >= 0 && t < n_classes`? failed|Target (?P<highest>\d+) is out of bounds",
             r"the file has ids up to (?P<highest>\d+), and the model a vocabulary of (?P<embeddings>\d+)",
             r"token \d+ is (?P<highest>\d+), and the vocabulary has (?P<embeddings>\d+) ids",

@@ -16,7 +16,8 @@ SYMPTOMS = (
             r"No such file or directory: '(?P<compiler>c\+\+|g\+\+|gcc|clang\+\+|ninja)'",
             r"Command '\['(?P<compiler>[^']+)', '(?:-v|--version)'\]' returned non-zero",
             r"Command '\['which', '(?P<compiler>[cg]\+\+|gcc|ninja)'\]' returned non-zero",
-            r"Installed CUDA version (?P<cuda>\S+) does not match the version torch was compiled with",
+            r"Installed CUDA version (?P<cuda>\S+) does not match the version torch was compiled with(?!.*APIs are"
+            r" compatible)",
         ),
         N_("DeepSpeed could not build an operator[[ ({operator})]] on first use[[: {compiler} does not work]]."),
         N_(
@@ -83,7 +84,8 @@ SYMPTOMS = (
             r"the saved adapter has (?P<parameter>\S+) as",
             r"'weight' must be 2-D|\d+ parameters are not partitioned",
             r"the checkpoint's trainable parameters are not this model's",
-            r"thus raising an error.*mismatch|You set `ignore_mismatched_sizes`",
+            r"thus raising an error.*mismatch|You set `ignore_mismatched_sizes`"
+            r"|size mismatch for (?P<parameter>[\w.]+):",
             r"shape '\[[\d, -]+\]' is invalid for input of size 0",
         ),
         N_(

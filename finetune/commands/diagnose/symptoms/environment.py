@@ -26,7 +26,9 @@ SYMPTOMS = (
         "disk_full",
         (
             r"No space left on device(?:.*?'(?P<path>[^']+)')?",
-            r"\[Errno 28\]|\[Errno 122\]|Disk quota exceeded|the run folder's disk is full",
+            r"\[Errno 28\]|\[Errno 122\]|Disk quota exceeded|the run folder's disk is full|\b(?:ENOSPC|EDQUOT)\b",
+            r"low on resource: ephemeral-storage|ephemeral.{0,20}storage .{0,30}exceed|os error 28\b|errno:? 28\b"
+            r"|os error 122\b",
             r"PytorchStreamWriter failed writing file|inline_container\.cc.*unexpected pos",
             r"[Ii]/[Oo] error: No space left",
             r"checkpoint-(?P<step>\d+) could not be written: .*needed (?P<needed>[^,]+), free (?P<free>[^;\n]+)",
@@ -45,8 +47,32 @@ SYMPTOMS = (
         explains=("checkpoint_corrupt",),
     ),
     Symptom(
+        "storage_error",
+        (
+            r"[Ss]tale (?:NFS )?file handle|\bESTALE\b|\[Errno 116\]|Transport endpoint is not connected"
+            r"|\[Errno 107\].*(?:/|mount)",
+            r"Input/output error(?::? '?(?P<path>/[^']+))?|\[Errno 5\]|os error 5\b|Remote I/O error|\[Errno 121\]",
+            r"nfs: server (?P<path>\S+) not responding|(?:Lustre|ceph|gpfs|EXT4-fs|XFS)\S*.{0,60}(?:error|evict"
+            r"|timed out|shutdown)",
+            r"blk_update_request: I/O error|I/O error, dev (?P<path>\w+)|[Uu]nable to (?:lock"
+            r"|mmap) file.{0,40}(?:No locks|I/O)|\[Errno 37\]",
+        ),
+        N_("A file system failed[[ at {path}]]: a network file system lost its connection, or a disk is faulty."),
+        N_(
+            "`df -h` and `ls` on that path, and `dmesg -T | tail`, on the machine that reports it: have it mounted "
+            "again or the "
+            "disk replaced. Until then write to a local disk (--output-dir, HF_HOME, TMPDIR), and start the same "
+            "command "
+            "again: the run resumes from the last valid checkpoint."
+        ),
+        confidence=0.9,
+        source="Linux, NFS, Lustre, FUSE",
+        explains=("checkpoint_corrupt", "dataloader_worker_killed_shm"),
+        restart_cures=False,
+    ),
+    Symptom(
         "too_many_open_files",
-        (r"Too many open files", r"\[Errno 24\]", r"received 0 items of ancdata"),
+        (r"Too many open files", r"\[Errno 24\]|\bEMFILE\b|os error 24\b", r"received 0 items of ancdata"),
         N_("A process[[ of rank {rank}]] reached the limit of open files."),
         N_(
             "`ulimit -n 65536` in the shell that starts the run (in a container its nofile limit), fewer "
@@ -61,7 +87,9 @@ SYMPTOMS = (
         (
             r"PermissionError: \[Errno \d+\] [^:]*: '(?P<path>[^']+)'",
             r"\[Errno 13\]|PermissionError\b|Permission denied(?! \(publickey)",
-            r"\[Errno 30\]|Read-only file system|\bERR0[0-4]012\b",
+            r"\[Errno 30\]|Read-only file system|\bERR0[0-4]012\b|\b(?:EACCES|EROFS|EPERM)\b"
+            r"|\[Errno 1\] Operation not permitted",
+            r"os error (?:13|30)\b",
         ),
         N_("The user running this may not read or write[[ {path}]]."),
         N_(
@@ -77,7 +105,11 @@ SYMPTOMS = (
             r"ModuleNotFoundError: No module named '(?P<package>[\w.]+)'",
             r"^\[ERROR\] (?:rank \d+: )?(?P<package>[\w.-]+) is not installed",
             r"ImportError: (?P<package>[\w-]+) is required|ImportError: .*requires the (?P<package_>[\w-]+) library",
-            r"python: can't open file '(?P<file>[^']+)'|^\S+: No module named (?P<package__>\S+)$",
+            r"python\S*: can't open file '(?P<file>[^']+)'|^\S+: No module named (?P<package__>\S+)$",
+            r"(?P<package>\w+): command not found|requires? (?:the )?[`'\"]?(?P<package_>[\w-]+)[`'\"]? (?:package"
+            r"|library)? ?(?:to be|but it was not|which is not) ?(?:installed|found)?",
+            r"(?:pip|conda) install [`'\"]?(?P<package>[\w\[\]-]+).{0,40}$"
+            r"|PackageNotFoundError: (?:No package metadata was found for )?(?P<package_>\S+)",
         ),
         N_("Python cannot find[[ the package {package}]][[ the file {file}]] in the active environment."),
         N_(
@@ -88,26 +120,45 @@ SYMPTOMS = (
         source="Python",
     ),
     Symptom(
-        "native_crash",
+        "package_mismatch",
         (
-            r"Fatal Python error: (?P<signal>Segmentation fault|Illegal instruction|Bus error)",
-            r"^Segmentation fault|Segmentation fault \(core dumped\)",
-            r"exitcode +: -(?:11|4) \(pid: (?P<pid>\d+)\)",
-            r"Signal (?:11 \(SIGSEGV\)|4 \(SIGILL\)) received by PID (?P<pid>\d+)",
-            r"exits with return code = -(?:11|4)\b|[Cc]aught signal 11 \(",
+            r"version [`'](?P<library>(?:GLIBCXX|GLIBC|CXXABI|GCC)_[\d.]+)' not found",
+            r"(?P<library>[\w.+-]+\.so\S*): undefined symbol|symbol lookup error|undefined symbol: \w+",
+            r"(?P<library>lib\S+\.so\S*): cannot open shared object file",
+            r"cannot import name '(?P<name>\w+)' from '(?P<library>[\w.]+)'"
+            r"|AttributeError: module '(?P<library_>[\w.]+)' has no attribute",
+            r"(?P<library>[\w.-]+)(?:>=|==|<=|<|>|!=|~=)[\w.*,<>=!~ ]+ is required for a normal functioning"
+            r"|VersionConflict",
+            r"(?P<library>\w+)(?: version)? [\d.]+\S* (?:is required|or newer|or later|or higher).{0,60}(?:but|found"
+            r"|installed|got)",
+            r"numpy\.(?:dtype|ndarray) size changed|compiled using NumPy 1\.x cannot be run in|_ARRAY_API not found"
+            r"|multiarray failed to import",
+            r"does not recognize this architecture|Transformers does not recognize|Unrecognized configuration class",
+            r"requires? [`'\"]?(?P<library>[\w-]+)(?:\[\w+\])? ?[><=~!]=? ?\d|[Uu]pgrad(?:e"
+            r"|ing) (?:your )?[`'\"]?(?P<library_>\w[\w-]+)[`'\"]? (?:version|package|to\b|>=)",
+            r"[Ff]ound an incompatible version of (?P<library>\w+)|requires (?:a different"
+            r"|newer) (?:version of )?(?P<library_>\w+)",
+            r"TypeError: .*got an unexpected keyword argument '(?P<name>\w+)'"
+            r"|Detected that PyTorch and (?P<library>\w+) were compiled with different CUDA",
+            r"RuntimeError: operator torchvision::nms does not exist|ImportError: .*(?:partially initialized"
+            r"|incompatible|DLL load)",
         ),
         N_(
-            "A process[[ ({pid})]][[ of rank {rank}]] crashed inside native code: incompatible libraries, or a bug in "
-            "one."
+            "Installed packages do not fit one another, or the system's libraries are too old for them[[: "
+            "{library}]][[ "
+            "({name})]]."
         ),
         N_(
-            "Run with `python -X faulthandler` (PYTHONFAULTHANDLER=1): it names the Python line. Then suspect packages "
-            "that were built for another torch or CPU (flash-attn, bitsandbytes, apex, a copied "
-            "~/.cache/torch_extensions): reinstall them or remove the cache."
+            "`pip check` and `pip list | grep -i -E 'torch|transformers|accelerate|deepspeed|peft|numpy'` show what is "
+            "installed. Install again in a fresh environment what the evidence names, in the versions that belong "
+            "together "
+            "(`python -m finetune doctor` shows them); packages with compiled code (flash-attn, torchvision, "
+            "bitsandbytes) "
+            "have to be built for this torch. For GLIBCXX: `conda install -c conda-forge libstdcxx-ng`, or unset an "
+            "LD_LIBRARY_PATH that puts older libraries first."
         ),
-        kind=Kind.UNEXPLAINED,
-        confidence=0.6,
-        source="Linux, Python, torch elastic",
-        explains=("unknown",),
+        kind=Kind.VAGUE,
+        confidence=0.75,
+        source="Python, dynamic linker, transformers",
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from finetune.commands.diagnose.symptoms.base import Kind, Symptom
+from finetune.commands.diagnose.symptoms.base import Kind, Symptom, cann, ended_by, returned
 from finetune.runtime.language import N_
 
 _DEVICE_OOM_FIX = N_(
@@ -24,6 +24,9 @@ _SHM_FIX = N_(
     "{dataloader_num_workers})]] to 0."
 )
 
+# Names under which the kernel knows the processes of a run; it kills others too.
+_OURS = r"(?:[Pp]ython|pt_|torchrun|deepspeed|accelerate|ray|train|finetune|conda|node_?\d|bash\b|sh\b)"
+
 SYMPTOMS = (
     Symptom(
         "device_oom",
@@ -31,9 +34,12 @@ SYMPTOMS = (
             r"(?:CUDA|NPU|XPU|HIP) out of memory\.(?: Tried to allocate (?P<wanted>[\d.]+ ?\w+))?(?:.*?total capacity "
             r"of (?P<capacity>[\d.]+ ?\w+)|.*?; (?P<capacity_>[\d.]+ ?\w+) total capacity)?",
             r"MPS backend out of memory(?: \(MPS allocated: (?P<used>[\d.]+ ?\w+))?",
-            r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED",
+            r"(?:CUDA|HIP|CUDA driver) error: out of memory|(?:CUBLAS|CUDNN|CUSOLVER|NVRTC)_STATUS_ALLOC_FAILED"
+            r"|CUDA_ERROR_OUT_OF_MEMORY",
+            r"[Cc]uda failure '?(?:2 )?'?out of memory|cudaErrorMemoryAllocation|hipErrorOutOfMemory"
+            r"|RESOURCE_EXHAUSTED: Out of memory",
             r"^\[ERROR\] (?:rank \d+: )?out of memory (?:at step (?P<step>\d+)|with (?:rows|microbatches) that cannot)",
-            r"\b(?:torch|cuda)\.OutOfMemoryError\b",
+            r"\b(?:torch|cuda|npu|acc)\.OutOfMemoryError\b|\bOutOfMemoryError: (?:CUDA|NPU|HIP|XPU)",
         ),
         N_(
             "A device ran out of memory[[ on rank {rank}]][[ at step {step}]][[: {wanted} more were requested]][[, of "
@@ -47,9 +53,14 @@ SYMPTOMS = (
     Symptom(
         "device_oom",
         (
-            r"EL0004\b.*Failed to allocate memory|\(?EL0004\)?:|error code(?: is|:) ?207001\b",
-            r"\bERR0[0-4]006\b|EI0011\b.*(?:[Mm]emory|resource)",
-            r"Call rtMalloc fail.*size:(?P<wanted_bytes>\d+)",
+            cann("EL0004", "EI0011", "EI0007") + r"|Insufficient_Device_Memory|Memory_Allocation_Failure",
+            returned(r"2070(?:01|18)")
+            + "|"
+            + returned("200000")
+            + r"|HCCL function error: .*error code is \(?(?:3|24)\)?(?!\d)",
+            r"\bERR0[0-4]006\b|halMemAlloc failed|alloc device memory failed|[Mm]alloc device memory .{0,30}fail",
+            r"Call rtMalloc fail.*size:(?P<wanted_bytes>\d+)|rtMalloc execute failed",
+            r"reason=\[(?:driver error:out of memory|memory allocation error|device oom)",
         ),
         N_(
             "An NPU ran out of memory (HBM)[[ on rank {rank}]][[: {wanted_bytes} bytes were requested]]. Other "
@@ -63,13 +74,14 @@ SYMPTOMS = (
     Symptom(
         "host_oom",
         (
-            r"MemoryError\b(?:: Unable to allocate (?P<wanted>[\d.]+ \w+))?",
-            r"[Oo]ut of memory: Killed process (?P<pid>\d+)",
-            r"[Oo]om-kill(?:er)?\b|oom_kill event|Detected \d+ oom[_-]kill|OOMKilled",
-            r"Some of your processes may have been killed by the cgroup out-of-memory handler",
+            r"(?<!OutOf)MemoryError\b(?:: Unable to allocate (?P<wanted>[\d.]+ \w+))?",
+            r"Insufficient_Host_Memory",
             r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)(?:: you tried to allocate "
             r"(?P<wanted>\d+ bytes))?",
-            r"Errno 12\b.*Cannot allocate memory|Cannot allocate memory$|\bstd::bad_alloc\b",
+            r"Errno 12\b.*Cannot allocate memory|Cannot allocate memory\W*$|\bstd::bad_alloc\b|ArrowMemoryError",
+            r"(?:pin_memory|cudaHostAlloc|cudaHostRegister|pinned memory).{0,60}(?:fail|out of memory|cannot)",
+            r"workers? (?:were|was|are) killed due to (?:the node running low on memory|memory pressure)"
+            r"|ray\S*OutOfMemoryError",
             r"unable to mmap memory: you tried to mmap (?P<wanted>[\d.]+ ?\w+)",
             r"is killed by signal: Killed",
             r"a worker process ended by itself; most often the system killed it",
@@ -85,15 +97,41 @@ SYMPTOMS = (
     ),
     Symptom(
         "host_oom",
-        (r"^(?:\S+: line \d+: +)?\d* ?Killed\b",),
+        (
+            rf"[Oo]ut of memory: Kill(?:ed)? process (?P<pid>\d+)(?!\d)(?!,? \((?!{_OURS}))",
+            rf"oom-kill:(?!.*task=(?!{_OURS}))|oom_reaper: reaped process (?P<pid>\d+) \({_OURS}",
+            r"oom[-_]kill event|Detected \d+ oom[_-]kill|OOMKilled|OOM[- ]?[Kk]illed|[Kk]illed by (?:the )?(?:OOM"
+            r"|oom)|oom-killer",
+            r"earlyoom\[?.*sending SIG\w+ to process (?P<pid>\d+)",
+            r"Some of your (?:processes|step tasks) (?:may )?have been (?:OOM )?[Kk]illed|systemd-oomd?\[.*[Kk]illed",
+            r"task \d+: Out Of Memory|(?:State|state)[=:] ?OUT_OF_ME|Exceeded (?:job|step) memory limit",
+            r"exceeded memory limit \(|[Cc]ontainer .{0,60}using more memory than|low on resource: memory"
+            r"|MEMLIMIT: job killed",
+        ),
+        N_(
+            "The host (or the job's share of it) ran out of memory, and the system killed a process[[ ({pid})]]. "
+            "What the "
+            "other ranks report after it follows from it."
+        ),
+        _HOST_OOM_FIX,
+        kind=Kind.MACHINE,
+        confidence=0.94,
+        in_warnings=True,
+        reported_late=True,
+        source="Linux kernel, cgroups, Slurm, Kubernetes",
+        explains=("dataloader_worker_killed_shm",),
+    ),
+    Symptom(
+        "host_oom",
+        (r"^(?:\S+: line \d+: +)?\d* ?Killed\b|task \d+: Killed\b",),
         N_(
             "The shell only reports that a process was killed (SIGKILL), nearly always by the kernel for lack of "
             "memory or by the container's limit."
         ),
         _HOST_OOM_FIX,
-        kind=Kind.PEER_LOST,
+        kind=Kind.KILLED,
         confidence=0.7,
-        source="bash",
+        source="bash, Slurm",
         explains=("peer_died",),
     ),
     Symptom(
@@ -102,7 +140,8 @@ SYMPTOMS = (
             r"is killed by signal: Bus error|insufficient shared memory \(shm\)",
             r"unable to (?:open|write|resize|allocate|mmap).{0,40}(?:shared memory|</?(?:dev/shm/)?torch_)",
             r"NCCL WARN Error while creating shared memory segment (?P<path>\S+)",
-            r"exitcode +: -7 \(pid: (?P<pid>\d+)\)",
+            *ended_by(7, "SIGBUS"),
+            r"^Bus error\b",
             r"/dev/shm\b.*No space left on device",
         ),
         N_(
@@ -119,7 +158,7 @@ SYMPTOMS = (
         (r"DataLoader worker \(pid\(?s?\)? (?P<pid>\d+)[\d, ]*\) (?:exited unexpectedly|is killed by signal)",),
         N_("A data loader worker exited unexpectedly (process {pid}): killed, or out of shared memory."),
         _SHM_FIX,
-        kind=Kind.PEER_LOST,
+        kind=Kind.VAGUE,
         confidence=0.7,
         source="torch.utils.data",
     ),

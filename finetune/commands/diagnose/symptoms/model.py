@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from finetune.commands.diagnose.symptoms.base import Symptom
+from finetune.commands.diagnose.symptoms.base import Kind, Symptom
 from finetune.runtime.language import N_
 
 _NAN_TEXT = N_("The loss or the gradients became NaN or infinite[[ at step {step}]].")
@@ -20,6 +20,14 @@ SYMPTOMS = (
             r"(?P<model>\S+) is not a local folder and is not a valid model identifier",
             r"(?P<model>\S+) is not a local folder or a valid repository name",
             r"(?P<model>\S+) does not appear to have a(?:ny)? files? named",
+            r"[Nn]o file named .{0,160}found in (?:directory )?(?P<model>\S+?)\.?$|[Nn]o (?:safetensors|weights?"
+            r"|model weights|checkpoint) (?:files? )?(?:were |was )?found (?:in|at) (?P<model_>\S+)",
+            r"[Uu]nrecognized model in (?P<model>\S+?)\. Should have a `model_type`|EntryNotFoundError"
+            r"|RevisionNotFoundError",
+            r"(?:401|403|404) Client Error.*huggingface|Cannot access gated repo"
+            r"|Access to model (?P<model>\S+) is restricted",
+            r"No such file or directory: '(?P<model>[^']*(?:config\.json|model\S*\.safetensors|pytorch_model\S*\.bin"
+            r"|tokenizer\S*|\.safetensors\.index\.json))'",
             r"RepositoryNotFoundError|Repository Not Found for url|Incorrect path_or_model_id",
             r"GatedRepoError|trying to access a gated repo|is a gated repository",
             r"HFValidationError: Repo id must",
@@ -47,16 +55,27 @@ SYMPTOMS = (
         (
             r"[Cc]ouldn't connect to '?(?P<hub>https?://[^\s']+)",
             r"\bLocalEntryNotFoundError\b|offline mode is enabled|OfflineModeIsEnabled",
-            r"outgoing traffic has been disabled",
+            r"outgoing traffic has been disabled|MaxRetryError|NewConnectionError|NameResolutionError",
             r"Failed to resolve '(?P<hub>[\w.-]*(?:huggingface|hf-mirror|modelscope|\bhf)\.\w+)'",
+            r"SSLError|SSLCertVerificationError|CERTIFICATE_VERIFY_FAILED|SSL: \w+\]|ProxyError"
+            r"|Tunnel connection failed|(?:407|50[234]) (?:Client|Server) Error",
+            r"429 Client Error|Too Many Requests|Consistency check failed: file should be of size|ReadTimeoutError"
+            r"|IncompleteRead|ChunkedEncodingError",
+            r"[Tt]emporary failure in name resolution|Name or service not known.*(?:http|hub|url|host)|gaierror",
             r"host='(?P<hub>[\w.-]*(?:huggingface|hf-mirror|modelscope|\bhf)\.\w+)'.*Max retries exceeded",
             r"(?:Connect|Proxy)(?:ion)?(?:Error|Timeout)\b.*huggingface",
         ),
-        N_("The model hub[[ {hub}]] cannot be reached or is disabled here, and the files are not in the local cache."),
+        N_(
+            "The model hub[[ {hub}]] cannot be reached from here (no network, a proxy or its certificate, too many "
+            "requests, "
+            "or offline mode), and the files are not in the local cache."
+        ),
         N_(
             "Download the model where there is a network (`hf download NAME --local-dir DIR`), copy the folder to "
             "every node and give --model DIR. Or set HF_ENDPOINT to a reachable mirror (https://hf-mirror.com), and "
-            "unset HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE where there is a network. Proxies: HTTPS_PROXY."
+            "unset HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE where there is a network. Proxies: HTTPS_PROXY, and "
+            "REQUESTS_CA_BUNDLE for the certificate of one that inspects traffic. After 429: wait, and log in "
+            "(HF_TOKEN)."
         ),
         confidence=0.92,
         source="huggingface_hub, transformers",
@@ -68,7 +87,9 @@ SYMPTOMS = (
             r"Error while deserializing header",
             r"SafetensorError: (?P<reason>.*)",
             r"[Ii]ncompleteMetadata|MetadataIncompleteBuffer|InvalidHeader|HeaderTooLarge|HeaderTooSmall|file not "
-            r"fully covered",
+            r"fully covered|Can't find a valid checkpoint at|No valid checkpoint found|git-lfs\.github\.com/spec",
+            r"Unable to load weights from (?:pytorch )?checkpoint file|[Cc]hecksum (?:mismatch|does not match)"
+            r"|unexpected end of (?:data|file)|BadZipFile",
             r"PytorchStreamReader failed (?P<reason>.*)",
             r"UnpicklingError: (?P<reason>.*)|EOFError: Ran out of input",
             r"^\[ERROR\] .*the checkpoint is not valid: (?P<reason>.*)",
@@ -93,7 +114,9 @@ SYMPTOMS = (
         (
             r"loss or gradients were NaN or inf in (?P<steps>\d+) steps in a row, up to step (?P<step>\d+)",
             r"[Ll]oss is (?:nan|inf)\b(?i:.{0,30}(?:stop|abort|terminat))",
-            r"Current loss scale already at minimum",
+            r"[Ll]oss scale (?:is )?(?:already )?(?:at|reached|below|hit)\W{1,3}(?:the |its )?min(?:imum)?"
+            r"|[Mm]inimum loss scale reached",
+            r"cannot decrease (?:loss )?scale anymore",
             r"FloatingPointError.*(?:NaN|nan|[Ii]nf)|Function '\w+' returned nan values in its \d+th output",
         ),
         _NAN_TEXT,
@@ -106,14 +129,27 @@ SYMPTOMS = (
     Symptom(
         "nan_loss",
         (
+            r"(?:[Nn]on-?finite|NaN|\bnan|Inf) (?:values? |loss|grad\w*).{0,60}(?:detected|found|encountered|abort"
+            r"|stop)",
+            r"(?:[Ll]oss|[Gg]rad\w*)(?: norm)? (?:is|became|are|was) (?:nan|NaN|NAN|inf|not finite|non-?finite)\b",
+            r"probability tensor contains either `inf`",
+        ),
+        _NAN_TEXT,
+        _NAN_FIX,
+        kind=Kind.VAGUE,
+        confidence=0.85,
+        lasting=True,
+        source="training programs",
+    ),
+    Symptom(
+        "nan_loss",
+        (
             r"\bloss['\"]?\s*[:= ]\s*['\"]?-?(?i:nan|inf)\b",
-            r"['\"]grad_norm['\"]?\s*[:=]\s*['\"]?(?i:nan)\b(?=.*\bloss\b)|"
-            r"\bloss['\"]?\s*[:=]\s*['\"]?0\.0\b.*grad_norm['\"]?\s*[:=]\s*['\"]?(?i:nan)",
+            r"(?i:\bgrad[_ ]?norm)['\"]?\s*[:= ]\s*['\"]?(?i:nan)\b",
         ),
         _NAN_TEXT,
         _NAN_FIX,
         confidence=0.8,
-        at_least=2,
         lasting=True,
         in_warnings=True,
         source="transformers' and others' training logs",

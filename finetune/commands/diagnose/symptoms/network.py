@@ -5,15 +5,10 @@ from __future__ import annotations
 from finetune.commands.diagnose.symptoms.base import Kind, Symptom
 from finetune.runtime.language import N_
 
-_TIMEOUT_FIX = N_(
+TIMEOUT_FIX = N_(
     "Look for the first error on any rank: pass the logs of all ranks and nodes to one `diagnose`. If there is none, a "
     "rank was merely slow (data, evaluation, saving) or the ranks made different calls: raise --timeout-seconds[[ (now "
     "{timeout_seconds})]], prepare data before training, and make sure that all nodes have the same files and settings."
-)
-_PEER_FIX = N_(
-    "The reason is in the log of the process that died, or nowhere if it was killed: look there, and at `dmesg -T | "
-    "grep -i -E 'oom|killed|xid'` on its machine. If it was a one-off, start the same command again: the run resumes "
-    "from its last checkpoint."
 )
 
 SYMPTOMS = (
@@ -49,7 +44,11 @@ SYMPTOMS = (
             r"clients joined|\bRendezvousTimeoutError\b|\bRendezvousConnectionError\b",
             r"Timed out initializing process group in store based barrier on rank:? (?P<rank>\d+)",
             r"wait timeout after \d+ms, keys: /(?:default_pg|worker|none|torchelastic)",
-            r"Gloo connectFullMesh failed|The connection to the C10d store has failed",
+            r"Gloo connectFullMesh failed|The connection to the C10d store has failed|RendezvousClosedError",
+            r"rendezvous .{0,60}(?:timed out|failed|closed)|[Rr]endezvous\w*Error\b|DistStoreError"
+            r"|DistNetworkError: .*(?:time|connect)",
+            r"(?:connect|connection) to \(?\[?(?P<master_addr>[\w.:-]+?)\]?(?:, "
+            r"|:)(?P<master_port>\d+)\)? (?:timed out|failed|refused)",
             r"The (?:IPv[46] )?network addresses of \((?P<master_addr>[^,]+), (?P<master_port>\d+)\) cannot be "
             r"retrieved.*DistNetworkError|DistNetworkError: .*cannot be retrieved",
         ),
@@ -78,101 +77,25 @@ SYMPTOMS = (
             r"Application timeout caused pair closure",
             r"[Rr]anks? (?P<missing>[\d, ]+) failed to pass monitoredBarrier",
             r"retr(?:ie|ei)ving ncclUniqueId from .*Socket Timeout",
-            r"Some NCCL operations have failed or timed out|\(?EI0002\)?:",
-            r"The wait execution of the Notify register times out|hccl fftsplus task timeout occurred",
-            r"error code(?: is|:) ?5070(?:46|48)\b",
-            r"HCCL[Ww]atchdog.*timeout|Watchdog caught collective operation timeout: WorkHCCL",
-            r"watchdog thread terminated with exception.*(?:timeout|timed out)",
+            r"Some NCCL operations have failed or timed out|Watchdog caught collective operation timeout",
+            r"watchdog thread terminated with exception.*(?:timeout|timed out)|Timeout at (?:NCCL|collective)",
+            r"Heartbeat monitor timed out|[Bb]arrier .{0,40}timed out|timed out after waiting for \d+ms"
+            r"|waitWork.*timed? ?out|watchdog got stuck for \d+ seconds",
+            r"Terminating the process after attempting to dump debug info, due to (?:ProcessGroup\w+ watchdog hang"
+            r"|collective)",
+            r"wait timeout after \d+ms, keys: /(?:\w*//)*(?:cpu|cuda|\w*subgroup|worker/rank)|Ranks? \S+ (?:not"
+            r"|never) reached",
         ),
         N_(
             "A collective operation[[ ({operation})]] timed out[[ after {timeout_ms} ms]][[ on rank {rank}]][[: ranks "
             "{missing} did not arrive]]. This is what the other ranks see when one has died, hangs or is slow."
         ),
-        _TIMEOUT_FIX,
+        TIMEOUT_FIX,
         kind=Kind.TIMEOUT,
         confidence=0.85,
         in_warnings=True,
-        source="torch ProcessGroupNCCL, gloo; HCCL (EI0002, 507046, 507048)",
+        source="torch ProcessGroupNCCL, gloo",
         restart_cures=True,
-    ),
-    Symptom(
-        "peer_died",
-        (
-            r"exitcode +: -9 \(pid: (?P<pid>\d+)\)",
-            r"Signal 9 \(SIGKILL\) received by PID (?P<pid>\d+)",
-            r"failed \(exitcode: -9\) local_rank: (?P<local_rank>\d+) \(pid: (?P<pid>\d+)\)",
-            r"exits with return code = -9|died with <Signals\.SIGKILL: 9>",
-            r"terminated with signal SIGKILL",
-            r"the run's process (?P<pid>\S+) disappeared",
-        ),
-        N_(
-            "A process[[ ({pid})]][[ of rank {rank}]] was killed from outside (SIGKILL): nearly always by the kernel "
-            "or a container that ran out of host memory, otherwise by a scheduler or a person. It could not report "
-            "this itself."
-        ),
-        _PEER_FIX,
-        kind=Kind.PEER_LOST,
-        confidence=0.8,
-        source="torch elastic, DeepSpeed launcher, this package",
-        restart_cures=True,
-    ),
-    Symptom(
-        "peer_died",
-        (
-            r"Connection closed by (?:remote )?peer(?: \[?(?P<peer>[\w.:]+)\]?(?::\d+)?)?",
-            r"Connection reset by (?:remote )?peer|\bncclRemoteError\b",
-            r"remote process exited or there was a network error|Heartbeat Lost Occurred",
-            r"abnormal device\(s\)|HCCL heartbeat (?:lost|event)|NCCL WARN .*remote process exit",
-        ),
-        N_(
-            "The connection to another process broke[[ ({peer})]]: that process died or its machine or link went "
-            "down.[[ Rank {rank} only noticed it.]]"
-        ),
-        _PEER_FIX,
-        kind=Kind.PEER_LOST,
-        confidence=0.75,
-        source="gloo, NCCL, HCCL (EI0002 with heartbeat)",
-    ),
-    Symptom(
-        "peer_died",
-        (
-            r"sendBytes failed on SocketImpl|maybe TCPStore server has shut down too early",
-            r"recvValue failed on SocketImpl",
-        ),
-        N_("The store shared by the processes is gone: the process that hosted it (rank 0 or the launcher) ended."),
-        _PEER_FIX,
-        kind=Kind.CASCADE,
-        confidence=0.5,
-        source="torch TCPStore",
-    ),
-    Symptom(
-        "preempted",
-        (
-            r"CANCELLED AT .* DUE TO (?P<reason>PREEMPTION|TIME LIMIT|NODE FAILURE)",
-            r"DUE TO (?P<reason>TIME LIMIT|PREEMPTION|NODE_FAILURE)",
-            r"Process \d+ got signal: (?P<signal>15|10|12)\b",
-            r"The node was low on resource|[Pp]od was evicted|spot instance interruption",
-        ),
-        N_(
-            "The run was stopped from outside[[ ({reason})]][[ (signal {signal})]]: preempted, out of time, or stopped "
-            "by a person."
-        ),
-        N_(
-            "Start the same command again: it resumes from the last checkpoint. For jobs with a time limit, have the "
-            "scheduler send SIGTERM a few minutes earlier (Slurm: --signal=B:TERM@300), so that a checkpoint is saved."
-        ),
-        confidence=0.85,
-        source="Slurm, torch elastic, Kubernetes",
-        restart_cures=True,
-    ),
-    Symptom(
-        "preempted",
-        (r"stopped by (?P<signal>SIG\w+|a signal) at step (?P<step>\d+)",),
-        N_("The run was stopped by {signal} at step {step} and saved a checkpoint."),
-        N_("Start the same command again: it resumes from step {step}."),
-        kind=Kind.CASCADE,
-        in_warnings=True,
-        source="this package",
     ),
     Symptom(
         "libuv_store",

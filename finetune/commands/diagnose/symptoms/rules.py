@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from finetune.commands.diagnose.symptoms import ascend, cuda, data, deepspeed, environment, memory, model, network
-from finetune.commands.diagnose.symptoms.base import Kind, Symptom
+from collections import defaultdict
+
+from finetune.commands.diagnose.symptoms import (
+    ascend,
+    cann,
+    cuda,
+    data,
+    deepspeed,
+    environment,
+    hccl,
+    memory,
+    model,
+    network,
+    processes,
+)
+from finetune.commands.diagnose.symptoms.base import SHORTEST_WORD, Kind, Symptom, fixed_words
 from finetune.runtime.language import N_
 
-_GROUPS = (memory, network, ascend, cuda, data, model, deepspeed, environment)
+_GROUPS = (memory, network, processes, ascend, hccl, cann, cuda, data, model, deepspeed, environment)
 SYMPTOMS: tuple[Symptom, ...] = tuple(symptom for group in _GROUPS for symptom in group.SYMPTOMS)
 
 _EXPLANATION = N_("The run failed[[ on rank {rank}]], and no rule knows this message: {line}")
@@ -29,3 +43,17 @@ EXPLAINED_BY_RUN = Symptom(
 _ALL = (*SYMPTOMS, EXPLAINED_BY_RUN, UNEXPLAINED)
 CAUSES: tuple[str, ...] = tuple(dict.fromkeys(symptom.cause for symptom in _ALL))
 RESTART_CURES = frozenset(symptom.cause for symptom in _ALL if symptom.restart_cures)
+
+# Words of all rules by their first characters, each with the numbers of its rules: few lines hold any.
+_START = SHORTEST_WORD
+_WORDS: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+for _number, _symptom in enumerate(SYMPTOMS):
+    for _word in {word for pattern in _symptom.patterns for word in fixed_words(pattern)}:
+        _WORDS[_word[:_START]][_word].append(_number)
+
+
+def possible(lowered: str) -> list[Symptom]:
+    """The rules of which a word is in a line (in lower case), in the order of `SYMPTOMS`."""
+    starts = _WORDS.keys() & {lowered[at : at + _START] for at in range(len(lowered) - _START + 1)}
+    numbers = {n for start in starts for word, found in _WORDS[start].items() if word in lowered for n in found}
+    return [SYMPTOMS[number] for number in sorted(numbers)]

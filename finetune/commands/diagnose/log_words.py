@@ -1,0 +1,75 @@
+"""The words by which the lines of a log are told apart: steps, errors, restarts, quoted data, other programs."""
+
+from __future__ import annotations
+
+import re
+
+STEP = re.compile(r"""\bloss['"]?(?:\s*[:=]\s*|\s+)['"]?-?\d""")
+NOT_A_NUMBER = re.compile(r"\b(?:nan|inf)\b", re.IGNORECASE)
+FINISHED = re.compile(r"^\[SUCCESS\] done: |'train_runtime':|Training completed\. Do not forget to share")
+RESTART = re.compile(r"will restart worker group|\[(?:INFO|WARNING)\] (?:starting again|restart)")
+SUMMARY_RANK = re.compile(r"^ +rank +: (?P<rank>\d+) \(local_rank: \d+\)")
+OWN_WHERE, OWN_FIX = "  where: ", "  fix:   "
+# A diagnosis that the launcher wrote into the log, in any language: it quotes lines and speaks of other causes.
+DIAGNOSIS_TITLE = re.compile(r"^\d+\. \w+  \(.+ [01]\.\d\d\)$")
+DIAGNOSIS_LINE = re.compile(r"^ {3}\S")
+FRAME = re.compile(r'^\s+File ".*", line \d+')
+BOILERPLATE = re.compile(r"Possible Cause:|Solution:")
+LEAVES_BOILERPLATE = re.compile(
+    r"^\s+TraceBack |^\[?(?:ERROR|INFO|WARNING|W|E)\b|^\[PID: |^E[A-Z0-9]\d\d\d\d\b|^\S*Error\b|^Traceback "
+)
+QUIET_LEVEL = re.compile(
+    r"^\[?[IWD]\d{3,4} \d\d:\d\d:|\[(?:INFO|DEBUG|WARNING|SUCCESS|NOTICE|TRACE)\]|\bNCCL INFO\b"
+    r"|[ |](?:INFO|WARNING|DEBUG) *(?:-|\|)|^(?:INFO|WARNING|DEBUG)[: ]|\b\w*Warning: |(?i:\bwarning: )|\[warn\]"
+    r"|retry loop|will retry|[Rr]etrying\b"
+)
+EXCEPTION = re.compile(
+    r"^(?P<exception>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Timeout|Failure|Expired|NotFound|Group))(?::|$)"
+)
+# Exceptions that end a process because something else did.
+CASCADE_EXCEPTIONS = re.compile(
+    r"(?:ChildFailedError|SignalException|SystemExit|BrokenPipeError|GeneratorExit|ProcessExitedException"
+    r"|CalledProcessError|ProcessRaisedException)(?::|$)|The Inner error is reported as above"
+    r"|(?:NPU|HCCL|OPS|GRAPH) function error|HCCL error in|ACL stream synchronize failed"
+)
+IGNORED = re.compile(r"^Exception ignored in|^--- Logging error ---|^Exception in thread (?!MainThread)")
+# Others begin a line like ours with a time, a module or a file.
+OWN_ERROR = re.compile(r"^\[ERROR\] (?:rank \d+: )?(?P<error>(?!20\d\d-|[A-Z]+\(|\[)\S.*)")
+FAILURE = re.compile(
+    r"^\[?F\d{3,4} \d\d:\d\d:|^Segmentation fault|^Fatal Python error|core dumped|^Aborted|^terminate called"
+    r"|^Bus error|^\S+: error: "
+    r"|^bash: .*(?:not found|denied)|^\S+: can't open file|^srun: error: .*[Ee]xited|^ +exitcode +: -?[1-9]"
+    r"|exits with return code = -?[1-9]|\bERR\d\d\d\d\d\b|\bE[A-Z0-9]\d\d\d\d(?::|\))|failed \(exitcode: -?[1-9]"
+)
+
+# An error that comes from the one before it, which is only where it began.
+CHAINED = re.compile(r"^(?:During handling of the above exception|The above exception was the direct cause)")
+# Ended by the launcher because another process had failed: no news.
+FORCED_KILL = re.compile(r"process (?P<pid>\d+) via \S+, forcefully exiting via \S*SIGKILL")
+# Training data, prompts and generated text speak of anything.
+CHAT_BEGINS = re.compile(r"<\|(?:im_start|start_header_id|user|system)\|>|\[INST\]|<start_of_turn>")
+CHAT_ENDS = re.compile(r"<\|(?:im_end|eot_id|endoftext|end)\|>|\[/INST\]|<end_of_turn>|</s>")
+DATA = re.compile(
+    r"^\W*(?:instruction|input|output|prompt|completion|response|question|answer|content|text|messages|conversations?"
+    r"|generated(?: text)?|generation|prediction|reference|target|sample|example|user|assistant|human)"
+    r"(?: ?#?\d+)?[\"']? ?[:=|].*\w|[\"'](?:role|messages|conversations|instruction)[\"']: ",
+    re.IGNORECASE,
+)
+# A log without any of these is another program's: what its lines say of disks and connections is not about a run.
+RUN = re.compile(
+    r"(?i:torch|cuda|nccl|hccl|\bnpu|gpu|ascend|deepspeed|accelerate|transformers|tokenizer|safetensors|huggingface"
+    r"|wandb|python|finetune|\brank|slurm|srun|\bloss|epoch|DataLoader|gloo|c10d|xla|mpirun|sbatch)"
+    r"|Traceback \(most recent|\.py\b|\bERR\d{5}\b|\[Errno \d|(?<!\w)E[A-Z0-9]\d{4}\b|\b_?[A-Z]\w*Error\b|OOMKilled"
+    r"|std::bad_alloc|^\[(?:ERROR|WARNING|INFO)\] |^the run\b|^(?:ba|z)?sh: |exitcode|oom-kill|NVRM|GLIBC"
+    r"|^(?:\S+: line \d+: +)?\d* ?Killed\b|Segmentation fault|exited with code 1?3\d|exit code 1?3\d"
+)
+FOREIGN = re.compile(
+    r"^\s+at [\w.$]+\(|\bjavax?\.\w|\bnpm (?:ERR|error)|nginx|mysqld|postgres|sshd|httpd|\[error\] \d+#\d+:"
+)
+
+# What tells how to read other lines.
+STRUCTURE = (
+    *(FRAME, BOILERPLATE, FINISHED, RESTART, SUMMARY_RANK, IGNORED, DIAGNOSIS_TITLE),
+    *(FORCED_KILL, CHAINED, CHAT_BEGINS, CHAT_ENDS),
+    re.compile(f"TraceBack|^{OWN_WHERE}|^{OWN_FIX}"),
+)

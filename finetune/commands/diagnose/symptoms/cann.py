@@ -1,0 +1,283 @@
+"""Operators and the runtime of CANN: codes EE, EH, EL, EZ, E1 to E9, EB, and the returned numbers 107xxx to 561xxx."""
+
+from __future__ import annotations
+
+from finetune.commands.diagnose.symptoms.ascend import PAIR_FIX, SOURCE
+from finetune.commands.diagnose.symptoms.base import Kind, Symptom, cann, returned
+from finetune.runtime.language import N_
+
+_OPERATOR_FIX = N_(
+    "Run once with ASCEND_LAUNCH_BLOCKING=1 to get the operator's own traceback. Look for ids out of range (a "
+    "tokenizer with more tokens than the model has embeddings), shapes that the kernel does not support, and "
+    "an old kernels package; then try --dtype float32, and update CANN."
+)
+_PLOG_FIX = N_(
+    "The first line with [ERROR] in ~/ascend/log/debug/plog/plog-PID_*.log of this process names the call; later ones "
+    "follow from it."
+)
+
+SYMPTOMS = (
+    Symptom(
+        "npu_op_exception",
+        (
+            cann(
+                r"EZ000\d",
+                "EZ0501",
+                "EZ1001",
+                r"EZ300\d",
+                "EZ9010",
+                "EZ2001",
+                "E10055",
+                "E10501",
+                "EH0006",
+                r"EE100[56]",
+            ),
+            returned(r"16100[12]") + "|" + returned("561002") + "|" + returned("561001") + "|" + returned("100026"),
+            r"(?:not implemented for|not support(?:ed)?(?: for)?|unsupported|expected) (?:dtype "
+            r"|type )?(?P<dtype>DT_\w+)",
+            r"(?P<dtype>DT_[A-Z]+\d+)\b.{0,60}(?:not (?:implemented|support)|should be in)",
+            r"AclNN_Parameter_Error|Invalid_Input_\w+|Unsupported_Operator|param dtype not implemented",
+            r"\bERR0[0-4]00[1237]\b",
+        ),
+        N_(
+            "An operator does not take what it was given on this NPU: a data type[[ ({dtype})]], a shape or a format "
+            "that "
+            "its kernel does not support."
+        ),
+        N_(
+            "The evidence names the operator and what it expects. Change that tensor's type before the operator "
+            "(float64 "
+            "and complex types are rarely supported: .float()), use --dtype bfloat16 or float16 throughout, make it "
+            "contiguous, or run this operator on the CPU; a newer CANN and torch_npu support more. "
+            "ASCEND_LAUNCH_BLOCKING=1 "
+            "shows the Python line."
+        ),
+        confidence=0.84,
+        source=SOURCE,
+    ),
+    Symptom(
+        "npu_op_exception",
+        (
+            returned(r"5070(?P<code>1[124-8]|3[4-6]|4[2-59]|50)"),
+            r"(?:aicore|aicpu|ai ?cpu|aivec(?:tor)?|vector core|fftsplus \w+|trap) (?:error )?(?:exception|timeout)",
+            r"an exception of (?:fftsplus )?ai(?:core|vec|cpu)\w* error|there is an ai\w+ error exception",
+            r"The (?:aicore|vector core|aicpu) execution (?:is abnormal|times out)|call acln+\w+ failed",
+            r"errorStr: ?(?P<reason>[A-Z][^.\[]{5,120})",
+            r"Aicore kernel execute failed|fault kernel_name=(?P<reason>\w+)|exception occurred during AICPU",
+        ),
+        N_(
+            "An operator failed on the NPU[[ (5070{code})]][[ on rank {rank}]][[: {reason}]]. The Python line in the "
+            "traceback comes after the operator: NPU operators run asynchronously."
+        ),
+        _OPERATOR_FIX,
+        kind=Kind.VAGUE,
+        confidence=0.8,
+        in_warnings=True,
+        source=SOURCE,
+    ),
+    Symptom(
+        "npu_op_exception",
+        (
+            cann(
+                r"EB0\d{3}",
+                r"EB1\d{3}",
+                r"EB3\d{3}",
+                r"EB4\d{3}",
+                r"EB9\d{3}",
+                r"E2200\d",
+                r"E2100\d",
+                "E20001",
+                "E20007",
+            )
+            + "|"
+            + cann("E40021", "E40003", r"E14\d{3}", r"E16\d{3}", r"E10[0-4]\d\d")
+            + r"|Compilation_Error\w*",
+            r"(?:[Cc]ompile|[Bb]uild) (?:op|operator|graph)\w*\b.{0,40} fail|UB memory overflow",
+        ),
+        N_("CANN could not compile an operator or a graph for this NPU."),
+        N_(
+            "Install the kernels package of this chip in the same version as CANN, and set "
+            "torch_npu.npu.set_compile_mode(jit_compile=False), so that ready kernels are used; leave out "
+            "torch.compile."
+        ),
+        more_fix=PAIR_FIX,
+        kind=Kind.VAGUE,
+        confidence=0.7,
+        source=SOURCE,
+    ),
+    Symptom(
+        "npu_op_exception",
+        (
+            returned(r"107002"),
+            r"context is (?:a )?(?:null|empty)|ctx is NULL|ACL_ERROR_RT_CONTEXT_NULL",
+            cann("EE1010"),
+        ),
+        N_("A thread or forked process used the NPU without having chosen it: it has no context there."),
+        N_(
+            "Call torch.npu.set_device(local_rank) first in every thread and process that touches the NPU, also in "
+            "callbacks and loaders; start data loader workers before the device is used, or with "
+            "multiprocessing_context='spawn', and keep tensors on the CPU in them."
+        ),
+        kind=Kind.VAGUE,
+        confidence=0.75,
+        source=SOURCE,
+    ),
+    Symptom(
+        "npu_op_exception",
+        (
+            returned(r"507\d\d\d")
+            + "|"
+            + returned("361001")
+            + "|"
+            + returned(r"1070(?!2[23])\d\d")
+            + "|"
+            + returned(r"500\d\d\d"),
+        ),
+        N_("A call into CANN failed[[ on rank {rank}]]; the number tells the part, not the reason."),
+        N_(
+            "Look the number up in CANN's table of return codes (1xxxxx: wrong argument or order of calls, 2xxxxx: "
+            "resources, "
+            "5xxxxx: the device or the driver), and read the lines after it."
+        ),
+        more_fix=_PLOG_FIX,
+        kind=Kind.VAGUE,
+        confidence=0.56,
+        in_warnings=True,
+        source=SOURCE,
+    ),
+    Symptom(
+        "npu_op_exception",
+        (
+            cann(r"EE1\d{3}", r"EE4\d{3}", r"EH0\d{3}", r"EL0\d{3}"),
+            cann(r"EZ0\d{3}", r"EZ2\d{3}", r"EZ3\d{3}", r"EZ9(?!999)\d{3}"),
+        ),
+        N_(
+            "CANN refused a call[[ on rank {rank}]]: an argument, a file or an operator that it does not take; the "
+            "evidence says which."
+        ),
+        N_(
+            "Read the evidence up to `Reason:` and look at the Python line in the traceback: check the device number, "
+            "the path or the variable that it names, and look the code up in CANN's table of error codes."
+        ),
+        more_fix=_PLOG_FIX,
+        kind=Kind.VAGUE,
+        confidence=0.6,
+        in_warnings=True,
+        source=SOURCE,
+    ),
+    Symptom(
+        "npu_op_exception",
+        (
+            returned(r"1070\d\d"),
+            cann(*(rf"E{module}\d{{3}}(?=: |\)|  )" for module in (10, 11, 12, 13, 20, 21, 30, 39, 40, 76, 80))),
+            r"\bERR0[0-4](?:00[457]|100|300)\b",
+        ),
+        N_("A call into CANN failed[[ on rank {rank}]]; the code tells the part, not the reason."),
+        N_("Look the code up in CANN's table of error codes, and read the lines after it."),
+        more_fix=_PLOG_FIX,
+        kind=Kind.CASCADE,
+        confidence=0.55,
+        in_warnings=True,
+        source=SOURCE,
+    ),
+    Symptom(
+        "npu_op_exception",
+        (
+            r"(?<!\w)E[1-9A-Z]9999(?!\w)",
+            r"Inner_?Error|Inner Error!",
+            r"(?:NPU|HCCL|OPS|GRAPH) function error|The Inner error is reported as above|ACL stream synchronize failed",
+        ),
+        N_(
+            "CANN reports an internal error[[ on rank {rank}]] and not what kind: an operator, the driver or the "
+            "network."
+        ),
+        N_("Read the lines of its TraceBack, from the first on: they name the call that failed and its reason."),
+        more_fix=_PLOG_FIX,
+        kind=Kind.CASCADE,
+        confidence=0.5,
+        in_warnings=True,
+        source=SOURCE,
+    ),
+    Symptom(
+        "device_not_visible",
+        (
+            cann("EL0002") + "|" + returned("107001") + "|" + returned("200002"),
+            r"[Ii]nvalid[_ ]device[_ ]?[Ii][Dd]\b|device id\W{1,3}\d+ (?:is )?(?:invalid|out of range)",
+        ),
+        N_("A process asked for an NPU number that does not exist for it[[ (rank {rank})]]."),
+        N_(
+            "Compare the number of processes per machine with `npu-smi info` and ASCEND_RT_VISIBLE_DEVICES: chips are "
+            "counted from 0 among the visible ones. Lower --nproc, or make more chips visible (and mount their "
+            "/dev/davinciN into the container)."
+        ),
+        confidence=0.86,
+        source=SOURCE,
+    ),
+    Symptom(
+        "illegal_memory_or_ecc",
+        (
+            cann("EL0001", "E39009", "E30005", "EL0015") + "|" + returned("207004"),
+            returned(r"507(?:010|05[1345]|901)"),
+            r"HBM MULTI BIT ECC ERROR|HBM .*multi-bit ECC|\bUCE ERROR\b|SUSPECT (?:DEVICE )?MEM ERROR",
+            r"ts lost heartbeat|device (?:heartbeat|lost heart)|[Dd]evice_Absent|hdc disconnect",
+            r"(?:device|chip|npu)\W?\d* (?:is )?(?:lost|offline|dropped|not healthy)|Health\s*:\s*(?:Alarm|Critical)",
+        ),
+        N_(
+            "An NPU is faulty or gone[[ (rank {rank})]]: it lost its heartbeat, fell off the bus, or its memory has "
+            "errors "
+            "that cannot be corrected."
+        ),
+        N_(
+            "`npu-smi info` and `npu-smi info -t ecc -i N` show its state and `dmesg -T | grep -i -E "
+            "'davinci|npu|pcie'` "
+            "when it went. Leave the chip out of ASCEND_RT_VISIBLE_DEVICES, have the machine's administrator reset or "
+            "replace it, and start the same command again: the run resumes from its last checkpoint."
+        ),
+        kind=Kind.MACHINE,
+        confidence=0.86,
+        in_warnings=True,
+        source=SOURCE,
+        restart_cures=False,
+    ),
+    Symptom(
+        "illegal_memory_or_ecc",
+        (cann("EI0012") + "|" + returned("507013"), r"sdma error|SDMA (?:memory copy )?.{0,20}(?:exception|error)"),
+        N_(
+            "Copying between NPUs failed (SDMA)[[ on rank {rank}]]: the memory at one end was freed or never there, "
+            "the "
+            "process at the other end had gone, or the link between them is faulty."
+        ),
+        N_(
+            "See whether another rank failed before (pass all logs). Synchronise before destroying a process group; "
+            "check "
+            "links and memory with `npu-smi info -t ecc -i N` and `hccn_tool -i N -link -g`."
+        ),
+        kind=Kind.VAGUE,
+        confidence=0.75,
+        source=SOURCE,
+    ),
+    Symptom(
+        "permission_denied",
+        (cann("EL0007", "EC0011", "EG2001") + "|" + returned("207006"), r"No_Permission|Permission_Error\w*"),
+        N_("This user may not use the NPU."),
+        N_(
+            "`ls -l /dev/davinci*` and `id`: the user must be in the devices' group (usually HwHiAiUser: `usermod -aG "
+            "HwHiAiUser NAME`, then log in again); in containers pass the devices and this group."
+        ),
+        confidence=0.86,
+        source=SOURCE,
+    ),
+    Symptom(
+        "nan_loss",
+        (returned(r"2070(?:03|1[67])"), r"ACL_ERROR_RT_\w*OVER_FLOW|aicore over ?flow"),
+        N_("The NPU reports an arithmetic overflow: numbers became too large for their type."),
+        N_(
+            "Use bfloat16 instead of float16 (or a lower loss scale), lower --learning-rate[[ (now "
+            "{learning_rate})]], clip "
+            "gradients (--max-grad-norm 1), and look at the records of the first bad step."
+        ),
+        kind=Kind.VAGUE,
+        confidence=0.7,
+        source=SOURCE,
+    ),
+)

@@ -1,0 +1,173 @@
+"""How processes end from outside: signals, schedulers, peers that are gone."""
+
+from __future__ import annotations
+
+from finetune.commands.diagnose.symptoms.base import Kind, Symptom, ended_by
+from finetune.runtime.language import N_
+
+_KILLED_FIX = N_(
+    "First the host's memory: `dmesg -T | grep -i -E 'oom|killed process'`, in containers `kubectl describe pod` or "
+    "`docker inspect` (OOMKilled), in Slurm `sacct -j JOB --format=JobID,State,MaxRSS`; if it ran out, lower "
+    "--dataloader-num-workers, offload less to the CPU, start fewer processes on the machine, or give the job more "
+    "memory. "
+    "If memory sufficed, find who killed it: the scheduler's log, a watchdog, another user. Then start the same "
+    "command "
+    "again: the run resumes from its last checkpoint."
+)
+_PEER_FIX = N_(
+    "The reason is in the log of the process that died, or nowhere if it was killed: look there, and at `dmesg -T | "
+    "grep -i -E 'oom|killed|xid'` on its machine. If it was a one-off, start the same command again: the run resumes "
+    "from its last checkpoint."
+)
+_AGAIN_FIX = N_(
+    "Start the same command again: it resumes from the last checkpoint. For jobs with a time limit, have the "
+    "scheduler send SIGTERM a few minutes earlier (Slurm: --signal=B:TERM@300), so that a checkpoint is saved."
+)
+
+SYMPTOMS = (
+    Symptom(
+        "peer_died",
+        (
+            *ended_by(9, "SIGKILL"),
+            r"the run's process (?P<pid>\S+) disappeared",
+            r"A worker (?:process )?(?:died|ended|was killed).{0,60}(?:unexpected|signal|SIGKILL)"
+            r"|The actor is dead because",
+        ),
+        N_(
+            "A process[[ ({pid})]][[ of rank {rank}]] was killed from outside (SIGKILL): nearly always by the kernel "
+            "or a container that ran out of host memory, otherwise by a scheduler or a person. It could not report "
+            "this itself."
+        ),
+        _KILLED_FIX,
+        kind=Kind.KILLED,
+        confidence=0.8,
+        in_warnings=True,
+        source="torch elastic, DeepSpeed launcher, MPI, Slurm, containers, Ray, this package",
+        restart_cures=True,
+    ),
+    Symptom(
+        "peer_died",
+        (
+            r"Connection closed by (?:remote )?peer(?: \[?(?P<peer>[\w.:]+)\]?(?::\d+)?)?",
+            r"Connection reset by (?:remote )?peer|\bncclRemoteError\b|\[Errno 104\]|ConnectionResetError",
+            r"remote process exited or there was a network error|NCCL WARN .*remote process exit",
+            r"socketProgress.*(?:closed|reset)|Broken pipe.*(?:rank|peer)|writev \[\S+\]: Broken pipe|readv \[\S+\]:",
+            r"recv fail|socket (?:was )?closed by (?:the )?(?:peer|remote)|peer (?:process )?(?:has )?(?:exited|gone"
+            r"|died)",
+        ),
+        N_(
+            "The connection to another process broke[[ ({peer})]]: that process died or its machine or link went "
+            "down.[[ Rank {rank} only noticed it.]]"
+        ),
+        _PEER_FIX,
+        kind=Kind.PEER_LOST,
+        confidence=0.75,
+        source="gloo, NCCL, HCCL",
+    ),
+    Symptom(
+        "peer_died",
+        (
+            r"sendBytes failed on SocketImpl|maybe TCPStore server has shut down too early",
+            r"recvValue failed on SocketImpl|Failed to recv, got 0 bytes",
+        ),
+        N_("The store shared by the processes is gone: the process that hosted it (rank 0 or the launcher) ended."),
+        _PEER_FIX,
+        kind=Kind.CASCADE,
+        confidence=0.5,
+        in_warnings=True,
+        source="torch TCPStore",
+    ),
+    Symptom(
+        "preempted",
+        (
+            r"CANCELLED AT .* DUE TO (?P<reason>PREEMPTION|TIME LIMIT|(?:TO )?NODE[ _]FAIL(?:URE)?)",
+            r"DUE TO (?P<reason>TIME LIMIT|PREEMPTION|NODE[ _]FAIL(?:URE)?)|error: (?P<reason_>Node failure) on",
+            r"(?:State|state|status)[=:] ?(?P<reason>PREEMPTED|TIMEOUT|NODE_FAIL|CANCELLED|DEADLINE|BOOT_FAIL)\b",
+            r"The node was low on resource: (?!memory|ephemeral)(?P<reason>\S+)|[Pp]od was evicted"
+            r"|[Ss]pot instance interruption",
+            r"[Rr]eason: (?P<reason>Evicted|Preempting|NodeLost|NodeShutdown|Terminated)\b|TERM_(?P<reason_>RUNLIMIT"
+            r"|PREEMPT|OWNER)\b",
+            r"node .{0,60}(?P<reason>NotReady|unreachable|shutdown|preempted)\b.*(?:pod|taint|evict|terminat)",
+            r"slurmstepd: error: \*\*\* (?:JOB|STEP) \S+ ON .*CANCELLED AT ",
+        ),
+        N_("The run was stopped from outside[[ ({reason})]]: preempted, out of time, its node gone, or cancelled."),
+        _AGAIN_FIX,
+        kind=Kind.MACHINE,
+        confidence=0.88,
+        in_warnings=True,
+        source="Slurm, LSF, Kubernetes",
+        restart_cures=True,
+    ),
+    Symptom(
+        "preempted",
+        (
+            r"Process \d+ got signal: (?P<signal>15|10|12|1)\b|[Rr]eceived (?:signal )?(?P<signal_>SIGTERM|SIGUSR1"
+            r"|SIGUSR2|SIGHUP|15)\b",
+            r"got signal (?P<signal>SIGTERM|15)\b|caught (?P<signal_>SIGTERM)|srun: forcing job termination",
+        ),
+        N_(
+            "The run was told to stop from outside[[ (signal {signal})]]: by the scheduler, a person, or the "
+            "launcher of "
+            "another node that failed."
+        ),
+        _AGAIN_FIX,
+        kind=Kind.VAGUE,
+        confidence=0.8,
+        in_warnings=True,
+        source="torch elastic, Slurm",
+        restart_cures=True,
+    ),
+    Symptom(
+        "preempted",
+        (r"stopped by (?P<signal>SIG\w+|a signal) at step (?P<step>\d+)",),
+        N_("The run was stopped by {signal} at step {step} and saved a checkpoint."),
+        N_("Start the same command again: it resumes from step {step}."),
+        kind=Kind.CASCADE,
+        in_warnings=True,
+        source="this package",
+    ),
+    Symptom(
+        "preempted",
+        ended_by(15, "SIGTERM"),
+        N_("A process[[ ({pid})]] was ended by SIGTERM: the launcher's, the scheduler's or a person's."),
+        _AGAIN_FIX,
+        kind=Kind.CASCADE,
+        confidence=0.5,
+        source="torch elastic, DeepSpeed launcher, MPI, containers",
+    ),
+    Symptom(
+        "unknown",
+        (r"^KeyboardInterrupt\b|got signal: 2\b|[Rr]eceived SIGINT", *ended_by(2, "SIGINT")),
+        N_("The run was interrupted from the keyboard (Ctrl-C, SIGINT): no failure shows before it."),
+        N_(
+            "If it was interrupted because it hung, run once with TORCH_DISTRIBUTED_DEBUG=DETAIL and "
+            "--timeout-seconds 300."
+        ),
+        kind=Kind.UNEXPLAINED,
+        confidence=0.29,
+        source="Python, torch elastic",
+    ),
+    Symptom(
+        "native_crash",
+        (
+            r"Fatal Python error: (?P<signal>Segmentation fault|Illegal instruction|Bus error)",
+            r"^Segmentation fault|Segmentation fault \(core dumped\)|segfault at [0-9a-f]+ ip",
+            *ended_by(11, "SIGSEGV"),
+            *ended_by(4, "SIGILL"),
+            r"[Cc]aught signal (?:11|4) \(|Signal: (?P<signal>Segmentation fault|Illegal instruction) \(\d+\)",
+        ),
+        N_(
+            "A process[[ ({pid})]][[ of rank {rank}]] crashed inside native code: incompatible libraries, or a bug in "
+            "one."
+        ),
+        N_(
+            "Run with `python -X faulthandler` (PYTHONFAULTHANDLER=1): it names the Python line. Then suspect packages "
+            "that were built for another torch or CPU (flash-attn, bitsandbytes, apex, a copied "
+            "~/.cache/torch_extensions): reinstall them or remove the cache."
+        ),
+        kind=Kind.VAGUE,
+        confidence=0.6,
+        source="Linux, Python, torch elastic",
+        explains=("unknown",),
+    ),
+)
