@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from finetune.commands.serve import protocol
 from finetune.commands.serve.command import run_server
 from finetune.commands.serve.guard import LOOPBACK_NAMES, RESPONSE_HEADERS, Guard, Rules
 from finetune.commands.serve.options import SHORTEST_TOKEN, TOKEN_VARIABLE, ServeOptions, ServeSettings, read_token
@@ -62,6 +63,21 @@ def test_what_is_taken():
         ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_parameter"),
         ({"temprature": 1}, "temprature", "unknown_parameter"),
         ({"model": 5}, "model", "invalid_value"),
+        ({"model": "m" * 257}, "model", "invalid_value"),
+        ({"temperature": 10.5}, "temperature", "invalid_value"),
+        ({"top_p": 1.5}, "top_p", "invalid_value"),
+        ({"top_k": -1}, "top_k", "invalid_value"),
+        ({"top_k": 2**63}, "top_k", "invalid_value"),
+        ({"max_tokens": 10**4000}, "max_tokens", "invalid_value"),
+        ({"max_completion_tokens": 2**31}, "max_completion_tokens", "invalid_value"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty", "invalid_value"),
+        ({"seed": 2**63}, "seed", "invalid_value"),
+        ({"seed": -(2**63) - 1}, "seed", "invalid_value"),
+        ({"stop": "x" * 257}, "stop", "invalid_value"),
+        ({"stop": ["x", ""]}, "stop[1]", "invalid_value"),
+        ({"messages": [{"role": "user", "content": "x", "name": "n" * 257}]}, "messages[0].name", "invalid_value"),
+        ({"messages": [*MESSAGES, 1, 2]}, "messages[1]", "invalid_value"),
+        ({"messages": [{"role": "user", "content": [1]}]}, "messages[0].content[0]", "invalid_value"),
     ],
 )
 def test_what_is_refused(more, param, code):
@@ -70,6 +86,47 @@ def test_what_is_refused(more, param, code):
     error = refused.value.body["error"]
     assert refused.value.status == 400 and error["type"] == "invalid_request_error" and error["message"]
     assert (error["param"], error["code"]) == (param, code)
+
+
+@pytest.mark.parametrize("name", [name for name, given in ChatRequest.model_fields.items() if name != "messages"])
+@pytest.mark.parametrize("value", ["1e999", "-1e999", "NaN", "Infinity", "-1", "1e308", str(10**400)])
+def test_no_number_is_without_bounds(name, value):
+    body = f'{{"model": "m", "messages": [{{"role": "user", "content": "x"}}], "{name}": {value}}}'.encode()
+    if (name, value) == ("seed", "-1"):
+        parse(ChatRequest, body)
+        return
+    with pytest.raises(ApiError) as refused:
+        parse(ChatRequest, body)
+    assert refused.value.status == 400
+
+
+MANY = 200_000
+NAMELESS = {str(number): 0 for number in range(MANY // 4)}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": [1] * MANY}]},
+        {"messages": [{"role": "user", "content": [NAMELESS]}]},
+        {"messages": [1] * MANY},
+        {"messages": [NAMELESS]},
+        {"messages": MESSAGES, "stop": [1] * MANY},
+        {"prompt": [1.5] * MANY},
+        {"prompt": [[]] * MANY},
+        NAMELESS,
+    ],
+    ids=["content", "names of a part", "messages", "names of a message", "stop", "prompt", "prompts", "names"],
+)
+def test_a_body_of_many_wrong_things_is_one_error(body, monkeypatch):
+    """pydantic would make an error of each: seconds, in which nobody is served, and a gigabyte."""
+    counted, convert = [], protocol._as_api_error
+    monkeypatch.setattr(protocol, "_as_api_error", lambda error: counted.append(error.error_count()) or convert(error))
+    for kind in (ChatRequest, CompletionRequest):
+        with pytest.raises(ApiError) as refused:
+            parse(kind, json.dumps({"model": "m", **body}).encode())
+        assert refused.value.status == 400
+    assert counted and max(counted) < 20
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
