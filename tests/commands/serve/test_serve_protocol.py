@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.commands.serve import protocol
-from finetune.commands.serve.command import run_server
+from finetune.commands.serve.command import _bind, run_server
 from finetune.commands.serve.guard import LOOPBACK_NAMES, RESPONSE_HEADERS, Guard, Rules
 from finetune.commands.serve.options import SHORTEST_TOKEN, TOKEN_VARIABLE, ServeOptions, ServeSettings, read_token
 from finetune.commands.serve.protocol import ApiError, ChatRequest, CompletionRequest, Shape, parse
@@ -238,6 +238,14 @@ JSON_TYPE = {"content-type": "application/json"}
         ("a b", 421),
         ("localhost:port", 400),
         ("localhost/evil", 400),
+        ("[::1].evil.example", 400),
+        ("[::1]evil.example:80", 400),
+        ("[127.0.0.1]x", 400),
+        ("[::1", 400),
+        ("::1", 400),
+        ("localhost\\.evil.example", 400),
+        ("localhost#.evil.example", 400),
+        ("evil.example?localhost", 400),
     ],
 )
 def test_hosts(host, status):
@@ -351,3 +359,15 @@ def test_the_token_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
 def test_the_world_is_not_served_without_a_token(host):
     with pytest.raises(ConfigError, match="can be reached by others, and there is no token"):
         run_server(ServeSettings(ServeOptions(model="m", host=host), {"model": "m"}, [{}]))
+
+
+def test_a_name_that_others_use_needs_a_token_too():
+    with pytest.raises(ConfigError, match="chat.example can be reached by others, and there is no token") as refused:
+        run_server(ServeSettings(ServeOptions(model="m", allow_host=("chat.example",)), {"model": "m"}, [{}]))
+    assert refused.value.where == "--allow-host"
+
+
+def test_a_second_server_on_a_port_is_refused_while_the_first_loads():
+    with _bind("127.0.0.1", 0) as first:
+        with pytest.raises(ConfigError, match="cannot be used"):
+            _bind("127.0.0.1", first.getsockname()[1])
