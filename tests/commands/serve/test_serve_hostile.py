@@ -86,7 +86,7 @@ def test_a_client_that_never_reads_loses_its_connection(stub: Served):
     held = [connect(stub) for _ in range(8)]
     try:
         for connection in held[:4]:
-            connection.sendall(page * 100)
+            connection.sendall(page * 400)
         for connection in held[4:]:
             connection.sendall(head + b"\r\n\r\n" + body)
         wait_for(lambda: open_connections(stub) == len(held))
@@ -103,7 +103,7 @@ def test_too_many_connections_is_an_answer(stub: Served):
         held = [stack.enter_context(connect(stub)) for _ in range(CONNECTIONS)]
         wait_for(lambda: open_connections(stub) == CONNECTIONS)
         for _ in range(3):
-            status, _, body = stub.request("GET", "/health", headers={"x": "y" * 9000})
+            status, _, body = stub.request("POST", "/v1/chat/completions", b" " * (1 << 20))
             assert status == 503 and json.loads(body)["error"]["code"] == "too_many_connections"
         assert all(read_to_the_end(connection).startswith(b"HTTP/1.1 408 ") for connection in held)
     assert stub.health()["status"] == "ok"

@@ -368,6 +368,5 @@ def test_a_name_that_others_use_needs_a_token_too():
 
 
 def test_a_second_server_on_a_port_is_refused_while_the_first_loads():
-    with _bind("127.0.0.1", 0) as first:
-        with pytest.raises(ConfigError, match="cannot be used"):
-            _bind("127.0.0.1", first.getsockname()[1])
+    with _bind("127.0.0.1", 0) as first, pytest.raises(ConfigError, match="cannot be used"):
+        _bind("127.0.0.1", first.getsockname()[1])
