@@ -64,6 +64,7 @@ async def _serve(settings: ServeSettings, listener: socket.socket) -> int:
         settings.environments,
         per_worker=settings.options.max_batch,
         max_queue=settings.options.max_queue,
+        worker_seconds=settings.options.worker_seconds,
         command=settings.worker_command or WORKER_COMMAND,
         on_restart=metrics.restarts.inc,
     )

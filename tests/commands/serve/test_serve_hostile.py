@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import socket
 from collections.abc import Iterator
 
@@ -107,6 +109,17 @@ def test_too_many_connections_is_an_answer(stub: Served):
             assert status == 503 and json.loads(body)["error"]["code"] == "too_many_connections"
         assert all(read_to_the_end(connection).startswith(b"HTTP/1.1 408 ") for connection in held)
     assert stub.health()["status"] == "ok"
+
+
+def test_a_hanging_worker_is_seen_and_its_requests_end():
+    with stub_server(worker_seconds=2.0) as server:
+        pid = server.worker_pids()[0]
+        os.kill(pid, signal.SIGSTOP)
+        status, body = server.chat("hello")
+        assert status == 503 and body["error"]["code"] == "worker_lost"
+        wait_for(lambda: server.health()["status"] == "ok")
+        assert server.chat("hello")[0] == 200 and pid not in server.worker_pids()
+        assert "no sign of life for 2 seconds" in "".join(server.lines)
 
 
 def test_refused_requests_do_not_fill_the_log(stub: Served):
