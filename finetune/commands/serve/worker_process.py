@@ -122,7 +122,7 @@ def main() -> int:
     try:
         from finetune.inference.generation import load_for_generation
 
-        generator = load_for_generation(**settings)
+        generator = load_for_generation(**settings, limit_template=True)
     except FinetuneError as error:
         out.write(json.dumps({"is": "failed", "error": describe(error)}).encode() + b"\n")
         out.flush()
