@@ -23,6 +23,7 @@ from typing import Any
 from typing_extensions import Self
 
 from finetune.errors import DataError
+from finetune.plain_text import mask_passwords, plain_lines
 
 LOGGER_NAME = "finetune"
 LOG_FILE_ONLY = {"log_file_only": True}  # as `extra` of a log call: not to the console
@@ -177,7 +178,8 @@ class _TaggedFormatter(logging.Formatter):
         self.prefix = f"rank {rank}: " if rank else ""
 
     def format(self, record: logging.LogRecord) -> str:
-        return f"[{getattr(record, 'tag', record.levelname)}] {self.prefix}{record.getMessage()}"
+        text = mask_passwords(plain_lines(record.getMessage()))
+        return f"[{getattr(record, 'tag', record.levelname)}] {self.prefix}{text}"
 
 
 class _ConsoleHandler(logging.StreamHandler):

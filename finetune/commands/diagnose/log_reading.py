@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from finetune.plain_text import plain_lines
+
 BLOCK_BYTES = 1 << 18
 LINE_HEAD_BYTES = 16 << 10  # of a longer line the beginning is kept,
 LINE_TAIL_BYTES = 4 << 10  # and its end
@@ -120,7 +122,6 @@ def _digits_matter(raw: bytes) -> bool:
 
 # ---------------------------------------------------------------- prefixes
 
-_ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])|[\x00-\x08\x0b\x0c\x0e-\x1f]")
 _RANK = r"(?P<rank>\d{1,5})"
 _PREFIX = re.compile(
     rf"\[rank{_RANK}\]:\s?"  # torch
@@ -147,9 +148,8 @@ _TIME_PREFIX = re.compile(rf"\[?(?:{_ANONYMOUS[0]}|{_ANONYMOUS[2]})\]?[:,]? ?(?:
 
 
 def decode(raw: bytes) -> str:
-    """Text without colour codes; what is not UTF-8 is replaced."""
-    text = raw.decode("utf-8", errors="replace")
-    return _ANSI.sub("", text) if not text.isprintable() else text
+    """Text without colour codes and whatever else a terminal would obey; what is not UTF-8 is replaced."""
+    return plain_lines(raw.decode("utf-8", errors="replace"))
 
 
 def strip_prefixes(text: str) -> tuple[str, int | None]:
