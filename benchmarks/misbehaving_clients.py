@@ -1,7 +1,7 @@
 """What a hostile or broken client does to a server: each function is one of them, and takes the server's address.
 
-`misbehave` runs them. What a client is not entitled to hold it must lose: each waits, at the end, for the server to close
-its connection, and says whether it did.
+`misbehave` runs them. What a client is not entitled to hold it must lose: each waits, at the end, for the server to
+close its connection, and says whether it did.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import socket
 import struct
 from collections import Counter
@@ -22,7 +23,7 @@ PATH = "/v1/chat/completions"
 
 @dataclass(frozen=True)
 class Server:
-    """Where it is, what its model is called, a question whose answer is long, and when it must have closed what it may."""
+    """Where it is, its model's name, a question with a long answer, and when it must have closed what it may close."""
 
     port: int
     model: str
@@ -156,7 +157,7 @@ sends(
     lambda server: b"GET / HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: upgrade, close\r\nupgrade: websocket\r\n\r\n",
 )
 sends("TLS", lambda server: b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 200 + b"\r\n\r\n")
-sends("HTTP/9.9", lambda server: b"GET / HTTP/9.9\r\nhost: 127.0.0.1\r\n\r\n")
+sends("HTTP/9.9", lambda server: b"GET / HTTP/9.9\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
 sends("NUL in a header", lambda server: b"GET / HTTP/1.1\r\nhost: 127.0.0.1\r\nx: \x00\r\n\r\n")
 sends(
     "path traversal", lambda server: b"GET /../../etc/passwd HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n"
@@ -262,7 +263,7 @@ async def misbehave(
             rounds[name] += 1
             if until():
                 return
-            await asyncio.sleep(pause_seconds)
+            await asyncio.sleep(random.uniform(0.5, 1.5) * pause_seconds)
 
     await asyncio.gather(*map(repeat, CLIENTS))
     return rounds, held

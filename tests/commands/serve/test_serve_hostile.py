@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import signal
 import socket
+import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
+from launching import ROOT
 from serve_helpers import Served, stub_server, wait_for
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from misbehaving_clients import CLIENTS, Server, misbehave
 
 CONNECTIONS = 24
 
@@ -131,3 +139,34 @@ def test_refused_requests_do_not_fill_the_log(stub: Served):
     for _ in range(20):
         stub.request("GET", "/", headers=upgrade)
     assert 1 <= sum("Invalid HTTP" in line or "upgrade" in line for line in stub.lines) <= 20
+
+
+def test_all_misbehave_at_once_and_a_well_behaved_client_loses_nothing():
+    """A short sample of benchmarks/serve_misbehaving.py: every client of it once, with workers that have no model."""
+    limits = {"head_seconds": 1.0, "body_seconds": 1.0, "write_seconds": 1.0}
+    with stub_server(workers=2, max_batch=8, **limits) as server:
+        over = threading.Event()
+        answers: list[int] = []
+
+        def behave() -> None:
+            while not over.is_set():
+                status, body = server.chat("say hello, world")
+                answers.append(status)
+                assert body["choices"][0]["message"]["content"] == "hello, world"
+
+        with ThreadPoolExecutor(4) as pool:
+            behaving = [pool.submit(behave) for _ in range(4)]
+            try:
+                others = Server(server.port, "stub", "slow 20", patience_seconds=60)
+                rounds, held = asyncio.run(misbehave(others, until=lambda: True, pause_seconds=0))
+            finally:
+                over.set()
+            for one in behaving:
+                one.result(60)
+        assert len(rounds) == len(CLIENTS) >= 30 and not held
+        assert answers and set(answers) == {200}
+        wait_for(lambda: open_connections(server) == 0)
+        health = server.health()
+        assert health["status"] == "ok" and health["queued"] == 0
+        assert [(worker["active"], worker["restarts"]) for worker in health["workers"]] == [(0, 0)] * 2
+        assert "Traceback" not in "".join(server.lines)
