@@ -172,6 +172,11 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
+class _PlainFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return mask_passwords(plain_lines(super().format(record)))
+
+
 class _TaggedFormatter(logging.Formatter):
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -215,7 +220,7 @@ def add_log_file(run_folder: Path, rank: int) -> logging.Handler:
     folder.mkdir(parents=True, exist_ok=True)
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-rank{rank}.log"
     handler = logging.FileHandler(folder / name, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s [%(levelname)s] %(message)s"))
+    handler.setFormatter(_PlainFormatter("%(asctime)s [%(levelname)s] %(message)s"))
     logging.getLogger(LOGGER_NAME).addHandler(handler)
     return handler
 

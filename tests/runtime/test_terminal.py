@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import pty
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from launching import ROOT, environment
@@ -15,7 +15,7 @@ from launching import ROOT, environment
 from finetune.commands.diagnose.log_reading import decode
 from finetune.errors import DataError
 from finetune.plain_text import CONTROLS, mask_passwords, plain_lines, plain_text
-from finetune.storage.run_log import setup_console
+from finetune.storage.run_log import add_log_file, setup_console
 
 HOSTILE = "a\x1b]0;title\x07b\x1b[2Jc\x9b31md\x9d0;x\x07e\u202ef\u2066g\x08h"
 
@@ -42,11 +42,15 @@ def test_one_meaning_everywhere(capsys: pytest.CaptureFixture[str]):
         ("http://host:80/a@b http://u@h", "http://host:80/a@b http://u@h"),
     ],
 )
-def test_no_password_of_an_address(address, shown, capsys: pytest.CaptureFixture[str]):
+def test_no_password_of_an_address(address, shown, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert mask_passwords(address) == shown == DataError(address).what == DataError("x", address).where
-    setup_console(0).info("asking %s", address)
+    logger, handler = setup_console(0), add_log_file(tmp_path, 0)
+    logger.info("asking %s", address)
     assert capsys.readouterr().err == f"[INFO] asking {shown}\n"
-    logging.getLogger("finetune").handlers.clear()
+    logger.handlers.clear()
+    handler.close()
+    (log,) = (tmp_path / "logs").iterdir()
+    assert log.read_text().endswith(f"asking {shown}\n")
 
 
 def on_a_terminal(words: list[str]) -> str:
