@@ -30,8 +30,8 @@ from finetune.batching.curriculum import Schedule, Stage
 from finetune.commands.monitor import command as monitor
 from finetune.commands.monitor.dashboard import STEP_NUMBERS, Dashboard, Machine
 from finetune.errors import StateError
-from finetune.runs import event_texts
 from finetune.plain_text import plain_text
+from finetune.runs import event_texts
 from finetune.runs.console_lines import parse_console_line
 from finetune.runs.event_texts import format_duration
 from finetune.runs.line_follower import LineFollower
