@@ -133,9 +133,9 @@ def children(pid: int) -> list[int]:
     return [int(word) for word in found.stdout.split()]
 
 
-def start(options: argparse.Namespace) -> tuple[subprocess.Popen[str], str]:
+def start(options: argparse.Namespace, *flags: str) -> tuple[subprocess.Popen[str], str]:
     words = [sys.executable, "-m", "finetune", "serve", "--model", options.model, "--device-type", "cpu"]
-    words += ["--port", "0", "--num-workers", str(options.workers), "--max-batch", str(options.max_batch)]
+    words += ["--port", "0", "--num-workers", str(options.workers), "--max-batch", str(options.max_batch), *flags]
     server = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     for line in server.stdout:
         found = re.search(r"answers at (http://\S+)", line)

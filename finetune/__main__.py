@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from finetune.errors import ExitCode, FinetuneError
+from finetune.runtime.terminal import plain_streams
 
 # name: (module with `main(arguments) -> exit code`, what it does)
 COMMANDS = {
@@ -54,11 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = f"; did you mean {known}?" if known else ""
         print(f"[ERROR] unknown command {name!r}{hint}\n\n{_help()}", file=sys.stderr)
         return int(ExitCode.REFUSED)
-    try:
-        return import_module(COMMANDS[name][0]).main(rest)
-    except FinetuneError as error:
-        print(f"[ERROR] {error}", file=sys.stderr)
-        return int(error.exit_code)
+    with plain_streams():
+        try:
+            return import_module(COMMANDS[name][0]).main(rest)
+        except FinetuneError as error:
+            print(f"[ERROR] {error}", file=sys.stderr)
+            return int(error.exit_code)
 
 
 def _help() -> str:

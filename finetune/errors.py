@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 
+from finetune.plain_text import mask_passwords, plain_lines
+
 
 class ExitCode(IntEnum):
     """Exit codes of every command. `status.json` in the run folder has their names."""
@@ -31,8 +33,9 @@ class FinetuneError(Exception):
     exit_code = ExitCode.FAILED
 
     def __init__(self, what: str, where: str = "", fix: str = "") -> None:
-        super().__init__(what, where, fix)
-        self.what, self.where, self.fix = what, where, fix
+        # Libraries' messages name addresses whole, and a file or a log may hold what a terminal would obey.
+        self.what, self.where, self.fix = (mask_passwords(plain_lines(str(text))) for text in (what, where, fix))
+        super().__init__(self.what, self.where, self.fix)
 
     def __str__(self) -> str:
         lines = [self.what]

@@ -70,6 +70,12 @@ def answer(identity: str, prompt: object, sampling: dict) -> None:
     )
 
 
+def show_life() -> None:
+    while True:
+        time.sleep(0.2)
+        say({"is": "alive"})
+
+
 def main() -> None:
     settings = json.loads(sys.stdin.readline())
     if settings.get("model") == "broken":
@@ -77,6 +83,7 @@ def main() -> None:
         say({"is": "failed", "error": error})
         return
     sampling = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": None}
+    threading.Thread(target=show_life, daemon=True).start()
     say({"is": "ready", "name": "stub", "context_tokens": 4096, "sampling": sampling})
     for line in sys.stdin:
         message = json.loads(line)

@@ -14,6 +14,7 @@ import torch
 
 from finetune.inference.sampling import Draws, Sampling
 
+SMALLEST_TEMPERATURE = 1e-6  # as good as 0
 _MASK = 0xFFFFFFFF
 
 
@@ -50,6 +51,27 @@ def adjust(scores: torch.Tensor, sequences: Sequence[RunningSequence]) -> torch.
     return scores
 
 
+def adjust_each(
+    scores: torch.Tensor, sequences: Sequence[RunningSequence]
+) -> tuple[torch.Tensor, dict[int, Exception]]:
+    """As `adjust`; a sequence whose scores cannot be adjusted keeps them, and its number comes with the error.
+
+    Requests of several clients share a batch: what one of them asks for must not end the others.
+    """
+    try:
+        return adjust(scores, sequences), {}
+    except Exception:  # whatever it was, it is raised again below for the sequences that it belongs to
+        rows, failed = [], {}
+        for number, sequence in enumerate(sequences):
+            row = scores[number : number + 1]
+            try:
+                row = adjust(row, [sequence])
+            except Exception as error:
+                failed[number] = error
+            rows.append(row)
+        return torch.cat(rows), failed
+
+
 def _penalise(scores: torch.Tensor, sequence: RunningSequence) -> None:
     # The rule of transformers' RepetitionPenaltyLogitsProcessor (Keskar et al., 2019).
     seen = torch.tensor(sorted(set(sequence.history)), device=scores.device)
@@ -62,7 +84,9 @@ def _draw(scores: torch.Tensor, sequences: Sequence[RunningSequence]) -> torch.T
     def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=scores.device).unsqueeze(1)
 
-    scores = scores.float() / column([sequence.sampling.temperature for sequence in sequences], torch.float32)
+    # A temperature that float32 rounds to 0 would make every score infinite.
+    temperatures = [max(sequence.sampling.temperature, SMALLEST_TEMPERATURE) for sequence in sequences]
+    scores = scores.float() / column(temperatures, torch.float32)
     if any(sequence.sampling.top_k or sequence.sampling.top_p < 1 for sequence in sequences):
         every = scores.shape[1]
         top_k = column([sequence.sampling.top_k or every for sequence in sequences], torch.int64)

@@ -22,7 +22,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 )
 
 from finetune.errors import ConfigError
-from finetune.inference.choose_tokens import RunningSequence, adjust
+from finetune.inference.choose_tokens import RunningSequence, adjust_each
 from finetune.inference.sampling import Draws, Sampling
 
 PAGE_TOKENS = 32  # tokens of a page of the cache: what prompts that begin alike share is counted in whole pages
@@ -124,26 +124,31 @@ class _JobSampler(ContinuousBatchingLogitsProcessor):
     supported_kwargs: dict[str, type] = {"job": Job}
     ignored_kwargs: tuple[str, ...] = ()
 
-    def __init__(self) -> None:
+    def __init__(self, on_failure: Callable[[Job, Exception], None]) -> None:
+        self._on_failure = on_failure
+        self._jobs: list[Job] = []
         self._sequences: list[RunningSequence] = []
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
         int32_tensor.zero_()
 
     def prepare_tensor_args(self, requests_with_new_token: list) -> torch.Tensor:
-        self._sequences = []
+        self._jobs, self._sequences = [], []
         for request in requests_with_new_token:
             state = request.state
             job: Job = state.logit_processor_kwargs["job"]
             # A request that had to give its cache away comes back with the answer so far in its prompt.
             answer = [*state.initial_tokens[len(job.prompt_ids) :], *state.generated_tokens]
+            self._jobs.append(job)
             self._sequences.append(job.sequence(answer))
         return torch.zeros(len(self._sequences), dtype=torch.int32)
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
         # What follows our jobs' sequences belongs to prompts that are still being read; nothing is taken from it.
         count = len(self._sequences)
-        adjusted = adjust(scores[:count], self._sequences)
+        adjusted, failed = adjust_each(scores[:count], self._sequences)
+        for number, error in failed.items():
+            self._on_failure(self._jobs[number], error)
         return adjusted if count == len(scores) else torch.cat([adjusted, scores[count:]])
 
 
@@ -175,7 +180,7 @@ class ContinuousEngine:
                 auto_switch_to_flash=False,
             ),
         )
-        sampler = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([_JobSampler()]))
+        sampler = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([_JobSampler(self._fail)]))
         sampler.tensors_required = 1
         self._manager.logit_processor = sampler
         self._manager.start()
@@ -206,6 +211,10 @@ class ContinuousEngine:
             if self._jobs.pop(identity, None) is None:
                 return
         self._manager.cancel_request(identity)
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        self.cancel(job.identity)
+        job.listener((), True, f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
         """End the threads; answers that are not finished fail."""

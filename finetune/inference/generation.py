@@ -24,6 +24,7 @@ from finetune.data.spans import ChatTemplate
 from finetune.errors import DataError
 from finetune.inference.answer import Answer, AnswerStream, AnswerText, Generation, OnPiece
 from finetune.inference.engine import ContinuousEngine, Engine, Job, find_limits
+from finetune.inference.limited_template import limit_chat_template
 from finetune.inference.loading import check_fit, end_ids, find_source, load_tokenizer_of, load_weights
 from finetune.inference.sampling import Sampling, default_sampling
 from finetune.inference.static_engine import StaticEngine
@@ -202,6 +203,7 @@ def load_for_generation(
     continuous: bool | None = None,
     cpu_threads: int | None = None,
     trust_remote_code: bool = False,
+    limit_template: bool = False,
 ) -> Generator:
     """Load a model to answer with. Model, adapter, device, dtype and template are as `ModelOptions` describes them.
 
@@ -210,6 +212,7 @@ def load_for_generation(
         context_tokens: most tokens of a prompt with its answer; None: what the model was made for.
         continuous: whether requests may join a running batch; None: wherever that is tested.
         cpu_threads: threads of an operation on a CPU, unless OMP_NUM_THREADS says; None: torch's own number.
+        limit_template: render the chat template in a process with limits, as prompts are not the caller's own.
 
     Raises:
         ConfigError, DataError: no such model, adapter, device or template; files that do not fit.
@@ -218,6 +221,8 @@ def load_for_generation(
     device_type = choose_device_type(device_type)
     dtype = choose_dtype(dtype, device_type)
     tokenizer = load_tokenizer_of(source, template, trust_remote_code=trust_remote_code)
+    if limit_template:
+        limit_chat_template(tokenizer)
     network = load_weights(source, torch.device(device_type), dtype, trust_remote_code=trust_remote_code)
     check_fit(network, tokenizer, source)
     return Generator(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import secrets
 import struct
 from dataclasses import dataclass, replace
@@ -13,6 +12,9 @@ from finetune.errors import ConfigError
 
 MAX_STOPS = 8
 MAX_STOP_CHARACTERS = 256
+MAX_TOKENS = 2**31 - 1  # of what counts tokens: beyond any vocabulary or context, and a number that every tensor holds
+MAX_TEMPERATURE = 10
+MIN_PENALTY, MAX_PENALTY = 0.01, 10
 
 
 @dataclass(frozen=True)
@@ -42,14 +44,18 @@ class Sampling:
 
     def __post_init__(self) -> None:
         checks = (
-            ("max_new_tokens", self.max_new_tokens is None or self.max_new_tokens >= 1, "at least 1"),
-            ("temperature", math.isfinite(self.temperature) and 0 <= self.temperature <= 10, "from 0 to 10"),
-            ("top_p", math.isfinite(self.top_p) and 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("top_k", self.top_k >= 0, "0 (all tokens) or more"),
+            (
+                "max_new_tokens",
+                self.max_new_tokens is None or 1 <= self.max_new_tokens <= MAX_TOKENS,
+                f"from 1 to {MAX_TOKENS}",
+            ),
+            ("temperature", 0 <= self.temperature <= MAX_TEMPERATURE, f"from 0 to {MAX_TEMPERATURE}"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top_k", 0 <= self.top_k <= MAX_TOKENS, f"from 0 (all tokens) to {MAX_TOKENS}"),
             (
                 "repetition_penalty",
-                math.isfinite(self.repetition_penalty) and 0 < self.repetition_penalty <= 10,
-                "above 0 and at most 10; 1 is none",
+                MIN_PENALTY <= self.repetition_penalty <= MAX_PENALTY,
+                f"from {MIN_PENALTY} to {MAX_PENALTY}; 1 is none",
             ),
             ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
             (

@@ -15,7 +15,7 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, Pr
 from transformers.generation import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from finetune.inference.choose_tokens import adjust
+from finetune.inference.choose_tokens import adjust_each
 from finetune.inference.engine import Job, Limits
 
 
@@ -102,8 +102,8 @@ class StaticEngine:
                 ids.to(device),
                 attention_mask=mask.to(device),
                 generation_config=settings,
-                logits_processor=LogitsProcessorList([_Settings(batch, longest)]),
-                stopping_criteria=StoppingCriteriaList([_Finished(self, batch, longest)]),
+                logits_processor=LogitsProcessorList([_Settings(answers, longest)]),
+                stopping_criteria=StoppingCriteriaList([_Finished(self, answers, longest)]),
                 streamer=answers,
                 **({"past_key_values": cache} if cache is not None else {}),
             )
@@ -161,32 +161,40 @@ class _Answers(BaseStreamer):
 
     def fail(self, reason: str) -> None:
         """Tell those whose answer is not over."""
-        for number, job in enumerate(self.batch):
-            if not self.over[number]:
-                self.over[number] = True
-                job.listener((), True, reason)
+        for number in range(len(self.batch)):
+            self.fail_one(number, reason)
+
+    def fail_one(self, number: int, reason: str) -> None:
+        if not self.over[number]:
+            self.over[number] = True
+            self.batch[number].listener((), True, reason)
 
 
 class _Settings(LogitsProcessor):
     """The settings of each sequence. Reads the answer from `input_ids`: a streamer may be a step behind."""
 
-    def __init__(self, batch: Sequence[Job], padded_prompt_tokens: int) -> None:
-        self.batch, self.start = batch, padded_prompt_tokens
+    def __init__(self, answers: _Answers, padded_prompt_tokens: int) -> None:
+        self.answers, self.start = answers, padded_prompt_tokens
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        answers = input_ids[:, self.start :].tolist()
-        return adjust(scores, [job.sequence(ids) for job, ids in zip(self.batch, answers, strict=True)])
+        texts = input_ids[:, self.start :].tolist()
+        sequences = [job.sequence(ids) for job, ids in zip(self.answers.batch, texts, strict=True)]
+        scores, failed = adjust_each(scores, sequences)
+        for number, error in failed.items():
+            self.answers.fail_one(number, f"{type(error).__name__}: {error}")
+        return scores
 
 
 class _Finished(StoppingCriteria):
     """Sequences that are over for a reason of their own: their length, or nobody waits for them any more."""
 
-    def __init__(self, engine: StaticEngine, batch: Sequence[Job], padded_prompt_tokens: int) -> None:
-        self.engine, self.batch, self.start = engine, batch, padded_prompt_tokens
+    def __init__(self, engine: StaticEngine, answers: _Answers, padded_prompt_tokens: int) -> None:
+        self.engine, self.answers, self.start = engine, answers, padded_prompt_tokens
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
         length = input_ids.shape[1] - self.start
         over = [
-            length >= (job.sampling.max_new_tokens or 1) or self.engine.is_cancelled(job.identity) for job in self.batch
+            failed or length >= (job.sampling.max_new_tokens or 1) or self.engine.is_cancelled(job.identity)
+            for job, failed in zip(self.answers.batch, self.answers.over, strict=True)
         ]
         return torch.tensor(over, dtype=torch.bool, device=input_ids.device)

@@ -12,8 +12,8 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)")
-_CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+from finetune.plain_text import plain_text
+
 _TIME = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[,.]\d+)? ")
 _TAG = re.compile(r"\[(WARNING|ERROR)\] (?:rank (\d+): )?(.+)")
 _STEP = re.compile(r"\bstep:? *(\d+) */ *(\d+)")
@@ -47,11 +47,6 @@ class ConsoleLine:
     checkpoint: dict[str, Any] = field(default_factory=dict)  # fields as in a `checkpoint` event
     end: str = ""  # the state in which the run ended
     warning: tuple[str, int, str] | None = None  # (level, rank, text) of a warning or an error
-
-
-def plain_text(text: str) -> str:
-    """Text without what a terminal would obey: escape sequences, control characters, turned writing directions."""
-    return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", _ESCAPES.sub("", text))
 
 
 def print_anything() -> None:

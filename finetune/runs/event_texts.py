@@ -6,7 +6,7 @@ import contextlib
 import re
 from typing import Any
 
-from finetune.runs.console_lines import plain_text
+from finetune.plain_text import plain_text
 from finetune.runs.view import Message, RunView
 from finetune.runtime.language import N_, _
 from finetune.storage.durable_files import format_bytes

@@ -23,6 +23,7 @@ from typing import Any
 from typing_extensions import Self
 
 from finetune.errors import DataError
+from finetune.plain_text import mask_passwords, plain_lines
 
 LOGGER_NAME = "finetune"
 LOG_FILE_ONLY = {"log_file_only": True}  # as `extra` of a log call: not to the console
@@ -171,13 +172,19 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
+class _PlainFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return mask_passwords(plain_lines(super().format(record)))
+
+
 class _TaggedFormatter(logging.Formatter):
     def __init__(self, rank: int) -> None:
         super().__init__()
         self.prefix = f"rank {rank}: " if rank else ""
 
     def format(self, record: logging.LogRecord) -> str:
-        return f"[{getattr(record, 'tag', record.levelname)}] {self.prefix}{record.getMessage()}"
+        text = mask_passwords(plain_lines(record.getMessage()))
+        return f"[{getattr(record, 'tag', record.levelname)}] {self.prefix}{text}"
 
 
 class _ConsoleHandler(logging.StreamHandler):
@@ -213,7 +220,7 @@ def add_log_file(run_folder: Path, rank: int) -> logging.Handler:
     folder.mkdir(parents=True, exist_ok=True)
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-rank{rank}.log"
     handler = logging.FileHandler(folder / name, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s [%(levelname)s] %(message)s"))
+    handler.setFormatter(_PlainFormatter("%(asctime)s [%(levelname)s] %(message)s"))
     logging.getLogger(LOGGER_NAME).addHandler(handler)
     return handler
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -21,6 +20,7 @@ from finetune.errors import FinetuneError
 from finetune.modeling.loss import ChunkedHead
 from finetune.modeling.pretrained import count_parameters
 from finetune.runtime.device import LaunchWorld
+from finetune.runtime.terminal import console as terminal_console
 from finetune.training.checkpointer import Checkpointer
 from finetune.training.control import RunContext, StopSignals
 from finetune.training.executor import StepExecutor, largest_microbatch
@@ -269,7 +269,6 @@ def startup_lines(summary: PlanSummary, facts: dict[str, Any]) -> list[tuple[str
 
 def print_table(title: str, lines: list[tuple[str, str]]) -> None:
     """Print a two-column table to stderr."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title, show_header=False, title_justify="left")
@@ -277,7 +276,7 @@ def print_table(title: str, lines: list[tuple[str, str]]) -> None:
     table.add_column("how much", justify="right")
     for name, value in lines:
         table.add_row(name, value)
-    Console(file=sys.stderr).print(table)
+    terminal_console(stderr=True).print(table)
 
 
 def quiet_known_warnings() -> None:

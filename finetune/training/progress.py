@@ -7,6 +7,8 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from finetune.runtime.terminal import console as terminal_console
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
@@ -31,7 +33,6 @@ class ProgressLine:
             self._bar.start()
 
     def _make_bar(self, done_steps: int) -> tuple[Progress, TaskID]:
-        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         bar = Progress(
@@ -41,7 +42,7 @@ class ProgressLine:
             TextColumn("{task.fields[facts]}"),
             TextColumn("ETA"),
             TimeRemainingColumn(),
-            console=Console(file=sys.stderr),
+            console=terminal_console(stderr=True),
         )
         return bar, bar.add_task("train", total=self.total_steps, completed=done_steps, facts="")
 

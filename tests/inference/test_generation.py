@@ -23,7 +23,7 @@ from finetune.errors import ConfigError, DataError
 from finetune.inference.answer import GenerationError
 from finetune.inference.generation import Generator, PromptTooLong, load_for_generation
 from finetune.inference.loading import find_source
-from finetune.inference.sampling import Sampling
+from finetune.inference.sampling import Draws, Sampling
 
 MODEL = ROOT / "data_samples" / "tiny-qwen3"
 PROMPTS = 50
@@ -283,6 +283,26 @@ def test_a_failing_model_fails_its_answers_and_nothing_hangs(continuous: bool):
         wait_for(lambda: not generator.engine.alive)  # the engine is gone for good: a server starts a new worker
         with pytest.raises(GenerationError):
             generator.generate(questions()[:1], Sampling(max_new_tokens=2))
+
+
+@pytest.mark.parametrize("continuous", [True, False])
+def test_an_error_in_choosing_tokens_fails_its_own_answer(continuous: bool, monkeypatch: pytest.MonkeyPatch):
+    unbroken = Draws.key
+
+    def key(draws: Draws, position: int) -> tuple[int, int]:
+        return (2**63, 0) if draws.seed == 666 and position == 2 else unbroken(draws, position)
+
+    settings = [Sampling(max_new_tokens=12, temperature=1.0, seed=seed) for seed in (1, 666, 2)]
+    with load_for_generation(str(MODEL), device_type="cpu", continuous=continuous) as generator:
+        expected = [generator.generate([questions()[0]], one)[0] for one in settings]
+        monkeypatch.setattr(Draws, "key", key)
+        streams = [generator.stream(questions()[0], one) for one in settings]
+        with pytest.raises(GenerationError, match="Overflow"):
+            list(streams[1])
+        for number in (0, 2):
+            assert "".join(streams[number]) == expected[number].text and streams[number].answer == expected[number]
+        assert generator.engine.alive
+        assert generator.generate([questions()[0]], settings[0])[0] == expected[0]
 
 
 def test_more_requests_than_the_cache_holds_are_all_answered():

@@ -18,7 +18,19 @@ PACKAGE = ROOT / "finetune"
 
 # From the ground up: a folder, or a module beside them, imports only what stands before it.
 LAYERS = (
-    *("version", "errors", "runtime", "config", "storage", "batching", "data", "modeling", "planning", "training"),
+    *(
+        "version",
+        "plain_text",
+        "errors",
+        "runtime",
+        "config",
+        "storage",
+        "batching",
+        "data",
+        "modeling",
+        "planning",
+        "training",
+    ),
     *("inference", "runs", "commands", "sft", "pretrain", "__init__", "__main__"),
 )
 # What looks at a run, or talks to its result, must not need what trains one.

@@ -68,7 +68,8 @@ class TerminalChat:
         out: TextIO | None = None,
     ) -> None:
         self.generator, self.sampling, self.session = generator, sampling, session
-        self._read, self._out = read, out or sys.stdout
+        # Its own colours; and `visible` shows what other commands leave out.
+        self._read, self._out = read, out or getattr(sys.stdout, "unfiltered", sys.stdout)
         self.answers: list[tuple[Answer, float, float]] = []  # answer, seconds to the first piece, seconds in all
         self._colour = self._out.isatty() and "NO_COLOR" not in os.environ
 

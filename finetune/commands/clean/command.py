@@ -44,7 +44,8 @@ from finetune.commands.clean.stale_artifacts import (
 from finetune.config.fields import PathOption, setting
 from finetune.config.options import SpokenOptions, read_options
 from finetune.errors import ExitCode, FinetuneError, StateError
-from finetune.runs.console_lines import plain_text, print_anything
+from finetune.plain_text import plain_text
+from finetune.runs.console_lines import print_anything
 from finetune.runs.reader import is_run, runs_in
 from finetune.runtime.language import N_, _
 from finetune.storage.durable_files import format_bytes

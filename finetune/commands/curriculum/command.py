@@ -15,6 +15,7 @@ from finetune.batching.sampler import count_steps
 from finetune.config.fields import setting
 from finetune.config.options import Options, read_known_options
 from finetune.errors import ExitCode
+from finetune.runtime.terminal import console as terminal_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -270,7 +271,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.as_json:
         sys.stdout.write(json.dumps(report.to_json(), ensure_ascii=False, indent=2) + "\n")
     else:
-        from rich.console import Console
-
-        print_report(report, Console(file=sys.stdout))
+        print_report(report, terminal_console())
     return int(ExitCode.DONE)

@@ -11,6 +11,7 @@ from finetune.commands.diagnose.log_evidence import Evidence, LogEvidence
 from finetune.commands.diagnose.log_facts import with_next_values
 from finetune.commands.diagnose.symptoms.base import Kind, fill
 from finetune.commands.diagnose.symptoms.rules import ENDED_BADLY, EXPLAINED_BY_RUN, UNEXPLAINED
+from finetune.plain_text import plain_text
 from finetune.runtime.language import _
 
 # Clocks of nodes and the buffers of their outputs differ by less than this, as a rule.
@@ -203,7 +204,7 @@ def _quote(evidence: Evidence) -> str:
         text = text[: EVIDENCE_CHARACTERS * 3 // 4] + " ... " + text[-EVIDENCE_CHARACTERS // 4 :]
     rank = "" if evidence.line.rank is None else f" (rank {evidence.line.rank})"
     more = f" (x{evidence.count})" if evidence.count > 1 else ""
-    return f"{evidence.line.source}:{evidence.line.number}{rank}: {text}{more}"
+    return f"{plain_text(str(evidence.line.source))}:{evidence.line.number}{rank}: {text}{more}"
 
 
 _SECRETS = (

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import time
 
-_ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])|[\x00-\x08\x0b\x0c\x0e-\x1f]")
+from finetune.plain_text import plain_lines
+
 _STAMP = (
     r"(?P<year>20\d\d)[-/](?P<month>\d\d)[-/](?P<day>\d\d)[ T_-](?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)"
     r"(?:[.,](?P<fraction>\d{1,9})(?:\.(?P<micro>\d{3}))?)?(?:Z|[+-]\d\d:?\d\d)?"
@@ -56,9 +57,8 @@ _RANK_INSIDE = re.compile(r"\[(?:[^][]*\b)?Rank (\d{1,5})\b|RankID:(\d{1,5})\b")
 
 
 def decode(raw: bytes) -> str:
-    """Text without colour codes; what is not UTF-8 is replaced."""
-    text = raw.decode("utf-8", errors="replace")
-    return _ANSI.sub("", text) if not text.isprintable() else text
+    """Text without colour codes and whatever else a terminal would obey; what is not UTF-8 is replaced."""
+    return plain_lines(raw.decode("utf-8", errors="replace"))
 
 
 def strip_prefixes(text: str) -> tuple[str, int | None, str]:

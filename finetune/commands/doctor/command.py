@@ -26,6 +26,7 @@ from finetune.config.run_config import BaseConfig
 from finetune.errors import ConfigError, ExitCode, raise_problems
 from finetune.runtime.device import launch_world
 from finetune.runtime.language import _
+from finetune.runtime.terminal import console as terminal_console
 
 TAGS = {"ok": ("[OK]", "green"), "warn": ("[WARNING]", "yellow"), "fail": ("[ERROR]", "red"), "skip": ("[SKIP]", "dim")}
 # Flags of a run that describe the machine and do not make a run by themselves.
@@ -117,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         made = list(checks)
         sys.stdout.write(json.dumps(to_json(made), ensure_ascii=False, indent=2) + "\n")
     else:
-        made = show(checks, Console(file=sys.stdout, highlight=False))
+        made = show(checks, terminal_console(highlight=False))
     return exit_code(made)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from finetune.commands.evaluate.options import RESULT_NAME, TABLE_NAME, EvalOptions
 from finetune.config.options import read_options
 from finetune.errors import ExitCode, StateError
+from finetune.runtime.terminal import console as terminal_console
 from finetune.storage.run_folder import describe_folder
 
 
@@ -44,9 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.as_json:
         sys.stdout.write(text)
     elif sys.stdout.isatty():
-        from rich.console import Console
-
-        Console().print(rich_table(scores))
+        terminal_console().print(rich_table(scores))
     else:
         sys.stdout.write(markdown_table(scores))
     return int(ExitCode.DONE)

@@ -26,6 +26,7 @@ from finetune.inference.generation import Generator, PromptTooLong
 from finetune.inference.loading import check_fit, load_tokenizer_of, load_weights
 from finetune.inference.sampling import Sampling
 from finetune.runtime import device as devices
+from finetune.runtime.terminal import console as terminal_console
 from finetune.storage.run_log import JsonLines
 
 if TYPE_CHECKING:
@@ -226,9 +227,8 @@ def progress(title: str, total: int) -> Iterator[Progress]:
     if not sys.stderr.isatty():
         yield lambda count: None
         return
-    from rich.console import Console
     from rich.progress import Progress as Bars
 
-    with Bars(console=Console(stderr=True), transient=True) as bars:
+    with Bars(console=terminal_console(stderr=True), transient=True) as bars:
         task = bars.add_task(title, total=total)
         yield lambda count: bars.advance(task, count)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -15,6 +14,8 @@ from finetune.config.fields import setting
 from finetune.config.names import did_you_mean
 from finetune.config.options import Options, read_known_options
 from finetune.errors import DataError, ExitCode
+from finetune.plain_text import CONTROLS
+from finetune.runtime.terminal import console as terminal_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from finetune.data.samples import Samples
 
 _TRAINED, _CONTEXT = "bold green", "dim"
-# What a terminal would act on instead of showing: C0 but newline and tab, DEL, C1.
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class InspectOptions(Options):
@@ -60,8 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0; what is wrong is raised as FinetuneError."""
     options, rest = read_known_options(InspectOptions, argv)
 
-    from rich.console import Console
-
     from finetune.config.resolution import resolve
     from finetune.data.dataset import prepare_samples
     from finetune.data.templates import load_tokenizer
@@ -80,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cache_dir=config.cache_dir,
         num_proc=config.preprocessing_num_workers,
     )
-    console = Console(file=sys.stdout, highlight=False)
+    console = terminal_console(highlight=False)
     console.print(samples.report.table(", ".join(Path(path).name for path in config.data)))
     for index in choose(samples, count=options.count, record=options.record, difficulty=options.difficulty):
         show(samples, index, tokenizer, console)
@@ -131,9 +128,14 @@ def marked_text(
 
     text = Text()
     for trained, part in _parts(tokenizer, input_ids, supervised):
-        shown = _CONTROLS.sub(lambda found: f"\\x{ord(found.group()):02x}", part)
+        shown = "\n".join(CONTROLS.sub(_written_out, line) for line in part.split("\n"))
         text.append(f"[[{shown}]]" if trained and brackets else shown, style=_TRAINED if trained else _CONTEXT)
     return text
+
+
+def _written_out(found: re.Match[str]) -> str:
+    """A character that a terminal would act on, as Python writes it."""
+    return found.group().encode("unicode_escape").decode("ascii")
 
 
 def _parts(

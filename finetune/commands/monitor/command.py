@@ -22,13 +22,15 @@ from finetune.commands.monitor.dashboard import Dashboard, Machine
 from finetune.config.fields import Text, setting
 from finetune.config.options import SpokenOptions, read_options
 from finetune.errors import ExitCode
-from finetune.runs.console_lines import plain_text, print_anything
+from finetune.plain_text import plain_text
+from finetune.runs.console_lines import print_anything
 from finetune.runs.event_texts import advice, format_duration, message_text, state_text
 from finetune.runs.reader import Reader, open_run
 from finetune.runs.view import ENDED, Message, RunView, is_finite_number
 from finetune.runtime.host import HostMeter
 from finetune.runtime.language import _, speaking
 from finetune.runtime.smi import SmiReport, read_devices
+from finetune.runtime.terminal import console as terminal_console
 from finetune.storage.durable_files import format_bytes
 
 SHORTEST_INTERVAL_SECONDS = 0.2
@@ -289,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         note = f"{note}    {newest}"
         print(newest, file=sys.stderr)
     watch = MachineWatch(None if options.once else options.interval)
-    console = Console()
+    console = terminal_console()
     pictures = console.is_terminal and not console.is_dumb_terminal
     if options.once:
         _look_once(reader, watch, console if pictures else None, options.as_json)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from finetune.commands.monitor.dashboard_parts import Curve, Gauge, Progress, Sparkline, fact, grid, one_line
 from finetune.config.kinds import kind_title
-from finetune.runs.console_lines import plain_text
+from finetune.plain_text import plain_text
 from finetune.runs.event_texts import advice, format_duration, message_text, state_text
 from finetune.runs.view import Message, RunView, is_finite_number
 from finetune.runtime.host import HostUse

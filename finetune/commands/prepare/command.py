@@ -14,6 +14,7 @@ from finetune.config.fields import PathOption, Paths, Text, setting
 from finetune.config.options import Options, read_options
 from finetune.errors import ExitCode
 from finetune.inference.options import Count
+from finetune.runtime.terminal import console as terminal_console
 from finetune.storage.run_log import LOGGER_NAME
 
 if TYPE_CHECKING:
@@ -159,11 +160,10 @@ class _Progress:
 
     def __enter__(self) -> _Progress:
         if sys.stderr.isatty():
-            from rich.console import Console
             from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
             columns = (TextColumn("{task.description:>22}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=Console(stderr=True))
+            self._bar = Progress(*columns, console=terminal_console(stderr=True))
             self._bar.start()
         return self
 

@@ -23,7 +23,8 @@ from finetune.config.fields import PathOption, Text, setting
 from finetune.config.kinds import kind_names, kind_title, run_kind
 from finetune.config.options import SpokenOptions, read_options
 from finetune.errors import ConfigError, ExitCode, StateError
-from finetune.runs.console_lines import plain_text, print_anything
+from finetune.plain_text import plain_text
+from finetune.runs.console_lines import print_anything
 from finetune.runs.event_texts import WARNING_EVENTS, advice, event_text, format_duration, message_text, state_text
 from finetune.runs.reader import open_run
 from finetune.runs.view import Message, RunView

@@ -12,7 +12,7 @@ from typing import Any
 from finetune.commands.diagnose.findings import mask_secrets
 from finetune.commands.plan.check import check_run
 from finetune.errors import FinetuneError
-from finetune.runs.console_lines import plain_text
+from finetune.plain_text import plain_text
 from finetune.runs.view import RunView, is_finite_number
 from finetune.runtime.language import N_, _
 from finetune.storage.durable_files import format_bytes

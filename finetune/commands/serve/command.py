@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -25,6 +26,7 @@ logger = logging.getLogger("finetune")
 
 GRACE_SECONDS = 30
 LISTEN_BACKLOG = 1024
+SEND_BUFFER_BYTES = 128 << 10  # by itself the system would keep megabytes for a client that does not read
 
 
 def run_server(settings: ServeSettings) -> int:
@@ -34,12 +36,14 @@ def run_server(settings: ServeSettings) -> int:
         ConfigError: the address is taken, there is no token where one is needed, or the model cannot be loaded.
     """
     options = settings.options
-    if not options.is_loopback and settings.token is None:
+    if settings.token is None and (not options.is_loopback or options.allow_host):
+        # A name that others use leads here through a proxy, whatever address is listened on.
+        flag, reached_by = ("--allow-host", options.allow_host[0]) if options.is_loopback else ("--host", options.host)
         raise ConfigError(
-            f"{options.host} can be reached by others, and there is no token",
-            "--host",
+            f"{reached_by} can be reached by others, and there is no token",
+            flag,
             f"write a token of {SHORTEST_TOKEN} characters or more to a file and give --token-file FILE, or set "
-            f"{TOKEN_VARIABLE}; or leave --host out",
+            f"{TOKEN_VARIABLE}; or leave {flag} out",
         )
     listener = _bind(options.host, options.port)
     try:
@@ -60,6 +64,7 @@ async def _serve(settings: ServeSettings, listener: socket.socket) -> int:
         settings.environments,
         per_worker=settings.options.max_batch,
         max_queue=settings.options.max_queue,
+        worker_seconds=settings.options.worker_seconds,
         command=settings.worker_command or WORKER_COMMAND,
         on_restart=metrics.restarts.inc,
     )
@@ -70,7 +75,8 @@ async def _serve(settings: ServeSettings, listener: socket.socket) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     failed = asyncio.create_task(_stop_when_failed(pool.all_failed, server))
-    listener.listen(LISTEN_BACKLOG)  # from here on a client that connects is kept until uvicorn accepts it
+    gc.collect()
+    gc.freeze()  # what is loaded stays: a large request's garbage is found without looking through all of it
     host = settings.options.host
     logger.info(
         "%s answers at http://%s:%d (page at /, OpenAI protocol at /v1); Ctrl-C ends it",
@@ -104,22 +110,26 @@ def _make_app(settings: ServeSettings, pool: WorkerPool, metrics: Metrics) -> Gu
 def _make_server(options: ServeOptions, app: Guard) -> uvicorn.Server:
     import uvicorn
 
-    from finetune.commands.serve.connections import MAX_HEAD_BYTES, limited_protocol
+    from finetune.commands.serve.connections import MAX_HEAD_BYTES, ConnectionLimits, limited_protocol
+    from finetune.commands.serve.log_limit import LineLimit
 
-    return uvicorn.Server(
-        uvicorn.Config(
-            app,
-            http=limited_protocol(options.max_connections, options.head_seconds),
-            ws="none",
-            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-            timeout_keep_alive=15,
-            timeout_graceful_shutdown=GRACE_SECONDS,
-            access_log=False,  # no line per request: paths and times are in /metrics
-            log_level="warning",
-            server_header=False,
-            proxy_headers=False,
-        )
+    limits = ConnectionLimits(options.max_connections, options.head_seconds, options.write_seconds)
+    config = uvicorn.Config(
+        app,
+        http=limited_protocol(limits),
+        ws="none",
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        timeout_keep_alive=15,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+        access_log=False,  # no line per request: paths and times are in /metrics
+        log_level="warning",
+        server_header=False,
+        proxy_headers=False,
     )
+    limit = LineLimit(logger)
+    for name in ("uvicorn.error", "asyncio"):
+        logging.getLogger(name).addFilter(limit)
+    return uvicorn.Server(config)
 
 
 async def _stop_when_failed(all_failed: asyncio.Event, server: uvicorn.Server) -> None:
@@ -129,12 +139,17 @@ async def _stop_when_failed(all_failed: asyncio.Event, server: uvicorn.Server) -
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A socket that is bound and not yet listening: a taken port is known before a model is loaded."""
+    """A socket that listens: a taken port is known before a model is loaded. Who connects meanwhile waits.
+
+    Bound only, it would not keep a second server from binding the same port, which then failed after loading its model.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # each connection takes it over
         listener.bind(address)
+        listener.listen(LISTEN_BACKLOG)
     except (OSError, OverflowError) as error:
         raise ConfigError(
             f"{host}:{port} cannot be used: {error}", "--host, --port", "choose another --port, or 0 for a free one"

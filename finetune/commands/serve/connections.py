@@ -1,6 +1,8 @@
-"""Connections with limits that uvicorn has no setting for: how many there are, and how long a request's head may take.
+"""Connections with limits that uvicorn has no setting for: how many there are, how long a request's head may take, and
+how long a client may take to read what was written for it.
 
-Without the second, a client that sends one byte of a header now and then holds its connection for ever.
+Without them, a client holds its connection for ever: with one byte of a header now and then, by never reading, or with
+a byte of a body that was refused.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import h11
@@ -16,27 +19,74 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from finetune.commands.serve.protocol import ApiError
 
 MAX_HEAD_BYTES = 32 << 10
+# A socket that is closed with unread bytes is reset, and the reset may overtake the answer. So after a refusal what
+# still comes is thrown away for a moment: so long, so much, and for one connection to this many of `max_connections`.
+LINGER_SECONDS = 1.0
+LINGER_BYTES = 4 << 20
+LINGER_SHARE = 4
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Most connections, seconds for a head, and seconds for what is buffered at any moment to be read by the client."""
+
+    connections: int
+    head_seconds: float
+    write_seconds: float
+
+
+class _Transport:
+    """The transport as uvicorn sees it: each write has a deadline, and `close` tells what was refused unread apart."""
+
+    def __init__(self, transport: asyncio.Transport, protocol: LimitedProtocol) -> None:
+        self._transport, self._protocol = transport, protocol
+        self.write, self.close = protocol.write, protocol.close
+
+    def is_closing(self) -> bool:
+        return self._protocol.lingering or self._transport.is_closing()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class LimitedProtocol(H11Protocol):
     """uvicorn's protocol with these limits; a subclass sets them."""
 
-    max_connections: ClassVar[int]
-    head_seconds: ClassVar[float]
+    limits: ClassVar[ConnectionLimits]
+    lingering_count: ClassVar[int]
+    lingering = False  # refused; the answer is out, and what comes is thrown away
+    _real: asyncio.Transport
     _head_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+    _linger_timer: asyncio.TimerHandle | None = None
+    _written_bytes = 0
+    _discarded_bytes = 0
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        if len(self.connections) > self.max_connections:
+        self._real = transport
+        super().connection_made(_Transport(transport, self))
+        if len(self.connections) - type(self).lingering_count > self.limits.connections:
             self._refuse(503, "too many connections", "too_many_connections")
             return
         self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
+        for timer in (self._write_timer, self._linger_timer):
+            if timer is not None:
+                timer.cancel()
+        if self.lingering:
+            type(self).lingering_count -= 1
         super().connection_lost(exc)
 
+    # ------------------------------------------------------------ reading
+
     def data_received(self, data: bytes) -> None:
+        if self.lingering:
+            self._discarded_bytes += len(data)
+            if self._discarded_bytes > LINGER_BYTES:
+                self._real.close()
+            return
         if self.transport.is_closing():
             return
         answering = self.cycle is not None and not self.cycle.response_complete
@@ -46,11 +96,16 @@ class LimitedProtocol(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_head_timer()
 
+    def on_response_complete(self) -> None:
+        if self.conn.their_state is h11.SEND_BODY:  # answered without its body: nobody waits for the rest
+            self.transport.close()
+        super().on_response_complete()
+
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, "this is not a valid HTTP request", "invalid_http")
 
     def _start_head_timer(self) -> None:
-        self._head_timer = self.loop.call_later(self.head_seconds, self._head_is_late)
+        self._head_timer = self.loop.call_later(self.limits.head_seconds, self._head_is_late)
 
     def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
@@ -60,7 +115,33 @@ class LimitedProtocol(H11Protocol):
     def _head_is_late(self) -> None:
         self._head_timer = None
         if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
-            self._refuse(408, f"the request took longer than {self.head_seconds:g} seconds", "request_timeout")
+            seconds = self.limits.head_seconds
+            self._refuse(408, f"the request took longer than {seconds:g} seconds", "request_timeout")
+
+    # ------------------------------------------------------------ writing
+
+    def write(self, data: bytes) -> None:
+        """The transport's `write`."""
+        if self.lingering:
+            return
+        self._real.write(data)
+        self._written_bytes += len(data)
+        if self._write_timer is None and self._real.get_write_buffer_size():
+            self._start_write_timer()
+
+    def _start_write_timer(self) -> None:
+        self._write_timer = self.loop.call_later(self.limits.write_seconds, self._check_written, self._written_bytes)
+
+    def _check_written(self, goal: int) -> None:
+        """Whether the client has taken the first `goal` bytes; the connection ends if not."""
+        self._write_timer = None
+        waiting = self._real.get_write_buffer_size()
+        if self._written_bytes - waiting < goal:
+            self._real.abort()
+        elif waiting:
+            self._start_write_timer()
+
+    # ------------------------------------------------------------ refusing and closing
 
     def _refuse(self, status: int, message: str, code: str) -> None:
         body = json.dumps(ApiError(status, message, code=code).body).encode()
@@ -72,10 +153,31 @@ class LimitedProtocol(H11Protocol):
         )
         with contextlib.suppress(h11.LocalProtocolError):  # an answer is under way already
             self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
-        self.transport.close()
+        self._linger()
+
+    def close(self) -> None:
+        """The transport's `close`."""
+        if self.conn.their_state is h11.SEND_BODY:
+            self._linger()
+        else:
+            self._real.close()
+
+    def _linger(self) -> None:
+        if self.transport.is_closing():
+            return
+        if type(self).lingering_count * LINGER_SHARE >= self.limits.connections:
+            self._real.close()
+            return
+        self.lingering = True
+        type(self).lingering_count += 1
+        self._stop_head_timer()
+        self._unset_keepalive_if_required()
+        with contextlib.suppress(OSError):  # the client has left already
+            self._real.write_eof()
+        self.flow.resume_reading()
+        self._linger_timer = self.loop.call_later(LINGER_SECONDS, self._real.close)
 
 
-def limited_protocol(max_connections: int, head_seconds: float) -> type[LimitedProtocol]:
+def limited_protocol(limits: ConnectionLimits) -> type[LimitedProtocol]:
     """The protocol class with its limits, for `uvicorn.Config(http=...)`."""
-    limits = {"max_connections": max_connections, "head_seconds": head_seconds}
-    return type("LimitedProtocol", (LimitedProtocol,), limits)
+    return type("LimitedProtocol", (LimitedProtocol,), {"limits": limits, "lingering_count": 0})

@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,7 @@ RESPONSE_HEADERS = {
     "cache-control": "no-store",
 }
 OPEN_PATHS = frozenset(("/", "/app.js", "/markdown.js", "/style.css", "/icon.svg", "/health"))
+_HOST = re.compile(r"(?:\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>[^\[\]:/?#@\\]+))(?::[0-9]{0,5})?")
 LOOPBACK_NAMES = frozenset(("localhost", "127.0.0.1", "::1"))
 
 
@@ -125,13 +127,14 @@ class Guard:
         if scope["method"] == "POST" and headers.get("content-type", "").partition(";")[0].strip().lower() not in (
             "application/json",
         ):
-            raise _closing(415, "send Content-Type: application/json", "unsupported_media_type")
+            raise ApiError(415, "send Content-Type: application/json", code="unsupported_media_type")
         if "transfer-encoding" in headers and "content-length" in headers:
-            raise _closing(400, "the body has two lengths", "invalid_header")  # a proxy might have taken the other
+            # A proxy might have taken the other.
+            raise ApiError(400, "the body has two lengths", code="invalid_header")
         if not has_body:
             return b""
         limit = self.rules.max_body_bytes
-        too_large = _closing(413, f"the body is larger than {limit} bytes", "request_too_large")
+        too_large = ApiError(413, f"the body is larger than {limit} bytes", code="request_too_large")
         if headers.get("content-length", "0").isdigit() and int(headers.get("content-length", "0")) > limit:
             raise too_large
         body = bytearray()
@@ -145,12 +148,8 @@ class Guard:
                     raise too_large
                 if not message.get("more_body", False):
                     return bytes(body)
-        raise _closing(408, f"the body took longer than {self.rules.body_seconds:g} seconds", "request_timeout")
-
-
-def _closing(status: int, message: str, code: str) -> ApiError:
-    """An error after which the connection ends, as its body has not been read."""
-    return ApiError(status, message, code=code, headers={"connection": "close"})
+        seconds = self.rules.body_seconds
+        raise ApiError(408, f"the body took longer than {seconds:g} seconds", code="request_timeout")
 
 
 def _single_headers(scope: Scope) -> dict[str, str]:
@@ -170,15 +169,11 @@ def _single_headers(scope: Scope) -> dict[str, str]:
 
 def _host_name(host: str) -> str | None:
     """The name in `name:port` or `[address]:port`."""
-    try:
-        parts = urlsplit(f"//{host}")
-        _ = parts.port  # raises for one that is no number
-        name = parts.hostname
-    except ValueError:
+    # Not by urlsplit: some Pythons' finds ::1 in [::1].evil.com.
+    found = _HOST.fullmatch(host)
+    if found is None or (found["address"] and not _is_address(found["address"])):
         return None
-    if not name or parts.path or parts.query or parts.fragment or parts.username is not None:
-        return None
-    return name.rstrip(".").lower()
+    return (found["address"] or found["name"]).rstrip(".").lower() or None
 
 
 def _is_address(name: str) -> bool:
@@ -221,8 +216,10 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 async def _send_error(send: Send, error: ApiError) -> None:
+    """The error, after which the connection ends: what was refused is not read."""
     body = json.dumps(error.body).encode()
-    headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
+    headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+    headers |= error.headers
     encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": encoded})
     await send({"type": "http.response.body", "body": body})

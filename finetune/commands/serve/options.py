@@ -67,6 +67,8 @@ class ServeOptions(ModelOptions):
     max_connections: Count = setting(512, group="limits", unit="N", description="Most connections at a time.")
     head_seconds: float = _seconds(10.0, "a request's head to arrive")
     body_seconds: float = _seconds(10.0, "its body")
+    write_seconds: float = _seconds(20.0, "a client to read what was written for it")
+    worker_seconds: float = _seconds(30.0, "a sign of life from a worker")
     queue_seconds: float = _seconds(60.0, "room at a worker")
     request_seconds: float = _seconds(600.0, "the whole answer")
 

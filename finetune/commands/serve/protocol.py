@@ -1,7 +1,8 @@
 """The OpenAI protocol: requests that are taken, and the shape of answers and errors. Needs no torch.
 
 What would be ignored is refused, so that no client believes in a setting that has no effect; a few names that mean
-nothing here (`user`, `metadata`, ...) are let pass.
+nothing here (`user`, `metadata`, ...) are let pass. Every number, text and list has bounds, and the first thing that is
+wrong ends the check: a body of a million wrong things must not become a million errors.
 """
 
 from __future__ import annotations
@@ -9,15 +10,28 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-import pydantic_core
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError, from_json
 
 from finetune.errors import ConfigError
-from finetune.inference.sampling import Sampling
+from finetune.inference.sampling import (
+    MAX_PENALTY,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    MAX_TEMPERATURE,
+    MAX_TOKENS,
+    MIN_PENALTY,
+    Sampling,
+)
 
 MAX_MESSAGES = 1000
+MAX_PARTS = 1000  # of one message
+MAX_NAMES = 64  # of one object: several times those that there are
+MAX_PROMPT_CHARACTERS = MAX_PROMPT_IDS = (
+    4 << 20
+)  # far beyond any context; what the model reads is checked by its worker
 _HARMLESS = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
 )
@@ -64,25 +78,41 @@ def unavailable(message: str, code: str, *, status: int = 503) -> ApiError:
     return ApiError(status, message, kind="server_error", code=code, headers={"retry-after": "1"})
 
 
+Name = Annotated[str, Field(max_length=256)]
+Text = Annotated[str, Field(max_length=MAX_PROMPT_CHARACTERS)]
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+TokenCount = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+
+
 class _Request(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_names(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_NAMES:
+            raise PydanticCustomError(
+                "too_many_names", f"an object has {len(value)} names; at most {MAX_NAMES} are read"
+            )
+        return value
 
 
 class TextPart(_Request):
     """A part of a message. Images, sounds and files are refused: nothing is fetched for a request."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class ChatMessage(_Request):
     """One message; `content` becomes a text."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart]
-    name: str | None = None
+    content: Text | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
+    name: Name | None = None
     refusal: None = None
-    tool_call_id: str | None = None
+    tool_call_id: Name | None = None
 
     def plain(self) -> dict[str, str]:
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
@@ -97,17 +127,17 @@ class StreamOptions(_Request):
 class AnswerRequest(_Request):
     """What both endpoints take. `top_k` and `repetition_penalty` are additions to the protocol."""
 
-    model: str
+    model: Name
     stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    repetition_penalty: float | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=MIN_PENALTY, le=MAX_PENALTY)] | None = None
+    max_tokens: TokenCount | None = None
+    max_completion_tokens: TokenCount | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -131,7 +161,7 @@ class AnswerRequest(_Request):
 
 
 class ChatRequest(AnswerRequest):
-    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
 
     def prompt(self) -> list[dict[str, str]]:
         return [message.plain() for message in self.messages]
@@ -140,7 +170,7 @@ class ChatRequest(AnswerRequest):
 class CompletionRequest(AnswerRequest):
     """POST /v1/completions: one prompt, as text or token ids."""
 
-    prompt_: str | list[int] = Field(alias="prompt")
+    prompt_: Text | Annotated[list[TokenId], Field(max_length=MAX_PROMPT_IDS, fail_fast=True)] = Field(alias="prompt")
 
     @field_validator("prompt_", mode="before")
     @classmethod
@@ -156,7 +186,7 @@ class CompletionRequest(AnswerRequest):
 def parse(kind: type[ChatRequest] | type[CompletionRequest], body: bytes) -> Any:
     """A request from its JSON. Raises ApiError: 400, naming the parameter and the rule."""
     try:
-        given = pydantic_core.from_json(body, allow_inf_nan=False)
+        given = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from error
     if not isinstance(given, dict):
@@ -175,8 +205,11 @@ def parse(kind: type[ChatRequest] | type[CompletionRequest], body: bytes) -> Any
 
 
 def _as_api_error(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_input=False)[0]
-    names = [part for part in first["loc"] if not (isinstance(part, str) and ("[" in part or part == "str"))]
+    errors = error.errors(include_url=False, include_input=False, include_context=False)
+    # Where a text or a list may stand, the branch that was meant comes second.
+    first = next((one for one in errors if one["type"] not in ("string_type", "list_type")), errors[0])
+    # Of a union, pydantic names the branch too: list[...], str, constrained-str.
+    names = [part for part in first["loc"] if not (isinstance(part, str) and ("[" in part or part.endswith("str")))]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in names).lstrip(".")
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"unknown parameter: {param[:100]}", param=param[:100], code="unknown_parameter")

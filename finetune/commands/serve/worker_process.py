@@ -13,6 +13,7 @@ and what it answers (standard output):
     {"is": "piece", "id": ..., "text": ...}
     {"is": "end", "id": ..., "text": the whole, "finish_reason": ..., "prompt_tokens": n, "completion_tokens": n}
     {"is": "error", "id": ..., "message": ...}    the answer failed
+    {"is": "alive"}                               every CHECK_SECONDS: it does not hang
 
 It ends when its input ends. If its model fails for good it leaves with exit code 1, and is started again.
 """
@@ -121,7 +122,7 @@ def main() -> int:
     try:
         from finetune.inference.generation import load_for_generation
 
-        generator = load_for_generation(**settings)
+        generator = load_for_generation(**settings, limit_template=True)
     except FinetuneError as error:
         out.write(json.dumps({"is": "failed", "error": describe(error)}).encode() + b"\n")
         out.flush()
@@ -131,15 +132,16 @@ def main() -> int:
     worker = Worker(generator, out)
     about = {"name": generator.name, "context_tokens": generator.context_tokens}
     worker.send({"is": "ready", **about, "sampling": dataclasses.asdict(generator.default_sampling)})
-    threading.Thread(target=_leave_when_dead, args=(generator,), name="check", daemon=True).start()
+    threading.Thread(target=_show_life, args=(worker,), name="check", daemon=True).start()
     for line in lines:
         worker.handle(json.loads(line))
     os._exit(0)  # nobody listens any more: threads and devices need no orderly end
 
 
-def _leave_when_dead(generator: Generator) -> None:
-    """End the process if the engine has failed for good: the next one starts with a clean device."""
-    while generator.engine.alive:
+def _show_life(worker: Worker) -> None:
+    """Say that this process runs; end it if the engine has failed for good: the next one starts with a clean device."""
+    while worker.generator.engine.alive:
+        worker.send({"is": "alive"})
         time.sleep(CHECK_SECONDS)
     os._exit(1)
 

@@ -1,7 +1,7 @@
 """The worker processes of a server: one per device, started again when one dies, and who gets which request.
 
 A request waits in one queue until a worker has room, and goes to the one that has most. If its worker dies it gets
-`lost`; the others do not notice.
+`lost`; the others do not notice. A worker that hangs gives no sign of life: it gets no more requests, and is ended.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ WORKER_COMMAND = (sys.executable, "-m", "finetune.commands.serve.worker_process"
 FAILED_STARTS = 5  # in a row, after which a worker is given up
 LONGEST_PAUSE_SECONDS = 30.0
 STOP_SECONDS = 10.0
+CHECK_SECONDS = 0.5  # between looks at the signs of life; workers give them as often
+QUIET_CHECKS = 10  # without a sign, after which a worker gets no more requests
 LINE_BYTES = 64 << 20  # of one message: an answer is much smaller
 
 Event = dict[str, Any]
@@ -42,7 +44,10 @@ class NoWorker(Exception):
 
 @dataclass
 class Worker:
-    """One process and what it does now. `state`: starting, ready, pausing (before a new start), failed, stopped."""
+    """One process and what it does now.
+
+    `state`: starting, ready, silent (no sign of life), pausing (before a new start), failed, stopped.
+    """
 
     number: int
     environment: Mapping[str, str]
@@ -50,6 +55,7 @@ class Worker:
     process: asyncio.subprocess.Process | None = None
     running: dict[str, asyncio.Queue[Event]] = field(default_factory=dict)
     restarts: int = 0
+    silent_checks: int = 0  # since its last sign of life
     task: asyncio.Task[None] | None = None
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -68,7 +74,8 @@ class WorkerPool:
     """Workers with the same model, each with its variables on top of this process's own.
 
     Each loads with `load`, arguments of `load_for_generation`, and writes up to `per_worker` answers at the same time;
-    `max_queue` requests may wait for room. `on_restart` is called when a worker is started again.
+    `max_queue` requests may wait for room. A worker that is silent for `worker_seconds` is ended. `on_restart` is
+    called when a worker is started again.
     """
 
     def __init__(
@@ -78,12 +85,13 @@ class WorkerPool:
         *,
         per_worker: int,
         max_queue: int,
+        worker_seconds: float = 30.0,
         command: Sequence[str] = WORKER_COMMAND,
         on_restart: Callable[[], None] = lambda: None,
     ) -> None:
         self._load, self._command, self._on_restart = dict(load), tuple(command), on_restart
         self.workers = [Worker(number, environment) for number, environment in enumerate(environments)]
-        self.per_worker, self.max_queue = per_worker, max_queue
+        self.per_worker, self.max_queue, self.worker_seconds = per_worker, max_queue, worker_seconds
         self._waiting: deque[_WaitingRequest] = deque()
         self.about: dict[str, Any] = {}  # what the first worker reported when it was ready
         self.all_failed = asyncio.Event()
@@ -163,24 +171,29 @@ class WorkerPool:
             env={**os.environ, **worker.environment},
             limit=LINE_BYTES,
         )
+        watch: asyncio.Task[None] | None = None
         try:
             worker.send({"do": "load", **self._load})
             while line := await process.stdout.readline():
                 event = json.loads(line)
+                self._heard(worker)
                 if event["is"] == "ready":
                     was_ready = True
                     self.about = self.about or event
                     worker.state = "ready"
+                    watch = asyncio.create_task(self._watch(worker, process))
                     if not ready.done():
                         ready.set_result(None)
                     self._assign_waiting()
                 elif event["is"] == "failed":
                     error = ConfigError(**event["error"])
-                else:
+                elif event["is"] != "alive":
                     self._deliver(worker, event)
         except (ValueError, KeyError) as wrong:
             logger.error("worker %d sent what is no message: %s", worker.number, type(wrong).__name__)
         finally:
+            if watch is not None:
+                watch.cancel()
             code = await _end(process)
             running, worker.running = worker.running, {}
             for queue in running.values():
@@ -189,6 +202,26 @@ class WorkerPool:
             reason = f"signal {-code}" if code < 0 else f"exit code {code}"
             error = FinetuneError(reason, f"worker {worker.number}")
         return was_ready, error
+
+    async def _watch(self, worker: Worker, process: asyncio.subprocess.Process) -> None:
+        """End the worker if it hangs: stopped, or a call in it that never returns.
+
+        What is counted is checks, not time: if this process is stopped itself, its workers have not been silent.
+        """
+        while worker.silent_checks * CHECK_SECONDS < self.worker_seconds:
+            await asyncio.sleep(CHECK_SECONDS)
+            worker.silent_checks += 1
+            if worker.silent_checks == QUIET_CHECKS and worker.state == "ready":
+                worker.state = "silent"
+        logger.error("worker %d gave no sign of life for %g seconds and is ended", worker.number, self.worker_seconds)
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+
+    def _heard(self, worker: Worker) -> None:
+        worker.silent_checks = 0
+        if worker.state == "silent":
+            worker.state = "ready"
+            self._assign_waiting()
 
     # ------------------------------------------------------------ requests
 

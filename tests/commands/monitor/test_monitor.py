@@ -31,9 +31,10 @@ from finetune.batching.curriculum import Schedule, Stage
 from finetune.commands.monitor import command as monitor
 from finetune.commands.monitor.dashboard import STEP_NUMBERS, Dashboard, Machine
 from finetune.errors import StateError
+from finetune.plain_text import plain_text
 from finetune.runs import event_texts
 from finetune.runs import reader as runs_reader
-from finetune.runs.console_lines import parse_console_line, plain_text
+from finetune.runs.console_lines import parse_console_line
 from finetune.runs.event_texts import format_duration
 from finetune.runs.line_follower import LineFollower
 from finetune.runs.reader import open_run, runs_in

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from launching import ROOT, run_cli, said
 from serve_helpers import Served, alive, real_server, stub_server, wait_for
@@ -81,6 +82,8 @@ def test_the_official_client_whole_and_streamed(served: Served):
         assert list(pool.map(whole, asked)) == wanted
         assert list(pool.map(streamed, asked)) == wanted
     assert [whole(messages) for messages in asked[:1]] == wanted[:1]
+    for pid in served.worker_pids():  # the model's template, which is a program, is run by another process
+        assert any("template_process" in " ".join(child.cmdline()) for child in psutil.Process(pid).children())
     raw = api.completions.create(model=served.model, prompt="BGP", max_tokens=4)
     assert raw.object == "text_completion" and raw.usage.completion_tokens == 4
     pieces = api.completions.create(model=served.model, prompt="BGP", max_tokens=4, stream=True)
@@ -201,8 +204,6 @@ def test_hostile_bytes_are_refused_in_shape_and_the_server_stays(stub: Served):
 
 def test_a_100_mb_body_is_not_read(stub: Served):
     """Sent in chunks, so that no length gives it away; memory stays as it was."""
-    import psutil
-
     process = psutil.Process(stub.process.pid)
     before = process.memory_info().rss
     head = post(b"", "transfer-encoding: chunked\r\n").replace(b"content-length: 0\r\n", b"")

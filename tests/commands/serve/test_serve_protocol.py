@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.commands.serve.command import run_server
+from finetune.commands.serve import protocol
+from finetune.commands.serve.command import _bind, run_server
 from finetune.commands.serve.guard import LOOPBACK_NAMES, RESPONSE_HEADERS, Guard, Rules
 from finetune.commands.serve.options import SHORTEST_TOKEN, TOKEN_VARIABLE, ServeOptions, ServeSettings, read_token
 from finetune.commands.serve.protocol import ApiError, ChatRequest, CompletionRequest, Shape, parse
@@ -62,6 +63,21 @@ def test_what_is_taken():
         ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_parameter"),
         ({"temprature": 1}, "temprature", "unknown_parameter"),
         ({"model": 5}, "model", "invalid_value"),
+        ({"model": "m" * 257}, "model", "invalid_value"),
+        ({"temperature": 10.5}, "temperature", "invalid_value"),
+        ({"top_p": 1.5}, "top_p", "invalid_value"),
+        ({"top_k": -1}, "top_k", "invalid_value"),
+        ({"top_k": 2**63}, "top_k", "invalid_value"),
+        ({"max_tokens": 10**4000}, "max_tokens", "invalid_value"),
+        ({"max_completion_tokens": 2**31}, "max_completion_tokens", "invalid_value"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty", "invalid_value"),
+        ({"seed": 2**63}, "seed", "invalid_value"),
+        ({"seed": -(2**63) - 1}, "seed", "invalid_value"),
+        ({"stop": "x" * 257}, "stop", "invalid_value"),
+        ({"stop": ["x", ""]}, "stop[1]", "invalid_value"),
+        ({"messages": [{"role": "user", "content": "x", "name": "n" * 257}]}, "messages[0].name", "invalid_value"),
+        ({"messages": [*MESSAGES, 1, 2]}, "messages[1]", "invalid_value"),
+        ({"messages": [{"role": "user", "content": [1]}]}, "messages[0].content[0]", "invalid_value"),
     ],
 )
 def test_what_is_refused(more, param, code):
@@ -70,6 +86,47 @@ def test_what_is_refused(more, param, code):
     error = refused.value.body["error"]
     assert refused.value.status == 400 and error["type"] == "invalid_request_error" and error["message"]
     assert (error["param"], error["code"]) == (param, code)
+
+
+@pytest.mark.parametrize("name", [name for name, given in ChatRequest.model_fields.items() if name != "messages"])
+@pytest.mark.parametrize("value", ["1e999", "-1e999", "NaN", "Infinity", "-1", "1e308", str(10**400)])
+def test_no_number_is_without_bounds(name, value):
+    body = f'{{"model": "m", "messages": [{{"role": "user", "content": "x"}}], "{name}": {value}}}'.encode()
+    if (name, value) == ("seed", "-1"):
+        parse(ChatRequest, body)
+        return
+    with pytest.raises(ApiError) as refused:
+        parse(ChatRequest, body)
+    assert refused.value.status == 400
+
+
+MANY = 200_000
+NAMELESS = {str(number): 0 for number in range(MANY // 4)}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": [1] * MANY}]},
+        {"messages": [{"role": "user", "content": [NAMELESS]}]},
+        {"messages": [1] * MANY},
+        {"messages": [NAMELESS]},
+        {"messages": MESSAGES, "stop": [1] * MANY},
+        {"prompt": [1.5] * MANY},
+        {"prompt": [[]] * MANY},
+        NAMELESS,
+    ],
+    ids=["content", "names of a part", "messages", "names of a message", "stop", "prompt", "prompts", "names"],
+)
+def test_a_body_of_many_wrong_things_is_one_error(body, monkeypatch):
+    """pydantic would make an error of each: seconds, in which nobody is served, and a gigabyte."""
+    counted, convert = [], protocol._as_api_error
+    monkeypatch.setattr(protocol, "_as_api_error", lambda error: counted.append(error.error_count()) or convert(error))
+    for kind in (ChatRequest, CompletionRequest):
+        with pytest.raises(ApiError) as refused:
+            parse(kind, json.dumps({"model": "m", **body}).encode())
+        assert refused.value.status == 400
+    assert counted and max(counted) < 20
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
@@ -181,6 +238,14 @@ JSON_TYPE = {"content-type": "application/json"}
         ("a b", 421),
         ("localhost:port", 400),
         ("localhost/evil", 400),
+        ("[::1].evil.example", 400),
+        ("[::1]evil.example:80", 400),
+        ("[127.0.0.1]x", 400),
+        ("[::1", 400),
+        ("::1", 400),
+        ("localhost\\.evil.example", 400),
+        ("localhost#.evil.example", 400),
+        ("evil.example?localhost", 400),
     ],
 )
 def test_hosts(host, status):
@@ -294,3 +359,14 @@ def test_the_token_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
 def test_the_world_is_not_served_without_a_token(host):
     with pytest.raises(ConfigError, match="can be reached by others, and there is no token"):
         run_server(ServeSettings(ServeOptions(model="m", host=host), {"model": "m"}, [{}]))
+
+
+def test_a_name_that_others_use_needs_a_token_too():
+    with pytest.raises(ConfigError, match="chat.example can be reached by others, and there is no token") as refused:
+        run_server(ServeSettings(ServeOptions(model="m", allow_host=("chat.example",)), {"model": "m"}, [{}]))
+    assert refused.value.where == "--allow-host"
+
+
+def test_a_second_server_on_a_port_is_refused_while_the_first_loads():
+    with _bind("127.0.0.1", 0) as first, pytest.raises(ConfigError, match="cannot be used"):
+        _bind("127.0.0.1", first.getsockname()[1])

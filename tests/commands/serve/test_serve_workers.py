@@ -81,6 +81,29 @@ def test_a_dying_worker_takes_only_its_own_requests_and_comes_back():
     assert restarts == [1]
 
 
+def test_a_hanging_worker_is_noticed_and_started_again(monkeypatch):
+    monkeypatch.setattr(workers_module, "CHECK_SECONDS", 0.15)
+
+    async def use(pool):
+        first = pool.workers[0]
+        os.kill(first.process.pid, signal.SIGSTOP)  # a pause is forgiven
+        waiting = asyncio.create_task(events(pool, "say hello", 100))
+        await until(lambda: first.state == "silent")
+        assert pool.ready_count == 0
+        os.kill(first.process.pid, signal.SIGCONT)
+        assert (await waiting)[-1]["is"] == "end" and first.state == "ready" and first.restarts == 0
+        pid = first.process.pid
+        os.kill(pid, signal.SIGSTOP)
+        lost = asyncio.create_task(events(pool, "say hello"))
+        later = asyncio.create_task(events(pool, "say hello", 100))
+        await until(lambda: first.state == "silent")
+        assert (await lost)[-1]["is"] == (await later)[-1]["is"] == "lost"
+        assert (await events(pool, "say hello", 100))[-1]["is"] == "end"
+        assert first.process.pid != pid and first.restarts == 1
+
+    with_pool(use, worker_seconds=3.0)
+
+
 def test_the_queue_is_bounded_and_first_come_is_first_served():
     async def use(pool):
         order: list[str] = []

@@ -32,7 +32,8 @@ const TEXTS = {
 
 const byId = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
-const state = { language: "en", model: null, turns: [], running: null, draw: 0, follow: true };
+const state = { language: "en", model: null, turns: [], running: null, draw: 0, drawSeconds: 0, follow: true };
+const DRAW_PAUSES = 4; /* between two drawings of an answer that is being written, in times of the last one */
 
 /* ---------- what is remembered: settings for this browser, the token for this tab ---------- */
 
@@ -107,7 +108,10 @@ function drawTurn(turn) {
   const { item, body, foot, note } = turn.nodes;
   item.classList.toggle("writing", turn === writingTurn());
   if (turn.role === "user") body.textContent = turn.content;
-  else body.replaceChildren(...Markdown.render(turn.content));
+  else {
+    body.replaceChildren();
+    for (const node of Markdown.render(turn.content)) body.append(node);
+  }
   for (const node of body.querySelectorAll("[data-copy]")) node.textContent = say("copy");
   const done = turn !== writingTurn();
   foot.querySelectorAll("button").forEach((node) => node.remove());
@@ -193,7 +197,8 @@ async function answer() {
   }
   if (state.running !== running) return;
   state.running = null;
-  cancelAnimationFrame(state.draw);
+  clearTimeout(state.draw);
+  state.draw = 0;
   drawAllFeet();
   announce(turn.error || say(turn.reason || "ready"));
   drawButtons();
@@ -234,9 +239,20 @@ function take(event, turn) {
   if (choice.finish_reason === "length") turn.reason = "length";
   if (choice.delta.content) {
     turn.content += choice.delta.content;
-    cancelAnimationFrame(state.draw);
-    state.draw = requestAnimationFrame(() => { drawTurn(turn); toEnd(); });
+    drawSoon(turn);
   }
+}
+
+/* The whole answer is drawn anew as it grows; the longer that takes, the more seldom, so that the page stays free. */
+function drawSoon(turn) {
+  if (state.draw) return;
+  state.draw = setTimeout(() => {
+    const began = performance.now();
+    state.draw = 0;
+    drawTurn(turn);
+    toEnd();
+    state.drawSeconds = (performance.now() - began) / 1000;
+  }, Math.max(16, DRAW_PAUSES * 1000 * state.drawSeconds));
 }
 
 async function failure(response) {

@@ -1,58 +1,128 @@
 "use strict";
 /* Markdown -> DOM nodes. Text only ever becomes text nodes: no HTML is parsed, no address is fetched, and a link is a
-   link only if it begins with http://, https:// or mailto:. Images are shown as links. */
+   link only if it begins with http://, https:// or mailto:. Images are shown as links.
+
+   Whatever the text, the time is in proportion to its length, with at most MOST_DEPTH passes: each pass goes from left to
+   right and never looks again for what it did not find. A regular expression here has no two ways to match a text. */
 
 const Markdown = (() => {
-  const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`\s]*)[^`]*$/;
-  const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*\s*$/;
-  const RULE = /^ {0,3}([-*_])\s*(\1\s*){2,}$/;
+  const FENCE = /^ {0,3}(`{3,}(?!`)|~{3,}(?!~))([^`]*)$/;
+  const HEADING = /^ {0,3}(#{1,6})\s(.*)$/;
+  const RULE = /^ {0,3}[-*_]/;
   const BULLET = /^(\s*)([-*+])\s+(.*)$/;
   const NUMBER = /^(\s*)(\d{1,9})[.)]\s+(.*)$/;
   const QUOTE = /^ {0,3}> ?(.*)$/;
-  const TABLE_LINE = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
+  const LINE_ENDS = /\r\n?|[\u2028\u2029]/g; /* `.` stops at each of them */
   const SAFE_LINK = /^(https?:\/\/|mailto:)[^\s]+$/i;
   const MOST_DEPTH = 12;
+  const MOST_CHARACTERS = 100_000; /* what follows is shown as it is */
+  const MOST_SPAN = 2000; /* characters of bold, of an address */
 
   function element(name, children = [], className = "") {
     const node = document.createElement(name);
     if (className) node.className = className;
-    node.append(...children);
+    for (const child of children) node.append(child); /* not spread: there may be more than a call takes */
     return node;
   }
 
   /* ---------- inside a line ---------- */
 
-  /* The first construct at or after the beginning that matches wins; what is before it is plain text. */
-  const INLINE = [
-    { at: /(`+)([\s\S]*?[^`])\1(?!`)/, make: (m) => element("code", [m[2].replace(/^ (.*) $/s, "$1")]) },
-    { at: /\\([\\`*_{}[\]()#+\-.!|~>])/, make: (m) => document.createTextNode(m[1]) },
-    { at: /!?\[([^\]\n]{1,500})\]\(\s*<?([^\s<>)]{1,2000})>?(?:\s+["'][^"'\n]*["'])?\s*\)/, make: link },
-    { at: /<((?:https?:\/\/|mailto:)[^\s<>]{1,2000})>/, make: (m) => anchor(m[1], [m[1]]) },
-    { at: /https?:\/\/[^\s<>"'`）】」』，。；：！？]{1,2000}/, make: bareLink },
-    { at: /\*\*(?=\S)([\s\S]{0,2000}?\S)\*\*/, make: (m, depth) => element("strong", inline(m[1], depth)) },
-    { at: /~~(?=\S)([\s\S]{0,2000}?\S)~~/, make: (m, depth) => element("del", inline(m[1], depth)) },
-    { at: /\*(?=[^\s*])([^*\n]{0,2000}?[^\s*])\*(?!\*)/, make: (m, depth) => element("em", inline(m[1], depth)) },
-    { at: /(?<![\p{L}\p{N}_])_(?=[^\s_])([^_\n]{0,2000}?[^\s_])_(?![\p{L}\p{N}_])/u, make: (m, depth) => element("em", inline(m[1], depth)) },
-  ];
+  const SPECIAL = /[`\\![<*~_]|https?:\/\//g;
+  const ESCAPE = /\\([\\`*_{}[\]()#+\-.!|~>])/y;
+  const LINK = /!?\[([^[\]\n]{1,500})\]\(\s{0,99}<?([^\s<>)[]{1,2000})>?(?:\s{1,99}["'][^"'\n]{0,500}["'])?\s{0,99}\)/y;
+  const POINTED = /<((?:https?:\/\/|mailto:)[^\s<>]{1,2000})>/y;
+  const BARE = /https?:\/\/[^\s<>"'`）】」』，。；：！？]{1,2000}/y;
+  const EMPHASIS = {
+    "*": /\*(?=[^\s*])([^*\n]{0,2000}?[^\s*])\*(?!\*)/y,
+    "_": /(?<![\p{L}\p{N}_])_(?=[^\s_])([^_\n]{0,2000}?[^\s_])_(?![\p{L}\p{N}_])/uy,
+  };
+
+  /* Places in order, asked for from left to right: the first at or after `least`. */
+  function places(list) {
+    let next = 0;
+    return (least) => {
+      while (next < list.length && list[next] < least) next += 1;
+      return next < list.length ? list[next] : -1;
+    };
+  }
+
+  /* By length, where runs of so many backticks begin. */
+  function backtickRuns(text) {
+    const found = new Map();
+    for (const run of text.matchAll(/`+/g)) {
+      if (!found.has(run[0].length)) found.set(run[0].length, []);
+      found.get(run[0].length).push(run.index);
+    }
+    for (const [length, list] of found) found.set(length, places(list));
+    return found;
+  }
+
+  /* Where a mark of two characters may end something: after what is not white space. */
+  function ends(text, mark) {
+    const list = [];
+    for (let at = text.indexOf(mark, 1); at >= 0; at = text.indexOf(mark, at + 1)) {
+      if (/\S/.test(text[at - 1])) list.push(at);
+    }
+    return places(list);
+  }
+
+  /* Each takes what begins at `at`: its node and where it ends; null: it is plain text. */
+  function inlineRules(text, depth) {
+    let runs = null;
+    const closing = {};
+    const match = (pattern, at, make) => {
+      pattern.lastIndex = at;
+      const found = pattern.exec(text);
+      return found && [make(found), at + found[0].length];
+    };
+    const paired = (mark, name, at) => {
+      if (!text.startsWith(mark, at) || /\s|^$/.test(text.charAt(at + 2))) return null;
+      closing[mark] ??= ends(text, mark);
+      const end = closing[mark](at + 3);
+      if (end < 0 || end > at + 2 + MOST_SPAN) return null;
+      return [element(name, inline(text.slice(at + 2, end), depth + 1)), end + 2];
+    };
+    const emphasis = (at) => match(EMPHASIS[text[at]], at, (m) => element("em", inline(m[1], depth + 1)));
+    const linked = (at) => match(LINK, at, (m) => link(m, depth + 1));
+    const code = (at) => {
+      let begin = at;
+      while (text[begin] === "`") begin += 1;
+      runs ??= backtickRuns(text);
+      const end = runs.get(begin - at)?.(begin) ?? -1;
+      if (end < 0) return [text.slice(at, begin), begin];
+      return [element("code", [text.slice(begin, end).replace(/^ (.*) $/s, "$1")]), end + begin - at];
+    };
+    return {
+      "`": code,
+      "\\": (at) => match(ESCAPE, at, (m) => document.createTextNode(m[1])),
+      "!": linked,
+      "[": linked,
+      "<": (at) => match(POINTED, at, (m) => anchor(m[1], [m[1]])),
+      "h": (at) => bareLink(match(BARE, at, (m) => m[0]), at),
+      "*": (at) => paired("**", "strong", at) || emphasis(at),
+      "~": (at) => paired("~~", "del", at),
+      "_": emphasis,
+    };
+  }
 
   function inline(text, depth = 0) {
     if (depth > MOST_DEPTH) return [text];
     const nodes = [];
-    let rest = text;
-    while (rest) {
-      let best = null;
-      for (const rule of INLINE) {
-        const match = rule.at.exec(rest);
-        if (match && (!best || match.index < best.match.index)) best = { rule, match };
-        if (best && best.match.index === 0) break;
-      }
-      if (!best) break;
-      if (best.match.index) nodes.push(rest.slice(0, best.match.index));
-      const made = best.rule.make(best.match, depth + 1);
-      nodes.push(made.node || made);
-      rest = rest.slice(best.match.index + (made.length ?? best.match[0].length));
+    const rules = inlineRules(text, depth);
+    let plain = 0; /* where the plain text begins that is not yet in `nodes` */
+    let at = 0;
+    for (;;) {
+      SPECIAL.lastIndex = at;
+      const special = SPECIAL.exec(text);
+      if (!special) break;
+      const made = rules[special[0][0]](special.index);
+      at = made ? made[1] : special.index + 1;
+      if (!made || typeof made[0] === "string") continue;
+      if (plain < special.index) nodes.push(text.slice(plain, special.index));
+      nodes.push(made[0]);
+      plain = at;
     }
-    if (rest) nodes.push(rest);
+    if (plain < text.length) nodes.push(text.slice(plain));
     return nodes;
   }
 
@@ -60,9 +130,12 @@ const Markdown = (() => {
     return SAFE_LINK.test(match[2]) ? anchor(match[2], inline(match[1], depth)) : element("span", [match[0]]);
   }
 
-  function bareLink(match) {
-    const address = match[0].replace(/[.,;:!?)\]}*_~]+$/, "");
-    return { node: anchor(address, [address]), length: address.length };
+  /* What ends a sentence does not belong to the address. */
+  function bareLink(found, at) {
+    if (!found) return null;
+    let address = found[0];
+    while (".,;:!?)]}*_~".includes(address.at(-1))) address = address.slice(0, -1);
+    return address.endsWith("//") ? null : [anchor(address, [address]), at + address.length];
   }
 
   function anchor(address, children) {
@@ -89,7 +162,7 @@ const Markdown = (() => {
   /* ---------- blocks ---------- */
 
   function blocks(source, depth = 0) {
-    const all = Array.isArray(source) ? source : source.replace(/\r\n?/g, "\n").split("\n");
+    const all = Array.isArray(source) ? source : source.replace(LINE_ENDS, "\n").split("\n");
     if (depth > MOST_DEPTH) return [element("p", [all.join("\n")])];
     const nodes = [];
     let at = 0;
@@ -102,9 +175,9 @@ const Markdown = (() => {
         nodes.push(node);
         at = next;
       } else if ((match = HEADING.exec(line))) {
-        nodes.push(element("h" + Math.min(6, match[1].length + 2), inline(match[2])));
+        nodes.push(element("h" + Math.min(6, match[1].length + 2), inline(title(match[2]))));
         at += 1;
-      } else if (RULE.test(line)) {
+      } else if (isRule(line)) {
         nodes.push(element("hr"));
         at += 1;
       } else if (QUOTE.test(line)) {
@@ -115,7 +188,7 @@ const Markdown = (() => {
         const [node, next] = listing(all, at, depth);
         nodes.push(node);
         at = next;
-      } else if (line.includes("|") && at + 1 < all.length && all[at + 1].includes("-") && TABLE_LINE.test(all[at + 1])) {
+      } else if (line.includes("|") && at + 1 < all.length && isTableLine(all[at + 1])) {
         const [node, next] = table(all, at);
         nodes.push(node);
         at = next;
@@ -131,12 +204,32 @@ const Markdown = (() => {
     return nodes;
   }
 
+  /* A heading without the # signs that may close it. */
+  function title(text) {
+    const whole = text.trim();
+    let end = whole.length;
+    while (whole[end - 1] === "#") end -= 1;
+    return end === 0 || /\s/.test(whole[end - 1]) ? whole.slice(0, end).trimEnd() : whole;
+  }
+
+  function isRule(line) {
+    if (!RULE.test(line)) return false;
+    const marks = line.replace(/\s/g, "");
+    return marks.length > 2 && marks === marks[0].repeat(marks.length);
+  }
+
+  function isTableLine(line) {
+    const cells = line.trim().replace(/^\|/, "").replace(/\|$/, "").split("|");
+    return cells.every((cell) => /^:?-+:?$/.test(cell.trim()));
+  }
+
   function beginsBlock(line) {
-    return FENCE.test(line) || HEADING.test(line) || RULE.test(line) || QUOTE.test(line) || BULLET.test(line) || NUMBER.test(line);
+    return FENCE.test(line) || HEADING.test(line) || isRule(line) || QUOTE.test(line) || BULLET.test(line) || NUMBER.test(line);
   }
 
   function fenced(all, at, match) {
-    const [, fence, language] = match;
+    const [, fence, info] = match;
+    const language = info.trim().split(/\s/, 1)[0];
     const inner = [];
     at += 1;
     while (at < all.length) {
@@ -199,5 +292,12 @@ const Markdown = (() => {
     return [element("div", [element("table", [head, body])], "table"), at];
   }
 
-  return { render: (text) => blocks(String(text)) };
+  /* The nodes of a text, as Markdown up to `most` characters. */
+  function render(text, most = MOST_CHARACTERS) {
+    const nodes = blocks(text.slice(0, most));
+    if (text.length > most) nodes.push(element("pre", [text.slice(most)], "rest"));
+    return nodes;
+  }
+
+  return { render };
 })();

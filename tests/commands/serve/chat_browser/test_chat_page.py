@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from browser import CHROMIUM, Page, browser
 from serve_helpers import Served, stub_server
-from xss_corpus import CORPUS, HEAVY
+from xss_corpus import CORPUS, GROWING, HEAVY
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium not installed")
 
@@ -227,6 +227,26 @@ def test_the_policy_stops_what_would_get_through(page: Page):
 def test_heavy_texts_do_not_hang_the_page(page: Page):
     for text in HEAVY:
         page.run(f"Markdown.render({json.dumps(text)})")  # a hang runs into the test's time limit
+
+
+def test_the_time_is_in_proportion_to_the_length(page: Page):
+    """300,000 characters of each: what is quadratic runs into the time limit."""
+    for beginning, unit, end in GROWING:
+        words = ", ".join(map(json.dumps, (beginning, unit, end)))
+        page.run(f"((a, b, c) => {{ Markdown.render(a + b.repeat(3e5 / b.length) + c, Infinity); }})({words})")
+    page.run("Markdown.render(Array.from({length: 700}, (_, n) => '`'.repeat(n) + ' a').join(' '), Infinity).length")
+    rest = page.run("(() => { const p = Markdown.render('*a* '.repeat(3e5)); return [p.length, p[1].className]; })()")
+    assert rest == [2, "rest"]
+
+
+def test_a_page_stays_free_while_a_long_answer_is_written(page: Page):
+    """However long it takes to draw, it is drawn anew only after a pause of several times that."""
+    page.run(
+        "(() => { window.drawn = 0; const draw = drawTurn;"
+        "drawTurn = (turn) => { drawn += 1; draw(turn); }; state.drawSeconds = 1e5; })()"
+    )
+    assert ask(page, "say " + "`a` " * 500).startswith("a a a")
+    assert page.run("drawn") <= 6  # the question, the empty answer, and the whole one; not each piece
 
 
 def test_the_token_is_asked_for(tab: Page):

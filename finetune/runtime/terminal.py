@@ -1,0 +1,61 @@
+"""What commands write to a terminal holds only what they mean: names of files and words of logs come from others.
+
+A file's name may hold an escape sequence as well as a log may. So it is not left to each text: the streams of a command
+take out what a terminal would obey, and `console` does where colours and bars are drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TextIO
+
+from finetune.plain_text import plain_lines
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class PlainStream(io.TextIOWrapper):
+    """A stream over another one's bytes; `unfiltered` is the other one."""
+
+    def __init__(self, unfiltered: TextIO) -> None:
+        super().__init__(unfiltered.buffer, encoding=unfiltered.encoding, errors=unfiltered.errors, line_buffering=True)
+        self.unfiltered = unfiltered
+
+    def write(self, text: str) -> int:
+        super().write(plain_lines(text))
+        return len(text)
+
+
+@contextlib.contextmanager
+def plain_streams() -> Iterator[None]:
+    """Filter what is written to stdout and stderr where they are terminals; a file gets everything as it is."""
+    before = sys.stdout, sys.stderr
+    for name, stream in zip(("stdout", "stderr"), before, strict=True):
+        if isinstance(stream, io.TextIOWrapper) and not isinstance(stream, PlainStream) and stream.isatty():
+            setattr(sys, name, PlainStream(stream))
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, PlainStream) and stream.unfiltered in before:
+                stream.flush()
+                stream.detach()  # else it would close the other one's bytes when it goes
+        sys.stdout, sys.stderr = before
+
+
+def console(*, stderr: bool = False, **settings: Any) -> Console:
+    """rich's console, with its own escape sequences and nobody else's."""
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class PlainConsole(Console):
+        def render(self, renderable: Any, options: Any = None) -> Any:
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else Segment(plain_lines(segment.text), segment.style)
+
+    stream = sys.stderr if stderr else sys.stdout
+    return PlainConsole(file=getattr(stream, "unfiltered", stream), **settings)

@@ -1,0 +1,90 @@
+"""A chat template that takes all time or memory is stopped, and the next conversation is rendered."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import jinja2
+import pytest
+from launching import ROOT
+from transformers import AutoTokenizer
+
+from finetune.data.formats import Message
+from finetune.data.spans import ChatTemplate
+from finetune.data.templates import TEMPLATES
+from finetune.errors import DataError
+from finetune.inference import limited_template
+from finetune.inference.generation import load_for_generation
+from finetune.inference.limited_template import TemplateProcess, limit_chat_template
+
+MODEL = ROOT / "data_samples" / "tiny-qwen3"
+TURNS = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[TemplateProcess]:
+    made = TemplateProcess({"bos_token": "<s>"}, seconds=60.0)
+    yield made
+    made.close()
+
+
+DOUBLED = "{% set n = namespace(t='xyz') %}{% for _ in range(60) %}{% set n.t = n.t ~ n.t %}{% endfor %}{{ n.t }}"
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("{{ '%2000000000d' % 1 }}", "needs more than 512 MiB"),
+        ("{{ 'a' * 5000000000 }}", "needs more than 512 MiB"),
+        (DOUBLED, "needs more than 512 MiB"),
+        ("{{ 'a' * 20000000 }}", "writes 20000000 characters"),
+        (LOOPS, "took longer than 0.5 seconds"),
+        ("{{ 9 ** 99999999 }}", "took longer than 0.5 seconds"),
+    ],
+    ids=["width", "repeated", "doubled", "length", "loops", "power"],
+)
+def test_a_template_that_takes_too_much_is_refused_in_words(process: TemplateProcess, source, what, monkeypatch):
+    with monkeypatch.context() as shorter, pytest.raises(DataError, match=f"the model's chat template {what}"):
+        if "longer" in what:
+            shorter.setattr(process, "_seconds", 0.5)
+        process.render(TURNS, chat_template=source)
+    assert process.render(TURNS, chat_template="{{ bos_token }}{{ messages[0]['content'] }}") == "<s>hello"
+
+
+def test_refusals_and_ends_are_told_apart(process: TemplateProcess, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(jinja2.TemplateError, match="no system, please"):
+        process.render(TURNS, chat_template="{{ raise_exception('no system, please') }}")
+    with pytest.raises(jinja2.TemplateError, match="unexpected"):
+        process.render(TURNS, chat_template="{{ }")
+    process._process.kill()
+    with pytest.raises(DataError, match="ended its process"):
+        process.render(TURNS, chat_template="x")
+    assert process.render(TURNS, chat_template="x") == "x"
+    monkeypatch.setattr(limited_template, "COMMAND", ("false",))
+    with pytest.raises(DataError, match="ended its process"):
+        TemplateProcess({}, 60.0).render(TURNS, chat_template="x")
+
+
+def test_a_template_that_never_ends_is_refused_at_the_start(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(LOOPS)
+    monkeypatch.setattr(limited_template, "RENDER_SECONDS", 0.5)
+    with pytest.raises(DataError, match="the model's chat template took longer than 0.5 seconds"):
+        load_for_generation(str(folder), device_type="cpu", limit_template=True)
+
+
+def test_what_is_rendered_is_the_same():
+    plain, limited = (AutoTokenizer.from_pretrained(MODEL) for _ in range(2))
+    limit_chat_template(limited)
+    conversation = [Message("system", "s"), Message("user", "q\n'\"<|im_end|>"), Message("assistant", "a")]
+    own = plain.chat_template
+    try:
+        for source in (own, *TEMPLATES.values()):
+            plain.chat_template = limited.chat_template = source
+            for prompt in (False, True):
+                expected = ChatTemplate(plain).render(conversation, generation_prompt=prompt)
+                assert ChatTemplate(limited).render(conversation, generation_prompt=prompt) == expected
+    finally:
+        limited.apply_chat_template.__self__.close()
