@@ -12,7 +12,7 @@ import os
 import socket
 import time
 import weakref
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 
@@ -30,7 +30,7 @@ logger = logging.getLogger("finetune")
 
 def now_utc() -> str:
     """The time as ISO 8601 in UTC, whole seconds."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 _held: weakref.WeakSet[RunLock] = weakref.WeakSet()
