@@ -53,8 +53,8 @@ lock:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) --upgrade --target $(VENV)/uv $(UV)
 	echo torch > $(VENV)/uv/excluded.txt
-	printf '%s\n' pip setuptools wheel sympy networkx | $(VENV)/uv/bin/uv pip compile --quiet --universal --python-version 3.11 \
-	  --python $(BIN)/python --no-python-downloads --no-config --generate-hashes --no-annotate --no-emit-index-url \
+	printf '%s\n' pip setuptools wheel sympy networkx | $(VENV)/uv/bin/uv pip compile --quiet --universal --fork-strategy fewest \
+	  --python-version 3.11 --python $(BIN)/python --no-python-downloads --generate-hashes --no-annotate \
 	  --custom-compile-command 'make lock' $(if $(UPGRADE),--upgrade) --excludes $(VENV)/uv/excluded.txt -c constraints.txt \
 	  --extra deepspeed --extra dev -o requirements.lock setup.cfg - >/dev/null
 
