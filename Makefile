@@ -1,19 +1,25 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`.
-# Needs Python >= 3.10, make and a C++ compiler (DeepSpeed builds its CPU Adam at first use).
+# Needs Python >= 3.11, make and a C++ compiler (DeepSpeed builds its CPU Adam at first use).
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo pretrain-demo test check translations grid crash faults clean-venv
+.PHONY: demo pretrain-demo test check lock translations grid crash faults clean-venv
 
-$(READY): setup.cfg pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed; this is %d.%d" % sys.version_info[:2] or 0)'
+# All but torch has its hash in requirements.lock, and --no-deps keeps anything else out. What builds DeepSpeed goes first. torch and
+# what comes with its build are the machine's own; the rest of what torch needs is there by then.
+INSTALL := $(BIN)/python -m pip install --quiet
+LOCKED  := $(INSTALL) --require-hashes --no-deps
+$(READY): setup.cfg pyproject.toml constraints.txt requirements.lock
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed; this is %d.%d" % sys.version_info[:2] or 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade -c constraints.txt pip setuptools wheel
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e '.[deepspeed,dev]'
+	sed -nE '/^(pip|setuptools|wheel)==/,/[^\\]$$/p' requirements.lock | $(LOCKED) -r /dev/stdin
+	DS_BUILD_OPS=0 $(LOCKED) --no-build-isolation -r requirements.lock
+	$(INSTALL) -c constraints.txt torch
+	$(INSTALL) --no-deps --no-build-isolation -e .
+	$(BIN)/python -m pip check
 	-DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(abspath $(VENV))/torch_extensions $(BIN)/python -c \
 	  'from finetune.training.operators import load_shared_memory_operator as load; load()' >/dev/null 2>&1 # a minute, once
 	touch $(READY)
@@ -39,6 +45,18 @@ check: $(READY)
 	$(BIN)/ruff format --check $(CHECKED)
 	$(BIN)/mypy $(TYPED)
 	$(BIN)/python -m pytest -n 2 -m frozen tests
+
+# requirements.lock brought in line with setup.cfg and constraints.txt; UPGRADE=1 takes the newest version of everything.
+# torch is left out, so what its build does not bring is named: what pip needs for DeepSpeed, and torch's own two in pure Python.
+UV := uv==0.13.9
+lock:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) --upgrade --target $(VENV)/uv $(UV)
+	echo torch > $(VENV)/uv/excluded.txt
+	printf '%s\n' pip setuptools wheel sympy networkx | $(VENV)/uv/bin/uv pip compile --quiet --universal --fork-strategy fewest \
+	  --python-version 3.11 --python $(BIN)/python --no-python-downloads --generate-hashes --no-annotate \
+	  --custom-compile-command 'make lock' $(if $(UPGRADE),--upgrade) --excludes $(VENV)/uv/excluded.txt -c constraints.txt \
+	  --extra deepspeed --extra dev -o requirements.lock setup.cfg - >/dev/null
 
 # The Chinese catalogue brought up to date, and what it lacks listed.
 translations: $(READY)

@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import time
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,6 @@ def make_run(
 
 
 def sign(folder: Path, pid: int, host: str | None = None, since: float | None = None) -> None:
-    signed_at = datetime.fromtimestamp(time.time() if since is None else since, timezone.utc)
+    signed_at = datetime.fromtimestamp(time.time() if since is None else since, UTC)
     facts = {"pid": pid, "host": host or socket.gethostname(), "since": signed_at.isoformat(timespec="seconds")}
     (folder / ".lock").write_text(json.dumps(facts))

@@ -16,7 +16,7 @@ from finetune.errors import FinetuneError
 from finetune.inference.engine import Engine
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 
 @dataclass(frozen=True)

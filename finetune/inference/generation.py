@@ -33,8 +33,9 @@ from finetune.modeling.model_config import padding_id
 from finetune.runtime.device import choose_device_type, choose_dtype
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-    from typing_extensions import Self
 
 SMALL_MODEL_PARAMETERS = 20_000_000
 ROLES = ("system", "user", "assistant", "tool")

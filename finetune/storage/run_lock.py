@@ -13,7 +13,7 @@ import socket
 import time
 import weakref
 from dataclasses import asdict
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 
@@ -32,7 +32,7 @@ logger = logging.getLogger("finetune")
 
 def now_utc() -> str:
     """The time as ISO 8601 in UTC, whole seconds."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 _held: weakref.WeakSet[RunLock] = weakref.WeakSet()

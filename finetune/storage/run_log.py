@@ -18,9 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-from typing_extensions import Self
+from typing import Any, Self
 
 from finetune.errors import DataError
 from finetune.plain_text import mask_passwords, plain_lines

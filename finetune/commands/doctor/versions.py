@@ -16,7 +16,7 @@ from finetune.commands.doctor.check import Check, fail, ok, skip, warn
 from finetune.runtime.language import _
 from finetune.runtime.smi import SmiReport
 
-# What the tests of this version ran with (constraints.txt; a test compares the two).
+# What the tests of this version ran with (requirements.lock, and constraints.txt for torch; a test compares them).
 TESTED = {
     "torch": "2.13.0",
     "transformers": "5.23.0",
@@ -29,7 +29,7 @@ TESTED = {
     "psutil": "7.2.2",
     "tensorboard": "2.21.0",
 }
-TESTED_PYTHON = ((3, 10), (3, 12))
+TESTED_PYTHON = ((3, 11), (3, 12))
 # Packages whose inner workings the training leans on: another minor version may change them.
 LEANED_ON = ("torch", "transformers", "accelerate", "deepspeed", "peft")
 

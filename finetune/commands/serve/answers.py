@@ -110,7 +110,7 @@ class AnswerResponse(Response):
             raise unavailable("too many requests are waiting; try again", "queue_full", status=429) from error
         except NoWorker as error:
             raise unavailable("no worker is running", "no_worker") from error
-        except asyncio.TimeoutError as error:  # of the queue; the limit of the whole answer is further out
+        except TimeoutError as error:  # of the queue; the limit of the whole answer is further out
             raise unavailable("no worker had room in time; try again", "queue_timeout") from error
 
     async def _whole(self, events: AsyncIterator[Event], scope: Scope, receive: Receive, send: Send) -> None:

@@ -126,7 +126,7 @@ class WorkerPool:
                 worker.process.stdin.close()  # it ends when its input does
             try:
                 await asyncio.wait_for(worker.process.wait(), STOP_SECONDS)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 with contextlib.suppress(ProcessLookupError):
                     worker.process.kill()
         if worker.task is not None:
@@ -312,7 +312,7 @@ async def _end(process: asyncio.subprocess.Process) -> int:
     """The exit code of a process whose output has ended; it is killed if it stays."""
     try:
         return await asyncio.wait_for(process.wait(), 1.0)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         return await process.wait()
