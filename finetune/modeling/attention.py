@@ -7,7 +7,8 @@ A packed sequence holds several documents one after another, `(1, T)`; a padded 
 |--------------------|----------------------------------------------------------|------------------------------------|
 | CUDA sm80, 16-bit  | torch.nn.attention.varlen (flash) over document bounds   | SDPA, causal                       |
 | NPU, 16-bit        | transformers' own npu_fusion_attention path, TND         | the same path, one document a line |
-| the same, windows  | SDPA per document, with the window in its mask           | the same                           |
+| the same: windows, | SDPA per document, with the window in its mask           | the same                           |
+| other head sizes   |                                                          |                                    |
 | everything else    | SDPA per document: O(sum of squares), no mask is built   | SDPA, causal                       |
 | softcap            | scores of a document, squashed, masked, softmax           | the same                           |
 | other model types  | never packed                                             | transformers' own choice           |
@@ -43,6 +44,7 @@ _TESTED = """
 """
 ISOLATED_MODEL_TYPES = frozenset(_TESTED.split())
 FLASH_WIDEST_HEAD = 256  # of the kernels behind varlen_attn
+NPU_HEAD_MULTIPLE, NPU_WIDEST_HEAD, NPU_MOST_HEADS = 16, 512, 256
 ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -65,7 +67,8 @@ def choose_attention(
     # go when npu_flash_attn_varlen_func takes one.
     window = shortest_window(config)
     windowed = window is not None and (longest_document is None or window < longest_document)
-    if device_type == "npu" and dtype in (torch.float16, torch.bfloat16) and not windowed and not softcap:
+    fits = not windowed and not softcap and _npu_takes(config)
+    if device_type == "npu" and dtype in (torch.float16, torch.bfloat16) and fits:
         # On an NPU this name stands for npu_fusion_attention (integrations/npu_flash_attention.py), and a packed
         # sequence takes its variable-length form, by the cu_seq_lens that microbatches carry.
         return "flash_attention_2"
@@ -74,6 +77,15 @@ def choose_attention(
     # a packed sequence is what ours exists to do without. Registering twice does no harm.
     AttentionInterface.register(ISOLATED, isolated_attention)
     return ISOLATED
+
+
+def _npu_takes(config: PretrainedConfig) -> bool:
+    """Whether npu_fusion_attention takes the model's heads: CANN documents a multiple of 16, at most 512, one width."""
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    latent = getattr(text, "kv_lora_rank", None) is not None  # values narrower than queries and keys
+    return heads <= NPU_MOST_HEADS and width <= NPU_WIDEST_HEAD and width % NPU_HEAD_MULTIPLE == 0 and not latent
 
 
 def can_pack(config: PretrainedConfig) -> bool:

@@ -290,7 +290,8 @@ def test_a_type_that_is_not_packed_is_right_in_padded_batches(model_type):
 def test_which_attention_is_chosen():
     assert choose_attention(tiny_config("qwen3"), "cpu", torch.float32) == ISOLATED
     assert choose_attention(tiny_config("qwen3"), "cuda", torch.bfloat16) == ISOLATED
-    assert choose_attention(tiny_config("qwen3"), "npu", torch.bfloat16) == "flash_attention_2"
+    assert choose_attention(tiny_config("qwen3", head_dim=16), "npu", torch.bfloat16) == "flash_attention_2"
+    assert choose_attention(tiny_config("qwen3", head_dim=24), "npu", torch.bfloat16) == ISOLATED
     assert choose_attention(tiny_config("qwen3"), "npu", torch.float32) == ISOLATED
     assert choose_attention(tiny_config("gemma2"), "cpu", torch.float32) == ISOLATED
     assert choose_attention(tiny_config("gemma2"), "npu", torch.bfloat16) == ISOLATED  # its kernel has no softcap
@@ -386,12 +387,14 @@ def test_before_ampere_there_is_no_flash_kernel(monkeypatch):
 
 
 def test_a_window_shorter_than_the_documents_keeps_npus_from_their_attention():
-    config = tiny_config("mistral")  # a window of 4
+    config = tiny_config("mistral", head_dim=16)  # a window of 4
     bf16 = torch.bfloat16
     assert choose_attention(config, "npu", bf16) == ISOLATED
     assert choose_attention(config, "npu", bf16, longest_document=5) == ISOLATED
     assert choose_attention(config, "npu", bf16, longest_document=4) == "flash_attention_2"
-    assert choose_attention(tiny_config("qwen3"), "npu", bf16, longest_document=10_000) == "flash_attention_2"
+    assert (
+        choose_attention(tiny_config("qwen3", head_dim=16), "npu", bf16, longest_document=10_000) == "flash_attention_2"
+    )
 
 
 # ---------------------------------------------------------------- CUDA: flash attention over document bounds

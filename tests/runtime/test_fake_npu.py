@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,7 +89,21 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory, tiny_model: Path, tiny_data: Path, tiny_valid: Path) -> Callable[..., Run]:
+def wide_model(tmp_path_factory, tiny_model: Path) -> Path:
+    """The tiny model with heads of 16, which the kernel takes."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("wide") / "model"
+    shutil.copytree(tiny_model, folder)
+    config = AutoConfig.from_pretrained(folder)
+    config.head_dim = 16
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, wide_model: Path, tiny_data: Path, tiny_valid: Path) -> Callable[..., Run]:
     """(device, processes, kind) -> its run: the CPU's in this process, the simulated npu's in processes of its own."""
     folder = tmp_path_factory.mktemp("fake_npu")
     script = folder / "observed.py"
@@ -98,7 +113,7 @@ def run(tmp_path_factory, tiny_model: Path, tiny_data: Path, tiny_valid: Path) -
     def execute(device: str, processes: int = 1, kind: str = "lora") -> Run:
         output = folder / f"{device}-{processes}-{kind}"
         settings = {
-            "model": tiny_model,
+            "model": wide_model,
             "data": tiny_data,
             "output-dir": output,
             "cache-dir": folder / "cache",
@@ -234,7 +249,7 @@ from torch.nn.functional import scaled_dot_product_attention
 torch.manual_seed(0)
 lengths = [5, 1, 9, 3]
 ends = torch.tensor(lengths).cumsum(0).tolist()
-q, k, v = (torch.randn(sum(lengths), heads, 8) for heads in (4, 2, 2))
+q, k, v = (torch.randn(sum(lengths), heads, 16, dtype=torch.bfloat16) for heads in (4, 2, 2))
 mask = torch.ones(2048, 2048).triu(1).bool().to("npu")
 
 def documents(states):
@@ -252,6 +267,22 @@ for causal in (True, False):
     )[0]
     assert found.device.type == "npu" and found.shape == q.shape
     torch.testing.assert_close(found.cpu(), torch.cat(expected))
+
+# What the kernel does not take, the simulation does not either.
+def refused(q, k, v, ends=tuple(ends), **changes):
+    given = {"input_layout": "TND", "scale": 0.3, "actual_seq_qlen": ends, "actual_seq_kvlen": ends, **changes}
+    try:
+        torch_npu.npu_fusion_attention(q.to("npu"), k.to("npu"), v.to("npu"), q.shape[1], **given)
+    except AssertionError:
+        return True
+
+many = torch.zeros(4096, 1, 16, dtype=torch.bfloat16)
+assert not refused(q, k, v)
+assert refused(q.float(), k.float(), v.float()) and refused(q.half(), k, v)
+assert refused(q[..., :8], k[..., :8], v[..., :8]) and refused(q, k, v[..., :8])
+assert refused(q, k[:, :1].repeat(1, 3, 1), v[:, :1].repeat(1, 3, 1))
+assert refused(many, many, many, tuple(range(1, 4097))) and not refused(many, many, many, (4096,))
+assert refused(q, k, v, scale=torch.tensor(0.3)) and refused(q, k, v, pre_tockens=4)
 
 # Numbers of tensors that are gone are forgotten, and the device is a device.
 from torch_npu.device import _numbers

@@ -1,4 +1,8 @@
-"""Reference versions of fused operators, by their documented contracts (torch_npu 2.13.0, _op_plugin_docs.py)."""
+"""Reference versions of fused operators, by their documented contracts (torch_npu 2.13.0, _op_plugin_docs.py).
+
+What the contract does not allow is refused, as the kernel would; where the documents of CANN and MindSpore differ, by the
+narrower one.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 ALL_TOKENS = 2147483647
 TOP_LEFT, DOWN_RIGHT = 2, 3  # sparse_mode: where the diagonal of a causal mask begins
 COMPRESSED_MASK = (2048, 2048)  # the mask that goes with these modes, whatever the lengths
+MOST_DOCUMENTS, MOST_TOKENS, MOST_HEADS = 2048, 512 * 1024, 256
+HEAD_MULTIPLE, WIDEST_HEAD = 16, 512
 
 
 def npu_fusion_attention(
@@ -41,6 +47,8 @@ def npu_fusion_attention(
     refused = [name for name, given in {"pse": pse, "padding_mask": padding_mask, "prefix": prefix}.items() if given]
     assert not refused and not others, f"not simulated: {refused or others}"
     assert keep_prob == 1.0, "dropout is not simulated"
+    assert (pre_tockens, next_tockens) == (ALL_TOKENS, ALL_TOKENS), "bands are not simulated"
+    _check_operands(query, key, value, atten_mask, scale)
     if input_layout == "BSND":
         assert head_num == query.shape[2]
         output = _attention(*(states.transpose(1, 2) for states in (query, key, value)), atten_mask, sparse_mode, scale)
@@ -54,10 +62,25 @@ def npu_fusion_attention(
     return (torch.cat([piece[0].transpose(0, 1) for piece in pieces]),)
 
 
+def _check_operands(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, atten_mask: torch.Tensor | None, scale: float
+) -> None:
+    assert query.dtype == key.dtype == value.dtype and query.dtype in (torch.float16, torch.bfloat16), query.dtype
+    assert query.device.type == key.device.type == value.device.type == "npu"
+    assert atten_mask is None or atten_mask.device.type == "npu"
+    assert type(scale) is float, "a number of the host: reading it from the device would wait for it"
+    width = query.shape[-1]
+    assert width == key.shape[-1] == value.shape[-1], "one head size for all three"
+    assert width % HEAD_MULTIPLE == 0 and width <= WIDEST_HEAD, f"head size {width}"
+    heads, groups = query.shape[-2], key.shape[-2]
+    assert heads <= MOST_HEADS and heads % groups == 0 and value.shape[-2] == groups, (heads, groups)
+
+
 def _lengths(ends: tuple[int, ...] | None, states: torch.Tensor) -> list[int]:
     """Running sums of lengths -> lengths."""
     assert ends and all(type(end) is int for end in ends), "TND needs the ends of the documents, as plain numbers"
     lengths = [end - start for start, end in zip((0, *ends), ends, strict=False)]
+    assert len(lengths) <= MOST_DOCUMENTS and max(lengths) <= MOST_TOKENS
     assert min(lengths) > 0 and ends[-1] == states.shape[0], f"{ends} do not divide {states.shape[0]} tokens"
     return lengths
 
