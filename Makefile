@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo pretrain-demo test check lock translations grid crash faults clean-venv
+.PHONY: demo pretrain-demo test test-slow check lock translations grid crash faults clean-venv
 
 # All but torch has its hash in requirements.lock, and --no-deps keeps anything else out. What builds DeepSpeed goes first. torch and
 # what comes with its build are the machine's own; the rest of what torch needs is there by then.
@@ -34,8 +34,13 @@ demo: $(READY)
 pretrain-demo: $(READY)
 	$(BIN)/python launchers/pretrain_demo.py
 
+TESTS := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests
 test: $(READY)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests
+	$(TESTS) -m "not slow"
+
+# Real launchers, several nodes, whole demos and every command of the README. CI runs both.
+test-slow: $(READY)
+	$(TESTS) -m slow
 
 # Formatting, linting, types of the core, the order of imports, and the public surfaces.
 CHECKED := finetune tests data_samples launchers benchmarks docs

@@ -67,9 +67,35 @@ LONGEST_FIRST = [
 ]
 
 
+# Real launchers, several nodes, whole demos, the README's commands: what `make test-slow` runs. What they start is tested
+# without them too. File -> beginnings of the names of its tests.
+SLOW = {
+    "test_configs.py": ("test_two_nodes_of_eight",),
+    "test_doctor_launched.py": ("test_a_dry_run_for_real",),
+    "test_executions.py": ("test_",),
+    "test_fake_npu.py": (
+        "test_two_simulated_npus",
+        "test_the_adapter_from_simulated_npus",
+        "test_each_rank_has_its_own",
+        "test_float32_does_not_take",
+        "test_the_validation_loss",
+    ),
+    "test_launchers.py": ("test_two_nodes_and_one",),
+    "test_parent_watchdog.py": ("test_no_worker_trains_on",),
+    "test_pretrain.py": ("test_every_way_of_starting",),
+    "test_pretrain_demo.py": ("test_",),
+    "test_readme.py": ("test_every_command_works", "test_every_python_example_works"),
+    "test_signals.py": ("test_sigterm_to_torchrun",),
+    "test_two_nodes.py": ("test_",),
+}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
+    for item in items:
+        if item.name.startswith(SLOW.get(item.path.name, ())):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

@@ -63,14 +63,14 @@ def warn_of_missing_embeddings(config: PretrainedConfig, tokenizer: PreTrainedTo
         )  # fmt: skip
 
 
-def check_ids(config: PretrainedConfig, samples: Samples, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+def check_ids(config: PretrainedConfig, samples: Samples, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise DataError if a sample has a token that the model has no embedding for."""
     embeddings = config.get_text_config().vocab_size
     if samples.highest_id < embeddings:
         return
     found, where = samples.first_above(embeddings)
     raise DataError(
-        f"the data has token ids up to {samples.highest_id}, but the model {name} has only {embeddings} embeddings; "
+        f"the data has token ids up to {samples.highest_id}, but the model has only {embeddings} embeddings; "
         f"the first is {found} ({tokenizer.convert_ids_to_tokens(found)!r})",
         where=where,
         fix="use the tokenizer that belongs to this model; tokens that were added must be trained into a model "
@@ -125,10 +125,11 @@ def weights_identity(name: str, config: PretrainedConfig) -> str:
     folder = Path(name).expanduser()
     if not folder.is_dir():
         return f"{name}@{getattr(config, '_commit_hash', None)}"
-    settings = config.to_dict()
-    for changing in ("_name_or_path", "transformers_version"):
+    # As it is written, not as this release of transformers completes it.
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for changing in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
         settings.pop(changing, None)
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for shard in _shards(folder):
         with (folder / shard).open("rb") as file:
             size_bytes = os.fstat(file.fileno()).st_size
@@ -219,8 +220,19 @@ def outside_text(model: PreTrainedModel) -> list[str]:
     """Names of the modules that text never passes: towers of images and sound, and what joins them to the text model.
 
     Empty for a text model.
+
+    Raises:
+        ConfigError: the configuration has such parts and does not say which part is the text model.
     """
-    if model.config.get_text_config(decoder=True) is model.config:
+    config = model.config
+    if config.get_text_config(decoder=True) is config:
+        towers = [name for name in getattr(config, "sub_configs", {}) if name.startswith(("vision", "audio"))]
+        if any(getattr(config, name, None) is not None for name in towers):
+            raise ConfigError(
+                f"the text part of a {config.model_type} model cannot be told from its {' and '.join(towers)}",
+                where=str(config.name_or_path),
+                fix="train a text model; the parts that text never passes would have no gradient",
+            )
         return []
     ends = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
     text = {module for end in ends if end is not None for module in end.modules()}

@@ -31,11 +31,15 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Validity:
-    """Whether a checkpoint folder may be used, and if not, why; `manifest` is None where it could not be trusted."""
+    """Whether a checkpoint folder may be used, and if not, why; `manifest` is None where it could not be trusted.
+
+    `unread`: the system did not let it be read, here and now; it may be whole.
+    """
 
     valid: bool
     why: str
     manifest: dict[str, Any] | None
+    unread: bool = False
 
 
 class _Invalid(Exception):
@@ -166,7 +170,7 @@ def verify(folder: Path | str, *, hashes: bool = True, reader: int = 0, readers:
         return Validity(False, str(reason), None)
     except OSError as error:
         name = os.path.basename(os.fsdecode(error.filename)) if error.filename else "it"
-        return Validity(False, f"{name!a} cannot be read: {error.strerror or error}", None)
+        return Validity(False, f"{name!a} cannot be read: {error.strerror or error}", None, unread=True)
     except ValueError as error:  # a name with a NUL, a number too long to convert
         return Validity(False, f"cannot be read: {error}", None)
 

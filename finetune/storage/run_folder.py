@@ -31,8 +31,8 @@ CONFIG_NAME = "run.yaml"
 STATUS_NAME = "status.json"
 SAMPLES_NAME = "samples.jsonl"
 FILE_LIMIT_BYTES = 16 << 20
-# Not a run's and nobody's work either: what a killed start, a mount point or a file manager leaves.
-_IGNORED_NAMES = {LOCK_NAME, f".{IDENTITY_NAME}.tmp", "lost+found", ".DS_Store"}
+# Not a run's and nobody's work either: what a start that was refused or killed, a mount or a file manager leaves.
+_IGNORED_NAMES = {LOCK_NAME, "logs", f".{IDENTITY_NAME}.tmp", "lost+found", ".DS_Store"}
 
 logger = logging.getLogger("finetune")
 

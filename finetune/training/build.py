@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -155,9 +156,15 @@ def make_trainer(
         keep=config.save_total_limit,
         runlog=session.runlog,
         sample_log=session.sample_log,
-        verified=trainer.last_checkpoint,
+        verified=_resumed_here(context, session.output_dir),
     )
     return trainer
+
+
+def _resumed_here(context: RunContext, output_dir: Path) -> str | None:
+    """Name of the checkpoint of this folder that the run resumes from, whose content was verified."""
+    folder = context.resume_from
+    return folder.name if folder is not None and folder.resolve().parent == output_dir.resolve() else None
 
 
 def _check_world(trainer: RunTrainer, config: BaseConfig, world: LaunchWorld, device_type: str) -> None:

@@ -84,7 +84,7 @@ def prepare_data(config: RunConfig) -> Prepared:
     train = samples_of(config.data)
     valid = samples_of(config.valid_data) if config.valid_data else None
     for prepared in filter(None, (train, valid)):
-        models.check_ids(model_config, prepared, tokenizer, config.model)
+        models.check_ids(model_config, prepared, tokenizer)
     models.warn_of_missing_embeddings(model_config, tokenizer)
     schedule, difficulty_ids = build_schedule(config, train.difficulties, train.record_ids)
     total_steps = count_steps(len(train), config.global_batch_size, config.num_epochs, config.max_steps)

@@ -1,9 +1,9 @@
 """A run as a process: its folder, lock, logs and process group, and how it ends. The same for every kind of run.
 
-The order, with who calls: `Session(...)` decides where to start, writing nothing; entering takes the lock and writes
-the first files (rank 0); `process_group` lets the ranks meet; `agree_on_run` tells the others that rank 0 holds the
-folder, checks that all have the same run, reads the checkpoint to resume from and opens the logs; `finish` writes how
-it ended, or `__exit__` where it failed.
+The order, with who calls: `Session(...)` decides where to start, writing nothing; entering takes the lock (rank 0);
+`process_group` lets the ranks meet; `agree_on_run` tells the others that rank 0 holds the folder, checks that all have
+the same run, reads the checkpoint to resume from, and writes the first files; `finish` writes how it ended, or
+`__exit__` where it failed.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Session:
         self.start = decide(self._damaged)
         self._identity, self._config_yaml, self._log_samples = identity, config_yaml, log_samples
         self._stack = contextlib.ExitStack()
+        self._begun = False
         self.runlog = RunLog(None)
         self.sample_log: SampleLog | None = None
         self.steps_done = self.start.step if self.start is not None else 0
@@ -75,12 +76,7 @@ class Session:
             if self.world.is_main:
                 # The lock before everything: what follows changes the folder, and removes what looks abandoned.
                 stack.enter_context(RunLock(self.output_dir))
-                start = self._decide_again()
-                # The identity is the first file: without it, what a kill leaves would be a foreign folder, refused.
-                write_identity(self.output_dir, self._identity)
-                durable_files.replace_file(self.output_dir / "run.yaml", self._config_yaml.encode())
-                clean_staging(self.output_dir)
-                write_status(self.output_dir, "running", None, step=start.step, pid=os.getpid())
+                self._decide_again()
                 self._copy_log(stack)
             # Other ranks may not touch the folder yet: rank 0 may still be waiting for its lock, or be refused it.
             self._stack = stack.pop_all()
@@ -109,7 +105,10 @@ class Session:
 
         The run will come to their steps again and must not find its own work done there.
         """
-        later = [folder for folder in list_checkpoints(self.output_dir) if step_in(folder) > start.step]
+        own = start.folder is None or start.folder.resolve().parent == self.output_dir.resolve()
+        # What another run's checkpoint is resumed in place of has that one's step.
+        first = start.step + 1 if own else start.step
+        later = [folder for folder in list_checkpoints(self.output_dir) if step_in(folder) >= first]
         for folder in later:
             if verify(folder, hashes=False).valid:
                 set_aside(folder, f"the run resumes from step {start.step}")
@@ -137,7 +136,7 @@ class Session:
             start = self._decide_again()
             self.control.check_equal({"checkpoint": start.name})
         if self.world.is_main:
-            self._open_logs(start)
+            self._begin(start)
 
     def _problem_in(self, checkpoint: Path) -> str | None:
         """What is wrong with the content of a checkpoint; the same on every rank, which all read their share of it.
@@ -145,9 +144,26 @@ class Session:
         16 ranks that each read all of a 32B model's state would read 6 TB.
         """
         mine = verify(checkpoint, reader=self.world.rank, readers=self.world.world_size)
-        return next((str(why) for why in self.control.gather(mine.why) if why), None)
+        everyone = self.control.gather([mine.why, mine.unread])
+        for rank, (why, unread) in enumerate(everyone):
+            # A mount that failed on one node says nothing about the checkpoint, and going back would lose steps.
+            if unread:
+                raise StateError(
+                    f"rank {rank} cannot read the checkpoint: {why}",
+                    str(checkpoint),
+                    "see to that node's mount or the disk and start again; to go on from an older checkpoint, move "
+                    "this one away",
+                )
+        return next((str(why) for why, _ in everyone if why), None)
 
-    def _open_logs(self, start: Resume) -> None:
+    def _begin(self, start: Resume) -> None:
+        """Write the first files: nothing can be refused any more."""
+        # The identity before all: without it, what a kill leaves would be a foreign folder, refused.
+        write_identity(self.output_dir, self._identity)
+        self._begun = True
+        durable_files.replace_file(self.output_dir / "run.yaml", self._config_yaml.encode())
+        clean_staging(self.output_dir)
+        write_status(self.output_dir, "running", None, step=start.step, pid=os.getpid())
         self._set_aside_later_checkpoints(start)
         self.runlog = RunLog(self.output_dir, resume_step=start.step)
         self._stack.callback(self.runlog.close)
@@ -177,7 +193,7 @@ class Session:
         Args:
             peaks: most memory of each rank, for the event.
         """
-        if self.world.is_main:
+        if self.world.is_main and self._begun:
             code = int(EXIT_CODES[state] if exit_code is None else exit_code)
             write_status(self.output_dir, state, code, step=step, **facts)
             self.runlog.event("end", state=state, exit_code=code, step=step, **(peaks or {}))

@@ -342,7 +342,7 @@ def test_evaluation_sums_millions_of_targets_as_float64_does():
     trainer = SimpleNamespace(
         scored=lambda _: ((batch, iter([(microbatch, torch.from_numpy(losses))])) for _ in range(200)),
         context=SimpleNamespace(
-            difficulty_names=("easy", "hard"), control=SimpleNamespace(gather=lambda item: [item, item])
+            difficulty_names=("easy", "hard"), control=SimpleNamespace(sum=lambda sums: [2 * value for value in sums])
         ),
     )
     found = RunTrainer.evaluation(trainer, SimpleNamespace(difficulties=2))

@@ -347,7 +347,7 @@ def test_memory_on_a_cpu():
 def test_no_other_file_names_a_device_module():
     """`torch.cuda`, `torch.npu`, `torch.mps` are said in one file, so that a new device is added in one place."""
     for path in (ROOT / "finetune").rglob("*.py"):
-        if path.name != "device.py":
+        if path.name != "device.py" and path.parent.name != "symptoms":  # whose remedies name them
             text = path.read_text(encoding="utf-8")
             found = re.findall(r"\b(?:torch\.cuda|torch\.npu|torch\.mps|torch_npu)\.\w+", text)
             assert not found, f"{path} says {found[0]}"

@@ -266,7 +266,7 @@ for causal in (True, False):
         actual_seq_qlen=tuple(ends), actual_seq_kvlen=tuple(ends), **given,
     )[0]
     assert found.device.type == "npu" and found.shape == q.shape
-    torch.testing.assert_close(found.cpu(), torch.cat(expected))
+    torch.testing.assert_close(found.cpu(), torch.cat(expected), rtol=0.02, atol=0.01)
 
 # What the kernel does not take, the simulation does not either.
 def refused(q, k, v, ends=tuple(ends), **changes):

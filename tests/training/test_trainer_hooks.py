@@ -30,6 +30,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from launching import ROOT
 from torch.utils import cpp_extension
 from transformers import PretrainedConfig, Trainer, TrainerCallback, TrainingArguments
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from finetune.config.run_config import RunConfig
 from finetune.training.arguments import training_arguments
@@ -44,6 +45,7 @@ EXECUTION = "finetune/training/executor.py"
 
 # (owner, name, parameters without self, who uses it)
 SIGNATURES: tuple[tuple[Any, str, str, str], ...] = (
+    (H11Protocol, "_unset_keepalive_if_required", "", "finetune/commands/serve/connections.py"),
     (Trainer, "get_train_dataloader", "", f"{TRAINER}: get_train_dataloader"),
     (Trainer, "set_initial_training_values", "args dataloader", f"{TRAINER}: set_initial_training_values"),
     (

@@ -69,7 +69,7 @@ def _check_data(config: RunConfig, paths: tuple[str, ...], model_config: Any, to
             cache_dir=folder,
             num_proc=1,
         )
-        check_ids(model_config, samples, tokenizer, config.model)
+        check_ids(model_config, samples, tokenizer)
         report = samples.report
     values = {"rows": report.records_read, "samples": report.samples, "tokens": report.tokens}
     what = _("{files}: {rows:,} records, {samples:,} samples, {tokens:,} tokens").format(files=names, **values)

@@ -30,6 +30,7 @@ from finetune.errors import ConfigError
 from finetune.runtime.device import DEVICE_KINDS, probe_torch_npu
 from finetune.runtime.language import _
 from finetune.runtime.nodes import Nodes, nodes_here, number_of
+from finetune.storage.checkpoint_files import newest_valid, step_of
 from finetune.storage.run_folder import STATUS_NAME
 
 PROBE_SECONDS = 300
@@ -74,8 +75,15 @@ class LaunchSpec:
 
     def worker_arguments(self, attempt: int) -> list[str]:
         """A worker's command line after the interpreter; another attempt resumes what the first has left."""
-        resumed = attempt > 1 and self.config.resume != "auto" and (self.output_dir / STATUS_NAME).exists()
+        resumed = attempt > 1 and self.config.resume != "auto" and self._has_come_further()
         return ["-u", "-m", self.module, *self.flags, *(["--resume", "auto"] if resumed else [])]
+
+    def _has_come_further(self) -> bool:
+        """Whether the run folder holds more than what --resume names."""
+        if self.config.resume == "never":
+            return (self.output_dir / STATUS_NAME).exists()
+        newest, _ = newest_valid(self.output_dir, hashes=False)
+        return newest is not None and (step_of(newest.name) or 0) > (step_of(Path(self.config.resume).name) or 0)
 
 
 def make_launch_spec(options: LaunchOptions, flags: Sequence[str]) -> LaunchSpec | Resolved:

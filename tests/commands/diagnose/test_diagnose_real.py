@@ -248,7 +248,9 @@ def test_tokenizer_with_more_tokens_than_embeddings(materials, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.add_tokens([f"<new-{number}>" for number in range(64)])
     tokenizer.save_pretrained(model)
-    logs = run_sft(materials, tmp_path, model=str(model))
+    logs = run_sft(
+        materials, tmp_path, model=str(model), data=bad_rows(tmp_path, '{"instruction": "<new-3>", "output": "a"}')
+    )
     assert_cause("tokenizer_vocab_mismatch", logs)
 
 

@@ -1,7 +1,7 @@
 """Reference versions of fused operators, by their documented contracts (torch_npu 2.13.0, _op_plugin_docs.py).
 
-What the contract does not allow is refused, as the kernel would; where the documents of CANN and MindSpore differ, by the
-narrower one.
+What the contract does not allow is refused, as the kernel would; where the documents of CANN and MindSpore differ, by
+the narrower one.
 """
 
 from __future__ import annotations

@@ -1,0 +1,110 @@
+"""Where a run starts, decided with what the ranks read: nothing is lost or written before all agree."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.errors import StateError
+from finetune.runtime.device import launch_world
+from finetune.storage import durable_files
+from finetune.storage.checkpoint_files import CheckpointWriter, list_checkpoints, verify
+from finetune.storage.run_folder import read_status, write_identity
+from finetune.training.resume import decide_resume
+from finetune.training.session import Session
+
+IDENTITY = {"kind": "sft", "seed": 1}
+
+
+def save(run: Path, step: int) -> None:
+    with CheckpointWriter(run, step, f"t{step}") as writer:
+        (writer.folder / "state.json").write_text(json.dumps({"step": step, "padding": "a" * 100}))
+        writer.publish(writer.seal(["state.json"]), {"identity": IDENTITY})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of 15 steps that is not at its end."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for step in (5, 10, 15):
+        save(folder, step)
+    write_identity(folder, IDENTITY)
+    (folder / "trainer_log.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 16)))
+    return folder
+
+
+def session(run: Path, resume: str = "auto", **identity: Any) -> Session:
+    return Session(
+        run,
+        launch_world(),
+        identity=IDENTITY | identity,
+        config_yaml="a: 1\n",
+        log_samples=False,
+        decide=lambda damaged: decide_resume(
+            run, resume, IDENTITY | identity, total_steps=100, allow_change=bool(identity), damaged=damaged
+        ),
+    )
+
+
+def damage(checkpoint: Path) -> None:
+    path = checkpoint / "state.json"
+    path.write_text(path.read_text().replace("aaa", "bbb"))
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.parent.name != "logs")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.name != ".lock"}
+
+
+def test_what_cannot_be_read_here_is_no_reason_to_go_back(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stale mount on one node would take one checkpoint after the other, and the run would begin anew."""
+    before = content(run)
+
+    def stale(paths: list[Path]) -> list[str]:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(paths[0]))
+
+    monkeypatch.setattr(durable_files, "hash_files", stale)
+    said = "rank 0 cannot read the checkpoint: 'state.json' cannot be read"
+    with pytest.raises(StateError, match=said), session(run) as started:
+        started.agree_on_run(60)
+    assert content(run) == before
+
+
+def test_what_is_damaged_is_passed_over(run: Path) -> None:
+    damage(run / "checkpoint-15")
+    with session(run) as started:
+        started.agree_on_run(60)
+        assert started.start is not None and started.start.step == 10
+        assert read_status(run)["state"] == "running"
+
+
+def test_a_checkpoint_of_another_folder_takes_the_place_of_the_own_one(run: Path, tmp_path: Path) -> None:
+    """Its own of that step is not trusted for the other's sake: the two of one name are two."""
+    backup = Path(shutil.copytree(run / "checkpoint-10", tmp_path / "backup" / "checkpoint-10"))
+    damage(run / "checkpoint-10")
+    with session(run, str(backup)) as started:
+        started.agree_on_run(60)
+        assert started.start is not None and started.start.folder == backup
+    assert [folder.name for folder in list_checkpoints(run)] == ["checkpoint-5"]
+    assert verify(run / "checkpoint-5").valid
+
+
+def test_a_damaged_path_is_refused_and_nothing_written(run: Path, tmp_path: Path) -> None:
+    backup = Path(shutil.copytree(run / "checkpoint-10", tmp_path / "backup" / "checkpoint-10"))
+    damage(backup)
+    before = content(run)
+    for folder, identity in ((run, {"seed": 2}), (tmp_path / "new", {})):
+        refused = pytest.raises(StateError, match="the checkpoint is not valid: content changed")
+        with refused, session(folder, str(backup), **identity) as started:
+            started.agree_on_run(60)
+    assert content(run) == before
+    assert content(tmp_path / "new") == {}
+    with session(tmp_path / "new", str(run / "checkpoint-10")) as started:  # which is as free as it was
+        started.agree_on_run(60)
