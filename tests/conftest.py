@@ -67,8 +67,8 @@ LONGEST_FIRST = [
 ]
 
 
-# Real launchers, several nodes, whole demos, the README's commands: what `make test-slow` runs. What they start is tested
-# without them too. File -> beginnings of the names of its tests.
+# Real launchers, several nodes, whole demos, the README's commands: what `make test-slow` runs. What they start is
+# tested without them too. File -> beginnings of the names of its tests.
 SLOW = {
     "test_configs.py": ("test_two_nodes_of_eight",),
     "test_doctor_launched.py": ("test_a_dry_run_for_real",),

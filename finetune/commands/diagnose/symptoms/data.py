@@ -64,7 +64,8 @@ SYMPTOMS = (
     Symptom(
         "tokenizer_vocab_mismatch",
         (
-            r"the (?:tokenizer has|data has token) ids up to (?P<highest>\d+), but the model has only (?P<embeddings>\d+) embeddings",
+            r"the (?:tokenizer|data) has (?:token )?ids up to (?P<highest>\d+), "
+            r"but the model has only (?P<embeddings>\d+) embeddings",
             r"index out of range in self|Assertion `?srcIndex < srcSelectDimSize`? failed",
             rf"size mismatch for \S*{_EMBEDDING}\S*: copying a param with shape "
             r"torch\.Size\(\[(?P<saved>[1-9]\d*)[^\]]*\]\)(?: from checkpoint, the shape in current model is "
