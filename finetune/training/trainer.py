@@ -25,13 +25,13 @@ from finetune.data.collate import Microbatch
 from finetune.data.steps import Execution, StepBatch, StepBatches
 from finetune.modeling.loss import ChunkedHead, microbatch_losses, sums_by_difficulty
 from finetune.runtime.parent_watchdog import progress
+from finetune.runtime.progress import ProgressLine
 from finetune.storage.durable_files import put_output
 from finetune.training.checkpointer import Checkpointer
 from finetune.training.control import RunContext
 from finetune.training.executor import StepExecutor
 from finetune.training.guards import NonFiniteGuard, SpikeDetector
 from finetune.training.metrics import ComputeCost, StepMeter, line_facts, progress_text
-from finetune.training.progress import ProgressLine
 from finetune.training.state import TrainingState, whole_weights
 
 if TYPE_CHECKING:
