@@ -77,6 +77,7 @@ SLOW = {
         "test_two_simulated_npus",
         "test_the_adapter_from_simulated_npus",
         "test_each_rank_has_its_own",
+        "test_every_packable_type",
         "test_float32_does_not_take",
         "test_the_validation_loss",
     ),

@@ -19,6 +19,8 @@ import torch
 from launching import BIN, ROOT, run_cli, run_command
 from safetensors.torch import load_file
 
+from finetune.modeling.attention import ISOLATED_MODEL_TYPES
+
 FAKE_NPU = ROOT / "tests" / "fake_npu"
 STEPS = 6
 
@@ -303,6 +305,21 @@ def test_the_simulated_attention_keeps_documents_apart(tmp_path: Path):
     paths = os.pathsep.join([str(FAKE_NPU), str(ROOT)])
     result = run_command([sys.executable, "-c", ATTENTION], env={"PYTHONPATH": paths}, cwd=tmp_path)
     assert result.returncode == 0 and "fine" in result.stdout, result.stderr
+
+
+def test_every_packable_type_gives_the_npu_what_it_takes(tmp_path: Path):
+    """Through transformers' path: head sizes, dtypes, documents, windows. Softcaps and latent attention are not its."""
+    paths = os.pathsep.join([str(FAKE_NPU), str(ROOT)])
+    result = run_command([sys.executable, str(FAKE_NPU / "every_type.py")], env={"PYTHONPATH": paths}, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    found = dict(line.split(" ", 1) for line in result.stdout.splitlines() if " " in line)
+    assert set(found) >= ISOLATED_MODEL_TYPES
+    own = {"gemma2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3"}
+    assert {kind for kind, said in found.items() if said == "finetune_isolated"} == own
+    for kind in ISOLATED_MODEL_TYPES - own:
+        calls, off = found[kind].split()
+        # Two bfloat16 attentions round differently; one that saw other tokens would be off by far more.
+        assert int(calls) > 0 and float(off) < 0.05, f"{kind}: {found[kind]}"
 
 
 def test_the_simulation_is_no_part_of_the_package():
