@@ -17,6 +17,8 @@ from transformers import (
     AutoTokenizer,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    GitConfig,
+    GitForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen3ForCausalLM,
@@ -26,7 +28,7 @@ from finetune.config.run_config import RunConfig
 from finetune.data.collate import collate
 from finetune.errors import ConfigError, DataError
 from finetune.modeling.loss import let_choose_logits, make_chunked_head, microbatch_losses
-from finetune.modeling.model_config import check_adapter, load_model_config, weights_identity
+from finetune.modeling.model_config import check_adapter, load_model_config, outside_text, weights_identity
 from finetune.modeling.pretrained import add_adapter
 from finetune.storage.run_folder import check_output_folder, write_identity
 from finetune.training.prepare_sft import prepare_data
@@ -108,6 +110,16 @@ def test_all_linear_means_the_text_model(materials, sees):
     adapted = [name for name, parameter in add_adapter(model, config, one_dtype=False).named_parameters()
                if parameter.requires_grad]  # fmt: skip
     assert adapted and all("language_model" in name for name in adapted)
+
+
+def test_parts_that_cannot_be_told_apart_are_refused():
+    """GIT, as Phi-4-multimodal, has its text settings beside those of its tower; its decoder is the whole model."""
+    sizes = {**SIZES, "vocab_size": 64}
+    sizes.pop("num_key_value_heads")
+    with torch.device("meta"):
+        model = GitForCausalLM(GitConfig(**sizes, vision_config={**sizes, "image_size": 28, "patch_size": 14}))
+    with pytest.raises(ConfigError, match="text part of a git model cannot be told from its vision_config"):
+        outside_text(model)
 
 
 # ---------------------------------------------------------------- mixtures of experts
@@ -218,6 +230,9 @@ def test_a_model_is_its_weights_and_not_its_path(materials, tmp_path):
     moved = tmp_path / "moved"
     shutil.copytree(materials.model, moved)
     assert identity(moved) == identity(materials.model)
+    config = load_model_config(str(moved))
+    config.a_setting_of_a_later_release = 1
+    assert weights_identity(str(moved), config) == identity(moved), "as it is written, not as a release completes it"
     weights = load_file(moved / "model.safetensors")
     next(iter(weights.values())).add_(1e-3)
     save_file(weights, moved / "model.safetensors")
