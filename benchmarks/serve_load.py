@@ -144,16 +144,22 @@ def start(options: argparse.Namespace, *flags: str) -> tuple[subprocess.Popen[st
     raise SystemExit("the server did not start")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def load_options(description: str) -> argparse.ArgumentParser:
+    """What a benchmark of the server under load can be told."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--model", default="data_samples/tiny-qwen3")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--max-batch", type=int, default=16)
-    parser.add_argument("--no-kill", dest="kill", action="store_false", help="leave the workers alone")
     parser.add_argument("--json", action="store_true")
+    return parser
+
+
+def main() -> int:
+    parser = load_options(__doc__)
+    parser.add_argument("--no-kill", dest="kill", action="store_false", help="leave the workers alone")
     options = parser.parse_args()
     server, url = start(options)
     try:

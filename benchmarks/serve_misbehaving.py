@@ -25,7 +25,7 @@ from typing import Any
 import httpx
 import psutil
 from misbehaving_clients import CLIENTS, Server, misbehave
-from serve_load import QUESTIONS, ask, start
+from serve_load import QUESTIONS, ask, load_options, start
 
 LIMIT_SECONDS = 3  # for a head, for a body, and for reading
 PATIENCE_SECONDS = 20  # keep-alive is 15
@@ -87,15 +87,8 @@ async def measure(url: str, server_pid: int, options: argparse.Namespace) -> dic
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="data_samples/tiny-qwen3")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--max-batch", type=int, default=16)
+    parser = load_options(__doc__)
     parser.add_argument("--pause", type=float, default=1.0, help="seconds before a client misbehaves again")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     limits = [f"--{name}-seconds" for name in ("head", "body", "write")]
     server, url = start(options, *(word for name in limits for word in (name, str(LIMIT_SECONDS))))

@@ -18,11 +18,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-import psutil
-
 from finetune.data.files import file_sha256
 from finetune.errors import DataError
 from finetune.runtime.device import launch_world
+from finetune.runtime.process_start import process_start
 
 logger = logging.getLogger("finetune")
 
@@ -94,10 +93,8 @@ def _this_start() -> list[Any] | None:
     """What the processes of one start on one node have in common: their launcher. None without one."""
     if launch_world().world_size == 1:
         return None
-    with contextlib.suppress(psutil.Error):
-        launcher = psutil.Process(os.getppid())
-        return [launcher.pid, launcher.create_time()]
-    return None
+    launcher = process_start(os.getppid())
+    return None if launcher.start_ticks is None else [os.getppid(), launcher.boot_id, launcher.start_ticks]
 
 
 def _seen(folder: Path) -> dict[str, list[int]]:

@@ -173,9 +173,8 @@ SYMPTOMS = (
         N_(
             '`python -c "import torch; print(torch.__version__, torch.version.cuda)"` in the environment of the run '
             "shows the "
-            "build. For NVIDIA GPUs install one with CUDA (`pip install torch --index-url "
-            "https://download.pytorch.org/whl/cu128`, for the CUDA that `nvidia-smi` shows); on a machine without such "
-            "devices use --device-type cpu and the backend gloo."
+            "build. For NVIDIA GPUs install one with CUDA (the selector on pytorch.org names the command for the CUDA "
+            "that `nvidia-smi` shows); on a machine without such devices use --device-type cpu and the backend gloo."
         ),
         confidence=0.92,
         source="torch, torch.distributed",
