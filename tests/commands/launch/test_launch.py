@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -36,6 +37,7 @@ from finetune.runtime.language import speaking
 from finetune.runtime.nodes import expand_nodelist, nodes_here
 from finetune.runtime.ports import LOOPBACK, candidates, hold_port, listening_address, listens, own_addresses
 from finetune.storage import launch_record
+from finetune.storage.checkpoint_files import CheckpointWriter
 from finetune.storage.launch_record import LaunchRecord, command_digest, describe, still_runs
 
 # ---------------------------------------------------------------- ports
@@ -610,3 +612,26 @@ def test_every_end_is_told_in_both_languages(language: str):
         lines = result.lines(nodes, (29500,), 20)
     assert [part in line for part, line in zip(("1", "SIGTERM", "31", "4"), lines, strict=True)] == [True] * 4
     assert all("{" not in line and line.isascii() == (language == "en") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("resume", "saved", "attempt", "resumed"),
+    [
+        ("auto", (5,), 2, False),  # it does so by itself
+        ("never", (), 1, False),
+        ("/old/checkpoint-10", (), 2, False),  # killed before it saved: from that checkpoint again, not from step 0
+        ("/old/checkpoint-10", (5,), 2, False),
+        ("/old/checkpoint-10", (5, 12), 2, True),
+        ("/old/checkpoint-10", (5, 12), 1, False),
+    ],
+)
+def test_another_attempt_resumes_what_the_first_has_left(tmp_path, resume, saved, attempt, resumed):
+    (tmp_path / "status.json").write_text("{}")
+    for step in saved:
+        with CheckpointWriter(tmp_path, step, f"t{step}") as writer:
+            (writer.folder / "state.json").write_text("{}")
+            writer.publish(writer.seal(["state.json"]), {})
+    config = SimpleNamespace(resume=resume, output_dir=str(tmp_path))
+    made = LaunchSpec("finetune.sft", ("--seed", "1"), config, "cpu", None, 1, 0, 1, {})  # type: ignore[arg-type]
+    expected = ["-u", "-m", "finetune.sft", "--seed", "1", *(["--resume", "auto"] if resumed else [])]
+    assert made.worker_arguments(attempt) == expected
