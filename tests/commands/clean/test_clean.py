@@ -23,8 +23,8 @@ from finetune.commands.clean import command as cleanup
 from finetune.commands.clean import recorded_processes, stale_artifacts
 from finetune.commands.clean.command import Cleaned, find_stale, main
 from finetune.commands.clean.recorded_processes import RecordedProcess, find, send_signal
-from finetune.runtime.process_start import process_start, recorded_start
-from finetune.storage.launch_record import command_digest
+from finetune.runtime.process_start import recorded_start
+from finetune.storage.launch_record import command_digest, describe
 from finetune.storage.run_lock import RunLock
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)", "finetune.sft"]
@@ -88,19 +88,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def described(process: subprocess.Popen, **changed: Any) -> dict[str, Any]:
-    """A process as the launcher records it (docs/launching.md)."""
-    looked = psutil.Process(process.pid)
-    facts = {
-        "pid": process.pid,
-        "start_time": looked.create_time(),
-        "command_digest": command_digest(looked.cmdline()),
-        "role": "worker",
-        "rank": 0,
-        "attempt": 1,
-        "host": socket.gethostname(),
-        **asdict(process_start(process.pid)),
-    }
-    return facts | changed
+    """A process as the launcher records it, which waits for a command line: right after exec there is none."""
+    found = describe(process.pid, "worker", rank=0, attempt=1)
+    assert found is not None and found.command_digest is not None
+    return asdict(found) | changed
 
 
 def gone_supervisor(start: Start, **changed: Any) -> dict[str, Any]:
