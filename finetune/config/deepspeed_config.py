@@ -44,6 +44,10 @@ def deepspeed_dict(config: RunConfig, *, world_size: int, dtype: str, largest_ad
     made.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
     made.setdefault("steps_per_print", 2**31)
     zero = made.setdefault("zero_optimization", {})
+    for offload in ("offload_param", "offload_optimizer"):
+        # Chosen before a run starts (planning/auto.py); what only looks at the configuration takes the sparing way.
+        if (zero.get(offload) or {}).get("device") == "auto":
+            zero[offload]["device"] = "cpu"
     if zero.get("stage") == 3:
         _keep_adapters_resident(zero, largest_adapter_tensor)
     return made

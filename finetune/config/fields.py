@@ -111,6 +111,8 @@ def ordered_fields(model_class: type[BaseModel]) -> list[str]:
 
 Text = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
+# Whether activations are recomputed; null is the old word for auto.
+Recompute = Annotated[bool | Literal["auto"], BeforeValidator(lambda value: "auto" if value is None else value)]
 # Steps, or below 1 a fraction of them.
 Warmup = Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)]
 Paths = Annotated[tuple[Text, ...], BeforeValidator(_one_or_many, json_schema_input_type=str | list[str])]

@@ -56,7 +56,12 @@ class Flag:
     @property
     def is_switch(self) -> bool:
         """Whether it may stand without a value."""
-        return self.kinds <= {"boolean", "null"}
+        return "boolean" in self.kinds and (self.kinds <= {"boolean", "null"} or bool(self.choices))
+
+    @property
+    def switch_words(self) -> tuple[str, ...]:
+        """What may stand behind a switch."""
+        return ("true", "false", *self.choices)
 
     @property
     def is_list(self) -> bool:
@@ -66,10 +71,10 @@ class Flag:
     def metavar(self) -> str:
         if self.unit:
             return self.unit if "|" in self.unit else self.unit.upper()
+        if self.is_switch:
+            return f"[{'|'.join(self.switch_words)}]"
         if self.choices:
             return "|".join(self.choices)
-        if self.is_switch:
-            return "[true|false]"
         return "NAME..." if self.is_list else "NUMBER" if self.kinds & {"integer", "number"} else "TEXT"
 
 
@@ -240,9 +245,12 @@ class _Reader:
     def _is_switch(self, name: str) -> bool:
         return name in ("help", "print_config") or (name in self.flags and self.flags[name].is_switch)
 
+    def _switch_words(self, name: str) -> tuple[str, ...]:
+        return self.flags[name].switch_words if name in self.flags else ("true", "false")
+
     def _most_values(self, name: str) -> int:
         if self._is_switch(name):
-            return int(bool(self.arguments) and self.arguments[0].lower() in ("true", "false"))
+            return int(bool(self.arguments) and self.arguments[0].lower() in self._switch_words(name))
         takes_many = name == "config" or (name in self.flags and self.flags[name].is_list)
         return len(self.arguments) if takes_many else 1
 
@@ -250,13 +258,13 @@ class _Reader:
         """Give what follows a flag to what it sets."""
         parsed = self.parsed
         if self._is_switch(name):
-            truth = values[0].lower() if values else "true"
-            if truth not in ("true", "false"):
-                parsed.refuse(f"{typed} is {values[0]!r}", "write true or false")
+            word, words = values[0].lower() if values else "true", self._switch_words(name)
+            if word not in words:
+                parsed.refuse(f"{typed} is {values[0]!r}", f"write {', '.join(words[:-1])} or {words[-1]}")
             elif name in self.flags:
-                parsed.values[name] = _sourced(name, truth == "true", typed)
+                parsed.values[name] = _sourced(name, {"true": True, "false": False}.get(word, word), typed)
             else:
-                setattr(parsed, name, truth == "true")
+                setattr(parsed, name, word == "true")
         elif not values:
             wanted = self.flags[name].expected if name in self.flags else self.extra[name][0]
             parsed.refuse(f"{typed} has no value", f"write {typed} and then {wanted}")

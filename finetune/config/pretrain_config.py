@@ -149,9 +149,6 @@ class PretrainConfig(BaseConfig):
     world_size: Positive | None = device_setting(
         None, "Processes that --distributed starts.", unit="processes", shown_default="all devices here"
     )
-    gradient_checkpointing: bool | None = device_setting(
-        None, "Recompute activations in the backward pass instead of keeping them.", shown_default="off"
-    )
     save_steps: int = redefined(BaseConfig, "save_steps", default=250)
     eval_steps: int = redefined(BaseConfig, "eval_steps", default=250)
     eval_tokens: Positive = logging_setting(

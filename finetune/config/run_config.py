@@ -16,6 +16,7 @@ from finetune.config.fields import (
     Names,
     Paths,
     Positive,
+    Recompute,
     Reporters,
     Strict,
     Text,
@@ -68,10 +69,8 @@ class BaseConfig(Strict):
     device_type: Literal["auto", "npu", "cuda", "mps", "cpu"] = device_setting(
         "auto", "Device; auto takes the first there is of npu, cuda, mps, cpu."
     )
-    gradient_checkpointing: bool | None = device_setting(
-        None,
-        "Recompute activations in the backward pass instead of keeping them.",
-        shown_default="on where there is an accelerator",
+    gradient_checkpointing: Recompute = device_setting(
+        "auto", "Recompute activations in the backward pass instead of keeping them; auto by the memory there is."
     )
     timeout_seconds: int = device_setting(
         1800, "Longest wait for another process before giving up.", ge=1, unit="seconds"
@@ -152,7 +151,9 @@ class RunConfig(BaseConfig):
         None, "Chat template: a known name or a file.", unit="NAME|FILE", shown_default="the tokenizer's own"
     )
     trust_remote_code: bool = data_setting(False, "Run Python code that comes with the model.")
-    micro_batch_size: int = batch_setting(1, "Samples that one device holds at a time.", ge=1, unit="samples")
+    micro_batch_size: Positive | Literal["auto"] = batch_setting(
+        1, "Samples that one device holds at a time; auto by the memory there is.", unit="samples"
+    )
     gradient_accumulation_steps: Positive | None = batch_setting(
         None,
         "Micro-batches per device and step; derived from the global batch unless given.",
@@ -202,6 +203,11 @@ class RunConfig(BaseConfig):
     )
 
     @property
+    def samples_per_microbatch(self) -> int:
+        """`micro_batch_size` as a number; the smallest while it is auto."""
+        return 1 if self.micro_batch_size == "auto" else self.micro_batch_size
+
+    @property
     def base_model(self) -> str | None:
         return self.model
 
@@ -215,6 +221,10 @@ class RunConfig(BaseConfig):
 
     def describe_batch(self, world_size: int) -> tuple[str, dict[str, int]]:
         accumulation = self.gradient_accumulation_steps or 1
+        if self.micro_batch_size == "auto":
+            text = _("{samples} samples a step on {processes} processes, in microbatches that the start chooses")
+            values = {"samples": self.global_batch_size, "world_size": world_size}
+            return text.format(samples=self.global_batch_size, processes=world_size), values
         whole = self.micro_batch_size * world_size * accumulation
         text = _("{samples} samples a step {relation} {micro} x {processes} processes x {accumulation}").format(
             samples=self.global_batch_size,
@@ -227,6 +237,13 @@ class RunConfig(BaseConfig):
 
     def problems(self) -> list[tuple[str, str]]:
         found = super().problems()
+        if self.micro_batch_size == "auto":
+            if self.gradient_accumulation_steps is not None:
+                what = (
+                    f"gradient_accumulation_steps is {self.gradient_accumulation_steps}, and micro_batch_size is auto"
+                )
+                found.append((what, "leave one of them out: the number of microbatches follows from their size"))
+            return found
         # With accumulation given and the global batch left to its default, the global batch is still to be derived.
         complete = self.gradient_accumulation_steps is None or "global_batch_size" in self.model_fields_set
         if complete and self.global_batch_size % self.micro_batch_size:

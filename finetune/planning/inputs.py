@@ -106,14 +106,19 @@ def element_bytes(config: BaseConfig, device_type: str) -> int:
     return DTYPE_BYTES[config.dtype]
 
 
+def recomputes(config: BaseConfig, device_type: str) -> bool:
+    """Whether activations are recomputed; where it is still auto, whether they would be without a plan."""
+    choice = config.gradient_checkpointing
+    return device_type != "cpu" if choice == "auto" else choice
+
+
 def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster) -> Workload:
     """What a process of a fine-tuning run has in memory."""
     size = element_bytes(config, cluster.device_type)
     engine, lora = bool(config.deepspeed), config.finetuning == "lora"
-    checkpointing = config.gradient_checkpointing
     adapted = shape.adapted(config.lora_target_modules) if lora else frozenset()
     adapter = sum(shape.lora_tensors(config.lora_r, adapted))
-    tokens = config.micro_batch_size * config.cutoff_len
+    tokens = config.samples_per_microbatch * config.cutoff_len
     return Workload(
         shape=shape,
         computing=Computing(
@@ -123,7 +128,7 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
             adapter_rank=config.lora_r if lora else 0,
             adapter_bytes=(size if engine else 4) if lora else 0,
             dropout=lora and config.lora_dropout > 0,
-            checkpointing=cluster.device_type != "cpu" if checkpointing is None else checkpointing,
+            checkpointing=recomputes(config, cluster.device_type),
         ),
         sharding=sharding_of(config.deepspeed, shape, config.lora_r if lora else 0),
         trained=adapter or shape.total,
@@ -133,7 +138,7 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
         microbatch_tokens=tokens,
         targets=tokens,
         longest=config.cutoff_len,
-        microbatches=max(1, ceil(config.global_batch_size / (config.micro_batch_size * cluster.devices))),
+        microbatches=max(1, ceil(config.global_batch_size / (config.samples_per_microbatch * cluster.devices))),
         fused=DEVICE_KINDS[cluster.device_type].fused_adamw,
         device_type=cluster.device_type,
         file_bytes=size,
@@ -153,7 +158,7 @@ def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Clu
         computing=Computing(
             element_bytes=size,
             weight_bytes=4,
-            checkpointing=bool(config.gradient_checkpointing),
+            checkpointing=recomputes(config, cluster.device_type),
             compiled=compiled,
         ),
         sharding=Sharding(),

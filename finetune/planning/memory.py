@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from finetune.planning.activations import activation_bytes, loss_bytes, working_bytes
 from finetune.planning.state import state_terms
-from finetune.planning.workload import PHASES, TRAINING, Location, Phase, Term, Workload
+from finetune.planning.workload import PHASES, TRAINING, Cluster, Location, Phase, Term, Workload
 
 MIB = 2**20
 
@@ -23,6 +23,8 @@ FRAMEWORK_HOST_BYTES = {"cpu": 550 * MIB, "cuda": 3072 * MIB, "npu": 3072 * MIB,
 FRAMEWORK_DEVICE_BYTES = {"cpu": 0, "cuda": 1024 * MIB, "npu": 1024 * MIB, "mps": 0}
 SHARD_BYTES = 5 * 10**9
 WORKER_BYTES = 300 * MIB  # a loader process shares the rest with its parent
+# Of a device's or a host's memory; allocators leave gaps, and the system wants some. Assumed.
+USABLE_SHARE = 0.92
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,22 @@ def memory_of(work: Workload) -> Memory:
     """All terms of a workload that are not zero."""
     terms = [*state_terms(work), *_microbatch(work), *_surroundings(work), *(_saving(work) if work.saves else [])]
     return Memory(work, tuple(term for term in terms if term.bytes))
+
+
+def fits(memory: Memory, cluster: Cluster) -> bool | None:
+    """Whether the need is within what is usable; None where no memory was given that would show it does not."""
+    judged = [
+        need <= USABLE_SHARE * there
+        for need, there in (
+            (memory.device(), cluster.device_memory_bytes if cluster.device_type != "cpu" else None),
+            (memory.node(), cluster.host_memory_bytes),
+        )
+        if there is not None
+    ]
+    if not all(judged):
+        return False
+    asked = cluster.device_type == "cpu" or cluster.device_memory_bytes is not None
+    return True if judged and asked else None
 
 
 def _microbatch(work: Workload) -> list[Term]:

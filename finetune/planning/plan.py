@@ -8,8 +8,9 @@ from typing import Any
 
 from finetune.config.run_config import BaseConfig
 from finetune.planning.advice import Choice, advise
+from finetune.planning.auto import choose_execution
 from finetune.planning.inputs import with_micro_batch, with_sharding, workload_of
-from finetune.planning.memory import Memory, memory_of
+from finetune.planning.memory import Memory, fits, memory_of
 from finetune.planning.shapes import ModelShape
 from finetune.planning.traffic import (
     StepTime,
@@ -22,8 +23,6 @@ from finetune.planning.traffic import (
 )
 from finetune.planning.workload import LOCATIONS, PHASES, Cluster, Sharding, Workload
 
-# Of a device's or a host's memory; allocators leave gaps, and the system wants some. Assumed.
-USABLE_SHARE = 0.92
 MOST_SAMPLES = 1 << 14
 
 
@@ -36,6 +35,7 @@ class Plan:
         largest_micro_batch: samples (windows) of the largest that fits; 0 if none does, None where not judged.
         expected_memory: what a device is expected to need with a preset of pretraining; empty for others.
         choices: other ways to shard the run (fine-tuning), from the one that moves least.
+        chosen: what the run would put where its configuration says auto.
     """
 
     cluster: Cluster
@@ -50,6 +50,7 @@ class Plan:
     largest_micro_batch: int | None
     expected_memory: str
     choices: tuple[Choice, ...]
+    chosen: dict[str, Any]
     advice: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -103,6 +104,7 @@ class Plan:
                 }
                 for choice in self.choices
             ],
+            "chosen": self.chosen,
             "advice": list(self.advice),
         }
 
@@ -125,6 +127,8 @@ class Plan:
 
 def make_plan(config: BaseConfig, shape: ModelShape, cluster: Cluster, efficiency: float) -> Plan:
     """The plan of a configuration on a cluster. Measures a copy in memory where no host bandwidth is given."""
+    chosen = choose_execution(config, shape, cluster)
+    config = chosen.config
     work = workload_of(config, shape, cluster)
     memory, moved = memory_of(work), host_traffic(work)
     if moved.bytes and cluster.host_bytes_per_second is None:
@@ -144,24 +148,9 @@ def make_plan(config: BaseConfig, shape: ModelShape, cluster: Cluster, efficienc
         largest_micro_batch=largest,
         expected_memory=_expected_memory(config),
         choices=choices,
-        advice=tuple(advise(work, cluster, judged, choices, largest)),
+        chosen=dict(chosen.values),
+        advice=(*filter(None, [chosen.reason]), *advise(work, cluster, judged, choices, largest)),
     )
-
-
-def fits(memory: Memory, cluster: Cluster) -> bool | None:
-    """Whether the need is within what is usable; None where no memory was given that would show it does not."""
-    judged = [
-        need <= USABLE_SHARE * there
-        for need, there in (
-            (memory.device(), cluster.device_memory_bytes if cluster.device_type != "cpu" else None),
-            (memory.node(), cluster.host_memory_bytes),
-        )
-        if there is not None
-    ]
-    if not all(judged):
-        return False
-    asked = cluster.device_type == "cpu" or cluster.device_memory_bytes is not None
-    return True if judged and asked else None
 
 
 def _choice(work: Workload, sharding: Sharding, cluster: Cluster) -> Choice:

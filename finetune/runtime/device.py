@@ -308,6 +308,15 @@ def choose_dtype(requested: str, device_type: str) -> str:
     return requested
 
 
+def free_memory_bytes(device_type: str, index: int) -> int | None:
+    """Memory of a device that no process holds; None where the device does not say."""
+    import torch
+
+    if device_type in ("cuda", "npu"):
+        return int(getattr(torch, device_type).mem_get_info(index)[0])
+    return None
+
+
 def peak_memory_bytes(device: torch.device) -> int | None:
     """Highest memory allocated on the device so far; on a CPU the process's own high-water mark; None if unknown."""
     import torch

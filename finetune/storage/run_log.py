@@ -29,6 +29,7 @@ LOG_FILE_ONLY = {"log_file_only": True}  # as `extra` of a log call: not to the 
 # Names of events in events.jsonl. A name outside this table is refused, so that readers can rely on it.
 EVENTS = (
     "start",  # the run (again) begins at a step: device, world size, plan, versions
+    "execution",  # what was chosen where the configuration says auto, and why
     "eval",  # validation loss, overall and per difficulty
     "sample",  # pretraining: beginnings of windows and how the model continues them
     "checkpoint",  # a checkpoint was verified and published

@@ -19,6 +19,7 @@ from finetune.modeling.loss import make_chunked_head
 from finetune.modeling.pretrained import DTYPES, count_parameters
 from finetune.modeling.scratch import make_empty_model, make_model
 from finetune.planning.flops import flops_per_token, matrix_parameters
+from finetune.planning.inputs import recomputes
 from finetune.runtime import device as devices
 from finetune.runtime.device import Capabilities, LaunchWorld
 from finetune.training.arguments import training_arguments
@@ -65,7 +66,7 @@ def build_trainer(
         device_type=device_type,
         dtype=dtype,
         total_steps=data.batches.total_steps,
-        gradient_checkpointing=bool(config.gradient_checkpointing),
+        gradient_checkpointing=recomputes(config, device_type),
         deepspeed=None,
         resumed=start.step > 0,
         run_name=config.wandb_run_name,

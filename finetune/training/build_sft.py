@@ -18,6 +18,7 @@ from finetune.data.dataset import Samples
 from finetune.data.steps import InOrder, StepBatches
 from finetune.modeling.loss import make_chunked_head
 from finetune.modeling.pretrained import DTYPES, add_adapter, count_parameters, load_model
+from finetune.planning.inputs import recomputes
 from finetune.runtime import device as devices
 from finetune.runtime.device import LaunchWorld
 from finetune.training.arguments import training_arguments
@@ -55,7 +56,6 @@ def build_trainer(
     # from_pretrained asks whether to load under zero.Init). Registered later, ZeRO-3 would load the whole model on
     # every rank; that it did not, load_model checks.
     lora = config.finetuning == "lora"
-    checkpointing = config.gradient_checkpointing
     arguments = training_arguments(
         config,
         learning_rate=config.learning_rate,
@@ -63,7 +63,7 @@ def build_trainer(
         device_type=device_type,
         dtype=dtype,
         total_steps=data.batches.total_steps,
-        gradient_checkpointing=device_type != "cpu" if checkpointing is None else checkpointing,
+        gradient_checkpointing=recomputes(config, device_type),
         deepspeed=_deepspeed(config, world, dtype),
         resumed=start.step > 0,
     )
@@ -157,8 +157,8 @@ def _step_batches(
         world,
         session,
         packing=data.packing,
-        token_budget=config.micro_batch_size * config.cutoff_len,
-        samples_per_microbatch=config.micro_batch_size,
+        token_budget=config.samples_per_microbatch * config.cutoff_len,
+        samples_per_microbatch=config.samples_per_microbatch,
     )
 
     def make(samples: Samples, batches: Any) -> StepBatches:
@@ -182,8 +182,8 @@ def _say_start(
     sharding = f"ZeRO-{zero_stage(config)}" if config.deepspeed else "DDP" if world.world_size > 1 else "none"
     summary = plan_summary(
         trainer.step_batches,
-        token_budget=config.micro_batch_size * config.cutoff_len,
-        samples_per_microbatch=config.micro_batch_size,
+        token_budget=config.samples_per_microbatch * config.cutoff_len,
+        samples_per_microbatch=config.samples_per_microbatch,
     )
     reports = (("training data", data.train), ("validation data", data.valid))
     say_start(

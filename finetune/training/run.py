@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.config.kinds import RunKind
 from finetune.config.resolution import Resolved, format_config, resolve, resolve_object, to_yaml
@@ -33,6 +33,9 @@ from finetune.runtime.device import LaunchWorld, launch_world, prepare_environme
 from finetune.runtime.parent_watchdog import die_with_launcher
 from finetune.storage.run_log import setup_console, success
 from finetune.training.results import RunResult
+
+if TYPE_CHECKING:
+    from finetune.training.session import Session
 
 logger = logging.getLogger("finetune")
 
@@ -129,8 +132,51 @@ def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
             build_trainer = kind.load(kind.build_trainer)
         with process_group(device_type, world, config.timeout_seconds, backend):
             session.agree_on_run(config.timeout_seconds)
+            config = _choose_execution(
+                config.model_copy(update={"dtype": dtype}), kind, world, data, session, device_type
+            )
             trainer = build_trainer(config, world, data, session.start, session, device_type=device_type, dtype=dtype)
             return train_and_save(trainer, session)
+
+
+def _choose_execution(
+    config: BaseConfig, kind: RunKind, world: LaunchWorld, data: Any, session: Session, device_type: str
+) -> BaseConfig:
+    """The configuration with numbers where it says auto, by the memory that is free now; the same on every rank.
+
+    Args:
+        data: what the kind's `prepare` returned.
+    """
+    from finetune.planning.auto import choose_execution, most_sparing, open_settings
+    from finetune.planning.workload import Cluster
+    from finetune.runtime import device as devices
+    from finetune.runtime.host import HostMeter
+    from finetune.training.session import read_out_of_memory
+
+    if not open_settings(config):
+        return config
+    host = HostMeter().look()
+    free = (devices.free_memory_bytes(device_type, world.local_rank), host.memory_total_bytes - host.memory_used_bytes)
+    of_devices, of_hosts = zip(*session.control.gather(free), strict=True)
+    cluster = Cluster(
+        nodes=max(1, world.world_size // world.local_world_size),
+        devices_per_node=world.local_world_size,
+        device_type=device_type,
+        device_memory_bytes=None if None in of_devices else min(of_devices),
+        host_memory_bytes=min(of_hosts),
+        peak_flops=devices.capabilities(device_type).peak_flops,
+    )
+    tokens = float(data.train.lengths.mean()) * data.batches.global_batch_size
+    noted = read_out_of_memory(session.output_dir) is not None
+    try:
+        shape = kind.load(kind.shape)(config)
+        chosen = choose_execution(config, shape, cluster, step_tokens=tokens, out_of_memory=noted)
+    except ConfigError as error:  # a model whose sizes the planner cannot read
+        logger.info("no plan can be made of this model: %s", error.what)
+        chosen = most_sparing(config, device_type)
+    logger.log(logging.WARNING if chosen.fits is False else logging.INFO, "%s", chosen.reason)
+    session.runlog.event("execution", chosen=chosen.values, reason=chosen.reason)
+    return chosen.config
 
 
 @contextlib.contextmanager

@@ -128,7 +128,7 @@ def test_help_is_found_after_a_list_of_words() -> None:
 
 @given(st.sampled_from(sorted(set(FLAGS) - ONLY_IN_FILES)), st.booleans(), st.booleans())
 def test_dashes_underscores_and_equals_are_the_same(name: str, dashes: bool, equals: bool) -> None:
-    word = "false" if FLAGS[name].kinds <= {"boolean", "null"} else "7"
+    word = "false" if FLAGS[name].is_switch else "7"
     typed = "--" + (name.replace("_", "-") if dashes else name)
     assert values(*([f"{typed}={word}"] if equals else [typed, word])) == values(f"--{name}", word)
 

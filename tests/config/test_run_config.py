@@ -55,7 +55,7 @@ def test_defaults_are_those_that_were_agreed() -> None:
         "difficulty_field": "difficulty",
         "dtype": "auto",
         "device_type": "auto",
-        "gradient_checkpointing": None,
+        "gradient_checkpointing": "auto",
         "seed": 42,
         "save_steps": 100,
         "save_total_limit": 2,

@@ -12,6 +12,7 @@ from finetune.config.kinds import kind_names, kind_of_settings, run_kind
 from finetune.config.resolution import resolve_object
 from finetune.errors import DataError
 from finetune.planning.advice import KEPT_BY_GLIBC
+from finetune.planning.auto import with_values
 from finetune.planning.inputs import DTYPE_BYTES, shape_for, workload_of
 from finetune.planning.memory import memory_of
 from finetune.planning.traffic import flops_per_token
@@ -110,7 +111,8 @@ def check_run(run: Path, model_config: Path | None) -> Checked:
             where=str(run),
             fix="check a run that trained to its end or to a signal with this version",
         )
-    work, cluster = _planned(run, start, model_config)
+    execution = next((event for event in reversed(events) if event["event"] == "execution"), {})
+    work, cluster = _planned(run, start, execution.get("chosen", {}), model_config)
     memory = memory_of(work)
     compared = []
     if cluster.device_type == "cpu":
@@ -128,12 +130,18 @@ def check_run(run: Path, model_config: Path | None) -> Checked:
     return Checked(run.name, tuple(compared), speed, rate, share)
 
 
-def _planned(run: Path, start: dict[str, Any], model_config: Path | None) -> tuple[Workload, Cluster]:
-    """The workload of the run as it started, with the microbatches that it had instead of the largest there may be."""
+def _planned(
+    run: Path, start: dict[str, Any], chosen: dict[str, Any], model_config: Path | None
+) -> tuple[Workload, Cluster]:
+    """The workload of the run as it started, with the microbatches that it had instead of the largest there may be.
+
+    Args:
+        chosen: what the start put where the configuration says auto.
+    """
     processes = int(start["world_size"])
     path = run / "run.yaml"
     kind = kind_of_settings(read_file(path)) or run_kind(kind_names()[0])
-    config = resolve_object(path, processes, kind.config_class).config
+    config = with_values(resolve_object(path, processes, kind.config_class).config, chosen)
     cluster = Cluster(devices_per_node=processes, device_type=start["device_type"])
     work = workload_of(config, shape_for(config, model_config), cluster)
     if start["dtype"] in DTYPE_BYTES and DTYPE_BYTES[start["dtype"]] != work.computing.element_bytes:

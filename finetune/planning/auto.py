@@ -1,0 +1,190 @@
+"""`auto`: gradient checkpointing, the size of microbatches and what is offloaded, by the plan and the memory there is.
+
+Every combination of what is left open is planned; of those that fit, the one with the shortest step is taken, and of
+those that take about as long, the one that needs the least memory. All of them execute the same global batches. Pure:
+ranks that give the same numbers choose the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from math import ceil
+from typing import Any
+
+from finetune.config.run_config import BaseConfig, RunConfig
+from finetune.planning.inputs import workload_of
+from finetune.planning.memory import fits, memory_of
+from finetune.planning.shapes import ModelShape
+from finetune.planning.traffic import EFFICIENCY, computed_flops_per_token, host_traffic, network_traffic
+from finetune.planning.workload import GIB, Cluster, Workload
+from finetune.runtime.language import _
+
+OFFLOADS = ("offload_param", "offload_optimizer")  # the blocks of `zero_optimization` whose device may be auto
+# Samples of a microbatch that are tried, and the tokens beyond which a larger one gains nothing worth its memory.
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+MOST_MICROBATCH_TOKENS = 16_384
+# Ways whose steps differ by less than this are taken for equally fast.
+EQUAL_SHARE = 0.03
+# What a device is taken for where nothing is known of it. Only the choice hangs on these: an accelerator's arithmetic,
+# its network and its way to the host in use, and the time in which kernels of one layer are started, forward and
+# backward (380 kernels of 2.5 us: docs/roofline.md).
+PEAK_FLOPS = {"cpu": 2e11}
+OTHER_PEAK_FLOPS = 3e14
+NETWORK_BYTES_PER_SECOND, HOST_BYTES_PER_SECOND = 25e9, 20e9
+LAYER_SECONDS = 1e-3
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What was chosen.
+
+    Attributes:
+        config: the configuration with numbers where it said auto.
+        values: what was chosen, by the names of the settings; empty where nothing was auto.
+        reason: for people; "" where nothing was auto.
+        fits: as the plan has it; None where no memory is known, and the most sparing way was taken.
+    """
+
+    config: BaseConfig
+    values: Mapping[str, Any]
+    reason: str
+    fits: bool | None
+
+
+@dataclass(frozen=True)
+class _Way:
+    values: dict[str, Any]
+    config: BaseConfig
+    need_bytes: int
+    seconds: float
+    fits: bool | None
+
+
+def open_settings(config: BaseConfig) -> dict[str, tuple[Any, ...]]:
+    """What is left open, with the values it may take, from the most sparing of memory."""
+    found: dict[str, tuple[Any, ...]] = {}
+    zero = (config.deepspeed or {}).get("zero_optimization") or {}
+    for block in OFFLOADS:
+        if (zero.get(block) or {}).get("device") == "auto":
+            found[block] = ("cpu", "none")
+    if config.gradient_checkpointing == "auto":
+        found["gradient_checkpointing"] = (True, False)
+    if getattr(config, "micro_batch_size", None) == "auto":
+        found["micro_batch_size"] = SIZES
+    return found
+
+
+def with_values(config: BaseConfig, values: Mapping[str, Any]) -> BaseConfig:
+    """The configuration with these in place of auto."""
+    updates = {name: value for name, value in values.items() if name not in OFFLOADS}
+    if any(name in OFFLOADS for name in values):
+        updates["deepspeed"] = copy.deepcopy(config.deepspeed)
+        for name in OFFLOADS:
+            if name in values:
+                updates["deepspeed"]["zero_optimization"][name]["device"] = values[name]
+    return config.model_copy(update=updates)
+
+
+def most_sparing(config: BaseConfig, device_type: str) -> Chosen:
+    """What is taken where no plan can be made: a model whose sizes are not known, or no memory to judge by."""
+    values = {name: choices[0] for name, choices in open_settings(config).items()}
+    if device_type == "cpu" and "gradient_checkpointing" in values:
+        values["gradient_checkpointing"] = False  # a host's memory is large beside what one step keeps
+    reason = _("auto: {values}, because the memory that is needed, or that there is, is not known")
+    return Chosen(with_values(config, values), values, reason.format(values=_named(values)) if values else "", None)
+
+
+def choose_execution(
+    config: BaseConfig,
+    shape: ModelShape,
+    cluster: Cluster,
+    *,
+    step_tokens: float | None = None,
+    out_of_memory: bool = False,
+) -> Chosen:
+    """Put a value wherever the configuration says auto.
+
+    Args:
+        cluster: with the memory that is free.
+        step_tokens: of a global batch, over all devices; None: all samples are of the longest there may be.
+        out_of_memory: the last start ran out of memory: what spares most is taken. The size of microbatches is then
+            bounded by what was noted (training/build.py, make_execution).
+    """
+    choices = open_settings(config)
+    if not choices:
+        return Chosen(config, {}, "", None)
+    if out_of_memory:
+        choices = {name: few if name == "micro_batch_size" else few[:1] for name, few in choices.items()}
+    ways = list(_ways(config, shape, cluster, choices, step_tokens or config.tokens_per_step))
+    if all(way.fits is None for way in ways):
+        return most_sparing(config, cluster.device_type)
+    fitting = [way for way in ways if way.fits]
+    if not fitting:
+        least = min(ways, key=lambda way: way.need_bytes)
+        text = _("auto: {values}; by the plan not even that fits: it needs {need:.1f} GiB")
+        reason = text.format(values=_named(least.values), need=least.need_bytes / GIB)
+        return Chosen(least.config, least.values, reason, False)
+    shortest = min(way.seconds for way in fitting)
+    best = min((way for way in fitting if way.seconds <= shortest * (1 + EQUAL_SHARE)), key=lambda way: way.need_bytes)
+    return Chosen(best.config, best.values, _reason(best, ways, cluster), True)
+
+
+def _ways(
+    config: BaseConfig,
+    shape: ModelShape,
+    cluster: Cluster,
+    choices: Mapping[str, tuple[Any, ...]],
+    step_tokens: float,
+) -> Iterator[_Way]:
+    for combination in product(*choices.values()):
+        values = dict(zip(choices, combination, strict=True))
+        made = with_values(config, values)
+        work = workload_of(made, shape, cluster)
+        if isinstance(made, RunConfig):
+            if "micro_batch_size" in values and not _useful(made, work, step_tokens):
+                continue
+            work = replace(work, microbatches=max(1, ceil(step_tokens / (work.processes * work.microbatch_tokens))))
+        memory = memory_of(work)
+        need = memory.node() if cluster.device_type == "cpu" else memory.device()
+        yield _Way(values, made, need, _seconds(work, cluster, step_tokens), fits(memory, cluster))
+
+
+def _useful(config: RunConfig, work: Workload, step_tokens: float) -> bool:
+    """Whether a microbatch of this size is one that the rule of the batch allows and that a step can fill."""
+    size = config.micro_batch_size
+    if size == 1:
+        return True
+    assert isinstance(size, int)
+    filled = work.microbatch_tokens * work.processes <= max(step_tokens, work.longest * work.processes)
+    return config.global_batch_size % size == 0 and filled and work.microbatch_tokens <= MOST_MICROBATCH_TOKENS
+
+
+def _seconds(work: Workload, cluster: Cluster, step_tokens: float) -> float:
+    """Of a step, to compare ways by: computing, starting kernels, moving; nothing overlaps."""
+    peak = cluster.peak_flops or PEAK_FLOPS.get(cluster.device_type, OTHER_PEAK_FLOPS)
+    computing = computed_flops_per_token(work) * step_tokens / work.processes / (peak * EFFICIENCY)
+    layers = work.shape.layers * (4 / 3 if work.computing.checkpointing else 1)  # a forward is a third
+    starting = 0.0 if cluster.device_type == "cpu" else work.microbatches * layers * LAYER_SECONDS
+    network = network_traffic(work).bytes / (cluster.network_bytes_per_second or NETWORK_BYTES_PER_SECOND)
+    host = host_traffic(work).bytes / (cluster.host_bytes_per_second or HOST_BYTES_PER_SECOND)
+    return computing + starting + network + host
+
+
+def _named(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {str(value).lower()}" for name, value in values.items())
+
+
+def _reason(best: _Way, ways: list[_Way], cluster: Cluster) -> str:
+    on_cpu = cluster.device_type == "cpu"
+    there = cluster.host_memory_bytes if on_cpu else cluster.device_memory_bytes
+    text = _("auto: {values}; by the plan it needs {need:.1f} of {there:.1f} GiB")
+    reason = text.format(values=_named(best.values), need=best.need_bytes / GIB, there=(there or 0) / GIB)
+    faster = [way for way in ways if way.seconds < best.seconds and not way.fits]
+    if faster:
+        nearest = min(faster, key=lambda way: way.need_bytes)
+        text = _("; what would be faster does not fit: {values} needs {need:.1f} GiB")
+        reason += text.format(values=_named(nearest.values), need=nearest.need_bytes / GIB)
+    return reason
