@@ -1,8 +1,8 @@
 """`auto`: gradient checkpointing, the size of microbatches and what is offloaded, by the plan and the memory there is.
 
-Every combination of what is left open is planned; of those that fit, the one with the shortest step is taken, and of
-those that take about as long, the one that needs the least memory. All of them execute the same global batches. Pure:
-ranks that give the same numbers choose the same.
+Every combination of what is left open is planned. Of those that fit the one with the shortest step is taken; among
+those that take about as long, the one that offloads least, then the one that needs the least memory. All of them
+execute the same global batches. Pure: ranks that give the same numbers choose the same.
 """
 
 from __future__ import annotations
@@ -61,6 +61,11 @@ class _Way:
     need_bytes: int
     seconds: float
     fits: bool | None
+
+    @property
+    def offloads(self) -> int:
+        """How much is offloaded: of ways that should take as long, the one with the fewest moving parts is better."""
+        return sum(self.values.get(name) == "cpu" for name in OFFLOADS)
 
 
 def open_settings(config: BaseConfig) -> dict[str, tuple[Any, ...]]:
@@ -128,7 +133,8 @@ def choose_execution(
         reason = text.format(values=_named(least.values), need=least.need_bytes / GIB)
         return Chosen(least.config, least.values, reason, False)
     shortest = min(way.seconds for way in fitting)
-    best = min((way for way in fitting if way.seconds <= shortest * (1 + EQUAL_SHARE)), key=lambda way: way.need_bytes)
+    equal = [way for way in fitting if way.seconds <= shortest * (1 + EQUAL_SHARE)]
+    best = min(equal, key=lambda way: (way.offloads, way.need_bytes))
     return Chosen(best.config, best.values, _reason(best, ways, cluster), True)
 
 
