@@ -9,7 +9,8 @@ READY  := $(VENV)/.ready
 .PHONY: demo pretrain-demo test test-slow check lock translations grid crash faults clean-venv
 
 # All but torch has its hash in requirements.lock, and --no-deps keeps anything else out. What builds DeepSpeed goes first. torch and
-# what comes with its build are the machine's own; the rest of what torch needs is there by then.
+# what comes with its build are the machine's own (TORCH says which); the rest of what torch needs is there by then.
+TORCH   ?= -c constraints.txt torch
 INSTALL := $(BIN)/python -m pip install --quiet
 LOCKED  := $(INSTALL) --require-hashes --no-deps
 $(READY): setup.cfg pyproject.toml constraints.txt requirements.lock
@@ -17,7 +18,7 @@ $(READY): setup.cfg pyproject.toml constraints.txt requirements.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	sed -nE '/^(pip|setuptools|wheel)==/,/[^\\]$$/p' requirements.lock | $(LOCKED) -r /dev/stdin
 	DS_BUILD_OPS=0 $(LOCKED) --no-build-isolation -r requirements.lock
-	$(INSTALL) -c constraints.txt torch
+	$(INSTALL) $(TORCH)
 	$(INSTALL) --no-deps --no-build-isolation -e .
 	$(BIN)/python -m pip check
 	-DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(abspath $(VENV))/torch_extensions $(BIN)/python -c \

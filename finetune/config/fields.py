@@ -111,6 +111,10 @@ def ordered_fields(model_class: type[BaseModel]) -> list[str]:
 
 Text = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
+NpuTuning = Annotated[
+    Literal["none"] | tuple[Literal["core-binding", "task-queue"], ...],
+    BeforeValidator(_names("none"), json_schema_input_type=Literal["none", "core-binding", "task-queue"] | list[str]),
+]
 # Whether activations are recomputed; null is the old word for auto.
 Recompute = Annotated[bool | Literal["auto"], BeforeValidator(lambda value: "auto" if value is None else value)]
 # Steps, or below 1 a fraction of them.

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 from finetune.config.fields import (
     CurriculumConfig,
     Names,
+    NpuTuning,
     Paths,
     Positive,
     Recompute,
@@ -36,6 +37,7 @@ from finetune.config.precedence import Rule
 from finetune.config.rules import RULES_FOR_FINE_TUNING, batch_problem
 from finetune.config.schedules import PretrainingScheduleName, ScheduleName, described
 from finetune.runtime.language import _
+from finetune.runtime.npu_tuning import npu_variables
 
 
 class BaseConfig(Strict):
@@ -71,6 +73,16 @@ class BaseConfig(Strict):
     )
     gradient_checkpointing: Recompute = device_setting(
         "auto", "Recompute activations in the backward pass instead of keeping them; auto by the memory there is."
+    )
+    npu_tuning: NpuTuning = device_setting(
+        "none",
+        "Against a host that is too slow for its NPUs: core-binding (CPU_AFFINITY_CONF=2), task-queue "
+        "(TASK_QUEUE_ENABLE=2, which may need more memory).",
+        min_length=1,
+        unit="none|core-binding,task-queue",
+    )
+    hccl_buffer_mb: Positive | None = device_setting(
+        None, "Size of the two buffers of an HCCL communicator (HCCL_BUFFSIZE).", unit="MB", shown_default="HCCL's, 200"
     )
     timeout_seconds: int = device_setting(
         1800, "Longest wait for another process before giving up.", ge=1, unit="seconds"
@@ -114,6 +126,11 @@ class BaseConfig(Strict):
     def trains_all_weights(self) -> bool:
         """Whether every weight is trained, so that each has gradients and moments and is in every checkpoint."""
         return True
+
+    @property
+    def npu_variables(self) -> dict[str, tuple[str, str]]:
+        """Environment variables that the run asks for on NPUs: name -> (value, why)."""
+        return npu_variables(() if self.npu_tuning == "none" else self.npu_tuning, self.hccl_buffer_mb)
 
     @property
     def tokens_per_step(self) -> int:

@@ -18,6 +18,7 @@ from finetune.planning.activations import Computing
 from finetune.planning.shapes import KNOWN_MODELS, ModelShape, known_config, read_shape, shape_of_config, shape_of_model
 from finetune.planning.workload import Cluster, Sharding, Workload
 from finetune.runtime.device import DEVICE_KINDS
+from finetune.runtime.npu_tuning import hccl_buffer_bytes
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 DEFAULT_VOCABULARY = 32768  # of `prepare` where pretraining's token files are not there yet
@@ -143,6 +144,7 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
         device_type=cluster.device_type,
         file_bytes=size,
         loader_workers=config.dataloader_num_workers,
+        hccl_bytes=_hccl_bytes(config, cluster),
         # A character of text is about a quarter of a token; a token is 4 bytes of id and 1 of mask.
         data_bytes=int(1.25 * sum(_size(path) for path in (*config.data, *config.valid_data))),
     )
@@ -174,8 +176,18 @@ def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Clu
         device_type=cluster.device_type,
         file_bytes=0,
         loader_workers=config.dataloader_num_workers,
+        hccl_bytes=_hccl_bytes(config, cluster),
         data_bytes=sum(_size(path) for path in (*config.train_data_path, *config.valid_data_path)),
     )
+
+
+def _hccl_bytes(config: BaseConfig, cluster: Cluster) -> int:
+    """Of a run on several NPUs: torch's group of all, DeepSpeed's own of all, and that of hpZ's second copies."""
+    if cluster.device_type != "npu" or cluster.devices == 1:
+        return 0
+    zero = (config.deepspeed or {}).get("zero_optimization") or {}
+    communicators = 1 + bool(config.deepspeed) + (int(zero.get("zero_hpz_partition_size", 1)) > 1)
+    return hccl_buffer_bytes(config.hccl_buffer_mb, communicators)
 
 
 def sharding_of(deepspeed: Mapping[str, Any] | None, shape: ModelShape, lora_rank: int) -> Sharding:
@@ -206,6 +218,7 @@ def sharding_of(deepspeed: Mapping[str, Any] | None, shape: ModelShape, lora_ran
         max_reuse_distance=number("stage3_max_reuse_distance", 1_000_000_000, 1_000_000_000),
         sub_group=number("sub_group_size", 1_000_000_000, 1_000_000_000),
         overlap=bool(zero.get("overlap_comm", stage == 3)),
+        hpz=max(1, int(zero.get("zero_hpz_partition_size", 1))) if stage == 3 else 1,
     )
 
 

@@ -109,6 +109,14 @@ def _surroundings(work: Workload) -> list[Term]:
     workers = WORKER_BYTES * work.loader_workers
     return [
         Term("framework", context, "device", "context", "public reports, not measured here", PHASES),
+        Term(
+            "buffers",
+            work.hccl_bytes,
+            "device",
+            "2 x HCCL_BUFFSIZE x communicators",
+            "CANN environment variables, HCCL_BUFFSIZE; how many communicators there are is assumed",
+            TRAINING,
+        ),
         Term("framework", libraries, "host", "imports and libraries", measured, PHASES),
         Term("loader", workers, "host", "300 MiB x loader processes", "assumed", TRAINING),
         Term("loader", work.data_bytes, "host", "5 B x tokens, mapped", "ours: data/samples.py", PHASES, once=True),

@@ -164,10 +164,18 @@ def _shardings(work: Workload) -> list[Sharding]:
     """The ways to shard a fine-tuning run; the given numbers of elements stay. None for pretraining, which has DDP."""
     if work.muon or (work.computing.full and not work.sharding.engine and not work.file_bytes):
         return []
-    plain = replace(work.sharding, engine=False, stage=0, offload_optimizer=False, offload_param=False)
+    hpz = work.sharding.hpz
+    plain = replace(work.sharding, engine=False, stage=0, offload_optimizer=False, offload_param=False, hpz=1)
     stages = ((2, False, False), (2, True, False), (3, False, False), (3, True, False), (3, True, True))
     return [plain] + [
-        replace(plain, engine=True, stage=stage, offload_optimizer=optimizer, offload_param=weights)
+        replace(
+            plain,
+            engine=True,
+            stage=stage,
+            offload_optimizer=optimizer,
+            offload_param=weights,
+            hpz=hpz if stage == 3 else 1,
+        )
         for stage, optimizer, weights in stages
     ]
 

@@ -126,6 +126,14 @@ def _zero3(work: Workload) -> list[Term]:
         copy = Term("gradients", 4 * share, "host", "4 B x P_t / N: the optimizer's own", copy_source)
     return [
         Term("weights", part, weights, f"{c} B x P / N", f"{_ZERO}, sec. 5.3", PHASES),
+        Term(
+            "weights",
+            c * ceil(work.parameters / sharding.hpz) if sharding.hpz > 1 else 0,
+            weights,
+            f"{c} B x P / hpZ: the second copy, within a node",
+            "deepspeed 0.19.8 runtime/zero/partition_parameters.py: _partition_param_sec",
+            STEP,
+        ),
         *_gathered(work),
         Term(
             "weights", MASTER * share, location, "4 B x P_t / N: float32 masters", f"{_STAGE3}: _create_fp32_partitions"

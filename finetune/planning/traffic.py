@@ -58,7 +58,15 @@ def network_traffic(work: Workload) -> Traffic:
         source = "ZeRO paper, sec. 7.2.1; a reduction per microbatch"
         sent = int(part * c * work.trained * (reductions + 1))
         return Traffic(sent, "(N-1)/N x P_t x (microbatches + 1)", source)
-    gathered = 2 * c * (work.parameters - work.adapter - work.shape.small)
+    whole = work.parameters - work.adapter - work.shape.small
+    if work.sharding.hpz > 1:
+        # The second copy of what is not trained never expires (partitioned_param_coordinator.py): it is gathered from
+        # all processes in the first step only.
+        across = 0 if work.adapter else c * whole
+        formula = "across nodes only: (N-1)/N x microbatches x (" + ("" if work.adapter else "P + ") + "P_t)"
+        source = "ZeRO++ (Wang et al. 2023), hpZ: the backward pass gathers within a node"
+        return Traffic(int(part * count * (across + c * work.trained)), formula, source)
+    gathered = 2 * c * whole
     formula = "(N-1)/N x microbatches x (2 P + P_t)"
     source = "ZeRO paper, sec. 7.2.2: gathered for forward and backward"
     return Traffic(int(part * count * (gathered + c * work.trained)), formula, source)

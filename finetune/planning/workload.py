@@ -56,6 +56,7 @@ class Sharding:
         reduce_bucket, prefetch_bucket, persistence_threshold, max_live, max_reuse_distance, sub_group: DeepSpeed's
             numbers of elements, with its defaults.
         overlap: `overlap_comm`: ZeRO-1 and -2 have a second bucket.
+        hpz: `zero_hpz_partition_size`: processes, those of a node, that hold a second copy of all weights; 1 for none.
     """
 
     engine: bool = False
@@ -69,6 +70,7 @@ class Sharding:
     max_reuse_distance: int = 1_000_000_000
     sub_group: int = 1_000_000_000
     overlap: bool = False
+    hpz: int = 1
 
     @property
     def name(self) -> str:
@@ -76,7 +78,8 @@ class Sharding:
         if not self.engine:
             return "none"
         offloads = [n for n, on in (("optimizer", self.offload_optimizer), ("weights", self.offload_param)) if on]
-        return f"ZeRO-{self.stage}" + (f" + offload of {' and '.join(offloads)}" if offloads else "")
+        copy = f" + hpZ of {self.hpz}" if self.hpz > 1 else ""
+        return f"ZeRO-{self.stage}{copy}" + (f" + offload of {' and '.join(offloads)}" if offloads else "")
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ class Workload:
         fused: the optimizer's kernel needs no temporaries.
         file_bytes: bytes of a parameter in the model's files; 0 for a model from scratch.
         data_bytes: of tokenized data, memory-mapped.
+        hccl_bytes: of HCCL's buffers on a device.
         saves: a checkpoint or the result is written.
     """
 
@@ -112,6 +116,7 @@ class Workload:
     file_bytes: int = 2
     loader_workers: int = 0
     data_bytes: int = 0
+    hccl_bytes: int = 0
     saves: bool = True
 
     @property

@@ -16,6 +16,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -101,7 +102,13 @@ def probe_torch_npu() -> None:
     )
 
 
-def prepare_environment(world: LaunchWorld, *, use_deepspeed: bool, timeout_seconds: int) -> list[str]:
+def prepare_environment(
+    world: LaunchWorld,
+    *,
+    use_deepspeed: bool,
+    timeout_seconds: int,
+    npu_variables: Mapping[str, tuple[str, str]] | None = None,
+) -> list[str]:
     """Set what the user did not, before torch is imported. Returns a line per variable: what was set and why.
 
     A variable that the user set is never changed, with three exceptions that would silently train something else:
@@ -143,6 +150,8 @@ def prepare_environment(world: LaunchWorld, *, use_deepspeed: bool, timeout_seco
         for name in ("HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT"):
             default(name, str(timeout_seconds), "the same limit as the process group's")
         default("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True", fragmentation)
+        for name, (value, why) in (npu_variables or {}).items():
+            default(name, value, why)
     if shutil.which("nvidia-smi"):
         default("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", fragmentation)
     default("TOKENIZERS_PARALLELISM", "false", "tokenising is parallel by processes")

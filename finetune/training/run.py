@@ -201,7 +201,10 @@ def _check(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> None:
         logger.log(logging.WARNING if probably_wrong else logging.INFO, "%s", note.removeprefix("warning: "))
     probe_torch_npu()
     for line in prepare_environment(
-        world, use_deepspeed=bool(config.deepspeed), timeout_seconds=config.timeout_seconds
+        world,
+        use_deepspeed=bool(config.deepspeed),
+        timeout_seconds=config.timeout_seconds,
+        npu_variables=config.npu_variables,
     ):
         logger.info("environment: %s", line)
     raise_problems([*kind.check(config), *_missing_packages(config)])

@@ -66,6 +66,8 @@ def test_defaults_are_those_that_were_agreed() -> None:
         "allow_data_change": False,
         "packing": True,
         "timeout_seconds": 1800,
+        "npu_tuning": "none",
+        "hccl_buffer_mb": None,
         "template": None,
         "on_bad_row": "refuse",
         "log_samples": False,

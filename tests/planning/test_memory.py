@@ -9,17 +9,46 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_workloads import SMALL, known_shape, of_kind, workload
 
+from finetune.config.resolution import resolve_object
 from finetune.planning.activations import Computing, block_bytes_per_token, loss_bytes
+from finetune.planning.inputs import workload_of
 from finetune.planning.memory import Memory, memory_of
 from finetune.planning.shapes import KNOWN_MODELS, shape_of_config, shape_of_model
-from finetune.planning.traffic import computed_flops_per_token, flops_per_token, host_traffic
-from finetune.planning.workload import Sharding
+from finetune.planning.traffic import computed_flops_per_token, flops_per_token, host_traffic, network_traffic
+from finetune.planning.workload import Cluster, Sharding
 
 NAMES = [name for name in KNOWN_MODELS if "-4B" not in name]
 DEVICES = (1, 4, 8, 16, 64)
 
 
 # ---------------------------------------------------------------- terms
+
+
+def test_a_second_copy_within_the_node_costs_memory_and_spares_the_network():
+    """hpZ (ZeRO++, Wang et al. 2023, section 3.2): M x P / (processes of a node) more; frozen weights cross once."""
+    shape = known_shape("Qwen/Qwen2.5-7B")
+    for lora in (True, False):
+        plain = workload(shape, lora=lora, sharding=Sharding(engine=True, stage=3), devices=16)
+        copied = replace(plain, sharding=replace(plain.sharding, hpz=8))
+        more = of_kind(copied, "weights") - of_kind(plain, "weights")
+        assert more == pytest.approx(2 * plain.parameters / 8, rel=1e-6)
+        before, after = network_traffic(plain).bytes, network_traffic(copied).bytes
+        trained = 15 / 16 * 4 * 2 * plain.trained  # a reduction of each of four microbatches
+        assert after == pytest.approx(trained if lora else (before + trained) / 2, rel=2e-3)
+    assert "hpZ of 8" in copied.sharding.name and "hpZ" not in plain.sharding.name
+
+
+def test_buffers_of_hccl_are_planned_for_several_npus_only():
+    given = {"model": "Qwen/Qwen3-8B", "data": "x.jsonl", "output_dir": "out"}
+    keys = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}
+
+    def buffers(devices: int, kind: str = "npu", **more: object) -> int:
+        config = resolve_object({**given, **more}, devices).config
+        return workload_of(config, known_shape("Qwen/Qwen3-8B"), Cluster(1, devices, kind)).hccl_bytes
+
+    assert buffers(1) == buffers(8, "cuda") == 0
+    assert buffers(8) == 2 * 200 * 2**20
+    assert buffers(8, deepspeed=keys, hccl_buffer_mb=100) == 3 * 2 * 100 * 2**20
 
 
 def test_the_state_of_full_training_is_that_of_the_zero_paper():

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from launching import ROOT, run_cli, said
 from finetune.errors import ConfigError
 from finetune.runtime import device as devices
 from finetune.runtime.device import DEVICE_KINDS, LaunchWorld
+from finetune.runtime.npu_tuning import npu_variables
 
 ONE = LaunchWorld(0, 0, 1, 1, launched=False)
 TWO = LaunchWorld(1, 1, 2, 2, launched=True)
@@ -84,10 +86,10 @@ def test_a_free_port_can_be_bound():
 # ---------------------------------------------------------------- the environment
 
 
-def prepare(world: LaunchWorld = ONE, *, use_deepspeed: bool = False) -> dict[str, str]:
+def prepare(world: LaunchWorld = ONE, *, use_deepspeed: bool = False, **more: Any) -> dict[str, str]:
     """Variables that were set; each is also said, with a reason."""
     before = dict(os.environ)
-    said = devices.prepare_environment(world, use_deepspeed=use_deepspeed, timeout_seconds=77)
+    said = devices.prepare_environment(world, use_deepspeed=use_deepspeed, timeout_seconds=77, **more)
     added = {name: value for name, value in os.environ.items() if name not in before}
     assert sorted(line.split(": ")[0] for line in said) == sorted(f"{name}={value}" for name, value in added.items())
     assert all(line.split(": ", 1)[1] for line in said)
@@ -124,6 +126,16 @@ def test_what_the_user_set_is_never_changed(monkeypatch: pytest.MonkeyPatch):
         os.environ[name] = "the user's"
     assert prepare(LaunchWorld(0, 0, 2, 2, launched=False), use_deepspeed=True) == {}
     assert {os.environ[name] for name in names} == {"the user's"}
+
+
+def test_tuning_of_npus_is_set_where_there_are_some(monkeypatch: pytest.MonkeyPatch):
+    asked = npu_variables(("core-binding", "task-queue"), 400)
+    assert npu_variables((), None) == {}, "nothing unless asked for"
+    assert not set(asked) & set(prepare(npu_variables=asked)), "no torch_npu here"
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: object())
+    os.environ["TASK_QUEUE_ENABLE"] = "1"
+    added = prepare(npu_variables=asked)
+    assert (added["CPU_AFFINITY_CONF"], added["HCCL_BUFFSIZE"]) == ("2", "400") and "TASK_QUEUE_ENABLE" not in added
 
 
 def test_operators_are_built_once_per_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

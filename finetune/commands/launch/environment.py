@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,6 +44,8 @@ class LaunchFacts:
     # Network interface that leads to the first node; None where it is not known or is this machine's own.
     interface: str | None = None
     report_to: tuple[str, ...] = ()  # trackers of the run
+    # What the run asks for on NPUs: name -> (value, why).
+    npu_variables: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 def variables(facts: LaunchFacts, environment: Mapping[str, str]) -> list[Variable]:
@@ -81,6 +83,7 @@ def _collectives(facts: LaunchFacts) -> list[Variable]:
         lowest, highest = HCCL_CONNECT_SECONDS
         found.append(Variable("HCCL_CONNECT_TIMEOUT", str(min(max(seconds, lowest), highest)), limit))
         found.append(Variable("HCCL_EXEC_TIMEOUT", str(seconds), limit))
+        found += [Variable(name, value, why) for name, (value, why) in facts.npu_variables.items()]
     if facts.nodes > 1 and facts.interface:
         why = _("the interface that leads to the first node")
         found.append(Variable("GLOO_SOCKET_IFNAME", facts.interface, why))

@@ -123,6 +123,7 @@ def make_launch_spec(options: LaunchOptions, flags: Sequence[str]) -> LaunchSpec
         timeout_seconds=config.timeout_seconds,
         interface=interface_to(nodes.address) if nodes.count > 1 else None,
         report_to=() if trackers == "auto" else tuple(trackers),
+        npu_variables=config.npu_variables,
     )
     added = variables(facts, environment)
     more, notes = _compile_flags(config)

@@ -127,10 +127,11 @@ def _step(plan: Plan) -> list[str]:
 def _choices(plan: Plan) -> list[str]:
     lines = [_("ways to shard it:")]
     names = (_("device"), _("host"), _("network/step"), _("host/step"))
+    width = max([40, *(len(choice.sharding.name) for choice in plan.choices)])
     for choice in plan.choices:
         cells = (choice.device_bytes, choice.node_bytes, choice.network.bytes, choice.host.bytes)
         numbers = "  ".join(f"{name} {gib(value):>11}" for name, value in zip(names, cells, strict=True))
-        lines.append(f"  {choice.sharding.name:<40} {numbers}  {_(FITS[choice.fits])}")
+        lines.append(f"  {choice.sharding.name:<{width}} {numbers}  {_(FITS[choice.fits])}")
     return lines
 
 

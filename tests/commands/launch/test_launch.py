@@ -35,6 +35,7 @@ from finetune.runtime import nodes as launch_nodes
 from finetune.runtime import ports as launch_ports
 from finetune.runtime.language import speaking
 from finetune.runtime.nodes import expand_nodelist, nodes_here
+from finetune.runtime.npu_tuning import npu_variables
 from finetune.runtime.ports import LOOPBACK, candidates, hold_port, listening_address, listens, own_addresses
 from finetune.storage import launch_record
 from finetune.storage.checkpoint_files import CheckpointWriter
@@ -216,6 +217,14 @@ def test_what_is_set_for_npus_on_several_nodes():
         "HCCL_SOCKET_IFNAME": "=eth1",
         "WANDB_MODE": "offline",
     }
+
+
+def test_tuning_of_npus_is_set_for_npus_alone():
+    asked = npu_variables(("core-binding", "task-queue"), 512)
+    added = {"CPU_AFFINITY_CONF": "2", "TASK_QUEUE_ENABLE": "2", "HCCL_BUFFSIZE": "512"}
+    assert values(replace(NPUS, npu_variables=asked)).items() >= added.items()
+    assert not added.keys() & values(LaunchFacts("cuda", 2, 1, 60, npu_variables=asked)).keys()
+    assert "TASK_QUEUE_ENABLE" not in values(replace(NPUS, npu_variables=asked), {"TASK_QUEUE_ENABLE": "0"})
 
 
 def test_what_is_set_elsewhere():
