@@ -195,6 +195,9 @@ class RunConfig(BaseConfig):
     lora_target_modules: Names = adapter_setting(
         "all-linear", "Modules that get an adapter, by their names.", min_length=1
     )
+    fused_lora: bool = adapter_setting(
+        True, "Compute each linear layer and its adapter as one function; off takes peft's own, slower one."
+    )
     learning_rate: float = optimizer_setting(
         default_factory=lambda values: 2e-5 if values.get("finetuning") == "full" else 2e-4,
         description="Highest learning rate, reached after the warm-up.",

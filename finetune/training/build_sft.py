@@ -16,6 +16,7 @@ from finetune.config.run_config import RunConfig
 from finetune.config.schedules import ScheduleSettings, learning_rate_schedule, warmup_count
 from finetune.data.dataset import Samples
 from finetune.data.steps import InOrder, StepBatches
+from finetune.modeling.lora import fuse_lora
 from finetune.modeling.loss import make_chunked_head
 from finetune.modeling.pretrained import DTYPES, add_adapter, count_parameters, load_model
 from finetune.planning.inputs import recomputes
@@ -127,7 +128,12 @@ def _model(config: RunConfig, device_type: str, dtype: str) -> torch.nn.Module:
     model = load_model(
         config, device_type=device_type, dtype=dtype, model_dtype=model_dtype, zero3=zero_stage(config) == 3
     )
-    return add_adapter(model, config, one_dtype=bool(config.deepspeed)) if lora else model
+    if not lora:
+        return model
+    adapted = add_adapter(model, config, one_dtype=bool(config.deepspeed))
+    if config.fused_lora:
+        fuse_lora(adapted)
+    return adapted
 
 
 def _context(config: RunConfig, world: LaunchWorld, data: Prepared, start: Resume, session: Session) -> RunContext:
