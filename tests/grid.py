@@ -78,11 +78,13 @@ class Cell:
     micro_batch_size: int
     model: str = ""  # one of MODELS; else the Qwen3 of the tests
     dropout: float = 0.0
+    fused_lora: bool = True
 
     @property
     def name(self) -> str:
         packing = "packed" if self.packing else "padded"
         own = "".join(f"-{part}".replace(" ", "_") for part in (self.model, self.dropout) if part)
+        own += "" if self.fused_lora else "-peft"
         return f"{self.finetuning}-{self.layout}-{self.processes}-{packing}-{self.micro_batch_size}{own}"
 
     @property
@@ -96,6 +98,7 @@ class Cell:
             folder / self.name,
             model=str(model),
             lora_dropout=self.dropout,
+            fused_lora=self.fused_lora,
             finetuning=self.finetuning,
             packing=self.packing,
             micro_batch_size=self.micro_batch_size,
@@ -119,7 +122,8 @@ def cells() -> list[Cell]:
     ways = itertools.product(("lora", "full"), runs.LAYOUTS, (1, 2), (True, False), (1, 4))
     others = (("plain", 1, False, 4), ("plain", 2, True, 4), ("zero2", 2, True, 1), ("zero3", 2, False, 4))
     of_models = [Cell(kind, *way, model) for model in MODELS for kind in ("lora", "full") for way in others]
-    return [Cell(*way) for way in ways] + of_models + [Cell("lora", *way, dropout=0.3) for way in others]
+    of_adapters = [Cell("lora", *way, **own) for own in ({"dropout": 0.3}, {"fused_lora": False}) for way in others]
+    return [Cell(*way) for way in ways] + of_models + of_adapters
 
 
 def starting_weights(cell: Cell, materials: runs.Materials, folder: Path) -> dict[str, Any]:
@@ -223,7 +227,7 @@ def table(outcomes: list[Outcome], seconds: float) -> str:
         sharding = {"plain": "none" if cell.processes == 1 else "DDP"}.get(cell.layout, cell.layout.replace("_", " + "))
         differences = [f"{found:.1e}" for found in (outcome.loss_difference, outcome.weight_difference)]
         columns = (
-            f"dropout {cell.dropout}" if cell.dropout else cell.model,
+            f"dropout {cell.dropout}" if cell.dropout else cell.model if cell.fused_lora else "peft's own LoRA",
             cell.finetuning,
             sharding,
             cell.processes,

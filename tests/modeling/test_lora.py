@@ -1,0 +1,371 @@
+"""The fused LoRA layers against peft's own: outputs, gradients, what is kept, how many kernels run."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from finetune.modeling.lora import LayerGroup, fuse_lora
+
+QKV = ("q_proj", "k_proj", "v_proj")
+WIDTHS = {"q_proj": 24, "k_proj": 8, "v_proj": 10}
+
+
+class Attention(nn.Module):
+    """Calls its projections in a given order, and can fail between two of them."""
+
+    def __init__(self, width: int, *, bias: bool = False, order: Sequence[str] = QKV) -> None:
+        super().__init__()
+        for name in QKV:
+            setattr(self, name, nn.Linear(width, WIDTHS[name], bias=bias))
+        self.order, self.fails = order, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = {}
+        for name in self.order:
+            outputs[name] = getattr(self, name)(x)
+            if self.fails:
+                raise MemoryError("between two projections")
+        return torch.cat([outputs[name].tanh() for name in QKV if name in outputs], -1)
+
+
+class Model(nn.Module):
+    def __init__(self, width: int, **attention: Any) -> None:
+        super().__init__()
+        self.attention = Attention(width, **attention)
+        self.o_proj = nn.Linear(sum(WIDTHS[name] for name in self.attention.order), width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.o_proj(self.attention(x))
+
+
+def adapted(model: nn.Module, *, targets: str | Sequence[str] = (*QKV, "o_proj"), **options: Any) -> Any:
+    """With an adapter whose B are not zero."""
+    generator = torch.Generator().manual_seed(5)
+    lora = LoraConfig(
+        **{"r": 4, "lora_alpha": 6, "target_modules": targets if isinstance(targets, str) else list(targets), **options}
+    )
+    model = get_peft_model(model, lora)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model
+
+
+def pair(dtype: torch.dtype = torch.float64, **options: Any) -> tuple[Any, Any]:
+    """The same model twice: peft's own, and with its layers fused."""
+    lora = {name: options.pop(name) for name in ("targets", "lora_dropout", "r", "lora_alpha") if name in options}
+    torch.manual_seed(0)
+    plain = adapted(Model(16, **options).to(dtype), **lora)
+    if dtype == torch.float64:
+        plain.double()
+    fused = copy.deepcopy(plain)
+    assert fuse_lora(fused) == len(lora.get("targets", (*QKV, "o_proj")))
+    return plain, fused
+
+
+def numbers(width: int = 16, rows: tuple[int, ...] = (2, 5), dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(*rows, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+
+
+def results(model: nn.Module, x: torch.Tensor, run: Callable[..., torch.Tensor] | None = None) -> list[torch.Tensor]:
+    """Output, gradient of the input and of every trained parameter; gradients of two microbatches add up."""
+    x = x.clone().requires_grad_()
+    torch.manual_seed(7)
+    outputs = [run(model, x) if run else model(x) for _ in range(2)]
+    for output in reversed(outputs):  # two microbatches in flight
+        output.square().mean().backward()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = [parameter.grad for parameter in trained]
+    assert all(gradient is not None for gradient in gradients)
+    assert [gradient.dtype for gradient in gradients] == [parameter.dtype for parameter in trained]
+    for parameter in trained:
+        parameter.grad = None
+    return [outputs[0].detach(), x.grad, *gradients]
+
+
+def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 1e-9) -> None:
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+        assert float((ours - theirs).detach().abs().max()) <= tolerance * max(1.0, float(theirs.detach().abs().max()))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.sampled_from([(7,), (1, 1), (2, 5), (2, 3, 4)]),
+    targets=st.sampled_from([(*QKV, "o_proj"), ("q_proj", "v_proj"), ("k_proj",), ("k_proj", "v_proj", "o_proj")]),
+    order=st.permutations(QKV),
+    rank=st.integers(1, 5),
+    alpha=st.integers(1, 9),
+    bias=st.booleans(),
+    dropout=st.sampled_from([0.0, 0.4]),
+)
+def test_equal_to_peft_in_float64(rows, targets, order, rank, alpha, bias, dropout) -> None:
+    # One order of draws on both sides: peft drops at each call, the fused layers at the first.
+    order = QKV if dropout else order
+    plain, fused = pair(targets=targets, order=order, bias=bias, r=rank, lora_alpha=alpha, lora_dropout=dropout)
+    x = numbers(rows=rows)
+    assert_same(results(fused, x), results(plain, x))
+    assert_same([fused.eval()(x)], [plain.eval()(x)])
+
+
+def recomputed(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(model, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_recomputation_gives_the_same(dropout: float) -> None:
+    plain, fused = pair(lora_dropout=dropout)
+    expected = results(plain, numbers())
+    assert_same(results(plain, numbers(), recomputed), expected)
+    assert_same(results(fused, numbers(), recomputed), expected)
+    assert not group_of(fused.base_model.model.attention.q_proj)._waiting
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_is_not_less_exact_than_peft(dtype: torch.dtype) -> None:
+    """Adapters in float32 under autocast, against float64; gradients come out in float32 too."""
+    plain, fused = pair(dtype)
+    exact = copy.deepcopy(plain).double()
+    x = numbers(rows=(64,), dtype=dtype)
+    expected = results(exact, x.double())
+
+    def run(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype):
+            return model(x)
+
+    def errors(model: nn.Module) -> list[float]:
+        pairs = zip(results(model, x, run), expected, strict=True)
+        return [float((found.double() - right).norm() / right.norm()) for found, right in pairs]
+
+    ours, theirs = errors(fused), errors(plain)
+    assert sum(ours) <= 1.05 * sum(theirs)
+    assert all(mine <= 2 * other for mine, other in zip(ours, theirs, strict=True)), (ours, theirs)
+
+
+def group_of(layer: Any) -> LayerGroup:
+    return layer.forward.func.__self__
+
+
+def test_a_forward_that_fails_leaves_nothing_behind() -> None:
+    """What the other projections would have taken holds the graph of all layers before."""
+    _, fused = pair()
+    attention = fused.base_model.model.attention
+    attention.fails = True
+    x = numbers().requires_grad_() * 1.0
+    before = weakref.ref(x)
+    with contextlib.suppress(MemoryError):
+        fused(x)
+    del x
+    gc.collect()
+    assert before() is None
+    attention.fails = False
+    plain, _ = pair()
+    assert_same(results(fused, numbers()), results(plain, numbers()))
+
+
+def test_other_inputs_are_told_apart() -> None:
+    plain, fused = pair()
+
+    def use(model: Any, x: torch.Tensor) -> torch.Tensor:
+        a, x = model.base_model.model.attention, x * 1.0
+        parts = [a.q_proj(x), a.k_proj(x + 1), a.q_proj(x)]  # another tensor, the same layer twice
+        parts.append(a.v_proj(x))
+        parts.append(a.k_proj(x.clone()))
+        return torch.cat(parts, -1)
+
+    assert_same(results_of(fused, use), results_of(plain, use))
+
+    def changed(model: Any, x: torch.Tensor) -> torch.Tensor:
+        a, x = model.base_model.model.attention, x.detach() * 1.0
+        with torch.no_grad():
+            first = a.q_proj(x)
+        second = a.k_proj(x)
+        del second
+        x.add_(1.0)  # the same tensor, with other numbers
+        return torch.cat([first, a.v_proj(x)], -1)
+
+    for model in (plain, fused):
+        model.zero_grad()
+    torch.testing.assert_close(changed(fused, numbers()), changed(plain, numbers()), rtol=1e-9, atol=1e-9)
+
+
+def results_of(model: Any, use: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    x = numbers().requires_grad_()
+    output = use(model, x)
+    output.square().mean().backward()
+    return [
+        output.detach(),
+        x.grad,
+        *(p.grad for p in model.base_model.model.attention.parameters() if p.requires_grad),
+    ]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_outputs_that_nothing_uses_have_no_gradients(dropout: float) -> None:
+    """None, as with peft: zeros would have AdamW move the adapter by its momentum."""
+    found = []
+    for model in pair(lora_dropout=dropout):
+        a, x = model.base_model.model.attention, numbers().requires_grad_()
+        torch.manual_seed(7)
+        outputs = [layer(x) for layer in (a.q_proj, a.k_proj, a.v_proj)]
+        (outputs[0].square().sum() + outputs[2].square().sum()).backward()
+        assert a.k_proj.lora_A["default"].weight.grad is None and a.k_proj.lora_B["default"].weight.grad is None
+        used = [p.grad for p in model.parameters() if p.grad is not None]
+        assert len(used) == 4
+        found.append([x.grad, *used])
+    assert_same(found[1], found[0])
+
+
+class Quantised(nn.Linear):
+    """Stands for a layer whose weight is not what it says."""
+
+
+def test_what_is_not_plain_is_left_to_peft() -> None:
+    gpt2 = adapted(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=20)), targets=["c_attn"])
+    assert isinstance(gpt2.base_model.model.transformer.h[0].attn.c_attn.base_layer, Conv1D)
+    tied, quantised, dora = Model(16), Model(16), adapted(Model(16), use_dora=True)
+    tied.attention.v_proj = tied.attention.k_proj
+    quantised.o_proj = Quantised(42, 16)
+    assert [fuse_lora(model) for model in (gpt2, dora, adapted(tied), adapted(quantised))] == [0, 0, 2, 3]
+
+
+def test_peft_stays_in_charge() -> None:
+    """Names, disabling, scaling, merging: as without."""
+    plain, fused = pair()
+    x = numbers()
+    assert list(plain.state_dict()) == list(fused.state_dict())
+    assert [name for name, _ in plain.named_modules()] == [name for name, _ in fused.named_modules()]
+    with plain.disable_adapter(), fused.disable_adapter():
+        assert torch.equal(plain(x), fused(x))
+    for model in (plain, fused):
+        model.base_model.model.attention.k_proj.scale_layer(3.0)  # q, k, v no longer of one scaling
+    assert_same(results(fused, x), results(plain, x))
+    for model in (plain, fused):
+        model.merge_adapter()
+    assert torch.equal(plain(x), fused(x))
+    for model in (plain, fused):
+        model.unmerge_adapter()
+    assert_same(results(fused, x), results(plain, x))
+
+
+def test_weights_that_are_gathered_by_their_modules_are_used_by_them() -> None:
+    """ZeRO-3: every hook fires, and nothing reads a weight but its own module (a real run: test_grid_sample)."""
+    plain, fused = pair()
+    for module in list(fused.modules()):
+        if hasattr(module, "base_layer"):
+            module.base_layer.weight.ds_id = 0
+            group_of(module).partitioned = LayerGroup([module]).partitioned
+            assert group_of(module).partitioned
+    used = []
+    for model in (plain, fused):
+        for name, module in model.named_modules():
+            if not list(module.children()) and list(module.parameters()):
+                module.register_forward_hook(lambda *_, name=name: used.append(name))
+    assert_same(results(fused, numbers()), results(plain, numbers()))
+    assert len(used) % 2 == 0 and used[: len(used) // 2] == used[len(used) // 2 :]
+
+
+def test_torch_compile_traces_through() -> None:
+    plain, fused = pair(torch.float32)
+    compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
+    assert_same(results(compiled, numbers(dtype=torch.float32)), results(plain, numbers(dtype=torch.float32)), 1e-5)
+
+
+# ---------------------------------------------------------------- what it costs
+
+
+def block(*, fused: bool, dtype: torch.dtype, dropout: float = 0.0) -> Any:
+    """Attention and MLP of one Qwen3 layer, with float32 adapters on all of its linear layers."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=40, hidden_size=64, intermediate_size=192, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16,
+    )  # fmt: skip
+    model = adapted(
+        Qwen3ForCausalLM(config).to(dtype), targets="all-linear", task_type="CAUSAL_LM", lora_dropout=dropout
+    )
+    if fused:
+        assert fuse_lora(model) == 7
+    return model.base_model.model.model.layers[0]
+
+
+def projections(layer: Any, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """All linear layers of a block, and nothing else."""
+    a, m, (hidden, mixed, normed, activated) = layer.self_attn, layer.mlp, inputs
+    called = [(a.q_proj, hidden), (a.k_proj, hidden), (a.v_proj, hidden), (a.o_proj, mixed)]
+    called += [(m.gate_proj, normed), (m.up_proj, normed), (m.down_proj, activated)]
+    return [linear(x) for linear, x in called]
+
+
+@contextlib.contextmanager
+def bytes_kept() -> Iterator[dict[int, int]]:
+    """Storages that autograd keeps: address -> bytes."""
+    kept: dict[int, int] = {}
+    alive = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        alive.append(tensor)
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield kept
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operators that compute; those that only look at a tensor otherwise are none."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        looks = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        allocates = "empty" in str(func)
+        self.count += not looks and not allocates
+        return func(*args, **(kwargs or {}))
+
+
+def cost(dtype: torch.dtype, dropout: float, *, fused: bool) -> tuple[int, int, int]:
+    """Kernels forward and backward, and bytes kept beside the weights, of the linear layers of a block."""
+    layer = block(fused=fused, dtype=dtype, dropout=dropout)
+    inputs = [numbers(width, (1, 512), dtype).requires_grad_() for width in (64, 64, 64, 192)]
+    own = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+    with Kernels() as forward, bytes_kept() as kept, torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        outputs = projections(layer, inputs)
+    ones = [torch.ones_like(output) for output in outputs]
+    with Kernels() as backward:
+        torch.autograd.backward(outputs, ones)
+    return forward.count, backward.count, sum(size for address, size in kept.items() if address not in own)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dropout", "forward", "backward", "kept"),
+    [
+        (torch.float32, 0.0, (27, 56), (31, 52), 1.01),
+        (torch.bfloat16, 0.0, (38, 84), (42, 80), 0.69),
+        (torch.bfloat16, 0.1, (52, 105), (70, 87), 0.41),
+    ],
+)
+def test_it_costs_less_than_peft(dtype, dropout, forward, backward, kept) -> None:
+    """Kernels at most the first number, peft's at least the second; bytes kept at most that share of peft's."""
+    ours, theirs = cost(dtype, dropout, fused=True), cost(dtype, dropout, fused=False)
+    assert ours[0] <= forward[0] and theirs[0] >= forward[1]
+    assert ours[1] <= backward[0] and theirs[1] >= backward[1]
+    assert ours[2] <= kept * theirs[2]
