@@ -181,7 +181,7 @@ def _listed(value: Any) -> set[str]:
 
 
 def _note_unused(resolution: Resolution) -> None:
-    adapter = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
+    adapter = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "fused_lora")
     curriculum = ("curriculum", "curriculum_seed")
     note_unused(
         resolution,

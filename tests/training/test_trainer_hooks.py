@@ -100,6 +100,8 @@ SIGNATURES: tuple[tuple[Any, str, str, str], ...] = (
         "model state_dict adapter_name unwrap_compiled save_embedding_layers",
         "finetune/training/sft_trainer.py: write_adapter",
     ),
+    # What a layer computes, and these in it, tests/modeling/test_lora.py compares with.
+    (peft.tuners.lora.Linear, "forward", "x args kwargs", "finetune/modeling/lora.py: LayerGroup.forward"),
 )
 
 # (class, attributes that its instances have, who uses them)
@@ -119,6 +121,10 @@ ATTRIBUTES: tuple[tuple[type, str, str], ...] = (
     (DeepSpeedZeroOptimizer, "_hp_optimizer_states_linked", f"{STATE}: _link_stage_1_and_2"),
     (torch.nn.Module, "_compiled_call_impl", "finetune/training/pretrain_trainer.py"),
     (PretrainedConfig, "_attn_implementation", "finetune/training/pretrain_trainer.py"),
+    (peft.tuners.lora.Linear, "base_layer lora_A lora_B lora_dropout scaling", "finetune/modeling/lora.py"),
+    (peft.tuners.lora.Linear, "lora_variant lora_bias fan_in_fan_out", "finetune/modeling/lora.py: _is_plain"),
+    (peft.tuners.lora.Linear, "disable_adapters merged active_adapters", "finetune/modeling/lora.py: _is_active"),
+    (torch.Tensor, "_version", "finetune/modeling/lora.py: LayerGroup.forward"),
 )
 
 # Private names of others that our code reads on objects: each is pinned above.
