@@ -97,7 +97,7 @@ def assert_same_run(output_dir: Path, other: Path) -> None:
     ids=["lora", "full"],
 )
 def test_two_then_one_then_two_processes(materials, uninterrupted, tmp_path, finetuning, executions):
-    """Another number of processes, micro-batch, packing, ZeRO stage, path of LoRA after each stop: the same training."""
+    """Other processes, micro-batch, packing, ZeRO stage and LoRA path after each stop: the same training."""
     output_dir = tmp_path / "run"
     for number, (processes, changes) in enumerate(executions):
         last = number == len(executions) - 1
