@@ -93,6 +93,9 @@ class BaseConfig(Strict):
     seed: int = batch_setting(42, "Seed of everything but the curriculum.", ge=0, lt=2**32)
     save_steps: int = saving_setting(100, "Steps between checkpoints; 0: only the last step.", ge=0, unit="steps")
     save_total_limit: int = saving_setting(2, "Newest checkpoints to keep, at least 2.", ge=2, unit="checkpoints")
+    async_save: bool = saving_setting(
+        True, "Write checkpoints while training goes on, from a copy in host memory; the last one at once."
+    )
     resume: Text = saving_setting(
         "auto",
         "auto continues the run in output_dir, never starts anew, FOLDER continues that checkpoint.",

@@ -16,7 +16,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -343,6 +343,24 @@ def peak_host_bytes() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def host_buffer(shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Float32 host memory for copies of a device's tensors: pinned for CUDA, whose copies then need not be waited for
+    one by one.
+    """
+    import torch
+
+    # torch rounds pinned memory up to powers of two, and keeps what is freed for later buffers.
+    return torch.empty(tuple(shape), dtype=torch.float32, pin_memory=device.type == "cuda")
+
+
+def wait_for_copies(device: torch.device) -> None:
+    """Wait for the copies into pinned memory that this thread has asked for."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def empty_cache(device: torch.device) -> None:

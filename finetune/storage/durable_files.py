@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import os
 import re
@@ -117,11 +118,20 @@ def sync_file(path: Path) -> None:
         _sync_descriptor(descriptor)
 
 
-def share_file(path: Path) -> None:
-    """Give a file the permissions of any new file: safetensors 0.8 makes files that only their owner can read."""
+@functools.cache
+def new_file_mode() -> int:
+    """The permissions of any new file here.
+
+    The umask is one for all threads, and to read it is to set it: asked once, before threads write.
+    """
     umask = os.umask(0o077)
     os.umask(umask)
-    os.chmod(path, 0o666 & ~umask)
+    return 0o666 & ~umask
+
+
+def share_file(path: Path) -> None:
+    """Give a file the permissions of any new file: safetensors 0.8 makes files that only their owner can read."""
+    os.chmod(path, new_file_mode())
 
 
 def sync_folder(path: Path) -> None:

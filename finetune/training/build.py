@@ -151,12 +151,15 @@ def make_trainer(
         context.control,
         rank=world.rank,
         world_size=world.world_size,
+        local_world_size=world.local_world_size,
         metadata={"identity": data.identity, "versions": package_versions()},
-        write_model_files=trainer.write_model_files,
+        model_files=trainer.model_files,
         keep=config.save_total_limit,
         runlog=session.runlog,
         sample_log=session.sample_log,
+        last=None if context.resume_from is None else context.resume_from.name,
         verified=_resumed_here(context, session.output_dir),
+        behind=config.async_save,
     )
     return trainer
 

@@ -4,43 +4,88 @@ What is inside `checkpoint-<step>`: the training state (training/state.py), for 
 and the manifest (storage/checkpoint_manifest.py). The sampler, the schedule and the random numbers have no state: they
 are functions of the step.
 
+A save has two parts. Each rank writes its files and seals them (synced, hashed); when all have, rank 0 publishes them,
+verifies and rotates. Behind the training both are the work of a thread, from a copy of the state that is made at the
+end of the step. The threads run no collective: two threads on one group mix up its messages, and a group of their own
+could not tell the main threads of a failure at a step that is the same for all. Tensors are gathered while they are
+copied, by the main thread, and ranks agree in `poll`, which every rank calls at the end of every step: the save goes on
+when the threads of all ranks are done. So what is written is published at the end of a step, at most one step late.
+
 Every failure is caught, told to all ranks and then raised on all: one that raised at once would leave the others
 waiting in a collective until its timeout, and the run would end with their error instead of the cause.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from finetune.errors import FinetuneError
+from finetune.planning.plan import USABLE_SHARE
+from finetune.runtime.host import HostMeter
 from finetune.runtime.parent_watchdog import progress
 from finetune.storage import durable_files
 from finetune.storage.checkpoint_files import CheckpointWriter, rotate
 from finetune.storage.run_folder import SampleLog
 from finetune.storage.run_log import RunLog
 from finetune.training.control import Control
+from finetune.training.saved_tensors import HostCopies
 from finetune.training.state import TrainingState
 
 logger = logging.getLogger("finetune")
 
 MODEL_FILES_NAME = ".model-files"
+# A wait for the save before that is worth a line.
+NOTED_WAIT_SECONDS = 0.1
+
+WriteFiles = Callable[[Path], None]
+
+
+@dataclass
+class _Saving:
+    """The save under way.
+
+    Attributes:
+        entered: holds the entered writer, which explains an error and removes the staging folder.
+        work: of this rank: records of its sealed files, by name; then (`publishing`) the checkpoint's name, on rank 0.
+        behind: the work is a thread's.
+    """
+
+    writer: CheckpointWriter
+    entered: contextlib.ExitStack
+    work: Future[Any]
+    behind: bool
+    publishing: bool = False
 
 
 class Checkpointer:
     """Saves the checkpoints of one run.
 
+    A context manager around the training: at its end the save under way is finished, or left where training failed.
+
     Args:
         metadata: plain JSON facts for the manifest, the same on every rank.
-        write_model_files: on rank 0, writes what makes the checkpoint usable as it is (a peft adapter) into the first
-            folder that it is given, from the weights that were saved in the second.
+        model_files: on rank 0, gives what writes the files that make the checkpoint usable as it is (a peft adapter)
+            into a folder; called between steps with what gives the saved weights, by parameter name.
         keep: valid checkpoints to keep, at least 2.
-        verified: name of the checkpoint that this start has read and resumed from.
+        last: name of the checkpoint that this start resumed from.
+        verified: the same, where it is one of this run folder.
+        behind: save behind the training, where the host has memory for a copy of the state.
+
+    Attributes:
+        last: name of the last checkpoint that was published, or resumed from.
     """
 
     def __init__(
@@ -51,58 +96,171 @@ class Checkpointer:
         rank: int,
         world_size: int,
         metadata: dict[str, Any],
-        write_model_files: Callable[[Path, Path], None],
+        model_files: Callable[[Callable[[], dict[str, torch.Tensor]]], WriteFiles],
         keep: int,
         runlog: RunLog,
         sample_log: SampleLog | None,
+        last: str | None = None,
         verified: str | None = None,
+        behind: bool = False,
+        local_world_size: int = 1,
     ) -> None:
         self.run_folder, self.control, self.rank, self.world_size = run_folder, control, rank, world_size
-        self.metadata, self.write_model_files, self.keep = metadata, write_model_files, keep
-        self.runlog, self.sample_log = runlog, sample_log
+        self.metadata, self.model_files, self.keep = metadata, model_files, keep
+        self.runlog, self.sample_log, self.local_world_size = runlog, sample_log, local_world_size
+        self.last = last
         self._verified = set() if verified is None else {verified}
+        self._behind, self._memory_asked = behind, False
+        self._copies = HostCopies()
+        self._saving: _Saving | None = None
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
+        durable_files.new_file_mode()
 
-    def save(self, step: int, state: TrainingState) -> str:
-        """Save, publish, verify, then rotate. Every rank calls; returns the checkpoint's name.
+    # ------------------------------------------------------------------ every rank calls, between steps
+
+    def save(self, step: int, state: TrainingState, *, wait: bool = False) -> None:
+        """Begin to save, or save, where the run does so or `wait` is set: publish, verify, then rotate.
 
         Raises:
-            FinetuneError: on every rank, if any rank could not write or the result does not verify. What was there
-                before is still there.
+            FinetuneError: on every rank, if any rank could not write or the result does not verify, here or, behind the
+                training, in a later call of any method. What was there before is still there.
         """
+        self._wait_for_last(step)
         progress.begin_save(self.control.timeout_seconds)
+        behind = self._behind and not wait and self._has_memory(state)
         # One name for the staging folder on all ranks, and never one that a killed save has left.
         token = self.control.token()
-        with CheckpointWriter(self.run_folder, step, token) as writer:
-            records, failure = self._write(writer, state)
-            # After every rank has sealed its files: the manifest names all of them. As text, because exceptions that
-            # hold locks or tensors cannot be sent.
-            reports = self.control.gather((records, None if failure is None else str(failure)))
+        with contextlib.ExitStack() as entered:
+            writer = entered.enter_context(CheckpointWriter(self.run_folder, step, token))
+            # Memory that there is for copies is used, also where nothing goes on meanwhile: `save` would ask for more.
+            write = self._copied(state) if behind or self._copies else partial(self._write_state, state)
+            self._saving = _Saving(writer, entered, self._do(behind, self._write, writer, write), behind)
+            self._saving.entered = entered.pop_all()
+        if not behind:
+            self.finish()
+
+    def poll(self) -> None:
+        """Let the save go on where all ranks are done with a part of it. Raises as `save` does."""
+        if self._saving is not None and not self.control.any(not self._saving.work.done()):
+            self._go_on(self._saving)
+
+    def finish(self) -> None:
+        """Wait until the save under way has ended. Raises as `save` does."""
+        while self._saving is not None:
+            progress.begin_save(self.control.timeout_seconds)
+            wait([self._saving.work])
+            self._go_on(self._saving)
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.finish() if kind is None else self._leave()
+        finally:
+            self._threads.shutdown()
+            self._copies.clear()
+
+    # ------------------------------------------------------------------ parts of a save
+
+    def _wait_for_last(self, step: int) -> None:
+        began, last = time.monotonic(), self._saving
+        self.finish()
+        waited = time.monotonic() - began
+        if last is not None and waited >= NOTED_WAIT_SECONDS:
+            logger.info("step %d waited %.1f s for the checkpoint of step %d", step, waited, last.writer.step)
+
+    def _has_memory(self, state: TrainingState) -> bool:
+        """Whether every node's memory holds the copies of its ranks. Asked once: then they stay."""
+        if not self._memory_asked:
+            self._memory_asked = True
+            host = HostMeter().look()
+            # What a plan calls usable, of what is free while training: what a step needs was used and is still held, or
+            # is needed again.
+            free = host.memory_total_bytes * USABLE_SHARE - host.memory_used_bytes
+            needed = state.snapshot_bytes(self.rank) * (self.local_world_size if state.sliced else 1)
+            if self.control.any(needed > free):
+                self._behind = False
+                logger.warning(
+                    "training waits for its checkpoints: the host has no memory for a copy of the state (%s here, %s "
+                    "free); --no-async-save says so from the start",
+                    durable_files.format_bytes(needed),
+                    durable_files.format_bytes(max(0, int(free))),
+                )
+        return self._behind
+
+    def _copied(self, state: TrainingState) -> Callable[[Path], list[str]]:
+        """Copy the state; what writes it into a folder, with rank 0's model files."""
+        snapshot = state.snapshot(self._copies, rank=self.rank, world_size=self.world_size)
+        if self.rank != 0:
+            return snapshot.write
+        write_model = self.model_files(lambda: snapshot.files["weights.safetensors"])
+
+        def write(folder: Path) -> list[str]:
+            return snapshot.write(folder) + self._add_model_files(folder, write_model)
+
+        return write
+
+    def _write_state(self, state: TrainingState, folder: Path) -> list[str]:
+        # Every rank, though not every rank writes: tensors are gathered inside.
+        names = state.save(folder, rank=self.rank, world_size=self.world_size)
+        if self.rank == 0:
+            names += self._add_model_files(folder, self.model_files(lambda: load_file(folder / "weights.safetensors")))
+        return names
+
+    def _do(self, behind: bool, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Let the thread do it, or do it."""
+        if behind:
+            return self._threads.submit(work, *arguments)
+        done: Future[Any] = Future()
+        try:
+            done.set_result(work(*arguments))
+        except (OSError, SafetensorError, FinetuneError) as error:
+            # Raised once the other ranks know. Anything else is a bug: it must end this process at once, because the
+            # other ranks are in a collective that this one has left.
+            done.set_exception(error)
+        return done
+
+    def _write(self, writer: CheckpointWriter, write: Callable[[Path], list[str]]) -> dict[str, Any]:
+        return writer.seal(write(writer.folder))
+
+    def _go_on(self, saving: _Saving) -> None:
+        """The next part of a save whose last part is done on this rank. Every rank calls."""
+        self._saving = None
+        failure = saving.work.exception()
+        with saving.entered as entered:
+            # As text, because exceptions that hold locks or tensors cannot be sent.
+            told = (None if failure is not None else saving.work.result(), None if failure is None else str(failure))
+            reports = self.control.gather(told)
             # Its own first, so that this rank's traceback shows the cause.
             if failure is not None:
                 raise failure
-            self._raise_first([report for _, report in reports])
-            everything = {name: record for records, _ in reports for name, record in records.items()}
-            name, problem = self._publish(writer, everything)
-        # The others wait until the checkpoint is published: what they train on from here could be lost before it.
-        outcome = self.control.share((name, None if problem is None else str(problem)))
-        if problem is not None:
-            raise problem
-        self._raise_first([outcome[1]])
-        return str(outcome[0])
+            self._raise_first([problem for _, problem in reports])
+            if not saving.publishing:
+                # After every rank has sealed its files: the manifest names all of them.
+                everything = {name: record for records, _ in reports for name, record in records.items()}
+                saving.work, saving.publishing = self._do(saving.behind, self._publish, saving.writer, everything), True
+                self._saving, saving.entered = saving, entered.pop_all()
+                return
+        self.last = str(reports[0][0])
+        logger.info("saved %s", self.last)
 
-    def _write(self, writer: CheckpointWriter, state: TrainingState) -> tuple[dict[str, Any], Exception | None]:
-        try:
-            # Every rank, though not every rank writes: tensors are gathered inside.
-            names = state.save(writer.folder, rank=self.rank, world_size=self.world_size)
-            if self.rank == 0:
-                names += self._add_model_files(writer.folder)
-            return writer.seal(names), None
-        except (OSError, SafetensorError, FinetuneError) as error:
-            # Raised by the caller once the other ranks know. Anything else is a bug: it must end this process at once,
-            # because the other ranks are in a collective that this one has left.
-            return {}, error
+    def _publish(self, writer: CheckpointWriter, records: dict[str, Any]) -> str:
+        if self.rank != 0:
+            return ""
+        # Before the checkpoint appears: a resumed run expects a line for each of its steps (and cuts those of later
+        # ones, which may be there already).
+        if self.sample_log is not None:
+            self.sample_log.sync()
+        folder = writer.publish(records, self.metadata)
+        self._verified.add(folder.name)
+        # After publish has verified it; `keep` counts valid ones only, so a damaged disk never costs the last.
+        removed = rotate(self.run_folder, self.keep, known_valid=self._verified)
+        size_bytes = sum(int(record["size_bytes"]) for record in records.values())
+        self.runlog.event("checkpoint", step=writer.step, name=folder.name, size_bytes=size_bytes, removed=removed)
+        return folder.name
 
-    def _add_model_files(self, folder: Path) -> list[str]:
+    def _add_model_files(self, folder: Path, write_model: WriteFiles) -> list[str]:
         """Write them beside and move them in; returns their names.
 
         The other ranks write into the same folder at the same time, and safetensors under names that do not stay: what
@@ -110,29 +268,30 @@ class Checkpointer:
         """
         own = folder / MODEL_FILES_NAME
         own.mkdir()
-        self.write_model_files(own, folder)
+        write_model(own)
         names = sorted(durable_files.walk_files(own)[0])
         for path in sorted(own.iterdir()):
             os.rename(path, folder / path.name)
         own.rmdir()
         return names
 
-    def _publish(self, writer: CheckpointWriter, records: dict[str, Any]) -> tuple[str, Exception | None]:
-        if self.rank != 0:
-            return "", None
+    def _leave(self) -> None:
+        """Training failed on this rank: the others may be anywhere and cannot be asked.
+
+        What this rank's thread does is waited for, and on one rank the save finished. Of several, a save that is not
+        published yet is given up; the next start removes what it has written.
+        """
+        if self._saving is None:
+            return
+        step = self._saving.writer.step
+        wait([self._saving.work])
         try:
-            # Before the checkpoint appears: a resumed run expects a line for each of its steps.
-            if self.sample_log is not None:
-                self.sample_log.sync()
-            folder = writer.publish(records, self.metadata)
-            self._verified.add(folder.name)
-            # After publish has verified it; `keep` counts valid ones only, so a damaged disk never costs the last.
-            removed = rotate(self.run_folder, self.keep, known_valid=self._verified)
-        except (OSError, FinetuneError) as error:  # raised by the caller once the other ranks know
-            return "", error
-        size_bytes = sum(int(record["size_bytes"]) for record in records.values())
-        self.runlog.event("checkpoint", step=writer.step, name=folder.name, size_bytes=size_bytes, removed=removed)
-        return folder.name, None
+            if self.control.world_size == 1:
+                self.finish()
+            elif not self._saving.publishing:
+                logger.warning("checkpoint-%d was still being written and is given up", step)
+        except (OSError, FinetuneError) as error:  # the error of the training is the one to raise
+            logger.error("%s", error)
 
     @staticmethod
     def _raise_first(problems: list[str | None]) -> None:

@@ -33,7 +33,8 @@ def train_and_save(trainer: RunTrainer, session: Session) -> RunResult:
     # Until the output is written: a signal that comes then must not leave half of it.
     with trainer.context.signals:
         try:
-            trainer.train()
+            with trainer.checkpointer:
+                trainer.train()
         except StepOutOfMemory as error:
             raise _out_of_memory(trainer, session, str(error)) from error
         except OSError as error:
@@ -47,9 +48,9 @@ def train_and_save(trainer: RunTrainer, session: Session) -> RunResult:
             trainer.save_output(session.output_dir)
         state: RunState = "stopped" if trainer.stopped_by is not None else "done"
         steps = trainer.state.global_step
-        session.finish(state, step=steps, checkpoint=trainer.last_checkpoint, peaks=_peaks(trainer))
+        session.finish(state, step=steps, checkpoint=trainer.checkpointer.last, peaks=_peaks(trainer))
     if state == "stopped":
-        logger.warning("stopped by %s at step %d; %s is saved", trainer.stopped_by, steps, trainer.last_checkpoint)
+        logger.warning("stopped by %s at step %d; %s is saved", trainer.stopped_by, steps, trainer.checkpointer.last)
     metrics: dict[str, Any] = {}
     for line in trainer.history:
         metrics.update(line)
@@ -68,7 +69,7 @@ def _disk_full(error: OSError, trainer: RunTrainer, session: Session) -> Finetun
         f"the run folder's disk is full: {error.strerror}",
         where=str(session.output_dir),
         fix="free some space on it, then start the same command again; it resumes from "
-        f"{trainer.last_checkpoint or 'the start, as there is no checkpoint yet'}",
+        f"{trainer.checkpointer.last or 'the start, as there is no checkpoint yet'}",
     )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,12 +129,17 @@ class PretrainTrainer(RunTrainer):
 
     # ------------------------------------------------------------------ output
 
-    def write_model_files(self, folder: Path, state_folder: Path) -> None:
+    def model_files(self, weights: Callable[[], dict[str, torch.Tensor]]) -> Callable[[Path], None]:
         """Configuration and tokenizer."""
         self._unset_padding()
-        self.model.config.save_pretrained(folder)
-        if self.processing_class is not None:
-            self.processing_class.save_pretrained(folder)
+        config = copy.deepcopy(self.model.config)  # generating samples changes the model's for a while
+
+        def write(folder: Path) -> None:
+            config.save_pretrained(folder)
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(folder)
+
+        return write
 
     def output_weights(self) -> dict[str, torch.Tensor]:
         return self.whole_weights(None)

@@ -1,17 +1,21 @@
-"""Saved tensors read back: whole, or the part that a rank holds, from either form on disk (see state.py)."""
+"""Tensors of a checkpoint (see state.py): copied and written; read back whole, or the part that a rank holds."""
 
 from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from finetune.errors import FinetuneError
+from finetune.runtime import device as devices
+from finetune.storage import durable_files
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's
 ALL_MOMENTS = (*MOMENTS, "momentum_buffer")  # and Muon's
@@ -21,6 +25,65 @@ STATE_NAME = "state.json"
 def read_description(folder: Path) -> dict[str, Any]:
     description: dict[str, Any] = json.loads((folder / STATE_NAME).read_text(encoding="utf-8"))
     return description
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, path)
+    durable_files.share_file(path)
+
+
+def write_description(folder: Path, description: dict[str, Any]) -> None:
+    (folder / STATE_NAME).write_text(json.dumps(description, indent=1), encoding="utf-8")
+
+
+class HostCopies:
+    """Host memory that tensors are copied into, the same from save to save: fresh pages would be cleared each time.
+
+    One user at a time: what was copied is gone with the next copy of that name.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._devices: set[torch.device] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._buffers)
+
+    def copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A float32 copy, to be waited for (`wait`)."""
+        self._devices.add(tensor.device)
+        if name not in self._buffers:
+            self._buffers[name] = devices.host_buffer(tensor.shape, tensor.device)
+        return self._buffers[name].copy_(tensor.detach(), non_blocking=self._buffers[name].is_pinned())
+
+    def wait(self) -> None:
+        for device in self._devices:
+            devices.wait_for_copies(device)
+
+    def clear(self) -> None:
+        self._buffers.clear()
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one rank saves of the training state after a step, in memory that training does not touch.
+
+    Attributes:
+        files: tensors by name, by the name of the file that they go to.
+        description: of the whole state, on rank 0.
+    """
+
+    files: dict[str, dict[str, torch.Tensor]]
+    description: dict[str, Any] | None
+
+    def write(self, folder: Path) -> list[str]:
+        """Write the files; returns their names."""
+        for name, tensors in self.files.items():
+            write_tensors(folder / name, tensors)
+        if self.description is None:
+            return list(self.files)
+        write_description(folder, self.description)
+        return [*self.files, STATE_NAME]
 
 
 class SavedTensors:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from finetune.modeling.pretrained import DTYPES, check_adapter_file
-from finetune.storage import durable_files
+from finetune.training.saved_tensors import write_tensors
 from finetune.training.state import trainable
 from finetune.training.trainer import RunTrainer
 
@@ -30,12 +31,25 @@ class SFTTrainer(RunTrainer):
         super().__init__(**arguments)
         self.lora, self.compute_dtype = lora, compute_dtype
 
-    def write_model_files(self, folder: Path, state_folder: Path) -> None:
+    def model_files(self, weights: Callable[[], dict[str, torch.Tensor]]) -> Callable[[Path], None]:
         """The adapter as peft reads it, and the tokenizer: a LoRA run's checkpoint is an adapter folder of its own."""
-        if self.lora:
-            write_adapter(folder, self.model, load_file(state_folder / "weights.safetensors"))
-            check_adapter_file(folder, adapter_shapes(self.model), trained=self._has_learned())
-        self.processing_class.save_pretrained(folder)
+        write_model = self._adapter_files(weights()) if self.lora else None
+
+        def write(folder: Path) -> None:
+            if write_model is not None:
+                write_model(folder)
+            self.processing_class.save_pretrained(folder)
+
+        return write
+
+    def _adapter_files(self, weights: dict[str, torch.Tensor]) -> Callable[[Path], None]:
+        write, shapes, trained = adapter_writer(self.model, weights), adapter_shapes(self.model), self._has_learned()
+
+        def write_and_check(folder: Path) -> None:
+            write(folder)
+            check_adapter_file(folder, shapes, trained=trained)
+
+        return write_and_check
 
     def _has_learned(self) -> bool:
         """Whether any step so far had a learning rate above zero (a warm-up's first has none)."""
@@ -49,8 +63,7 @@ class SFTTrainer(RunTrainer):
 
     def write_output(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
         if self.lora:
-            write_adapter(folder, self.model, weights)
-            check_adapter_file(folder, adapter_shapes(self.model), trained=self._has_learned())
+            self._adapter_files(weights)(folder)
         else:
             self.model.save_pretrained(folder, state_dict=weights)
             _note_dtype(folder / "config.json", next(iter(weights.values())).dtype)
@@ -64,8 +77,8 @@ def _note_dtype(path: Path, dtype: torch.dtype) -> None:
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def write_adapter(folder: Path, model: Any, weights: dict[str, torch.Tensor]) -> None:
-    """Write adapter_config.json and adapter_model.safetensors.
+def adapter_writer(model: Any, weights: dict[str, torch.Tensor]) -> Callable[[Path], None]:
+    """What writes adapter_config.json and adapter_model.safetensors into a folder, without looking at the model again.
 
     Args:
         model: a peft model.
@@ -73,16 +86,19 @@ def write_adapter(folder: Path, model: Any, weights: dict[str, torch.Tensor]) ->
     """
     from peft import get_peft_model_state_dict
 
-    lora = model.peft_config["default"]
+    lora = copy.copy(model.peft_config["default"])
     # As PeftModel.save_pretrained does: an adapter is frozen when it is loaded, unless the loader asks to train it.
-    in_training, lora.inference_mode = lora.inference_mode, True
-    lora.save_pretrained(folder)
-    lora.inference_mode = in_training
+    lora.inference_mode = True
     # Not PeftModel.save_pretrained: it takes the tensors from the model, and under ZeRO-3 those are empty there.
     adapter = get_peft_model_state_dict(model, state_dict=weights)
-    path = folder / "adapter_model.safetensors"
-    save_file({name: tensor.contiguous() for name, tensor in adapter.items()}, path)
-    durable_files.share_file(path)
+
+    def write(folder: Path) -> None:
+        lora.save_pretrained(folder)
+        write_tensors(
+            folder / "adapter_model.safetensors", {name: tensor.contiguous() for name, tensor in adapter.items()}
+        )
+
+    return write
 
 
 def adapter_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:

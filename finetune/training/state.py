@@ -20,27 +20,30 @@ they are pickles, and belong to one ZeRO stage and one number of processes.
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
-from finetune.storage import durable_files
 from finetune.training.loss_scale import read_scale, restore_scale
 from finetune.training.saved_tensors import (
     ALL_MOMENTS,
     MOMENTS,
     STATE_NAME,
+    HostCopies,
     SavedTensors,
+    Snapshot,
     held_part,
     local_slice,
     read_description,
+    write_description,
+    write_tensors,
 )
+
+NUMBER_BYTES = 12  # of a trained number in a checkpoint: float32 weight and Adam's two moments
 
 
 def trainable(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -74,20 +77,15 @@ class TrainingState:
 
     def save(self, folder: Path, *, rank: int, world_size: int) -> list[str]:
         """Write this rank's files; every rank must call (tensors are gathered). Returns the names written here."""
-        writes = self.sliced or rank == 0
-        suffix = f"-{rank:05d}" if self.sliced else ""
-        # Of step 0 there are no moments: torch and DeepSpeed make them in the first step.
-        kinds: dict[str, tuple[str | None, ...]] = {"weights": (None,)}
-        if self._optimizer_step():
-            kinds["moments"] = MOMENTS if self.engine is not None else ALL_MOMENTS
         self._link_stage_1_and_2()
         names: list[str] = []
         failure: BaseException | None = None
-        for kind, keys in kinds.items():
-            path = folder / f"{kind}{suffix}.safetensors"
+        for name, keys in self._files(rank).items():
             try:
-                if self._write(path, keys, keep=writes and failure is None):
-                    names.append(path.name)
+                # One kind of tensors is gone again before the next is collected.
+                if tensors := self._collect(keys, keep=self._writes(rank) and failure is None):
+                    write_tensors(folder / name, tensors)
+                    names.append(name)
             except (OSError, SafetensorError) as error:
                 # The other ranks are in the next gathering already: take part in it to its end, then raise.
                 failure = error
@@ -95,23 +93,58 @@ class TrainingState:
             raise failure
         if rank == 0:
             names.append(STATE_NAME)
-            (folder / STATE_NAME).write_text(json.dumps(self._description(world_size), indent=1), encoding="utf-8")
+            write_description(folder, self._description(world_size))
         return names
 
-    def _write(self, path: Path, keys: tuple[str | None, ...], *, keep: bool) -> bool:
-        """Write one kind of tensors, which are gone again before the next kind is collected. False: there are none."""
-        tensors = self._collect(keys, keep=keep)
-        if tensors:
-            save_file(tensors, path)
-            durable_files.share_file(path)
-        return bool(tensors)
+    def snapshot(self, copies: HostCopies, *, rank: int, world_size: int) -> Snapshot:
+        """Copy what `save` would write here, and write it later: training may go on. Every rank must call."""
+        self._link_stage_1_and_2()
+        files = {
+            name: self._collect(keys, keep=self._writes(rank), copy=copies.copy)
+            for name, keys in self._files(rank).items()
+        }
+        copies.wait()
+        description = self._description(world_size) if rank == 0 else None
+        return Snapshot({name: tensors for name, tensors in files.items() if tensors}, description)
+
+    def snapshot_bytes(self, rank: int) -> int:
+        """Host memory that a snapshot takes on this rank, with two moments for every weight."""
+        if not self._writes(rank):
+            return 0
+        parameters: list[Any] = [parameter for _, parameter in trainable(self.model)]
+        if self.sliced:
+            return sum(NUMBER_BYTES * parameter.ds_tensor.numel() for parameter in parameters)
+        return sum(NUMBER_BYTES * getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
+
+    def _writes(self, rank: int) -> bool:
+        return self.sliced or rank == 0
+
+    def _files(self, rank: int) -> dict[str, tuple[str | None, ...]]:
+        """Names of this rank's files of tensors, and which tensors of each parameter they hold: None is the weight."""
+        suffix = f"-{rank:05d}" if self.sliced else ""
+        files: dict[str, tuple[str | None, ...]] = {f"weights{suffix}.safetensors": (None,)}
+        # Of step 0 there are no moments: torch and DeepSpeed make them in the first step.
+        if self._optimizer_step():
+            files[f"moments{suffix}.safetensors"] = MOMENTS if self.engine is not None else ALL_MOMENTS
+        return files
 
     def collect_weights(self, *, keep: bool) -> dict[str, torch.Tensor]:
         """Whole float32 trainable weights by name on ranks that `keep`; every rank must call."""
         return self._collect((None,), keep=keep)
 
-    def _collect(self, keys: tuple[str | None, ...], *, keep: bool) -> dict[str, torch.Tensor]:
-        """Float32 CPU tensors by name; every rank takes part, and only those that write keep them."""
+    def _collect(
+        self,
+        keys: tuple[str | None, ...],
+        *,
+        keep: bool,
+        copy: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, tensor: (
+            tensor.detach().float().cpu().contiguous()
+        ),
+    ) -> dict[str, torch.Tensor]:
+        """Float32 CPU tensors by name; every rank takes part, and only those that write keep them.
+
+        Without another `copy` they may be the trained ones themselves, which the next step changes.
+        """
         tensors = {}
         # The order of named_parameters is the same on every rank: each _get may be a collective.
         for name, parameter in trainable(self.model):
@@ -119,7 +152,8 @@ class TrainingState:
                 tensor = self._get(parameter, key)
                 # Copied out at once where it is kept, and let go where not: one whole tensor on the device at a time.
                 if keep:
-                    tensors[name if key is None else f"{key}.{name}"] = tensor.detach().float().cpu().contiguous()
+                    saved_name = name if key is None else f"{key}.{name}"
+                    tensors[saved_name] = copy(saved_name, tensor)
         return tensors
 
     def _held(self, parameter: torch.nn.Parameter, keys: tuple[str | None, ...]) -> tuple[str | None, ...]:

@@ -85,7 +85,6 @@ class RunTrainer(Trainer):
         self.executor.on_out_of_memory = self._log_out_of_memory
         self.meter = StepMeter(context.difficulty_names, self.args.device, cost)
         self.guard, self.spikes = NonFiniteGuard(), SpikeDetector()
-        self.last_checkpoint = None if context.resume_from is None else context.resume_from.name
         self.stopped_by: str | None = None
         self.history: list[dict[str, Any]] = []
         self._progress: ProgressLine | None = None
@@ -216,8 +215,10 @@ class RunTrainer(Trainer):
         return norm
 
     def end_of_step(self) -> None:
-        """After the optimizer's step: guards, sample log, agreement on a stop."""
+        """After the optimizer's step: the save under way, guards, sample log, agreement on a stop."""
         progress.end_step()
+        # First: a save that failed for want of room gives back what it has taken before the logs need it.
+        self.checkpointer.poll()
         batch, step = self._batch, self.state.global_step
         self.state.epoch = step * self.context.epochs_per_step  # the loop's own counts our one "epoch"
         if self.context.sample_log is not None:
@@ -225,7 +226,8 @@ class RunTrainer(Trainer):
         if self._nonfinite:
             logger.warning("step %d was skipped: loss or gradients are not finite", step)
             self.context.runlog.event("nonfinite", step=step, ids=self._record_ids(batch))
-            self.guard.skipped(step, self.last_checkpoint)
+            self.checkpointer.finish()  # on all ranks alike, and the guard may be about to end the run
+            self.guard.skipped(step, self.checkpointer.last)
         else:
             self.guard.fine()
         # Agreed in every step: signals reach ranks at different times, and a rank that saved alone would wait for the
@@ -251,6 +253,8 @@ class RunTrainer(Trainer):
         """Over all validation targets: sums over microbatches, not means of means."""
         step_batches: Any = self.eval_step_batches if eval_dataset is None else eval_dataset
         with self.meter.paused():
+            # No step ends meanwhile, and so nothing would be published for as long as it takes.
+            self.checkpointer.finish()
             measured = self.evaluation(step_batches)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
         self.log(dict(metrics))
@@ -347,11 +351,12 @@ class RunTrainer(Trainer):
         # Trainer's own pickles the optimizer, scheduler and random states, and removes old checkpoints before anything
         # has looked at the new one.
         with self.meter.paused():
-            self.last_checkpoint = self.checkpointer.save(self.state.global_step, self.training_state())
-        logger.info("saved %s", self.last_checkpoint)
+            # The last one is waited for: there is nothing to train meanwhile.
+            wait = self.control.should_training_stop
+            self.checkpointer.save(self.state.global_step, self.training_state(), wait=wait)
 
-    def write_model_files(self, folder: Path, state_folder: Path) -> None:
-        """On rank 0: what makes a checkpoint usable as it is, into `folder`; the saved state is in `state_folder`."""
+    def model_files(self, weights: Callable[[], dict[str, torch.Tensor]]) -> Callable[[Path], None]:
+        """On rank 0: what writes files that make a checkpoint usable as it is, made of the whole `weights` by name."""
         raise NotImplementedError
 
     def output_weights(self) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -26,7 +27,11 @@ def test_a_name_of_another_rank_that_does_not_stay_is_nobodys_loss(tmp_path: Pat
     """safetensors writes under a name of its own and renames: rank 1's must not be taken for a file of rank 0's."""
     passing: list[Path] = []
 
-    def write_model_files(folder: Path, state_folder: Path) -> None:
+    def model_files(weights: object) -> Callable[[Path], None]:
+        return write_model_files
+
+    def write_model_files(folder: Path) -> None:
+        state_folder = folder.parent
         passing.append(state_folder / ".tmpAbC")  # rank 1 begins
         passing[0].write_bytes(b"half")
         assert (state_folder / "weights-00000.safetensors").exists()
@@ -46,12 +51,13 @@ def test_a_name_of_another_rank_that_does_not_stay_is_nobodys_loss(tmp_path: Pat
         rank=0,
         world_size=1,
         metadata={"seed": 1},
-        write_model_files=write_model_files,
+        model_files=model_files,
         keep=2,
         runlog=RunLog(None),
         sample_log=None,
     )
-    name = saver.save(7, Saved())
+    saver.save(7, Saved())
+    name = saver.last
     found = verify(tmp_path / name)
     assert name == "checkpoint-7" and found.valid, found.why
     manifest = json.loads(next((tmp_path / name).glob("*manifest*")).read_text())
