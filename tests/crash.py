@@ -1,10 +1,11 @@
 """Kill -9 at random moments of a run, resume, and compare with the run that was left alone.
 
-    python tests/crash.py             # 20 kills, the table into docs/crash_table.md (`make crash`)
+    python tests/crash.py             # all kills, the table into docs/crash_table.md (`make crash`)
     python tests/crash.py 1           # one kill per kind of run, printed only
 
 All ranks are killed at once, at a random moment: one kill in five while the run starts, the others up to half a second
-after a random step, so while it trains, evaluates, saves or writes its result. The same command is then given again. It
+after a random step, so while it trains, evaluates, saves or writes its result. Others hit runs whose saves are slowed
+down, while a checkpoint is written and later steps are trained. The same command is then given again. It
 must end well, every step's samples must be there once and be those of the uninterrupted run, and the trained weights
 must be bit-identical to its weights. (Kills at every file-system call of a save are in
 tests/storage/test_checkpoint_files.py.)
@@ -22,21 +23,32 @@ from pathlib import Path
 from typing import Any
 
 import run_helpers as runs
+import run_patches
 
 TABLE = runs.ROOT / "docs" / "crash_table.md"
 KINDS = (("lora", "plain"), ("lora", "zero3_offload"), ("full", "plain"), ("full", "zero3_offload"))
 PROCESSES, STEPS, SAVE_STEPS = 2, 12, 3
 KILLS_PER_KIND = 5
+# Killed while a checkpoint is written behind the training: how they train, sharding, processes.
+KINDS_BEHIND = (("lora", "plain", 1), ("full", "plain", 2), ("full", "zero3_offload", 2))
+KILLS_BEHIND = 4
+SLOW_SYNC_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Kill:
-    """One killed run and what became of it; `why` is empty where all is as it must be."""
+    """One killed run and what became of it; `why` is empty where all is as it must be.
+
+    Attributes:
+        saving: step of the checkpoint that was being written; None where there was none.
+    """
 
     finetuning: str
     layout: str
+    processes: int
     after_seconds: float
     steps_done: int
+    saving: int | None
     resumed_from: int
     why: str
 
@@ -53,7 +65,7 @@ class Crashes:
         self.folder = folder
         self.materials = runs.make_materials(folder / "materials", layers=2)
         self.moments = random.Random(seed)
-        self._references: dict[tuple[str, str], tuple[Path, float]] = {}
+        self._references: dict[tuple[str, str, int], tuple[Path, float]] = {}
 
     def settings(self, name: str, finetuning: str, layout: str) -> dict[str, Any]:
         return self.materials.settings(
@@ -66,14 +78,14 @@ class Crashes:
             **runs.LAYOUTS[layout],
         )
 
-    def reference(self, finetuning: str, layout: str) -> tuple[Path, float]:
+    def reference(self, finetuning: str, layout: str, processes: int = PROCESSES) -> tuple[Path, float]:
         """The uninterrupted run, and the seconds that it took."""
-        kind = (finetuning, layout)
+        kind = (finetuning, layout, processes)
         if kind not in self._references:
             for name in ("first", "reference"):  # the first of all also starts the server that ranks are forked from
-                settings = self.settings(f"{name}-{finetuning}-{layout}", finetuning, layout)
+                settings = self.settings(f"{name}-{finetuning}-{layout}-{processes}", finetuning, layout)
                 began = time.monotonic()
-                runs.train(settings, PROCESSES)
+                runs.train(settings, processes)
             self._references[kind] = Path(settings["output_dir"]), time.monotonic() - began
         return self._references[kind]
 
@@ -82,25 +94,44 @@ class Crashes:
         reference, seconds = self.reference(finetuning, layout)
         settings = self.settings(f"{finetuning}-{layout}-{number}", finetuning, layout)
         run = Path(settings["output_dir"])
-        log = run / "trainer_log.jsonl"
-
-        def steps_done() -> int:
-            return len(log.read_bytes().splitlines()) if log.exists() else 0
-
         began = time.monotonic()
         ranks = runs.start(settings, PROCESSES)
         if number % 5 == 0:
             time.sleep(self.moments.uniform(0.0, 0.7) * seconds)
         else:
             step = self.moments.randint(1, STEPS - 1)
-            runs.wait_for(lambda: steps_done() >= step, 240.0, what=f"step {step}")
+            runs.wait_for(lambda: steps_done(run) >= step, 240.0, what=f"step {step}")
             time.sleep(self.moments.uniform(0.0, 1.0) * seconds / (2 * STEPS))
         ranks.kill()
-        after_seconds, done = time.monotonic() - began, steps_done()
-        runs.train(settings, PROCESSES)
+        return self._resumed(settings, reference, (finetuning, layout, PROCESSES), time.monotonic() - began)
+
+    def kill_behind(self, number: int, finetuning: str, layout: str, processes: int) -> Kill:
+        """Kill a run that trains while it writes a checkpoint, resume, compare."""
+        reference, _ = self.reference(finetuning, layout, processes)
+        settings = self.settings(f"behind-{finetuning}-{layout}-{processes}-{number}", finetuning, layout)
+        run = Path(settings["output_dir"])
+        first = self.moments.choice((SAVE_STEPS, 2 * SAVE_STEPS))
+
+        def trains_and_saves() -> bool:
+            step = step_being_saved(run) if run.exists() else None
+            return step is not None and first <= step < steps_done(run)
+
+        began = time.monotonic()
+        ranks = runs.start(settings, processes, patch=run_patches.slow_saves, patch_arguments=(SLOW_SYNC_SECONDS,))
+        runs.wait_for(trains_and_saves, 240.0, what="a step after the one that is being saved")
+        time.sleep(self.moments.uniform(0.0, 6 * SLOW_SYNC_SECONDS))
+        ranks.kill()
+        return self._resumed(settings, reference, (finetuning, layout, processes), time.monotonic() - began)
+
+    def _resumed(
+        self, settings: dict[str, Any], reference: Path, kind: tuple[str, str, int], after_seconds: float
+    ) -> Kill:
+        run = Path(settings["output_dir"])
+        done, saving = steps_done(run), step_being_saved(run) if run.exists() else None
+        runs.train(settings, kind[2])
         resumed = runs.events(run, "resume")
         resumed_from = resumed[-1]["step"] if resumed else 0
-        return Kill(finetuning, layout, after_seconds, done, resumed_from, self._differences(run, reference))
+        return Kill(*kind, after_seconds, done, saving, resumed_from, self._differences(run, reference))
 
     @staticmethod
     def _differences(run: Path, reference: Path) -> str:
@@ -117,40 +148,58 @@ class Crashes:
         return "; ".join(wrong)
 
 
+def steps_done(run: Path) -> int:
+    log = run / "trainer_log.jsonl"
+    return len(log.read_bytes().splitlines()) if log.exists() else 0
+
+
+def step_being_saved(run: Path) -> int | None:
+    return next((int(path.name.split("-")[1]) for path in run.glob(".staging-*")), None)
+
+
 def table(kills: list[Kill]) -> str:
     """The committed page."""
     held = sum(not kill.why for kill in kills)
     lines = [
         "# Kill -9 at random moments",
         "",
-        f"Runs of {STEPS} steps on {PROCESSES} processes on a CPU, LoRA's with dropout 0.3, a checkpoint every",
-        f"{SAVE_STEPS} steps, all killed at a random moment, then the same command again. Required: the same samples",
-        "in every step, the same losses, and final weights bit-identical to the run that was left alone.",
+        f"Runs of {STEPS} steps on a CPU, LoRA's with dropout 0.3, a checkpoint every {SAVE_STEPS} steps, all",
+        "processes killed at a random moment, then the same command again. Required: the same samples in every step,",
+        "the same losses, and final weights bit-identical to the run that was left alone.",
         "`make crash` makes this page.",
+        "",
+        f"The last {len(KINDS_BEHIND) * KILLS_BEHIND} were killed while a checkpoint was written and later steps were",
+        "trained; writing was slowed down for that. Where no step was being saved, a save had just ended.",
         "",
         f"**{held} of {len(kills)} hold.**",
         "",
-        "| trained | sharding | killed after | steps logged by then | resumed from step | |",
-        "|---|---|--:|--:|--:|---|",
+        "| trained | sharding | processes | killed after | steps logged by then | being saved | resumed from step | |",
+        "|---|---|--:|--:|--:|--:|--:|---|",
     ]
     for kill in kills:
         sharding = "DDP" if kill.layout == "plain" else kill.layout.replace("_", " + ")
         lines.append(
-            f"| {kill.finetuning} | {sharding} | {kill.after_seconds:.2f} s | {kill.steps_done} | {kill.resumed_from} "
-            f"| {kill.why or 'holds'} |"
+            f"| {kill.finetuning} | {sharding} | {kill.processes} | {kill.after_seconds:.2f} s | {kill.steps_done} "
+            f"| {'' if kill.saving is None else kill.saving} | {kill.resumed_from} | {kill.why or 'holds'} |"
         )
     return "\n".join([*lines, ""])
 
 
 def main(arguments: list[str]) -> int:
     per_kind = int(arguments[0]) if arguments else KILLS_PER_KIND
-    kills = []
+    per_kind_behind = int(arguments[0]) if arguments else KILLS_BEHIND
+    every = len(KINDS) * per_kind + len(KINDS_BEHIND) * per_kind_behind
+    kills: list[Kill] = []
     with tempfile.TemporaryDirectory() as folder:
         crashes = Crashes(Path(folder), seed=20)
         for finetuning, layout in KINDS:
             for number in range(per_kind):
                 kills.append(crashes.kill(number, finetuning, layout))
-                print(f"{len(kills)}/{per_kind * len(KINDS)} {kills[-1]}", flush=True)
+                print(f"{len(kills)}/{every} {kills[-1]}", flush=True)
+        for kind in KINDS_BEHIND:
+            for number in range(per_kind_behind):
+                kills.append(crashes.kill_behind(number, *kind))
+                print(f"{len(kills)}/{every} {kills[-1]}", flush=True)
     page = table(kills)
     print(page)
     if not arguments:

@@ -154,6 +154,24 @@ def fill_disk(rank: int, folder: str, step: int, leave_bytes: int) -> None:
     follow_steps(fill)
 
 
+def slow_saves(rank: int, seconds: float) -> None:
+    """Let each sync of a file or folder that a thread of a save asks for take at least so long."""
+    import threading
+    import time
+
+    from finetune.storage import durable_files
+
+    def slow(plain: Callable[[Path], None]) -> Callable[[Path], None]:
+        def sync(path: Path) -> None:
+            plain(path)
+            if threading.current_thread().name.startswith("save"):
+                time.sleep(seconds)
+
+        return sync
+
+    durable_files.sync_file, durable_files.sync_folder = slow(durable_files.sync_file), slow(durable_files.sync_folder)
+
+
 def note_hashes(rank: int, record: str) -> None:
     """Append `<rank> <checkpoint>/<file>` for every file whose content this rank reads to hash it."""
     from finetune.storage import durable_files

@@ -145,6 +145,7 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
         file_bytes=size,
         loader_workers=config.dataloader_num_workers,
         hccl_bytes=_hccl_bytes(config, cluster),
+        saves_behind=config.async_save and config.save_steps > 0,
         # A character of text is about a quarter of a token; a token is 4 bytes of id and 1 of mask.
         data_bytes=int(1.25 * sum(_size(path) for path in (*config.data, *config.valid_data))),
     )
@@ -177,6 +178,7 @@ def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Clu
         file_bytes=0,
         loader_workers=config.dataloader_num_workers,
         hccl_bytes=_hccl_bytes(config, cluster),
+        saves_behind=config.async_save and config.save_steps > 0,
         data_bytes=sum(_size(path) for path in (*config.train_data_path, *config.valid_data_path)),
     )
 

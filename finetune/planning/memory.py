@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from finetune.planning.activations import activation_bytes, loss_bytes, working_bytes
 from finetune.planning.state import state_terms
-from finetune.planning.workload import PHASES, TRAINING, Cluster, Location, Phase, Term, Workload
+from finetune.planning.workload import PHASES, STEP, TRAINING, Cluster, Location, Phase, Term, Workload
 
 MIB = 2**20
 
@@ -22,6 +22,7 @@ MIB = 2**20
 FRAMEWORK_HOST_BYTES = {"cpu": 550 * MIB, "cuda": 3072 * MIB, "npu": 3072 * MIB, "mps": 1024 * MIB}
 FRAMEWORK_DEVICE_BYTES = {"cpu": 0, "cuda": 1024 * MIB, "npu": 1024 * MIB, "mps": 0}
 SHARD_BYTES = 5 * 10**9
+ONLY_SAVE: tuple[Phase, ...] = ("save",)
 WORKER_BYTES = 300 * MIB  # a loader process shares the rest with its parent
 # Of a device's or a host's memory; allocators leave gaps, and the system wants some. Assumed.
 USABLE_SHARE = 0.92
@@ -146,10 +147,15 @@ def _saving(work: Workload) -> list[Term]:
     sliced = sharding.stage == 3 and not work.adapter
     on_host = work.device_type == "cpu" or sharding.offload_optimizer
     written_in_place = on_host and (sliced or not sharding.engine)  # float32 on the host already
-    state = 0 if written_in_place else 8 * (work.share if sliced else work.trained)
-    formula = f"8 B x P_t{' / N' if sliced else ''}: moments, after the weights"
+    numbers, of_ranks = work.share if sliced else work.trained, " / N" if sliced else ""
+    formula, source = f"8 B x P_t{of_ranks}: moments, after the weights", "ours: training/state.py, save"
+    state, phases = 0 if written_in_place else 8 * numbers, ONLY_SAVE
+    if work.saves_behind:
+        # From the first save on; given back before the result is written.
+        formula, source = f"12 B x P_t{of_ranks}: copy of weights and moments", "ours: training/state.py, snapshot"
+        state, phases = 12 * numbers, (*STEP, *ONLY_SAVE)
     result = 0 if work.adapter else work.computing.element_bytes * work.shape.total
     return [
-        Term("save", state, "host", formula, "ours: training/state.py, save", ("save",), not sliced),
+        Term("save", state, "host", formula, source, phases, not sliced),
         Term("save", result, "host", "c x P: whole", "ours: training/state.py, whole_weights", ("result",), True),
     ]

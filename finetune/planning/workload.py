@@ -97,6 +97,7 @@ class Workload:
         data_bytes: of tokenized data, memory-mapped.
         hccl_bytes: of HCCL's buffers on a device.
         saves: a checkpoint or the result is written.
+        saves_behind: checkpoints are written while training goes on, from a copy of the state.
     """
 
     shape: ModelShape
@@ -118,6 +119,7 @@ class Workload:
     data_bytes: int = 0
     hccl_bytes: int = 0
     saves: bool = True
+    saves_behind: bool = False
 
     @property
     def parameters(self) -> int:

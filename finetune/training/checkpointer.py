@@ -33,7 +33,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from finetune.errors import FinetuneError
-from finetune.planning.plan import USABLE_SHARE
+from finetune.planning.memory import USABLE_SHARE
 from finetune.runtime.host import HostMeter
 from finetune.runtime.parent_watchdog import progress
 from finetune.storage import durable_files

@@ -1,18 +1,33 @@
-"""A save by several ranks into one folder: each seals what it wrote, whatever the others are writing meanwhile."""
+"""Saves: by several ranks into one folder, and behind the training."""
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
+import os
+import shutil
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+from file_system_calls import killed_at
 from safetensors.torch import save_file
 
-from finetune.storage.checkpoint_files import verify
-from finetune.storage.run_log import RunLog
+from finetune.errors import FinetuneError
+from finetune.runtime.host import HostMeter, HostUse
+from finetune.storage import durable_files
+from finetune.storage.checkpoint_files import CheckpointWriter, clean_staging, list_checkpoints, newest_valid, verify
+from finetune.storage.run_folder import SampleLog
+from finetune.storage.run_log import RunLog, read_jsonl_tolerant
 from finetune.training.checkpointer import Checkpointer
 from finetune.training.control import Control
+from finetune.training.saved_tensors import HostCopies
+from finetune.training.state import TrainingState
 
 
 class Saved:
@@ -63,3 +78,299 @@ def test_a_name_of_another_rank_that_does_not_stay_is_nobodys_loss(tmp_path: Pat
     manifest = json.loads(next((tmp_path / name).glob("*manifest*")).read_text())
     assert sorted(manifest["files"]) == ["config.json", "templates/tool.jinja", "weights-00000.safetensors"]
     assert passing and not list(tmp_path.glob(".staging*"))
+
+
+# ------------------------------------------------------------------------------------------- behind the training
+class Training:
+    """A model that is trained in place, as every run's is."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.model = torch.nn.Linear(7, 5)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.steps = 0
+
+    def step(self) -> None:
+        generator = torch.Generator().manual_seed(self.steps)
+        self.optimizer.zero_grad()
+        self.model(torch.randn(4, 7, generator=generator)).square().sum().backward()
+        self.optimizer.step()
+        self.steps += 1
+
+    def train(self, steps: int) -> Training:
+        while self.steps < steps:
+            self.step()
+        return self
+
+    def state(self) -> TrainingState:
+        return TrainingState(self.model, optimizer=self.optimizer)
+
+
+def model_files(weights: Callable[[], dict[str, torch.Tensor]]) -> Callable[[Path], None]:
+    found = weights()
+    return lambda folder: save_file(found, folder / "adapter_model.safetensors")
+
+
+def checkpointer(folder: Path, control: Control | None = None, *, rank: int = 0, **changes: Any) -> Checkpointer:
+    folder.mkdir(exist_ok=True)
+    control = Control(1) if control is None else control
+    facts: dict[str, Any] = {"metadata": {"seed": 1}, "model_files": model_files, "keep": 2, "behind": True}
+    facts |= {"runlog": RunLog(None), "sample_log": None} | changes
+    return Checkpointer(folder, control, rank=rank, world_size=control.world_size, **facts)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Threads of saves wait before they write anything, until this is set."""
+    go_on = threading.Event()
+    plain = Checkpointer._write
+
+    def write(self: Checkpointer, *arguments: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            assert go_on.wait(60)
+        return plain(self, *arguments)
+
+    monkeypatch.setattr(Checkpointer, "_write", write)
+    return go_on
+
+
+def test_a_save_behind_the_training_is_byte_for_byte_the_one_that_training_waits_for(
+    tmp_path: Path, held: threading.Event
+) -> None:
+    waited = checkpointer(tmp_path / "waited")
+    behind = checkpointer(tmp_path / "behind")
+    for step in (3, 6):  # the second into the same buffers
+        waited.save(step, Training().train(step).state(), wait=True)
+        training = Training().train(step)
+        held.clear()
+        behind.save(step, training.state())
+        training.train(step + 2)
+        behind.poll()
+        assert behind.last != f"checkpoint-{step}" and not verify(tmp_path / "behind" / f"checkpoint-{step}").valid
+        held.set()
+        behind.finish()
+        assert behind.last == f"checkpoint-{step}"
+        expected = contents(tmp_path / "waited" / f"checkpoint-{step}")
+        assert contents(tmp_path / "behind" / f"checkpoint-{step}") == expected
+        assert set(expected) >= {"weights.safetensors", "moments.safetensors", "state.json", "manifest.json"}
+
+
+def test_the_next_save_waits_and_the_last_one_is_waited_for(
+    tmp_path: Path, held: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At most one is under way, however short the interval is; one that is waited for uses the copies' memory."""
+    monkeypatch.setattr("finetune.training.checkpointer.NOTED_WAIT_SECONDS", 0.0)
+    saver, training = checkpointer(tmp_path), Training().train(1)
+    with saver:
+        saver.save(1, training.state())
+        held.set()
+        with caplog.at_level(logging.INFO, "finetune"):
+            saver.save(2, training.train(2).state())
+        assert saver.last == "checkpoint-1" and "step 2 waited" in caplog.text
+        held.clear()
+        threading.Timer(0.05, held.set).start()
+        monkeypatch.setattr(TrainingState, "save", None)
+        saver.save(3, training.train(3).state(), wait=True)
+        assert saver.last == "checkpoint-3"
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-3"]
+    assert all(verify(folder).valid for folder in list_checkpoints(tmp_path))
+
+
+def test_a_failure_behind_the_training_is_raised_at_the_next_end_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver, training = checkpointer(tmp_path), Training().train(1)
+    saver.save(1, training.state(), wait=True)
+
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(durable_files, "sync_file", full)
+    saver.save(2, training.train(2).state())
+    assert saver._saving is not None
+    saver._saving.work.exception(60)  # the thread has ended; training does not know yet
+    with pytest.raises(FinetuneError, match="(?s)checkpoint-2 could not be written: No space left.*is checkpoint-1"):
+        saver.poll()
+    assert saver.last == "checkpoint-1" and os.listdir(tmp_path) == ["checkpoint-1"]
+    saver.finish()  # told once
+
+
+def test_training_that_fails_waits_for_the_save_under_way(tmp_path: Path, held: threading.Event) -> None:
+    saver, training = checkpointer(tmp_path), Training().train(1)
+    with pytest.raises(ValueError, match="of the training"), saver:
+        saver.save(1, training.state())
+        threading.Timer(0.05, held.set).start()
+        raise ValueError("of the training")
+    assert saver.last == "checkpoint-1" and verify(tmp_path / "checkpoint-1").valid
+
+
+def test_a_host_without_memory_for_the_copies_lets_training_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver, training = checkpointer(tmp_path), Training().train(1)
+    state, copies = training.state(), HostCopies()
+    needed = state.snapshot_bytes(0)
+    tensors = state.snapshot(copies, rank=0, world_size=1).files
+    assert needed == sum(tensor.nbytes for file in tensors.values() for tensor in file.values())
+    host = HostUse(None, 1.0, memory_used_bytes=0, memory_total_bytes=needed)
+    monkeypatch.setattr(HostMeter, "look", lambda self: host)
+    for step in (1, 2):
+        with caplog.at_level(logging.WARNING, "finetune"):
+            saver.save(step, training.train(step).state())
+        assert saver.last == f"checkpoint-{step}" and not saver._copies
+    assert caplog.text.count("no memory for a copy of the state") == 1
+
+
+def test_lines_of_later_steps_are_there_when_it_is_published_and_cut_on_resume(
+    tmp_path: Path, held: threading.Event
+) -> None:
+    runlog = RunLog(tmp_path)
+    with SampleLog(tmp_path / "samples.jsonl") as samples:
+        saver, training = checkpointer(tmp_path, sample_log=samples, runlog=runlog), Training()
+        for step in range(1, 5):
+            samples.append(step, [step])
+            training.train(step)
+            if step == 2:
+                saver.save(2, training.state())
+        held.set()
+        saver.finish()
+    (event,) = read_jsonl_tolerant(tmp_path / "events.jsonl")
+    assert (event["event"], event["step"], event["name"]) == ("checkpoint", 2, "checkpoint-2")
+    with SampleLog(tmp_path / "samples.jsonl", resume_step=2) as samples:
+        assert samples.kept_steps == [1, 2]
+
+
+class Meeting:
+    """Where two ranks that are threads meet; a call by any other thread, or of another kind, fails."""
+
+    def __init__(self) -> None:
+        self.barrier, self.items, self.ranks = threading.Barrier(2, timeout=60), [None, None], {}
+
+    def gather(self, kind: str, item: object) -> list[Any]:
+        rank = self.ranks[threading.get_ident()]
+        self.items[rank] = json.loads(json.dumps([kind, item]))
+        self.barrier.wait()
+        found = list(self.items)
+        self.barrier.wait()
+        assert found[0][0] == found[1][0], f"ranks are in different collectives: {found}"
+        return [value for _, value in found]
+
+
+class MeetingControl(Control):
+    def __init__(self, meeting: Meeting) -> None:
+        super().__init__(1)
+        self.world_size, self.meeting = 2, meeting
+
+    def any(self, flag: bool) -> bool:
+        return any(self.meeting.gather("any", flag))
+
+    def gather(self, item: object) -> list[Any]:
+        return self.meeting.gather("gather", item)
+
+
+@pytest.mark.parametrize("fails", [None, "write", "publish"])
+def test_ranks_agree_at_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str | None) -> None:
+    """Rank 1's thread takes three steps longer; only the threads that train ever meet."""
+    meeting = Meeting()
+    late, plain = threading.Event(), CheckpointWriter.seal
+
+    def seal(writer: CheckpointWriter, names: Any) -> Any:
+        if any("00001" in name for name in names):
+            assert late.wait(60)
+            if fails == "write":
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return plain(writer, names)
+
+    def publish(*arguments: Any) -> Path:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    class Sliced(TrainingState):
+        """Each rank has a file of its own; the model stands in for its slice."""
+
+        def _files(self, rank: int) -> dict[str, Any]:
+            return {f"weights-{rank:05d}.safetensors": (None,)}
+
+    monkeypatch.setattr(CheckpointWriter, "seal", seal)
+    if fails == "publish":
+        monkeypatch.setattr(CheckpointWriter, "publish", publish)
+
+    def rank(number: int) -> list[tuple[int, str]]:
+        meeting.ranks[threading.get_ident()] = number
+        heard: list[tuple[int, str]] = []
+        saver = checkpointer(
+            tmp_path, MeetingControl(meeting), rank=number, model_files=lambda weights: lambda folder: None
+        )
+        monkeypatch.setattr(saver, "_has_memory", lambda state: True)
+        training = Training().train(1)
+        saver.save(1, Sliced(training.model, optimizer=training.optimizer, sliced=True))
+        for step in range(2, 40):
+            training.train(step)
+            if step == 4:
+                late.set()
+            try:
+                saver.poll()
+            except FinetuneError as error:
+                return [(step, str(error))]
+            if saver.last is not None:
+                return [(step, saver.last)]
+            if step > 4:
+                threading.Event().wait(0.05)
+        return heard
+
+    with ThreadPoolExecutor(2) as ranks:
+        first, second = ranks.map(rank, (0, 1))
+    ((step, told),), ((other_step, other_told),) = first, second
+    assert step == other_step and step >= 4
+    if fails is None:
+        assert told == other_told == "checkpoint-1"
+        assert sorted(contents(tmp_path / "checkpoint-1"))[2:] == [
+            "weights-00000.safetensors",
+            "weights-00001.safetensors",
+        ]
+    else:
+        failed, other = (told, other_told) if fails == "publish" else (other_told, told)
+        assert failed.startswith("checkpoint-1 could not be written")
+        assert f"rank {int(fails == 'write')} could not save the checkpoint" in other
+        assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_killed_at_every_call_of_a_save_behind_the_training(tmp_path: Path, torn: bool) -> None:
+    before = tmp_path / "before"
+    saver = checkpointer(before)
+    for step in (1, 2):
+        saver.save(step, Training().train(step).state(), wait=True)
+    waited = checkpointer(tmp_path / "expected")
+    waited.save(3, Training().train(3).state(), wait=True)
+    expected = contents(tmp_path / "expected" / "checkpoint-3")
+
+    def train(folder: Path) -> None:
+        training = Training().train(3)
+        with checkpointer(folder) as saver:
+            saver.save(3, training.state())
+            for step in (4, 5):
+                training.train(step)
+                saver.poll()
+
+    steps = []
+    for number in range(10_000):
+        folder = tmp_path / f"run-{number}"
+        shutil.copytree(before, folder)
+        killed = killed_at(number, lambda folder=folder: train(folder), torn=torn)
+        found, skipped = newest_valid(folder)
+        assert found is not None and not skipped
+        steps.append(int(found.name.split("-")[1]))
+        if steps[-1] == 3:
+            assert contents(found) == expected
+        clean_staging(folder)
+        assert all(verify(checkpoint).valid for checkpoint in list_checkpoints(folder))
+        assert not list(folder.glob(".staging*")) and len(list_checkpoints(folder)) >= 2
+        shutil.rmtree(folder)
+        if not killed:
+            break
+    assert not killed and steps == sorted(steps) and set(steps) == {2, 3}
+    assert len(steps) > (1 if torn else 100)
