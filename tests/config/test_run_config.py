@@ -59,6 +59,7 @@ def test_defaults_are_those_that_were_agreed() -> None:
         "seed": 42,
         "save_steps": 100,
         "save_total_limit": 2,
+        "async_save": True,
         "eval_steps": 0,
         "logging_steps": 1,
         "report_to": "auto",

@@ -98,7 +98,7 @@ SIGNATURES: tuple[tuple[Any, str, str, str], ...] = (
         peft,
         "get_peft_model_state_dict",
         "model state_dict adapter_name unwrap_compiled save_embedding_layers",
-        "finetune/training/sft_trainer.py: write_adapter",
+        "finetune/training/sft_trainer.py: adapter_writer",
     ),
     # What a layer computes, and these in it, tests/modeling/test_lora.py compares with.
     (peft.tuners.lora.Linear, "forward", "x args kwargs", "finetune/modeling/lora.py: LayerGroup.forward"),
