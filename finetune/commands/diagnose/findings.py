@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,8 @@ CLOCK_SLACK_SECONDS = 10.0
 ORDER_SLACK_LINES = 400
 # Logged steps after which a process is taken to have survived an error.
 SURVIVED_STEPS = 3
+# Who watches from outside reports that much later, at most: a scheduler that a node failed, a pod that it was killed.
+LATE_SECONDS = 600.0
 # What the machine said longer ago than this did not bring about what failed now.
 STALE_SECONDS = 2 * 3600.0
 EVIDENCE_LINES = 6
@@ -72,7 +75,7 @@ def rank_findings(logs: Sequence[LogEvidence], facts: dict[str, str] | None = No
     """
     known = {name: value for log in reversed(logs) for name, value in log.facts.items()} | (facts or {})
     standing = [e for log in logs for e in _standing(log)]
-    _give_first_times(standing)
+    _give_years(standing)
     last = [e for e in standing if e.attempt == max(o.attempt for o in standing if o.line.source == e.line.source)]
     groups = _groups(last)
     if groups and all(group.kind > Kind.UNEXPLAINED for group in groups):
@@ -88,15 +91,21 @@ def rank_findings(logs: Sequence[LogEvidence], facts: dict[str, str] | None = No
     return findings
 
 
-def _give_first_times(evidence: Sequence[Evidence]) -> None:
-    """Lines before the first time in their log get that one."""
-    firsts: dict[str, float] = {}
-    for piece in evidence:
-        if piece.line.seconds is not None:
-            firsts.setdefault(piece.line.source, piece.line.seconds)
-    for piece in evidence:
-        if piece.line.seconds is None and piece.line.source in firsts:
-            piece.line = replace(piece.line, seconds=firsts[piece.line.source])
+def _give_years(evidence: Sequence[Evidence]) -> None:
+    """Lines of logs that tell no year are of the year in which they are nearest to the others."""
+    dated = [e.line.seconds for e in evidence if e.line.year_known and e.line.seconds is not None]
+    for piece in evidence if dated else ():
+        line = piece.line
+        if line.seconds is not None and not line.year_known:
+            moved = _nearest_year(line.seconds, dated[0]) - line.seconds
+            earliest, latest = line.bounds
+            piece.line = replace(line, seconds=line.seconds + moved, bounds=(earliest + moved, latest + moved))
+
+
+def _nearest_year(seconds: float, reference: float) -> float:
+    year, *rest = time.localtime(reference)[:1] + time.localtime(seconds)[1:8]
+    made = [time.mktime((near, *rest, -1)) + seconds % 1 for near in (year - 1, year, year + 1)]  # type: ignore[arg-type]
+    return min(made, key=lambda when: abs(when - reference))
 
 
 def _standing(log: LogEvidence) -> list[Evidence]:
@@ -164,17 +173,18 @@ def _earlier(first: Evidence, second: Evidence) -> bool:
 
 def _not_later(first: Evidence, second: Evidence) -> bool:
     one, two = first.line, second.line
-    between = 0.0 if one.seconds is None or two.seconds is None else two.seconds - one.seconds
-    if first.symptom.kind == Kind.MACHINE and between > STALE_SECONDS:
+    timed = one.seconds is not None and two.seconds is not None
+    between = two.bounds[1] - one.bounds[0] if timed else 0.0
+    if first.symptom.kind == Kind.MACHINE and timed and two.seconds - one.seconds > STALE_SECONDS:
         return False
-    if first.symptom.reported_late and one.source == two.source:
-        return True
+    if first.symptom.reported_late and (one.source == two.source or second.symptom.kind >= Kind.KILLED):
+        return one.source == two.source or between >= -LATE_SECONDS
     weak = first.symptom.kind == Kind.UNEXPLAINED or first.symptom.confidence < LEADING_CONFIDENCE
     if weak and one.source == two.source and one.rank == two.rank:
         return one.number <= two.number
     if one.source == two.source and one.number < two.number:
         return True  # whatever clocks their programs print
-    if one.seconds is not None and two.seconds is not None:
+    if timed:
         return between >= -CLOCK_SLACK_SECONDS
     return one.source != two.source or one.number <= two.number + ORDER_SLACK_LINES
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from typing import Literal
 
 from finetune.plain_text import plain_lines
 
@@ -26,6 +27,9 @@ _ALL = (_STAMP, _AMERICAN, _GLOG, _SYSLOG, _EPOCH)
 _FORMS = tuple(re.compile(rf"(?<![\w.]){form}") for form in _ALL)
 _STAMPS, _US, _GLOGS, _SYS, _SECONDS = (re.sub(r"\?P<\w+>", "?:", form) for form in _ALL)
 _TIMESTAMP = re.compile(rf"(?<![\w.])(?:{_STAMPS}|{_US}|{_GLOGS}|{_SYS}|{_SECONDS})")
+YEAR = re.compile(r"(?<!\d)20\d\d(?=[-/]\d\d[-/]\d\d)|(?<=\d\d/\d\d/)20\d\d|(?<=:\d\d )20\d\d(?!\d)")
+# What a line tells of when it was written: nothing, the time but not the year, all.
+Clock = Literal["", "time", "date"]
 _CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d{1,6})?"
 _UPTIME = r" *\d+\.\d{6}"  # the kernel's, in brackets
 _TIME_PREFIX = re.compile(
@@ -79,9 +83,11 @@ def strip_prefixes(text: str) -> tuple[str, int | None, str]:
     return text, rank, node
 
 
-def has_a_time(text: str) -> bool:
-    """Whether `read_time` may find one."""
-    return _TIMESTAMP.search(text) is not None
+def clock_in(text: str) -> Clock:
+    """Whether `read_time` may find a time, and whether that tells the year."""
+    if _TIMESTAMP.search(text) is None:
+        return ""
+    return "date" if YEAR.search(text) else "time"
 
 
 def read_time(text: str, year: int) -> float | None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from finetune.commands.diagnose.log_prefixes import decode, has_a_time, read_time, strip_prefixes
+from finetune.commands.diagnose.log_prefixes import YEAR, Clock, clock_in, decode, read_time, strip_prefixes
 
 BLOCK_BYTES = 1 << 18
 LINE_HEAD_BYTES = 16 << 10  # of a longer line the beginning is kept,
 LINE_TAIL_BYTES = 4 << 10  # and its end
 SHAPES_LIMIT = 50_000
 SHAPE_BYTES = 1 << 10
+# Lines without a time that wait for the next time in their log, and how long after the last time one may be.
+WAITING_LIMIT = 200
+UNTIMED_SECONDS = 600.0
 
 # Not worth a look, a logged training step, or a line to look at.
 LineKind = Literal["", "step", "line"]
@@ -30,7 +34,10 @@ class LogLine:
         number: from 1; pieces that a carriage return separates share one.
         text: without prefixes (rank, time, colours); indentation is kept.
         rank: of the process that wrote it; None where nothing tells.
-        seconds: since the epoch by the clock of the machine that wrote it; None where no line so far had a time.
+        seconds: since the epoch by the clock of the machine that wrote it; of a line without a time that of the
+            nearest line of its log that has one, None where none is near.
+        bounds: the times between which it was written: twice its own time where it has one.
+        year_known: whether a line so far told the year; it is the present one otherwise.
         steps_before: logged training steps before it in this log, by rank.
         node: what else a prefix tells of where it was written: a host, a container, an actor.
     """
@@ -42,6 +49,8 @@ class LogLine:
     seconds: float | None
     steps_before: Mapping[int | None, int]
     node: str = ""
+    bounds: tuple[float, float] = (-math.inf, math.inf)
+    year_known: bool = True
 
 
 def raw_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
@@ -90,36 +99,72 @@ class LogFile:
         self.source, self.rank = source, rank
         self.steps: dict[int | None, int] = {}
         self._file, self._year = file, time.localtime().tm_year  # for times that have none
-        self._shapes: dict[bytes, tuple[LineKind, bool]] = {}
+        self._shapes: dict[bytes, tuple[LineKind, Clock]] = {}
+        self._timed: bytes | None = None  # the last line with a time
+        self._dated: bytes | None = None  # the last one that tells the year too
 
     def lines(self, kind_of: Callable[[str], LineKind]) -> Iterator[LogLine]:
         """The lines to look at. Lines that differ in digits only are classified once, unless they speak of errors."""
-        timed: bytes | None = None
+        waiting: list[LogLine] = []
         for number, raw in raw_lines(self._file):
-            key = raw if _digits_matter(raw) else raw.translate(None, b"0123456789")
-            known = self._shapes.get(key)
-            if known is None:
-                text = strip_prefixes(decode(raw))[0]
-                known = kind_of(text), has_a_time(decode(raw[:200]))
-                self._remember(key, known)
-            kind, has_time = known
-            if has_time:
-                timed = raw
+            kind, clock = self._classified(raw, kind_of)
+            if clock:
+                self._timed = raw
+                self._dated = raw if clock == "date" else self._dated
+            if waiting and (clock or len(waiting) >= WAITING_LIMIT):
+                until, told = (self._time(), strip_prefixes(decode(raw))[1]) if clock else (None, None)
+                yield from (_placed(line, until, goes_on=line.rank == told) for line in waiting)
+                waiting.clear()
             if not kind:
                 continue
             text, rank, node = strip_prefixes(decode(raw))
             rank = self.rank if rank is None else rank
             if kind == "step":
                 self.steps[rank] = self.steps.get(rank, 0) + 1
+                continue
+            seconds, steps = self._time(), dict(self.steps)
+            line = LogLine(self.source, number, text, rank, seconds, steps, node, year_known=self._dated is not None)
+            if clock and seconds is not None:
+                yield replace(line, bounds=(seconds, seconds))
             else:
-                seconds = None if timed is None else read_time(decode(timed[:200]), self._year)
-                yield LogLine(self.source, number, text, rank, seconds, dict(self.steps), node)
+                waiting.append(line)
+        yield from (_placed(line, None) for line in waiting)
 
-    def _remember(self, key: bytes, known: tuple[LineKind, bool]) -> None:
+    def _classified(self, raw: bytes, kind_of: Callable[[str], LineKind]) -> tuple[LineKind, Clock]:
+        key = raw if _digits_matter(raw) else raw.translate(None, b"0123456789")
+        known = self._shapes.get(key)
+        if known is None:
+            known = kind_of(strip_prefixes(decode(raw))[0]), clock_in(decode(raw[:200]))
+            self._remember(key, known)
+        return known
+
+    def _time(self) -> float | None:
+        """The last time so far; its year is the last one that a line told."""
+        if self._timed is None:
+            return None
+        year = self._year if self._dated is None else int(YEAR.findall(decode(self._dated[:200]))[0])
+        return read_time(decode(self._timed[:200]), year)
+
+    def _remember(self, key: bytes, known: tuple[LineKind, Clock]) -> None:
         if len(self._shapes) >= SHAPES_LIMIT:
             self._shapes.clear()
         if len(key) <= SHAPE_BYTES:
             self._shapes[key] = known
+
+
+def _placed(line: LogLine, until: float | None, *, goes_on: bool = False) -> LogLine:
+    """A line without a time of its own, between the times before and after it in its log.
+
+    Args:
+        goes_on: the line with the time after it is of the same process.
+    """
+    since = line.seconds
+    if since is None:
+        return line if until is None else replace(line, seconds=until, bounds=(-math.inf, until))
+    if until is None:
+        return replace(line, bounds=(since, since + UNTIMED_SECONDS))
+    nearer = until if goes_on and line.rank is not None else since
+    return replace(line, seconds=nearer, bounds=(min(since, until), max(since, until)))
 
 
 def _digits_matter(raw: bytes) -> bool:
