@@ -11,12 +11,15 @@ from dataclasses import dataclass, field, replace
 from finetune.commands.diagnose.log_evidence import Evidence, LogEvidence
 from finetune.commands.diagnose.log_facts import with_next_values
 from finetune.commands.diagnose.symptoms.base import Kind, fill
+from finetune.commands.diagnose.symptoms.processes import INTERRUPTED
 from finetune.commands.diagnose.symptoms.rules import ENDED_BADLY, EXPLAINED_BY_RUN, UNEXPLAINED
 from finetune.plain_text import plain_text
 from finetune.runtime.language import _
 
 # Clocks of nodes and the buffers of their outputs differ by less than this, as a rule.
 CLOCK_SLACK_SECONDS = 10.0
+# Lines of other processes between those of one error.
+SAME_ERROR_LINES = 100
 # A log without times: lines of several processes that belong together are not farther apart.
 ORDER_SLACK_LINES = 400
 # Logged steps after which a process is taken to have survived an error.
@@ -76,11 +79,15 @@ def rank_findings(logs: Sequence[LogEvidence], facts: dict[str, str] | None = No
     known = {name: value for log in reversed(logs) for name, value in log.facts.items()} | (facts or {})
     standing = [e for log in logs for e in _standing(log)]
     _give_years(standing)
+    if any(log.ended_well for log in logs) and all(e.quiet and e.symptom.kind == Kind.CASCADE for e in standing):
+        return []  # processes that end one after the other warn of it
+    standing = [e for e in standing if not _said_better(e, standing)]
     last = [e for e in standing if e.attempt == max(o.attempt for o in standing if o.line.source == e.line.source)]
     groups = _groups(last)
     if groups and all(group.kind > Kind.UNEXPLAINED for group in groups):
         groups = _groups(standing)  # the last attempt only waited for something that went wrong in an earlier one
     kept = [group for group in groups if not any(_explains(other, group) for other in groups)]
+    kept = [group for group in kept if group.cause != INTERRUPTED.cause]  # no failure
     if any(group.cause != ENDED_BADLY.cause for group in kept):  # that a process ended badly is then no news
         kept = [group for group in kept if group.first.symptom is not ENDED_BADLY]
     kept.sort(key=lambda group: (group.confidence < WEAK_CONFIDENCE, _order(group.first)))
@@ -125,14 +132,30 @@ def _survived(evidence: Evidence, steps: Mapping[int | None, int]) -> bool:
     return any(steps[logging] - before.get(logging, 0) >= SURVIVED_STEPS for logging in ranks)
 
 
+def _said_better(evidence: Evidence, all_evidence: Sequence[Evidence]) -> bool:
+    """Whether the line only tells that a call failed, and its process says near it why."""
+    line, sure = evidence.line, evidence.symptom.confidence
+    return evidence.code_only and any(
+        other.symptom.confidence > sure
+        and other.symptom.kind != Kind.CASCADE
+        and not other.code_only
+        and (other.line.source, other.line.rank, other.line.node) == (line.source, line.rank, line.node)
+        and abs(other.line.number - line.number) <= SAME_ERROR_LINES
+        for other in all_evidence
+    )
+
+
 def _groups(evidence: Sequence[Evidence]) -> list[_Group]:
     counts, values = Counter[int](), defaultdict[int, set[str]](set)
     for piece in evidence:
         counts[id(piece.symptom)] += piece.count
         values[id(piece.symptom)].add(piece.values.get(piece.symptom.differs, "").lower())
+    present = {piece.symptom.cause for piece in evidence if not piece.symptom.needs}
     by_cause: dict[str, list[Evidence]] = {}
     for piece in evidence:
         symptom, number = piece.symptom, id(piece.symptom)
+        if symptom.needs and not present.intersection(symptom.needs):
+            continue
         if counts[number] >= symptom.at_least and (not symptom.differs or len(values[number]) > 1):
             by_cause.setdefault(symptom.cause, []).append(piece)
     return [_Group(pieces) for pieces in by_cause.values()]
@@ -146,7 +169,10 @@ def _order(evidence: Evidence) -> tuple[float, int]:
 def _explains(root: _Group, other: _Group) -> bool:
     if root is other or root.cause in other.first.symptom.explains:
         return False
-    if {root.kind, other.kind} == {Kind.VAGUE, Kind.UNEXPLAINED}:
+    by_order = root.first.symptom.by_order or other.first.symptom.by_order
+    if {root.kind, other.kind} == {Kind.VAGUE, Kind.UNEXPLAINED} or (
+        by_order and {root.kind, other.kind} <= {Kind.KILLED, Kind.VAGUE, Kind.UNEXPLAINED}
+    ):
         return _earlier(root.first, other.first)
     if {root.kind, other.kind} == {Kind.PEER_LOST, Kind.TIMEOUT} and _in_order(root.first, other.first):
         return _earlier(root.first, other.first)

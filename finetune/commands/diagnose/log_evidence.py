@@ -15,9 +15,12 @@ from finetune.commands.diagnose.log_words import (
     CHAINED,
     CHAT_BEGINS,
     CHAT_ENDS,
+    CODE_ONLY,
     DATA,
     DIAGNOSIS_LINE,
     DIAGNOSIS_TITLE,
+    ENDS_TRACEBACK,
+    ENDED_WELL,
     EXCEPTION,
     FAILURE,
     FINISHED,
@@ -27,12 +30,14 @@ from finetune.commands.diagnose.log_words import (
     IGNORED,
     LEAVES_BOILERPLATE,
     NOT_A_NUMBER,
+    OTHER_PROGRAM,
     OWN_ERROR,
     OWN_FIX,
     OWN_WHERE,
     QUIET_LEVEL,
     RESTART,
     RUN,
+    SERVICE,
     STEP,
     STRUCTURE,
     SUMMARY_RANK,
@@ -44,6 +49,8 @@ from finetune.commands.diagnose.symptoms.rules import ENDED_BADLY, EXPLAINED_BY_
 KEPT_LINES = 3
 # A conversation in training data that is not closed is taken to be over after as many lines.
 CHAT_LINES = 60
+# Lines, of other processes too, between the last frame of a traceback and what it ends with.
+TRACEBACK_LINES = 60
 
 
 @dataclass
@@ -54,6 +61,7 @@ class Evidence:
         values: for placeholders: what the line says, the rank, and of an error of this package where and fix.
         attempt: 0 for the log's first start, one more after every restart in it.
         count: lines like it on this rank.
+        quiet: its line calls itself a warning or information.
     """
 
     symptom: Symptom
@@ -61,6 +69,12 @@ class Evidence:
     values: dict[str, str]
     attempt: int
     count: int = 1
+    quiet: bool = False
+
+    @property
+    def code_only(self) -> bool:
+        """Whether the line tells a call and the number that it returned, not why."""
+        return CODE_ONLY.search(self.line.text) is not None
 
 
 @dataclass
@@ -72,12 +86,14 @@ class LogEvidence:
         facts: settings and sizes that the log mentions: the run's own numbers.
         steps: logged training steps, by rank.
         finished: how many of `evidence` came before the run reported that it was done.
+        ended_well: whether anything in it says that a process ended as it should.
     """
 
     evidence: list[Evidence] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
     steps: Mapping[int | None, int] = field(default_factory=dict)
     finished: int = 0
+    ended_well: bool = False
 
 
 class _Process:
@@ -85,6 +101,7 @@ class _Process:
 
     def __init__(self) -> None:
         self.in_frame = self.in_boilerplate = self.ignored = False
+        self.frame_at = -TRACEBACK_LINES  # the line of the last frame of a traceback
         self.last: Evidence | None = None  # what a following where or fix belongs to
         self.failed = False  # a failure of this process in this attempt was seen
         self.chained: Evidence | None = None  # an unknown error that the next one is said to come from
@@ -125,7 +142,7 @@ class _Scan:
     def take(self, line: LogLine) -> None:
         """Take what a line tells."""
         text, process = line.text, self._processes[line.node, line.rank]
-        if _is_data(process, line):
+        if OTHER_PROGRAM.search(text) or _is_data(process, line):
             return
         for name, value in facts_in(text).items():
             self.found.facts.setdefault(name, value)
@@ -135,11 +152,12 @@ class _Scan:
         self._in_diagnosis = bool(quoted or DIAGNOSIS_TITLE.match(text))
         if self._in_diagnosis:
             return
+        self.found.ended_well = self.found.ended_well or ENDED_WELL.search(text) is not None
         if RESTART.search(text):
             self._attempt += 1
             self._processes.clear()
         elif FINISHED.search(text):
-            self.found.finished = len(self.found.evidence)
+            self.found.finished, self.found.ended_well = len(self.found.evidence), True
         elif match := SUMMARY_RANK.match(text):
             self._summary_rank = int(match["rank"])
         elif text.startswith((OWN_WHERE, OWN_FIX)):
@@ -148,12 +166,16 @@ class _Scan:
             process.chained = process.last if process.last and process.last.symptom is UNEXPLAINED else None
         elif IGNORED.match(text):
             process.ignored = True
-        elif text := _relevant_part(process, text):
+        elif text := _relevant_part(process, line):
             self._match(process, line, text)
 
     def _match(self, process: _Process, line: LogLine, text: str) -> None:
         quiet = QUIET_LEVEL.search(text) is not None
+        service = SERVICE.search(text) is not None
+        within, process.frame_at = line.number - process.frame_at < TRACEBACK_LINES, -TRACEBACK_LINES
         matched = _matching_symptom(text)
+        if matched is not None and service and matched[0].kind != Kind.MACHINE:
+            return
         if matched is not None and (not quiet or matched[0].in_warnings):
             symptom, match = matched
             # A trailing _ lets several alternatives of one pattern name the same value.
@@ -163,8 +185,8 @@ class _Scan:
                 self.found.evidence.remove(process.chained)
             if symptom.kind == Kind.KILLED and values.get("pid") in self._killed_by_launcher:
                 symptom, values = ENDED_BADLY, {}
-        elif not quiet and _is_failure(text):
-            exception = EXCEPTION.match(text)
+        elif not quiet and not service and (_is_failure(text) or (within and ENDS_TRACEBACK.match(text))):
+            exception = EXCEPTION.match(text) or (within and ENDS_TRACEBACK.match(text))
             if exception and process.ignored:
                 process.ignored = False
                 return
@@ -180,7 +202,7 @@ class _Scan:
         else:
             return
         process.failed = True
-        self._keep(process, Evidence(symptom, line, values, self._attempt))
+        self._keep(process, Evidence(symptom, line, values, self._attempt, quiet=quiet))
 
     def _drop_torn(self, last: Evidence | None, line: LogLine) -> None:
         """Drop an error that was only the beginning of this line, written twice by processes that share the log."""
@@ -240,10 +262,11 @@ def _is_data(process: _Process, line: LogLine) -> bool:
     return within or bool(begins) or DATA.search(line.text) is not None
 
 
-def _relevant_part(process: _Process, text: str) -> str:
+def _relevant_part(process: _Process, line: LogLine) -> str:
     """The part of the line that is about this failure: no quoted source code, no fixed advice."""
+    text = line.text
     if FRAME.match(text):
-        process.in_frame = True
+        process.in_frame, process.frame_at = True, line.number
         return ""
     if process.in_frame and text.startswith("    "):
         return ""

@@ -39,7 +39,7 @@ _TIME_PREFIX = re.compile(
 )
 
 _LEVELS = r"(?!(?:INFO|WARN|ERROR|DEBUG|CRIT|SUCCESS|TRACE|NOTICE|c10d)\b)"
-_HOST = rf"{_LEVELS}[a-z][\w.-]*\d[\w.-]*|(?:\d{{1,3}}\.){{3}}\d{{1,3}}"
+_HOST = rf"{_LEVELS}(?!python)[a-z][a-z_.-]*\d[a-z\d_.-]*|(?:\d{{1,3}}\.){{3}}\d{{1,3}}"
 # Each names its rank or its node; letters after the names keep them apart.
 _PREFIX = re.compile(
     r"\[rank(?P<rank_a>\d{1,5})\]:?\s?"  # torch

@@ -6,7 +6,15 @@ import re
 
 STEP = re.compile(r"""\bloss['"]?(?:\s*[:=]\s*|\s+)['"]?-?\d""")
 NOT_A_NUMBER = re.compile(r"\b(?:nan|inf)\b", re.IGNORECASE)
-FINISHED = re.compile(r"^\[SUCCESS\] done: |'train_runtime':|Training completed\. Do not forget to share")
+FINISHED = re.compile(
+    r"^\[SUCCESS\] done: |['\"]?train_runtime['\"]?\s*[:=]|Training completed\. Do not forget to share"
+    r"|worker group successfully finished|^Training[\w ]*: 100%\|"
+)
+# Said by a process, or by who started it: less than that the training is done.
+ENDED_WELL = re.compile(
+    r"\bexit(?:ed|s)?(?: with)?(?: code| status)?[:= ]{1,3}0\b|[Tt]raining (?:is )?(?:done|finished|complete[d]?)\b"
+    r"|^finished\b|\bfinished successfully|completed successfully|reason: Completed\b|State[=:] ?COMPLETED\b"
+)
 RESTART = re.compile(r"will restart worker group|\[(?:INFO|WARNING)\] (?:starting again|restart)")
 SUMMARY_RANK = re.compile(r"^ +rank +: (?P<rank>\d+) \(local_rank: \d+\)")
 OWN_WHERE, OWN_FIX = "  where: ", "  fix:   "
@@ -32,6 +40,12 @@ CASCADE_EXCEPTIONS = re.compile(
     r"|CalledProcessError|ProcessRaisedException)(?::|$)|The Inner error is reported as above"
     r"|(?:NPU|HCCL|OPS|GRAPH) function error|HCCL error in|ACL stream synchronize failed"
 )
+# What ends a traceback, whatever its name: classes of modules, and names of two words or more.
+ENDS_TRACEBACK = re.compile(
+    r"^(?:[A-Za-z_]\w*\.)+_?[A-Z]\w*(?::\s|:?$)|^[A-Z][a-z]+[A-Z]\w+(?::\s|:?$)|^Unsupported: "
+)
+# A call that failed, and the number that it returned: why is said by other lines of the same process, if by any.
+CODE_ONLY = re.compile(r"(?:NPU|HCCL|OPS|GRAPH) function error|error code is \(?\d+\)?\W*$|call (?:acl|hccl) api failed")
 IGNORED = re.compile(r"^Exception ignored in|^--- Logging error ---|^Exception in thread (?!MainThread)")
 # Others begin a line like ours with a time, a module or a file.
 OWN_ERROR = re.compile(r"^\[ERROR\] (?:rank \d+: )?(?P<error>(?!20\d\d-|[A-Z]+\(|\[)\S.*)")
@@ -66,10 +80,22 @@ RUN = re.compile(
 FOREIGN = re.compile(
     r"^\s+at [\w.$]+\(|\bjavax?\.\w|\bnpm (?:ERR|error)|nginx|mysqld|postgres|sshd|httpd|\[error\] \d+#\d+:"
 )
+# Lines of programs that are never the run's own, and of those that watch over it: they count where they say what the
+# machine or the scheduler did.
+OTHER_PROGRAM = re.compile(
+    r"^(?:[\w.-]+ )?(?:sshd|CRON|crond?|anacron|sudo|su|nginx|httpd|apache2|postgres|mysqld|mariadbd|redis(?:-server)?"
+    r"|NetworkManager|chronyd|ntpd|dhclient|rsyslogd|snapd|postfix\S*|named|smbd|zabbix_\w+|puppet\S*|filebeat|telegraf"
+    r"|fluentd|prometheus|node_exporter|grafana\S*|avahi-daemon|polkitd|dbus-daemon|auditd|CROND|systemd-(?:resolved"
+    r"|logind|networkd|timesyncd|udevd))(?:\(\w+\))?(?:\[\d+\])?: |TBE Subprocess\[\w+\] raise error"
+)
+SERVICE = re.compile(
+    r"^(?:[\w.-]+ )?(?:dockerd|containerd|kubelet|kube-proxy|systemd|podman|crio|etcd|consul|nomad)(?:\[\d+\])?: "
+    r"|\w\.go:\d+\] |\blevel=(?:info|warn(?:ing)?|error|fatal)\b"
+)
 
 # What tells how to read other lines.
 STRUCTURE = (
-    *(FRAME, BOILERPLATE, FINISHED, RESTART, SUMMARY_RANK, IGNORED, DIAGNOSIS_TITLE),
-    *(FORCED_KILL, CHAINED, CHAT_BEGINS, CHAT_ENDS),
+    *(FRAME, BOILERPLATE, FINISHED, ENDED_WELL, RESTART, SUMMARY_RANK, IGNORED, DIAGNOSIS_TITLE),
+    *(FORCED_KILL, CHAINED, CHAT_BEGINS, CHAT_ENDS, ENDS_TRACEBACK),
     re.compile(f"TraceBack|^{OWN_WHERE}|^{OWN_FIX}"),
 )

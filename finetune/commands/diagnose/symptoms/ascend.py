@@ -22,7 +22,7 @@ SYMPTOMS = (
         "npu_busy_or_owned",
         (
             cann("EJ0001", "EL0005") + r"|Maybe the last training process is running",
-            returned(r"5070(?:33|08)"),
+            returned("507033"),
             r"open device (?P<device>\d+) failed, runtime result = 507033",
             r"halDeviceOpen failed\. ?device_id=(?P<device>\d+)",
             r"device (?:is )?(?:occupied|being used) by (?:another|other) |Resource_Busy",
@@ -57,7 +57,7 @@ SYMPTOMS = (
         (
             cann("E30006", "E3000[347]", "E3900[1-9]", "E400(?:01|02|20|24)", "E20002", "E13024", "EF000[13]", "EE2002")
             + r"|Failed to verify the OPP|CANN version mismatch",
-            returned("500001") + "|" + returned(r"561(?:003|10[1-9]|11\d|[2-9]\d\d)") + "|" + returned("148049"),
+            returned("500001") + "|" + returned("507008") + "|" + returned(r"561(?:003|10[1-9]|11\d|[2-9]\d\d)") + "|" + returned("148049"),
             r"lib(?:tbe_adapter|atb|ascendcl|runtime|opapi|ascend_hal|c_sec|profapi|hccl)\w*\.so: undefined symbol",
             r"driver (?:package )?version .{0,40}(?:too low|not match|mismatch|incompatible)",
             r"build op model failed, result = 500001",

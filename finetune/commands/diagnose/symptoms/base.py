@@ -47,6 +47,8 @@ class Symptom:
         reported_late: printed by someone who watches, after what it brought about: order in the log tells nothing.
         differs: a named group: the lines count only where it has different values, on different ranks or nodes.
         in_warnings: lines that call themselves a warning or information count too.
+        needs: causes that it tells the reason of: without one of them in the logs it is a warning like others.
+        by_order: of it and a failure that is no root (KILLED to UNEXPLAINED) the earlier is nearer.
         restart_cures: starting the same command again can cure the cause, e.g. as our run starts smaller.
     """
 
@@ -64,6 +66,8 @@ class Symptom:
     reported_late: bool = False
     differs: str = ""
     in_warnings: bool = False
+    needs: tuple[str, ...] = ()
+    by_order: bool = False
     restart_cures: bool = False
 
     @cached_property

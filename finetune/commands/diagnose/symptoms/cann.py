@@ -129,7 +129,7 @@ SYMPTOMS = (
             + "|"
             + returned("361001")
             + "|"
-            + returned(r"1070(?!2[23])\d\d")
+            + returned(r"1070(?!2[23]|35)\d\d")
             + "|"
             + returned(r"500\d\d\d"),
         ),
@@ -203,6 +203,8 @@ SYMPTOMS = (
         (
             cann("EL0002") + "|" + returned("107001") + "|" + returned("200002"),
             r"[Ii]nvalid[_ ]device[_ ]?[Ii][Dd]\b|device id\W{1,3}\d+ (?:is )?(?:invalid|out of range)",
+            r"(?i:set (?:ASCEND_RT_VISIBLE_DEVICES\S*|visible devices?) (?:error|failed))|input visible devices"
+            r"|driver error:no valid device|device id error\]",
         ),
         N_("A process asked for an NPU number that does not exist for it[[ (rank {rank})]]."),
         N_(
@@ -214,9 +216,21 @@ SYMPTOMS = (
         source=SOURCE,
     ),
     Symptom(
+        "device_not_visible",
+        (returned("207004"), r"\bThe device is unavailable"),
+        N_("No NPU can be used here[[ (rank {rank})]]: none is visible to the process, or its driver does not answer."),
+        N_(
+            "`npu-smi info` in the same shell or container must list the chips as OK; ASCEND_RT_VISIBLE_DEVICES takes "
+            "numbers that exist there, in ascending order, and their /dev/davinciN must be in the container."
+        ),
+        kind=Kind.VAGUE,
+        confidence=0.75,
+        source=SOURCE,
+    ),
+    Symptom(
         "illegal_memory_or_ecc",
         (
-            cann("EL0001", "E39009", "E30005", "EL0015") + "|" + returned("207004"),
+            cann("EL0001", "E39009", "E30005", "EL0015"),
             returned(r"507(?:010|05[1345]|901)"),
             r"HBM MULTI BIT ECC ERROR|HBM .*multi-bit ECC|\bUCE ERROR\b|SUSPECT (?:DEVICE )?MEM ERROR",
             r"ts lost heartbeat|device (?:heartbeat|lost heart)|[Dd]evice_Absent|hdc disconnect",

@@ -29,6 +29,18 @@ _DEVICE_FIX = N_(
     "shapes out of range."
 )
 
+# What processes see of one that listens where they cannot reach it.
+_UNREACHED = ("rendezvous_timeout", "collective_timeout", "peer_died")
+# What a run that goes on without its GPUs fails of.
+_NO_GPU = (
+    "bf16_unsupported",
+    "device_not_visible",
+    "nccl_version_or_system",
+    "flash_attn_missing",
+    "package_mismatch",
+    "dtype_mismatch",
+)
+
 SYMPTOMS = (
     Symptom(
         "nccl_network_interface",
@@ -48,6 +60,20 @@ SYMPTOMS = (
         _INTERFACE_FIX,
         source="NCCL, gloo",
         explains=("nccl_version_or_system",),
+    ),
+    Symptom(
+        "nccl_network_interface",
+        (r"Unable to resolve hostname to a \(local\) address|Using the loopback address as fallback",),
+        N_(
+            "gloo found no address for the name of this machine and listens at the loopback address, where other "
+            "machines cannot reach it."
+        ),
+        _INTERFACE_FIX,
+        confidence=0.9,
+        in_warnings=True,
+        source="torch ProcessGroupGloo",
+        needs=_UNREACHED,
+        explains=_UNREACHED,
     ),
     Symptom(
         "nccl_network_interface",
@@ -149,6 +175,23 @@ SYMPTOMS = (
         confidence=0.92,
         source="torch, CUDA runtime, NVML",
         explains=("package_mismatch",),
+    ),
+    Symptom(
+        "cuda_driver_mismatch",
+        (
+            r"Warning: CUDA initialization: (?!.*(?:No CUDA GPUs|no CUDA-capable))(?:.*found version (?P<found>\d+))?",
+            r"Warning: .*NVIDIA driver on your system is too old \(found version (?P<found>\d+)\)",
+        ),
+        N_(
+            "torch warned that it cannot use the NVIDIA driver[[ ({found})]], and went on without GPUs: what failed "
+            "afterwards follows from it."
+        ),
+        _CUDA_BUILD_FIX,
+        confidence=0.93,
+        in_warnings=True,
+        source="torch",
+        needs=_NO_GPU,
+        explains=_NO_GPU,
     ),
     Symptom(
         "cuda_driver_mismatch",

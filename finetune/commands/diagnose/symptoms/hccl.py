@@ -58,6 +58,7 @@ SYMPTOMS = (
             r"LINK_ERROR_INFO|Transport init error|TopoDetect ERROR|fails to connect to dstRank",
             r"total connected num is \[|connect server\[[^\]]*\] failed|Alloc transports failed",
             _hccl("9|1[1-4]|19"),
+            r"Communication_Error_(?!Timeout|P2P|Bind)\w+",
         ),
         N_(
             "HCCL could not connect all NPUs in time[[: ranks {missing} did not connect]][[: rank {peer} did not "
@@ -83,7 +84,7 @@ SYMPTOMS = (
             r"get host ip .*fail|[Ff]ailed to (?:find|get) (?:the )?host ?nic|(?P<variable>HCCL_IF_IP).*not (?:found"
             r"|match)",
             r"Stage\]\[(?:Ranktable(?:Config|Check)|EnvConfig|InvalidArgument)\]|ranktable check failed",
-            r"Env config \\?\"(?P<variable>HCCL_\w+)",
+            r"Env config \\?\"(?P<variable>HCCL_\w+)|Config_Error_(?!Inner)\w+|Invalid_Argument_Collective_\w+",
         ),
         N_(
             "HCCL's settings are wrong or differ between ranks[[: {variable}]]: an environment variable, the rank "
@@ -160,7 +161,8 @@ SYMPTOMS = (
     Symptom(
         "hccl_port_bind",
         (
-            cann("EI0019", "EI0020", "EJ0003"),
+            cann("EI0019", "EI0020", "EJ0003") + r"|Communication_Error_Bind_IP_Port",
+            r"Failed to enable listening for the (?:host|NPU) network adapter",
             r"listen on ip\[(?P<ip>[^\]]+)\] and specific port\[(?P<hccl_port>\d+)\] fail",
             r"nic listen start failed, port\[(?P<hccl_port>\d+)\]",
             r"Failed to bind the IP port|check the port status and whether the port is being used"
@@ -182,7 +184,7 @@ SYMPTOMS = (
     Symptom(
         "hccl_link_down",
         (
-            cann("EJ0002") + r"|The network port is down|HCCS LINK ERROR",
+            cann("EJ0002") + r"|[Nn]etwork port is down|HCCS LINK ERROR",
             r"(?:link|port) (?:status )?(?:is )?[Dd][Oo][Ww][Nn]\b.*(?:hccn|npu|device|eth\d|roce)"
             r"|net health status: (?!Success|Init)",
             returned("507056"),
@@ -190,13 +192,13 @@ SYMPTOMS = (
         N_("A network port or link of an NPU is down[[ (rank {rank})]]."),
         _LINK_FIX,
         kind=Kind.MACHINE,
-        confidence=0.85,
+        confidence=0.89,  # surer than EI0009, which gives it as its reason
         source=SOURCE,
     ),
     Symptom(
         "hccl_link_down",
         (
-            cann("EI0010") + "|" + returned("507904"),
+            cann("EI0010") + "|" + returned("507904") + "|" + _hccl("23") + "|Communication_Error_P2P",
             r"P2P communication failed|enable p2p .{0,20}(?:time ?out|fail)",
         ),
         N_("Two NPUs of one machine could not open a direct connection (P2P)[[ (rank {rank})]]."),
@@ -233,7 +235,8 @@ SYMPTOMS = (
         "collective_timeout",
         (
             cann("EI0002", "EE1002", "E30008"),
-            r"The wait execution of the Notify register times out|hccl fftsplus task timeout occurred",
+            r"The wait execution of the Notify register times out|hccl fftsplus task timeout occurred"
+            r"|timeout occurs when the Notify register waits|Communication_Error_Timeout",
             returned(r"5070(?:4[678]|12)") + "|" + returned(r"1070(?:19|20)"),
             r"\[TaskExecStage\]\[Timeout\]|execution of the internal task times out"
             r"|[Ss]tream synchroniz\w+ time(?:d )?out",

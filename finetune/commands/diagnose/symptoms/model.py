@@ -117,6 +117,7 @@ SYMPTOMS = (
             r"[Ll]oss scale (?:is )?(?:already )?(?:at|reached|below|hit)\W{1,3}(?:the |its )?min(?:imum)?"
             r"|[Mm]inimum loss scale reached",
             r"cannot decrease (?:loss )?scale anymore",
+            r"Unexpected result -?(?:nan|inf)|is non-finite, so it cannot be clipped|found invalid values:.*\bnan\b",
             r"FloatingPointError.*(?:NaN|nan|[Ii]nf)|Function '\w+' returned nan values in its \d+th output",
         ),
         _NAN_TEXT,
@@ -132,7 +133,8 @@ SYMPTOMS = (
             r"(?:[Nn]on-?finite|NaN|\bnan|Inf) (?:values? |loss|grad\w*).{0,60}(?:detected|found|encountered|abort"
             r"|stop)",
             r"(?:[Ll]oss|[Gg]rad\w*)(?: norm)? (?:is|became|are|was) (?:nan|NaN|NAN|inf|not finite|non-?finite)\b",
-            r"probability tensor contains either `inf`",
+            r"probability tensor contains either `inf`|(?:[Ff]ound|[Dd]etected|[Ee]ncountered|contains?) "
+            r"(?:an? |some |invalid |values? )?(?:NaN|nan|NAN|[Ii]nf)s?\b",
         ),
         _NAN_TEXT,
         _NAN_FIX,
@@ -179,7 +181,10 @@ SYMPTOMS = (
             r"[Yy]our setup doesn't support bf16|device has no bfloat16",
             r"[Tt]ype bf16 is not supported on your device|bf16 mixed precision requires",
             r"not implemented for 'BFloat16'|[Bb][Ff](?:loat)?16 is (?:not supported|only supported)",
-            r"does not support (?:bf16|bfloat16)|DT_BF(?:LOAT)?16 .{0,20}not support",
+            r"(?:does not|doesn't|do not|don't) support (?:bf16|bfloat16|BF16|BFloat16)|DT_BF(?:LOAT)?16 .{0,20}not support",
+            r"not (?:implemented|support(?:ed)?) for .{0,12}DT_BF(?:LOAT)?16",
+            r"bf16\S* requires? (?:\.target|Ampere|GPU|PyTorch|CUDA)|BFloat16 (?:is )?not (?:supported|implemented)",
+            r"[Uu]nsupported (?:ScalarType|scalar type|dtype|data ?type|type)\W{1,3}(?:torch\.)?[Bb][Ff](?:loat)?16",
         ),
         N_("This device or operator does not support bfloat16 (GPUs before Ampere, Ascend 910A, some CPU operators)."),
         N_(
@@ -195,7 +200,10 @@ SYMPTOMS = (
             r"No module named 'flash_attn\w*'",
             r"flash_attn seems to be not installed|flash[_-]attn is not installed|requires the flash[_-]attn package",
             r"FlashAttention only supports (?P<wanted>[\w ]+) GPUs",
-            r"flash_attn\w*\.so: undefined symbol",
+            r"flash_attn\S*\.so\S*: (?:undefined symbol|cannot open)|while importing flash_attn"
+            r"|cannot import name '\w+' from 'flash_attn[\w.]*'",
+            r"^(?:\w+\.)*\w*(?:Error|Exception): .*[Ff]lash[ _-]?[Aa]tt(?:ention|n)\S* .{0,60}(?:not (?:available"
+            r"|installed|supported)|[Uu]navailable|only supports|requires)",
         ),
         N_(
             "Flash Attention was requested, but its package is missing, does not match this torch, or does not support "

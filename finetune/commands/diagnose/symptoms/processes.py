@@ -23,6 +23,20 @@ _AGAIN_FIX = N_(
     "Start the same command again: it resumes from the last checkpoint. For jobs with a time limit, have the "
     "scheduler send SIGTERM a few minutes earlier (Slurm: --signal=B:TERM@300), so that a checkpoint is saved."
 )
+_STOPPED = N_("The run was stopped from outside[[ ({reason})]]: preempted, out of time, its node gone, or cancelled.")
+
+# Ctrl-C is no failure, and what follows from it is none either: this finds it, and is not shown.
+INTERRUPTED = Symptom(
+    "interrupted",
+    (r"^KeyboardInterrupt\b|got signal: 2\b|[Rr]eceived (?:SIGINT|2 death)", *ended_by(2, "SIGINT")),
+    "",
+    "",
+    kind=Kind.KILLED,
+    confidence=0.29,
+    in_warnings=True,
+    by_order=True,
+    source="Python, torch elastic",
+)
 
 SYMPTOMS = (
     Symptom(
@@ -80,22 +94,50 @@ SYMPTOMS = (
     Symptom(
         "preempted",
         (
-            r"CANCELLED AT .* DUE TO (?P<reason>PREEMPTION|TIME LIMIT|(?:TO )?NODE[ _]FAIL(?:URE)?)",
-            r"DUE TO (?P<reason>TIME LIMIT|PREEMPTION|NODE[ _]FAIL(?:URE)?)|error: (?P<reason_>Node failure) on",
-            r"(?:State|state|status)[=:] ?(?P<reason>PREEMPTED|TIMEOUT|NODE_FAIL|CANCELLED|DEADLINE|BOOT_FAIL)\b",
+            r"DUE TO (?P<reason>TIME LIMIT|PREEMPTION|JOB REQUEUE|DEADLINE)\b|[Jj]ob requeued",
+            r"(?:State|state|status)[=:] ?(?P<reason>PREEMPTED|TIMEOUT|DEADLINE|BOOT_FAIL)\b",
             r"The node was low on resource: (?!memory|ephemeral)(?P<reason>\S+)|[Pp]od was evicted"
             r"|[Ss]pot instance interruption",
             r"[Rr]eason: (?P<reason>Evicted|Preempting|NodeLost|NodeShutdown|Terminated)\b|TERM_(?P<reason_>RUNLIMIT"
             r"|PREEMPT|OWNER)\b",
             r"node .{0,60}(?P<reason>NotReady|unreachable|shutdown|preempted)\b.*(?:pod|taint|evict|terminat)",
-            r"slurmstepd: error: \*\*\* (?:JOB|STEP) \S+ ON .*CANCELLED AT ",
         ),
-        N_("The run was stopped from outside[[ ({reason})]]: preempted, out of time, its node gone, or cancelled."),
+        _STOPPED,
         _AGAIN_FIX,
         kind=Kind.MACHINE,
         confidence=0.88,
         in_warnings=True,
         source="Slurm, LSF, Kubernetes",
+        restart_cures=True,
+    ),
+    Symptom(
+        "preempted",
+        (
+            r"DUE TO (?:TO )?(?P<reason>NODE[ _]FAIL(?:URE)?)|error: (?P<reason_>Node failure) on",
+            r"(?:State|state|status)[=:] ?(?P<reason>NODE_FAIL)\b",
+        ),
+        _STOPPED,
+        _AGAIN_FIX,
+        kind=Kind.MACHINE,
+        confidence=0.88,
+        in_warnings=True,
+        reported_late=True,
+        source="Slurm",
+        restart_cures=True,
+    ),
+    Symptom(
+        "preempted",
+        (
+            r"slurmstepd: error: \*\*\* (?:JOB|STEP) \S+ ON .*CANCELLED AT (?!.*DUE TO)",
+            r"(?:State|state|status)[=:] ?(?P<reason>CANCELLED)\b",
+        ),
+        _STOPPED,
+        _AGAIN_FIX,
+        kind=Kind.KILLED,
+        confidence=0.8,
+        in_warnings=True,
+        by_order=True,
+        source="Slurm",
         restart_cures=True,
     ),
     Symptom(
@@ -136,22 +178,14 @@ SYMPTOMS = (
         source="torch elastic, DeepSpeed launcher, MPI, containers",
     ),
     Symptom(
-        "unknown",
-        (r"^KeyboardInterrupt\b|got signal: 2\b|[Rr]eceived SIGINT", *ended_by(2, "SIGINT")),
-        N_("The run was interrupted from the keyboard (Ctrl-C, SIGINT): no failure shows before it."),
-        N_(
-            "If it was interrupted because it hung, run once with TORCH_DISTRIBUTED_DEBUG=DETAIL and "
-            "--timeout-seconds 300."
-        ),
-        kind=Kind.UNEXPLAINED,
-        confidence=0.29,
-        source="Python, torch elastic",
-    ),
-    Symptom(
         "native_crash",
         (
             r"Fatal Python error: (?P<signal>Segmentation fault|Illegal instruction|Bus error)",
             r"^Segmentation fault|Segmentation fault \(core dumped\)|segfault at [0-9a-f]+ ip",
+            r"(?:free|malloc|realloc|munmap_chunk|malloc_consolidate)\(\): (?:invalid|corrupted|unaligned|mismatching"
+            r"|double free|memory corruption|unsorted)|double free or corruption|corrupted (?:size vs\. prev_size"
+            r"|double-linked list)|\*\*\* (?:stack smashing|buffer overflow) detected|pure virtual method called",
+            r"^(?:Illegal instruction|Floating point exception)\b|traps: \S+ (?:general protection|trap)",
             *ended_by(11, "SIGSEGV"),
             *ended_by(4, "SIGILL"),
             r"[Cc]aught signal (?:11|4) \(|Signal: (?P<signal>Segmentation fault|Illegal instruction) \(\d+\)",

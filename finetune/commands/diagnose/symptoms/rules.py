@@ -47,7 +47,8 @@ RESTART_CURES = frozenset(symptom.cause for symptom in _ALL if symptom.restart_c
 # Words of all rules by their first characters, each with the numbers of its rules: few lines hold any.
 _START = SHORTEST_WORD
 _WORDS: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-for _number, _symptom in enumerate(SYMPTOMS):
+_MATCHED = (*SYMPTOMS, processes.INTERRUPTED)
+for _number, _symptom in enumerate(_MATCHED):
     for _word in {word for pattern in _symptom.patterns for word in fixed_words(pattern)}:
         _WORDS[_word[:_START]][_word].append(_number)
 
@@ -56,4 +57,4 @@ def possible(lowered: str) -> list[Symptom]:
     """The rules of which a word is in a line (in lower case), in the order of `SYMPTOMS`."""
     starts = _WORDS.keys() & {lowered[at : at + _START] for at in range(len(lowered) - _START + 1)}
     numbers = {n for start in starts for word, found in _WORDS[start].items() if word in lowered for n in found}
-    return [SYMPTOMS[number] for number in sorted(numbers)]
+    return [_MATCHED[number] for number in sorted(numbers)]
