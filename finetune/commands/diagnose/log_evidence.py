@@ -178,6 +178,9 @@ class _Scan:
             return
         if matched is not None and (not quiet or matched[0].in_warnings):
             symptom, match = matched
+            if process.ignored and symptom.kind >= Kind.PEER_LOST:  # of a thread or an object of a process that ends
+                process.ignored = False
+                return
             # A trailing _ lets several alternatives of one pattern name the same value.
             values = {name.rstrip("_"): value for name, value in match.groupdict().items() if value is not None}
             process.ignored = False

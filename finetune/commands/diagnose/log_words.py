@@ -29,16 +29,19 @@ LEAVES_BOILERPLATE = re.compile(
 QUIET_LEVEL = re.compile(
     r"^\[?[IWD]\d{3,4} \d\d:\d\d:|\[(?:INFO|DEBUG|WARNING|SUCCESS|NOTICE|TRACE)\]|\bNCCL INFO\b"
     r"|[ |](?:INFO|WARNING|DEBUG) *(?:-|\|)|^(?:INFO|WARNING|DEBUG)[: ]|\b\w*Warning: |(?i:\bwarning: )|\[warn\]"
-    r"|retry loop|will retry|[Rr]etrying\b"
+    r"|retry loop|will retry|[Rr]etrying\b|[Cc]onsider installing|[Ff]alling back to|pip's dependency resolver|but you have \S+ "
 )
 EXCEPTION = re.compile(
-    r"^(?P<exception>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Timeout|Failure|Expired|NotFound|Group))(?::|$)"
+    r"^(?P<exception>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Timeout|Failure|Expired|NotFound|Group)|Exception)"
+    r"(?::|$)"
 )
 # Exceptions that end a process because something else did.
 CASCADE_EXCEPTIONS = re.compile(
     r"(?:ChildFailedError|SignalException|SystemExit|BrokenPipeError|GeneratorExit|ProcessExitedException"
     r"|CalledProcessError|ProcessRaisedException)(?::|$)|The Inner error is reported as above"
     r"|(?:NPU|HCCL|OPS|GRAPH) function error|HCCL error in|ACL stream synchronize failed"
+    # Their reason is in other lines of the same process.
+    r"|because of the following error|^\w+: Caught \w+ in |DatasetGenerationError(?::|$)"
 )
 # What ends a traceback, whatever its name: classes of modules, and names of two words or more.
 ENDS_TRACEBACK = re.compile(

@@ -142,7 +142,6 @@ SYMPTOMS = (
         more_fix=_PLOG_FIX,
         kind=Kind.VAGUE,
         confidence=0.56,
-        in_warnings=True,
         source=SOURCE,
     ),
     Symptom(
@@ -168,7 +167,7 @@ SYMPTOMS = (
     Symptom(
         "npu_op_exception",
         (
-            returned(r"1070\d\d"),
+            returned(r"(?:100|107|145|148|161|200|207|300|361|500|545|561)\d\d\d"),
             cann(*(rf"E{module}\d{{3}}(?=: |\)|  )" for module in (10, 11, 12, 13, 20, 21, 30, 39, 40, 76, 80))),
             r"\bERR0[0-4](?:00[457]|100|300)\b",
         ),

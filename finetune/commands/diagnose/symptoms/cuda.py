@@ -46,6 +46,7 @@ SYMPTOMS = (
         "nccl_network_interface",
         (
             r"Bootstrap : no socket interface found",
+            r"NET/IB ?: (?:Unable to open|No device|Async fatal event)",
             r"no NCCL_SOCKET_IFNAME interface found|No interface found in the same subnet",
             r"with family \d+ is neither AF_INET\(2\) nor AF_INET6\(10\)",
             r"NET/IB : Got completion from peer .* with (?:status=|error )(?P<status>\d+)",
@@ -162,6 +163,7 @@ SYMPTOMS = (
             r"CUDA initialization: |CUDA driver initialization failed|cuInit.{0,40}(?:fail|error)"
             r"|PTX was compiled with an unsupported",
             r"CUDA_ERROR_(?:SYSTEM_DRIVER_MISMATCH|NO_BINARY_FOR_GPU|UNSUPPORTED_PTX_VERSION|COMPAT_NOT_SUPPORTED)",
+            r"could not select device driver .*gpu|nvidia-container-cli: .*(?:driver|nvml|libcuda)",
             r"lib(?:cud(?:a|art|nn)|cublas|cufft|curand|cusparse|cusolver|nvrtc|nvJitLink"
             r"|nvidia-ml)\w*\.so\S*: (?:cannot open|undefined)",
             r"is not compatible with the current PyTorch installation"
@@ -230,6 +232,8 @@ SYMPTOMS = (
             r"all CUDA-capable devices are busy or unavailable|CUDA_ERROR_(?:NO_DEVICE|INVALID_DEVICE"
             r"|DEVICE_UNAVAILABLE)",
             r"(?:more|fewer|not enough) (?:processes|ranks|GPUs|devices) .{0,40}(?:than|available|visible)",
+            r"no GPUs found|only (?:\d+|one) (?:GPU|NPU|device)s?\b.{0,40}(?:process|rank|available|visible|but)",
+            r"Cannot access accelerator device when none|requires? (?:an NVIDIA |a )?GPU,? but none",
             r"device_count\W{1,4}0\b|CUDA_VISIBLE_DEVICES.{0,40}(?:invalid|no such|not exist)"
             r"|Default process group .{0,40}only \d+ GPU",
         ),
@@ -277,7 +281,7 @@ SYMPTOMS = (
             r"an illegal memory access was encountered|CUDA_ERROR_(?:ILLEGAL_ADDRESS|LAUNCH_FAILED|MISALIGNED_ADDRESS)",
             r"NVRM: Xid \([^)]*\): (?P<xid>\d+)",
             r"CUDA error: (?:unspecified launch failure|misaligned address|an illegal instruction"
-            r"|invalid program counter|unknown error)",
+            r"|invalid program counter|unknown error)|Invalid access of peer GPU memory",
             r"(?:CUBLAS|CUDNN|CUSOLVER|CUFFT)_STATUS_(?:EXECUTION_FAILED|INTERNAL_ERROR|MAPPING_ERROR|NOT_INITIALIZED)",
             r"the launch timed out and was terminated",
         ),

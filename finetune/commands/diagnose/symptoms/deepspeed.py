@@ -12,6 +12,8 @@ SYMPTOMS = (
             r"Error building extension '(?P<operator>[\w.]+)'",
             r"Unable to JIT load the (?P<operator>\w+) op",
             r"'DeepSpeedCPUAdam' object has no attribute 'ds_opt_adam'|CUDAMismatchException",
+            r"MissingCUDAException|CUDA_HOME (?:does not exist|environment variable is not set)|^FAILED: \S+\.o\b"
+            r"|ninja: build stopped",
             r"Ninja is required to load C\+\+ extensions|fatal error: Python\.h: No such file",
             r"No such file or directory: '(?P<compiler>c\+\+|g\+\+|gcc|clang\+\+|ninja)'",
             r"Command '\['(?P<compiler>[^']+)', '(?:-v|--version)'\]' returned non-zero",
@@ -37,7 +39,9 @@ SYMPTOMS = (
             r"gradient_acc_step \* world_size(?: (?P<total>\d+) != (?P<micro>\d+) \* (?P<accumulation>\d+) \* "
             r"(?P<world>\d+))?",
             r"Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided",
-            r"Train batch size: -?\d+ has to be greater than 0",
+            r"(?:[Tt]rain|[Mm]icro) batch size\b.{0,10}: -?\d+ has to be greater|Gradient accumulation steps: -?\d+ has to",
+            r"DeepSpeed config values that mismatch TrainingArguments|\b[Bb]atch[_ ]size\b.{0,40} not (?:evenly )?divisible by"
+            r"|\b[Bb]atch[_ ]size\b.{0,60} must be (?:evenly )?(?:divisible by|a multiple of)",
             r"^\[ERROR\] .*micro_batch_size (?P<micro>\d+) x .* is \d+, not global_batch_size (?P<total>\d+)",
             r"^\[ERROR\] .*batch_size \d+ is not a (?:whole|multiple of)",
             r"^\[ERROR\] .*device_batch_size \d+ x .* is \d+, not total_batch_size",
@@ -86,7 +90,8 @@ SYMPTOMS = (
             r"the checkpoint's trainable parameters are not this model's",
             r"thus raising an error.*mismatch|You set `ignore_mismatched_sizes`"
             r"|size mismatch for (?P<parameter>[\w.]+):",
-            r"shape '\[[\d, -]+\]' is invalid for input of size 0",
+            r"shape '\[[\d, -]+\]' is invalid for input of size 0|[Tt]he size of tensor [ab] \(0\) must match"
+            r"|the size of tensor b \(0\) at|shapes cannot be multiplied \((?:\S+ and )?(?:0x|\d+x0)\d*",
         ),
         N_(
             "A weight[[ ({parameter})]] has a different shape than the model expects[[: {saved} where the model has "

@@ -12,7 +12,7 @@ SYMPTOMS = (
             r"wandb\S*Error: .*(?:api_key|API key|login|logged in)|api_key not configured \(no-tty\)",
             r"No API key configured\. Use `wandb login`|API key must (?:be \d+ characters|have \d+)",
             r"wandb: ERROR .*(?:API key|user is not logged in|permission denied|401)",
-            r"wandb\.errors\.\S*AuthenticationError",
+            r"wandb\.errors\.\S*(?:AuthenticationError|CommError: .*(?:permission|401|403))",
         ),
         N_("wandb was requested but is not logged in here[[ (rank {rank})]]."),
         N_(
@@ -30,7 +30,7 @@ SYMPTOMS = (
             r"low on resource: ephemeral-storage|ephemeral.{0,20}storage .{0,30}exceed|os error 28\b|errno:? 28\b"
             r"|os error 122\b",
             r"PytorchStreamWriter failed writing file|inline_container\.cc.*unexpected pos",
-            r"[Ii]/[Oo] error: No space left",
+            r"[Ii]/[Oo] error: No space left|write error: disk full|Not enough disk space|not enough free disk",
             r"checkpoint-(?P<step>\d+) could not be written: .*needed (?P<needed>[^,]+), free (?P<free>[^;\n]+)",
         ),
         N_(
@@ -52,6 +52,7 @@ SYMPTOMS = (
             r"[Ss]tale (?:NFS )?file handle|\bESTALE\b|\[Errno 116\]|Transport endpoint is not connected"
             r"|\[Errno 107\].*(?:/|mount)",
             r"Input/output error(?::? '?(?P<path>/[^']+))?|\[Errno 5\]|os error 5\b|Remote I/O error|\[Errno 121\]",
+            r"LustreError: |mmfs\w*: .*(?:[Ee]rror|unmount)|libceph: \S+ .*(?:down|lost|timeout)|BeeGFS\S* .*(?:rror|timed out)",
             r"nfs: server (?P<path>\S+) not responding|(?:Lustre|ceph|gpfs|EXT4-fs|XFS)\S*.{0,60}(?:error|evict"
             r"|timed out|shutdown)",
             r"blk_update_request: I/O error|I/O error, dev (?P<path>\w+)|[Uu]nable to (?:lock"
@@ -65,7 +66,7 @@ SYMPTOMS = (
             "command "
             "again: the run resumes from the last valid checkpoint."
         ),
-        confidence=0.9,
+        confidence=0.91,  # surer than what a broken read makes of a weights file
         source="Linux, NFS, Lustre, FUSE",
         explains=("checkpoint_corrupt", "dataloader_worker_killed_shm"),
         restart_cures=False,
@@ -79,14 +80,14 @@ SYMPTOMS = (
             "--dataloader-num-workers[[ (now {dataloader_num_workers})]], or "
             "torch.multiprocessing.set_sharing_strategy('file_system')."
         ),
-        confidence=0.94,
+        confidence=0.97,  # surer than the shared memory that could not be opened for it
         source="Linux, torch.multiprocessing",
     ),
     Symptom(
         "permission_denied",
         (
             r"PermissionError: \[Errno \d+\] [^:]*: '(?P<path>[^']+)'",
-            r"\[Errno 13\]|PermissionError\b|Permission denied(?! \(publickey)",
+            r"\[Errno 13\]|PermissionError\b|[Pp]ermission denied(?! \(publickey)",
             r"\[Errno 30\]|Read-only file system|\bERR0[0-4]012\b|\b(?:EACCES|EROFS|EPERM)\b"
             r"|\[Errno 1\] Operation not permitted",
             r"os error (?:13|30)\b",
@@ -105,6 +106,7 @@ SYMPTOMS = (
             r"ModuleNotFoundError: No module named '(?P<package>[\w.]+)'",
             r"^\[ERROR\] (?:rank \d+: )?(?P<package>[\w.-]+) is not installed",
             r"ImportError: (?P<package>[\w-]+) is required|ImportError: .*requires the (?P<package_>[\w-]+) library",
+            r"[Pp]lease install (?:the )?[`'\"]?(?P<package>[\w-]+)|need to have (?P<package_>[\w-]+)(?: or \w+)? installed",
             r"python\S*: can't open file '(?P<file>[^']+)'|^\S+: No module named (?P<package__>\S+)$",
             r"(?P<package>\w+): command not found|requires? (?:the )?[`'\"]?(?P<package_>[\w-]+)[`'\"]? (?:package"
             r"|library)? ?(?:to be|but it was not|which is not) ?(?:installed|found)?",
@@ -133,6 +135,12 @@ SYMPTOMS = (
             r"|installed|got)",
             r"numpy\.(?:dtype|ndarray) size changed|compiled using NumPy 1\.x cannot be run in|_ARRAY_API not found"
             r"|multiarray failed to import",
+            r"KeyError: '(?P<name>(?:qwen|llama|mistral|mixtral|gemma|phi|deepseek|internlm|chatglm|glm|baichuan|cohere|olmo"
+            r"|granite|minicpm|exaone|falcon|gpt_oss)\w*)'$",
+            r"AttributeError: '(?P<name>\w*(?:Cache|AdamW|Accelerator|AcceleratorState|Trainer|TrainingArguments"
+            r"|TokenizerFast|Tokenizer))' object has no attribute",
+            r"[Nn]um[Pp]y is not available|did not match any variant of untagged enum"
+            r"|is required,? but found|is incompatible with (?P<library>[\w-]+)[<>=]",
             r"does not recognize this architecture|Transformers does not recognize|Unrecognized configuration class",
             r"requires? [`'\"]?(?P<library>[\w-]+)(?:\[\w+\])? ?[><=~!]=? ?\d|[Uu]pgrad(?:e"
             r"|ing) (?:your )?[`'\"]?(?P<library_>\w[\w-]+)[`'\"]? (?:version|package|to\b|>=)",

@@ -39,6 +39,7 @@ SYMPTOMS = (
             r"[Cc]uda failure '?(?:2 )?'?out of memory|cudaErrorMemoryAllocation|hipErrorOutOfMemory"
             r"|RESOURCE_EXHAUSTED: Out of memory",
             r"^\[ERROR\] (?:rank \d+: )?out of memory (?:at step (?P<step>\d+)|with (?:rows|microbatches) that cannot)",
+            r"would exceed allowed memory|No available memory for the cache blocks|is larger than the available KV cache",
             r"\b(?:torch|cuda|npu|acc)\.OutOfMemoryError\b|\bOutOfMemoryError: (?:CUDA|NPU|HIP|XPU)",
         ),
         N_(
@@ -85,6 +86,7 @@ SYMPTOMS = (
             r"unable to mmap memory: you tried to mmap (?P<wanted>[\d.]+ ?\w+)",
             r"is killed by signal: Killed",
             r"a worker process ended by itself; most often the system killed it",
+            r"subprocesses has abruptly died during map operation",
             r"A process in the process pool was terminated abruptly",
         ),
         N_(
@@ -142,7 +144,7 @@ SYMPTOMS = (
             r"NCCL WARN Error while creating shared memory segment (?P<path>\S+)",
             *ended_by(7, "SIGBUS"),
             r"^Bus error\b",
-            r"/dev/shm\b.*No space left on device",
+            r"/dev/shm\b.*No space left on device|No space left on device.*/dev/shm\b",
         ),
         N_(
             "Shared memory (/dev/shm) ran out[[ on rank {rank}]]: data loader workers and NCCL pass their data through "

@@ -22,6 +22,8 @@ SYMPTOMS = (
             r"(?P<model>\S+) does not appear to have a(?:ny)? files? named",
             r"[Nn]o file named .{0,160}found in (?:directory )?(?P<model>\S+?)\.?$|[Nn]o (?:safetensors|weights?"
             r"|model weights|checkpoint) (?:files? )?(?:were |was )?found (?:in|at) (?P<model_>\S+)",
+            r"Can't find '(?:adapter_config|config)\.json' at '?(?P<model>[^']+)|NotExistError: The (?:model|dataset|file)"
+            r"|[Nn]o such (?:model|repo|repository)\b|modelscope\S*: .*(?:not exist|not found)",
             r"[Uu]nrecognized model in (?P<model>\S+?)\. Should have a `model_type`|EntryNotFoundError"
             r"|RevisionNotFoundError",
             r"(?:401|403|404) Client Error.*huggingface|Cannot access gated repo"
@@ -63,7 +65,9 @@ SYMPTOMS = (
             r"|IncompleteRead|ChunkedEncodingError",
             r"[Tt]emporary failure in name resolution|Name or service not known.*(?:http|hub|url|host)|gaierror",
             r"host='(?P<hub>[\w.-]*(?:huggingface|hf-mirror|modelscope|\bhf)\.\w+)'.*Max retries exceeded",
-            r"(?:Connect|Proxy)(?:ion)?(?:Error|Timeout)\b.*huggingface",
+            r"(?:Connect|Proxy)(?:ion)?(?:Error|Timeout)\b.*huggingface|Couldn't reach .{0,120}(?:Hub|https?:)",
+            r"httpx\.\w*(?:Connect|Read|Proxy|Timeout|Protocol|Network)\w*|requests\.exceptions\.\w*(?:Timeout|ConnectionError)",
+            r"CAS service error|ReqwestMiddleware|Cannot connect to host \S*(?:huggingface|modelscope|\bhf)\b",
         ),
         N_(
             "The model hub[[ {hub}]] cannot be reached from here (no network, a proxy or its certificate, too many "
@@ -88,6 +92,7 @@ SYMPTOMS = (
             r"SafetensorError: (?P<reason>.*)",
             r"[Ii]ncompleteMetadata|MetadataIncompleteBuffer|InvalidHeader|HeaderTooLarge|HeaderTooSmall|file not "
             r"fully covered|Can't find a valid checkpoint at|No valid checkpoint found|git-lfs\.github\.com/spec",
+            r"unexpected EOF, expected|file might be corrupted|truncated file: eof|CheckpointReadError|Corrupt\w* checkpoint",
             r"Unable to load weights from (?:pytorch )?checkpoint file|[Cc]hecksum (?:mismatch|does not match)"
             r"|unexpected end of (?:data|file)|BadZipFile",
             r"PytorchStreamReader failed (?P<reason>.*)",
@@ -134,7 +139,7 @@ SYMPTOMS = (
             r"|stop)",
             r"(?:[Ll]oss|[Gg]rad\w*)(?: norm)? (?:is|became|are|was) (?:nan|NaN|NAN|inf|not finite|non-?finite)\b",
             r"probability tensor contains either `inf`|(?:[Ff]ound|[Dd]etected|[Ee]ncountered|contains?) "
-            r"(?:an? |some |invalid |values? )?(?:NaN|nan|NAN|[Ii]nf)s?\b",
+            r"(?:an? |some |invalid |values? )?(?:NaN|nan|NAN|[Ii]nf)s?\b(?!:? 0)",
         ),
         _NAN_TEXT,
         _NAN_FIX,
@@ -161,10 +166,13 @@ SYMPTOMS = (
         (
             r"to have the same dtype, but got|must have the same dtype",
             r"expected scalar type (?P<wanted>\w+) but found (?P<found>\w+)",
-            r"Input type \((?P<found>[\w.]+)\) and (?:weight|bias) type \((?P<wanted>[\w.]+)\) should be the same",
+            r"Input type \((?P<found>[\w.:]+)\) and (?:weight|bias) type \((?P<wanted>[\w.:]+)\) should be the same",
             r"source and destination dtypes match",
             r"Found dtype (?P<found>\w+) but expected (?P<wanted>\w+)",
-            r"tensors? must (?:be|have) the same (?:data ?type|dtype)",
+            r"tensors? must (?:be|have) the same (?:data ?type|dtype|type)\b|with uniform dtype but got",
+            r"only supports? fp16 and bf16|Attempting to unscale FP16 gradients|mixed dtype \(CPU\)",
+            r"to have the same (?:data ?type|scalar type|type)\b|expected (?:dtype|type) \S+ but got \S+",
+            r"result type \w+ can't be cast to|dtypes? (?:do not|don't|does not) match|must match dtype",
         ),
         N_("Two tensors have different data types[[: {found} where {wanted} is expected]][[ on rank {rank}]]."),
         N_(
@@ -257,7 +265,7 @@ SYMPTOMS = (
         "unused_parameters_ddp",
         (
             r"Expected to have finished reduction in the prior iteration",
-            r"parameters that were not used in producing loss",
+            r"parameters that were not used in producing (?:the )?loss",
             r"Parameter indices which did not receive grad for rank (?P<rank>\d+): (?P<indices>[\d ]+)",
         ),
         N_(

@@ -18,7 +18,7 @@ SYMPTOMS = (
             r"(?:port: (?P<port>\d+).*)?EADDRINUSE",
             r"\[Errno 98\]",
             r"(?:\]:(?P<port>\d+) .?)?errno: 98\b",
-            r"[Aa]ddress already in use",
+            r"[Aa]ddress already in use|port (?P<port>\d+) is already (?:in use|used|taken|occupied)",
             r"(?:on port `(?P<port>\d+)`, but )?another process is utilizing (?:it|at least one)",
         ),
         N_("The rendezvous port[[ {port}]] is taken on this machine, often by an earlier run that has not ended."),
@@ -43,8 +43,8 @@ SYMPTOMS = (
             r"Timed out after (?P<seconds>\d+) seconds waiting for clients\. (?P<joined>\d+)/(?P<world_size>\d+) "
             r"clients joined|\bRendezvousTimeoutError\b|\bRendezvousConnectionError\b",
             r"Timed out initializing process group in store based barrier on rank:? (?P<rank>\d+)",
-            r"wait timeout after \d+ms, keys: /(?:default_pg|worker|none|torchelastic)",
-            r"Gloo connectFullMesh failed|The connection to the C10d store has failed|RendezvousClosedError",
+            r"wait timeout after \d+ms, keys: /(?:default_pg(?!/\d+//(?:cpu|cuda|npu)\b)|worker|none|torchelastic)",
+            r"pair\.cc:\d+\] timed out connecting|connectFullMesh failed|The connection to the C10d store has failed|RendezvousClosedError",
             r"rendezvous .{0,60}(?:timed out|failed|closed)|[Rr]endezvous\w*Error\b|DistStoreError"
             r"|DistNetworkError: .*(?:time|connect)",
             r"(?:connect|connection) to \(?\[?(?P<master_addr>[\w.:-]+?)\]?(?:, "
@@ -84,8 +84,8 @@ SYMPTOMS = (
             r"|waitWork.*timed? ?out|watchdog got stuck for \d+ seconds",
             r"Terminating the process after attempting to dump debug info, due to (?:ProcessGroup\w+ watchdog hang"
             r"|collective)",
-            r"wait timeout after \d+ms, keys: /(?:\w*//)*(?:cpu|cuda|\w*subgroup|worker/rank)|Ranks? \S+ (?:not"
-            r"|never) reached",
+            r"wait timeout after \d+ms, keys: /(?:\w*//)*(?:cpu|cuda|\w*subgroup|worker/rank)"
+            r"|keys: /\S*//(?:cpu|cuda|npu)//|[Rr]anks? \S+ (?:not|never|did not) (?:reached?|join|arrive)",
         ),
         N_(
             "A collective operation[[ ({operation})]] timed out[[ after {timeout_ms} ms]][[ on rank {rank}]][[: ranks "
@@ -100,7 +100,10 @@ SYMPTOMS = (
     ),
     Symptom(
         "collective_timeout",
-        (r"Some (?:NCCL|HCCL|XCCL) operations have failed or timed out",),
+        (
+            r"Some (?:NCCL|HCCL|XCCL) operations have failed or timed out|(?:NCCL|HCCL) communicator was aborted on rank",
+            r"Received a dump signal|preparing to dump debug info",
+        ),
         N_("Collective operations failed or timed out[[ on rank {rank}]]: which of both, other lines tell."),
         TIMEOUT_FIX,
         kind=Kind.CASCADE,

@@ -45,7 +45,7 @@ SYMPTOMS = (
             *ended_by(9, "SIGKILL"),
             r"the run's process (?P<pid>\S+) disappeared",
             r"A worker (?:process )?(?:died|ended|was killed).{0,60}(?:unexpected|signal|SIGKILL)"
-            r"|The actor is dead because",
+            r"|The actor is dead because|\b(?:RayActorError|ActorDiedError|WorkerCrashedError|NodeDiedError)\b",
         ),
         N_(
             "A process[[ ({pid})]][[ of rank {rank}]] was killed from outside (SIGKILL): nearly always by the kernel "
@@ -66,7 +66,7 @@ SYMPTOMS = (
             r"Connection reset by (?:remote )?peer|\bncclRemoteError\b|\[Errno 104\]|ConnectionResetError",
             r"remote process exited or there was a network error|NCCL WARN .*remote process exit",
             r"socketProgress.*(?:closed|reset)|Broken pipe.*(?:rank|peer)|writev \[\S+\]: Broken pipe|readv \[\S+\]:",
-            r"recv fail|socket (?:was )?closed by (?:the )?(?:peer|remote)|peer (?:process )?(?:has )?(?:exited|gone"
+            r"recv fail|[Ss]ocket (?:was )?[Cc]losed by (?:the )?(?:peer|remote)|peer (?:process )?(?:has )?(?:exited|gone"
             r"|died)",
         ),
         N_(
@@ -100,6 +100,8 @@ SYMPTOMS = (
             r"|[Ss]pot instance interruption",
             r"[Rr]eason: (?P<reason>Evicted|Preempting|NodeLost|NodeShutdown|Terminated)\b|TERM_(?P<reason_>RUNLIMIT"
             r"|PREEMPT|OWNER)\b",
+            r"\b(?P<reason>Preempted) (?: *pod/\S+ +)?(?:Preempted )?by\b|walltime \S+ exceeded limit|PBS: job killed"
+            r"|[Ww]all ?(?:time|clock)\b.{0,20}exceeded|exceeded (?:hard )?wall ?(?:time|clock)",
             r"node .{0,60}(?P<reason>NotReady|unreachable|shutdown|preempted)\b.*(?:pod|taint|evict|terminat)",
         ),
         _STOPPED,
@@ -128,7 +130,7 @@ SYMPTOMS = (
     Symptom(
         "preempted",
         (
-            r"slurmstepd: error: \*\*\* (?:JOB|STEP) \S+ ON .*CANCELLED AT (?!.*DUE TO)",
+            r"slurmstepd: error: \*\*\* (?:JOB|STEP) \S+ ON .*CANCELLED AT (?!.*DUE TO)|srun: Force Terminated",
             r"(?:State|state|status)[=:] ?(?P<reason>CANCELLED)\b",
         ),
         _STOPPED,
@@ -185,6 +187,7 @@ SYMPTOMS = (
             r"(?:free|malloc|realloc|munmap_chunk|malloc_consolidate)\(\): (?:invalid|corrupted|unaligned|mismatching"
             r"|double free|memory corruption|unsorted)|double free or corruption|corrupted (?:size vs\. prev_size"
             r"|double-linked list)|\*\*\* (?:stack smashing|buffer overflow) detected|pure virtual method called",
+            r"Segfault encountered|unaligned tcache chunk|malloc\.c:\d+: |Fatal glibc error|SIGSEGV received at",
             r"^(?:Illegal instruction|Floating point exception)\b|traps: \S+ (?:general protection|trap)",
             *ended_by(11, "SIGSEGV"),
             *ended_by(4, "SIGILL"),
