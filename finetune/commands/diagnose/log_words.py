@@ -29,10 +29,12 @@ LEAVES_BOILERPLATE = re.compile(
 QUIET_LEVEL = re.compile(
     r"^\[?[IWD]\d{3,4} \d\d:\d\d:|\[(?:INFO|DEBUG|WARNING|SUCCESS|NOTICE|TRACE)\]|\bNCCL INFO\b"
     r"|[ |](?:INFO|WARNING|DEBUG) *(?:-|\|)|^(?:INFO|WARNING|DEBUG)[: ]|\b\w*Warning: |(?i:\bwarning: )|\[warn\]"
-    r"|retry loop|will retry|[Rr]etrying\b|[Cc]onsider installing|[Ff]alling back to|pip's dependency resolver|but you have \S+ "
+    r"|retry loop|will retry|[Rr]etrying\b|[Cc]onsider installing|[Ff]alling back to|pip's dependency resolver"
+    r"|but you have \S+ "
 )
 EXCEPTION = re.compile(
-    r"^(?P<exception>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Timeout|Failure|Expired|NotFound|Group)|Exception)"
+    r"^(?P<exception>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Timeout|Failure|Expired|NotFound|Group)"
+    r"|Exception)"
     r"(?::|$)"
 )
 # Exceptions that end a process because something else did.
@@ -44,11 +46,11 @@ CASCADE_EXCEPTIONS = re.compile(
     r"|because of the following error|^\w+: Caught \w+ in |DatasetGenerationError(?::|$)"
 )
 # What ends a traceback, whatever its name: classes of modules, and names of two words or more.
-ENDS_TRACEBACK = re.compile(
-    r"^(?:[A-Za-z_]\w*\.)+_?[A-Z]\w*(?::\s|:?$)|^[A-Z][a-z]+[A-Z]\w+(?::\s|:?$)|^Unsupported: "
-)
+ENDS_TRACEBACK = re.compile(r"^(?:[A-Za-z_]\w*\.)+_?[A-Z]\w*(?::\s|:?$)|^[A-Z][a-z]+[A-Z]\w+(?::\s|:?$)|^Unsupported: ")
 # A call that failed, and the number that it returned: why is said by other lines of the same process, if by any.
-CODE_ONLY = re.compile(r"(?:NPU|HCCL|OPS|GRAPH) function error|error code is \(?\d+\)?\W*$|call (?:acl|hccl) api failed")
+CODE_ONLY = re.compile(
+    r"(?:NPU|HCCL|OPS|GRAPH) function error|error code is \(?\d+\)?\W*$|call (?:acl|hccl) api failed"
+)
 IGNORED = re.compile(r"^Exception ignored in|^--- Logging error ---|^Exception in thread (?!MainThread)")
 # Others begin a line like ours with a time, a module or a file.
 OWN_ERROR = re.compile(r"^\[ERROR\] (?:rank \d+: )?(?P<error>(?!20\d\d-|[A-Z]+\(|\[)\S.*)")

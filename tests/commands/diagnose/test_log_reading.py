@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.commands.diagnose import log_reading
+from finetune.commands.diagnose.command import diagnose_logs
 from finetune.commands.diagnose.log_evidence import scan_log
 from finetune.commands.diagnose.log_prefixes import decode, read_time, strip_prefixes
 from finetune.commands.diagnose.log_reading import LogFile, rank_in_name, raw_lines
@@ -185,3 +186,23 @@ def test_a_line_without_a_time_has_that_of_the_line_before():
 )
 def test_ranks_in_names(name, rank):
     assert rank_in_name(Path(name)) == rank
+
+
+def test_a_line_without_a_time_lies_between_those_around_it():
+    """Its own process's next line tells when it was; another's only until when."""
+    texts = ["2026-11-21 13:00:00 a", f"[rank1]: {OOM}", "{rank}2026-11-21 13:30:00 b", "2026-11-21 14:00:00 c"]
+    for rank, expected in (("[rank1]: ", 30), ("[rank2]: ", 0)):
+        log = "\n".join(texts).format(rank=rank) + "\n"
+        line = scan_log(LogFile("log", io.BytesIO(log.encode()))).evidence[0].line
+        first, last, own = (time.mktime((2026, 11, 21, 13, m, 0, 0, 0, -1)) for m in (0, 30, expected))
+        assert (line.seconds, line.bounds) == (own, (first, last))
+
+
+def test_times_without_a_year_are_of_the_year_of_the_others(tmp_path):
+    """What failed in a log that tells no year is not put into the present one."""
+    late, early = tmp_path / "rank0.log", tmp_path / "rank1.log"
+    late.write_text(
+        "2019-11-21 13:30:00,000 x\n[E1121 13:30:00.1 x.cpp:1] Watchdog caught collective operation timeout"
+    )
+    early.write_text(f"[W1121 13:00:00.100000000 y.cpp:1] torch warns\n{OOM}\n")
+    assert [finding.cause for finding in diagnose_logs([late, early])] == ["device_oom"]

@@ -1,22 +1,24 @@
 """Failures as machines write them: alone, and among the lines of other ranks, bars, warnings and what followed.
 
 The logs are in `series/`: `written.txt` and `families.txt` after the published formats, `orders.txt` of what follows
-from what, `threads.txt` after logs in issues; `clean.txt` has no failure, one that nobody knows, or another program's
-log. A head says the cause (or causes, for either is right) and `noecho` where the failure is itself what others see of
-one.
+from what, `threads.txt` after logs in issues, `wordings.txt` as versions put it; `clean.txt` has no failure, one that
+nobody knows, or another program's log. `whole.jsonl` has logs as they are, of all ranks and nodes. A
+head says the cause (or causes, for either is right) and `noecho` where the failure is itself what others see of one.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
-from noisy_logs import noisy, quiet, series
+from noisy_logs import SERIES, noisy, quiet, series
 
 from finetune.commands.diagnose.command import diagnose_logs
 from finetune.commands.diagnose.symptoms.base import Kind
 
-FAILURES = series("written") + series("threads") + series("families") + series("orders")
+FAILURES = series("written") + series("threads") + series("families") + series("orders") + series("wordings")
+WHOLE = [json.loads(line) for line in (SERIES / "whole.jsonl").read_text(encoding="utf-8").splitlines()]
 CLEAN = series("clean")
 FOREIGN = "foreign: "
 
@@ -50,6 +52,18 @@ def test_nothing_is_invented(number, tmp_path):
         return
     for text in (quiet(lines), noisy(lines, number, echoes=False)):
         assert set(causes_of(tmp_path, text)) <= {"unknown"}, f"{head}: {text}"
+
+
+@pytest.mark.parametrize("number", range(len(WHOLE)))
+def test_whole_logs(number, tmp_path):
+    """The first cause of all logs of a run together; nothing where the run was well."""
+    paths = []
+    for name, text in WHOLE[number]["log"].items():
+        paths.append(tmp_path / name)
+        paths[-1].parent.mkdir(parents=True, exist_ok=True)
+        paths[-1].write_text(text, encoding="utf-8", newline="")
+    found = [finding.cause for finding in diagnose_logs(paths)]
+    assert found[:1] in ([[cause] for cause in WHOLE[number]["causes"]] or [[]]), found
 
 
 # ---------------------------------------------------------------- what follows from what
@@ -128,6 +142,46 @@ def test_codes_are_read_by_their_families(code, cause, tmp_path):
 
 def test_codes_outside_every_family_are_unknown(tmp_path):
     assert causes_of(tmp_path, "[rank3]: EK0003: Config error of profiling.\n") in ([], ["unknown"])
+
+
+def test_a_code_yields_to_its_reason(tmp_path):
+    """Of HCCL's result and the code that its process gives near it the code counts; far away they are two things."""
+    call = "[rank1]: RuntimeError: OPS function error: HcclAllreduce, error code is 6"
+    reason = "[rank1]: EI0006: [PID: 1] 2026-11-21-13:07:20.444.436 Getting socket times out."
+    assert causes_of(tmp_path, f"{call}\n{reason}\n") == ["hccl_connect_timeout"]
+    assert causes_of(tmp_path, f"{call}\n")[0] == "hccl_config"
+    assert causes_of(tmp_path, f"{call}\n{reason.replace('rank1', 'rank2')}\n")[0] == "hccl_config"
+
+
+def test_a_cancelled_job_and_a_failure_are_told_by_order(tmp_path):
+    cancelled = "slurmstepd: error: *** JOB 1 ON n1 CANCELLED AT 2026-11-21T13:00:00 ***"
+    failure = "[rank1]: ValueError: nobody knows this"
+    assert causes_of(tmp_path, f"{cancelled}\n[rank0]: {RESET}\nsrun: error: n1: task 0: Killed\n")[0] == "preempted"
+    assert causes_of(tmp_path, f"{failure}\n{cancelled}\n")[0] == "unknown"
+    assert causes_of(tmp_path, f"{cancelled}\n{failure}\n")[0] == "preempted"
+
+
+def test_warnings_at_the_end_of_a_good_run_are_none(tmp_path):
+    warning = "[rank9]:[W1121 13:10:11.103710713 TCPStore.cpp:106] [c10d] sendBytes failed on SocketImpl(fd=69)"
+    assert causes_of(tmp_path, f"{{'loss': 1.8}}\n{warning}\n") == ["peer_died"]
+    assert causes_of(tmp_path, f"{{'loss': 1.8}}\n{warning}\nexit code 0\n") == []
+
+
+def test_a_warning_is_the_cause_only_of_what_followed_from_it(tmp_path):
+    warning = (
+        "x.py:182: UserWarning: CUDA initialization: The NVIDIA driver on your system is too old (found version 1)"
+    )
+    bf16 = "ValueError: Your setup doesn't support bf16/gpu."
+    assert causes_of(tmp_path, f"{warning}\n{bf16}\n") == ["cuda_driver_mismatch"]
+    assert causes_of(tmp_path, f"{warning}\n{{'loss': 1.8}}\n") == []
+    assert causes_of(tmp_path, f"{warning}\nOSError: [Errno 28] No space left on device\n") == ["disk_full"]
+
+
+@pytest.mark.parametrize("name", ["my.module.Refused", "BackendCompilerFailed", "jinja2.exceptions.TemplateError"])
+def test_whatever_ends_a_traceback_is_a_failure(name, tmp_path):
+    frame = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    main()\n'
+    assert causes_of(tmp_path, f"{frame}{name}: it broke\n") == ["unknown"]
+    assert causes_of(tmp_path, f"[INFO] rank 0: epoch 1\n{name.removesuffix('Error')}: it is so\n") == []
 
 
 def test_kinds_are_ordered_from_the_root_outwards():

@@ -57,7 +57,13 @@ SYMPTOMS = (
         (
             cann("E30006", "E3000[347]", "E3900[1-9]", "E400(?:01|02|20|24)", "E20002", "E13024", "EF000[13]", "EE2002")
             + r"|Failed to verify the OPP|CANN version mismatch",
-            returned("500001") + "|" + returned("507008") + "|" + returned(r"561(?:003|10[1-9]|11\d|[2-9]\d\d)") + "|" + returned("148049"),
+            returned("500001")
+            + "|"
+            + returned("507008")
+            + "|"
+            + returned(r"561(?:003|10[1-9]|11\d|[2-9]\d\d)")
+            + "|"
+            + returned("148049"),
             r"lib(?:tbe_adapter|atb|ascendcl|runtime|opapi|ascend_hal|c_sec|profapi|hccl)\w*\.so: undefined symbol",
             r"driver (?:package )?version .{0,40}(?:too low|not match|mismatch|incompatible)",
             r"build op model failed, result = 500001",
@@ -107,7 +113,8 @@ SYMPTOMS = (
         "torch_npu_missing_or_mismatch",
         (
             r"No module named 'torch_npu'|Failed to load the backend extension: torch_npu",
-            r"lib(?:hccl|ascendcl|ascend_hal|ge_\w+|graph|acl_\w+|msprofiler|profapi|atb|opapi|nnopbase|runtime|c_sec|mmpa"
+            r"lib(?:hccl|ascendcl|ascend_hal|ge_\w+|graph|acl_\w+|msprofiler|profapi|atb|opapi|nnopbase|runtime"
+            r"|c_sec|mmpa"
             r"|drv\w+)\w*\.so\S*: cannot open shared object file",
             r"libtorch_npu\.so: undefined symbol|torch_npu is installed but cannot be loaded",
             r"torch_npu\b.{0,60}(?:does not match|not compatible|mismatch)",

@@ -32,7 +32,8 @@ SYMPTOMS = (
             r"not in the dataset\. Current columns|method that includes input_ids, but you provided"
             r"|No columns in the dataset match|must have the same columns, but|because column names don't match",
             r"KeyError: ['\"](?P<field>chosen|rejected|completion|context|target|label|image|images)['\"]",
-            r"'dict object' has no attribute '(?P<field>role|content|from|value)'|Field \"?(?P<field_>\w+)\"? does not exist in",
+            r"'dict object' has no attribute '(?P<field>role|content|from|value)'"
+            r"|Field \"?(?P<field_>\w+)\"? does not exist in",
             r"(?:[Mm]issing|required) (?:column|field|key)s?\b.{0,40}(?:dataset|example|sample|record|row)",
             r"[Cc]olumn (?:name )?\[?'?(?P<field>[\w', ]+)'?\]? not in the dataset",
             r"(?:level|difficulty) '(?P<field>\w+)' has weight in the curriculum but the data has no sample of it",
@@ -54,7 +55,8 @@ SYMPTOMS = (
             r"JSONDecodeError: (?P<reason>.*)",
             r"ArrowInvalid: JSON parse error: (?P<reason>.*)",
             r"ArrowInvalid: .*(?:changed from \S+ to|CSV parse error|in row \d)|Error tokenizing data"
-            r"|ValueError: (?:Expected object or value|Trailing data|Unmatched|Unexpected character found when decoding)",
+            r"|ValueError: (?:Expected object or value|Trailing data|Unmatched"
+            r"|Unexpected character found when decoding)",
             r"Failed to (?:load|read) JSON (?:from )?file",
             r"UnicodeDecodeError: 'utf-8' codec can't decode",
         ),

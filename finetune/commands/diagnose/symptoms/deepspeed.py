@@ -39,8 +39,10 @@ SYMPTOMS = (
             r"gradient_acc_step \* world_size(?: (?P<total>\d+) != (?P<micro>\d+) \* (?P<accumulation>\d+) \* "
             r"(?P<world>\d+))?",
             r"Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided",
-            r"(?:[Tt]rain|[Mm]icro) batch size\b.{0,10}: -?\d+ has to be greater|Gradient accumulation steps: -?\d+ has to",
-            r"DeepSpeed config values that mismatch TrainingArguments|\b[Bb]atch[_ ]size\b.{0,40} not (?:evenly )?divisible by"
+            r"(?:[Tt]rain|[Mm]icro) batch size\b.{0,10}: -?\d+ has to be greater"
+            r"|Gradient accumulation steps: -?\d+ has to",
+            r"DeepSpeed config values that mismatch TrainingArguments"
+            r"|\b[Bb]atch[_ ]size\b.{0,40} not (?:evenly )?divisible by"
             r"|\b[Bb]atch[_ ]size\b.{0,60} must be (?:evenly )?(?:divisible by|a multiple of)",
             r"^\[ERROR\] .*micro_batch_size (?P<micro>\d+) x .* is \d+, not global_batch_size (?P<total>\d+)",
             r"^\[ERROR\] .*batch_size \d+ is not a (?:whole|multiple of)",

@@ -52,7 +52,8 @@ SYMPTOMS = (
             r"[Ss]tale (?:NFS )?file handle|\bESTALE\b|\[Errno 116\]|Transport endpoint is not connected"
             r"|\[Errno 107\].*(?:/|mount)",
             r"Input/output error(?::? '?(?P<path>/[^']+))?|\[Errno 5\]|os error 5\b|Remote I/O error|\[Errno 121\]",
-            r"LustreError: |mmfs\w*: .*(?:[Ee]rror|unmount)|libceph: \S+ .*(?:down|lost|timeout)|BeeGFS\S* .*(?:rror|timed out)",
+            r"LustreError: |mmfs\w*: .*(?:[Ee]rror|unmount)|libceph: \S+ .*(?:down|lost|timeout)"
+            r"|BeeGFS\S* .*(?:rror|timed out)",
             r"nfs: server (?P<path>\S+) not responding|(?:Lustre|ceph|gpfs|EXT4-fs|XFS)\S*.{0,60}(?:error|evict"
             r"|timed out|shutdown)",
             r"blk_update_request: I/O error|I/O error, dev (?P<path>\w+)|[Uu]nable to (?:lock"
@@ -106,7 +107,8 @@ SYMPTOMS = (
             r"ModuleNotFoundError: No module named '(?P<package>[\w.]+)'",
             r"^\[ERROR\] (?:rank \d+: )?(?P<package>[\w.-]+) is not installed",
             r"ImportError: (?P<package>[\w-]+) is required|ImportError: .*requires the (?P<package_>[\w-]+) library",
-            r"[Pp]lease install (?:the )?[`'\"]?(?P<package>[\w-]+)|need to have (?P<package_>[\w-]+)(?: or \w+)? installed",
+            r"[Pp]lease install (?:the )?[`'\"]?(?P<package>[\w-]+)"
+            r"|need to have (?P<package_>[\w-]+)(?: or \w+)? installed",
             r"python\S*: can't open file '(?P<file>[^']+)'|^\S+: No module named (?P<package__>\S+)$",
             r"(?P<package>\w+): command not found|requires? (?:the )?[`'\"]?(?P<package_>[\w-]+)[`'\"]? (?:package"
             r"|library)? ?(?:to be|but it was not|which is not) ?(?:installed|found)?",
@@ -135,7 +137,8 @@ SYMPTOMS = (
             r"|installed|got)",
             r"numpy\.(?:dtype|ndarray) size changed|compiled using NumPy 1\.x cannot be run in|_ARRAY_API not found"
             r"|multiarray failed to import",
-            r"KeyError: '(?P<name>(?:qwen|llama|mistral|mixtral|gemma|phi|deepseek|internlm|chatglm|glm|baichuan|cohere|olmo"
+            r"KeyError: '(?P<name>(?:qwen|llama|mistral|mixtral|gemma|phi|deepseek|internlm|chatglm|glm|baichuan"
+            r"|cohere|olmo"
             r"|granite|minicpm|exaone|falcon|gpt_oss)\w*)'$",
             r"AttributeError: '(?P<name>\w*(?:Cache|AdamW|Accelerator|AcceleratorState|Trainer|TrainingArguments"
             r"|TokenizerFast|Tokenizer))' object has no attribute",

@@ -21,7 +21,7 @@ _LINK_FIX = N_(
 
 def _hccl(code: str) -> str:
     """A pattern of HCCL's return codes: `HCCL function error: ..., error code is 9`, `errNo[0x0000000005010009]`."""
-    return rf"HCCL function error: .*error code is \(?(?:{code})\)?(?!\d)"
+    return rf"(?:HCCL function error: |OPS function error: [Hh]ccl).*error code is \(?(?:{code})\)?(?!\d)"
 
 
 def _tls_differs(*patterns: str) -> Symptom:

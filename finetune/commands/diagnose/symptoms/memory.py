@@ -39,7 +39,8 @@ SYMPTOMS = (
             r"[Cc]uda failure '?(?:2 )?'?out of memory|cudaErrorMemoryAllocation|hipErrorOutOfMemory"
             r"|RESOURCE_EXHAUSTED: Out of memory",
             r"^\[ERROR\] (?:rank \d+: )?out of memory (?:at step (?P<step>\d+)|with (?:rows|microbatches) that cannot)",
-            r"would exceed allowed memory|No available memory for the cache blocks|is larger than the available KV cache",
+            r"would exceed allowed memory|No available memory for the cache blocks"
+            r"|is larger than the available KV cache",
             r"\b(?:torch|cuda|npu|acc)\.OutOfMemoryError\b|\bOutOfMemoryError: (?:CUDA|NPU|HIP|XPU)",
         ),
         N_(
@@ -58,7 +59,7 @@ SYMPTOMS = (
             returned(r"2070(?:01|18)")
             + "|"
             + returned("200000")
-            + r"|HCCL function error: .*error code is \(?(?:3|24)\)?(?!\d)",
+            + r"|(?:HCCL function error: |OPS function error: [Hh]ccl).*error code is \(?(?:3|24)\)?(?!\d)",
             r"\bERR0[0-4]006\b|halMemAlloc failed|alloc device memory failed|[Mm]alloc device memory .{0,30}fail",
             r"Call rtMalloc fail.*size:(?P<wanted_bytes>\d+)|rtMalloc execute failed",
             r"reason=\[(?:driver error:out of memory|memory allocation error|device oom)",

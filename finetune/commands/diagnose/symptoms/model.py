@@ -22,7 +22,8 @@ SYMPTOMS = (
             r"(?P<model>\S+) does not appear to have a(?:ny)? files? named",
             r"[Nn]o file named .{0,160}found in (?:directory )?(?P<model>\S+?)\.?$|[Nn]o (?:safetensors|weights?"
             r"|model weights|checkpoint) (?:files? )?(?:were |was )?found (?:in|at) (?P<model_>\S+)",
-            r"Can't find '(?:adapter_config|config)\.json' at '?(?P<model>[^']+)|NotExistError: The (?:model|dataset|file)"
+            r"Can't find '(?:adapter_config|config)\.json' at '?(?P<model>[^']+)|NotExistError: The (?:model"
+            r"|dataset|file)"
             r"|[Nn]o such (?:model|repo|repository)\b|modelscope\S*: .*(?:not exist|not found)",
             r"[Uu]nrecognized model in (?P<model>\S+?)\. Should have a `model_type`|EntryNotFoundError"
             r"|RevisionNotFoundError",
@@ -66,7 +67,8 @@ SYMPTOMS = (
             r"[Tt]emporary failure in name resolution|Name or service not known.*(?:http|hub|url|host)|gaierror",
             r"host='(?P<hub>[\w.-]*(?:huggingface|hf-mirror|modelscope|\bhf)\.\w+)'.*Max retries exceeded",
             r"(?:Connect|Proxy)(?:ion)?(?:Error|Timeout)\b.*huggingface|Couldn't reach .{0,120}(?:Hub|https?:)",
-            r"httpx\.\w*(?:Connect|Read|Proxy|Timeout|Protocol|Network)\w*|requests\.exceptions\.\w*(?:Timeout|ConnectionError)",
+            r"httpx\.\w*(?:Connect|Read|Proxy|Timeout|Protocol|Network)\w*|requests\.exceptions\.\w*(?:Timeout"
+            r"|ConnectionError)",
             r"CAS service error|ReqwestMiddleware|Cannot connect to host \S*(?:huggingface|modelscope|\bhf)\b",
         ),
         N_(
@@ -92,7 +94,8 @@ SYMPTOMS = (
             r"SafetensorError: (?P<reason>.*)",
             r"[Ii]ncompleteMetadata|MetadataIncompleteBuffer|InvalidHeader|HeaderTooLarge|HeaderTooSmall|file not "
             r"fully covered|Can't find a valid checkpoint at|No valid checkpoint found|git-lfs\.github\.com/spec",
-            r"unexpected EOF, expected|file might be corrupted|truncated file: eof|CheckpointReadError|Corrupt\w* checkpoint",
+            r"unexpected EOF, expected|file might be corrupted|truncated file: eof|CheckpointReadError"
+            r"|Corrupt\w* checkpoint",
             r"Unable to load weights from (?:pytorch )?checkpoint file|[Cc]hecksum (?:mismatch|does not match)"
             r"|unexpected end of (?:data|file)|BadZipFile",
             r"PytorchStreamReader failed (?P<reason>.*)",
@@ -189,7 +192,8 @@ SYMPTOMS = (
             r"[Yy]our setup doesn't support bf16|device has no bfloat16",
             r"[Tt]ype bf16 is not supported on your device|bf16 mixed precision requires",
             r"not implemented for 'BFloat16'|[Bb][Ff](?:loat)?16 is (?:not supported|only supported)",
-            r"(?:does not|doesn't|do not|don't) support (?:bf16|bfloat16|BF16|BFloat16)|DT_BF(?:LOAT)?16 .{0,20}not support",
+            r"(?:does not|doesn't|do not|don't) support (?:bf16|bfloat16|BF16|BFloat16)"
+            r"|DT_BF(?:LOAT)?16 .{0,20}not support",
             r"not (?:implemented|support(?:ed)?) for .{0,12}DT_BF(?:LOAT)?16",
             r"bf16\S* requires? (?:\.target|Ampere|GPU|PyTorch|CUDA)|BFloat16 (?:is )?not (?:supported|implemented)",
             r"[Uu]nsupported (?:ScalarType|scalar type|dtype|data ?type|type)\W{1,3}(?:torch\.)?[Bb][Ff](?:loat)?16",

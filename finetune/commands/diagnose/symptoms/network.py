@@ -44,7 +44,8 @@ SYMPTOMS = (
             r"clients joined|\bRendezvousTimeoutError\b|\bRendezvousConnectionError\b",
             r"Timed out initializing process group in store based barrier on rank:? (?P<rank>\d+)",
             r"wait timeout after \d+ms, keys: /(?:default_pg(?!/\d+//(?:cpu|cuda|npu)\b)|worker|none|torchelastic)",
-            r"pair\.cc:\d+\] timed out connecting|connectFullMesh failed|The connection to the C10d store has failed|RendezvousClosedError",
+            r"pair\.cc:\d+\] timed out connecting|connectFullMesh failed"
+            r"|The connection to the C10d store has failed|RendezvousClosedError",
             r"rendezvous .{0,60}(?:timed out|failed|closed)|[Rr]endezvous\w*Error\b|DistStoreError"
             r"|DistNetworkError: .*(?:time|connect)",
             r"(?:connect|connection) to \(?\[?(?P<master_addr>[\w.:-]+?)\]?(?:, "
@@ -101,7 +102,8 @@ SYMPTOMS = (
     Symptom(
         "collective_timeout",
         (
-            r"Some (?:NCCL|HCCL|XCCL) operations have failed or timed out|(?:NCCL|HCCL) communicator was aborted on rank",
+            r"Some (?:NCCL|HCCL|XCCL) operations have failed or timed out|(?:NCCL"
+            r"|HCCL) communicator was aborted on rank",
             r"Received a dump signal|preparing to dump debug info",
         ),
         N_("Collective operations failed or timed out[[ on rank {rank}]]: which of both, other lines tell."),

@@ -66,7 +66,8 @@ SYMPTOMS = (
             r"Connection reset by (?:remote )?peer|\bncclRemoteError\b|\[Errno 104\]|ConnectionResetError",
             r"remote process exited or there was a network error|NCCL WARN .*remote process exit",
             r"socketProgress.*(?:closed|reset)|Broken pipe.*(?:rank|peer)|writev \[\S+\]: Broken pipe|readv \[\S+\]:",
-            r"recv fail|[Ss]ocket (?:was )?[Cc]losed by (?:the )?(?:peer|remote)|peer (?:process )?(?:has )?(?:exited|gone"
+            r"recv fail|[Ss]ocket (?:was )?[Cc]losed by (?:the )?(?:peer|remote)"
+            r"|peer (?:process )?(?:has )?(?:exited|gone"
             r"|died)",
         ),
         N_(

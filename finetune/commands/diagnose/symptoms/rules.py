@@ -14,13 +14,14 @@ from finetune.commands.diagnose.symptoms import (
     hccl,
     memory,
     model,
+    nccl,
     network,
     processes,
 )
 from finetune.commands.diagnose.symptoms.base import SHORTEST_WORD, Kind, Symptom, fixed_words
 from finetune.runtime.language import N_
 
-_GROUPS = (memory, network, processes, ascend, hccl, cann, cuda, data, model, deepspeed, environment)
+_GROUPS = (memory, network, processes, ascend, hccl, cann, nccl, cuda, data, model, deepspeed, environment)
 SYMPTOMS: tuple[Symptom, ...] = tuple(symptom for group in _GROUPS for symptom in group.SYMPTOMS)
 
 _EXPLANATION = N_("The run failed[[ on rank {rank}]], and no rule knows this message: {line}")
