@@ -81,7 +81,7 @@ def rank_findings(logs: Sequence[LogEvidence], facts: dict[str, str] | None = No
     _give_years(standing)
     if any(log.ended_well for log in logs) and all(e.quiet and e.symptom.kind == Kind.CASCADE for e in standing):
         return []  # processes that end one after the other warn of it
-    standing = [e for e in standing if not _said_better(e, standing)]
+    standing = _without_bare_codes(standing)
     last = [e for e in standing if e.attempt == max(o.attempt for o in standing if o.line.source == e.line.source)]
     groups = _groups(last)
     if groups and all(group.kind > Kind.UNEXPLAINED for group in groups):
@@ -132,17 +132,21 @@ def _survived(evidence: Evidence, steps: Mapping[int | None, int]) -> bool:
     return any(steps[logging] - before.get(logging, 0) >= SURVIVED_STEPS for logging in ranks)
 
 
-def _said_better(evidence: Evidence, all_evidence: Sequence[Evidence]) -> bool:
-    """Whether the line only tells that a call failed, and its process says near it why."""
-    line, sure = evidence.line, evidence.symptom.confidence
-    return evidence.code_only and any(
-        other.symptom.confidence > sure
-        and other.symptom.kind != Kind.CASCADE
-        and not other.code_only
-        and (other.line.source, other.line.rank, other.line.node) == (line.source, line.rank, line.node)
-        and abs(other.line.number - line.number) <= SAME_ERROR_LINES
-        for other in all_evidence
-    )
+def _without_bare_codes(evidence: Sequence[Evidence]) -> list[Evidence]:
+    """Without the lines that only tell that a call failed, where their process says near them why."""
+    by_process: dict[tuple[str, int | None, str], list[Evidence]] = {}
+    for piece in evidence:
+        if piece.symptom.kind != Kind.CASCADE and not piece.code_only:
+            by_process.setdefault((piece.line.source, piece.line.rank, piece.line.node), []).append(piece)
+
+    def is_said_better(piece: Evidence) -> bool:
+        line, sure = piece.line, piece.symptom.confidence
+        return piece.code_only and any(
+            other.symptom.confidence > sure and abs(other.line.number - line.number) <= SAME_ERROR_LINES
+            for other in by_process.get((line.source, line.rank, line.node), ())
+        )
+
+    return [piece for piece in evidence if not is_said_better(piece)]
 
 
 def _groups(evidence: Sequence[Evidence]) -> list[_Group]:
@@ -200,8 +204,8 @@ def _earlier(first: Evidence, second: Evidence) -> bool:
 def _not_later(first: Evidence, second: Evidence) -> bool:
     one, two = first.line, second.line
     timed = one.seconds is not None and two.seconds is not None
-    between = two.bounds[1] - one.bounds[0] if timed else 0.0
-    if first.symptom.kind == Kind.MACHINE and timed and two.seconds - one.seconds > STALE_SECONDS:
+    between = two.bounds[1] - one.bounds[0] if timed else 0.0  # at most
+    if first.symptom.kind == Kind.MACHINE and (two.seconds or 0.0) - (one.seconds or 0.0) > STALE_SECONDS and timed:
         return False
     if first.symptom.reported_late and (one.source == two.source or second.symptom.kind >= Kind.KILLED):
         return one.source == two.source or between >= -LATE_SECONDS
