@@ -50,6 +50,7 @@ ENDS_TRACEBACK = re.compile(r"^(?:[A-Za-z_]\w*\.)+_?[A-Z]\w*(?::\s|:?$)|^[A-Z][a
 # A call that failed, and the number that it returned: why is said by other lines of the same process, if by any.
 CODE_ONLY = re.compile(
     r"(?:NPU|HCCL|OPS|GRAPH) function error|error code is \(?\d+\)?\W*$|call (?:acl|hccl) api failed"
+    r"|^RuntimeError: (?:HCCL|NPU|ACL) error\b"
 )
 IGNORED = re.compile(r"^Exception ignored in|^--- Logging error ---|^Exception in thread (?!MainThread)")
 # Others begin a line like ours with a time, a module or a file.
@@ -69,7 +70,8 @@ FORCED_KILL = re.compile(r"process (?P<pid>\d+) via \S+, forcefully exiting via 
 CHAT_BEGINS = re.compile(r"<\|(?:im_start|start_header_id|user|system)\|>|\[INST\]|<start_of_turn>")
 CHAT_ENDS = re.compile(r"<\|(?:im_end|eot_id|endoftext|end)\|>|\[/INST\]|<end_of_turn>|</s>")
 DATA = re.compile(
-    r"^\W*(?:instruction|input|output|prompt|completion|response|question|answer|content|text|messages|conversations?"
+    # `[sample 0] answer: ...`, `3/8 | prompt: ...`
+    r"^\W*(?:(?:(?:sample|example|case|query|item|row|generation|test)\W{0,2}\d+|\d+(?:/\d+)?)\W{1,4})?(?:instruction|input|output|prompt|completion|response|question|answer|content|text|messages|conversations?"
     r"|generated(?: text)?|generation|prediction|reference|target|sample|example|user|assistant|human)"
     r"(?: ?#?\d+)?[\"']? ?[:=|].*\w|[\"'](?:role|messages|conversations|instruction)[\"']: ",
     re.IGNORECASE,
@@ -83,7 +85,8 @@ RUN = re.compile(
     r"|^(?:\S+: line \d+: +)?\d* ?Killed\b|Segmentation fault|exited with code 1?3\d|exit code 1?3\d"
 )
 FOREIGN = re.compile(
-    r"^\s+at [\w.$]+\(|\bjavax?\.\w|\bnpm (?:ERR|error)|nginx|mysqld|postgres|sshd|httpd|\[error\] \d+#\d+:"
+    r"^\s+at [\w.$]+\(|\[\d+\] (?:\S+ )?(?:LOG|DETAIL|STATEMENT|HINT|FATAL|PANIC): "
+    r"|\bjavax?\.\w|\bnpm (?:ERR|error)|nginx|mysqld|postgres|sshd|httpd|\[error\] \d+#\d+:"
 )
 # Lines of programs that are never the run's own, and of those that watch over it: they count where they say what the
 # machine or the scheduler did.
@@ -92,6 +95,7 @@ OTHER_PROGRAM = re.compile(
     r"|NetworkManager|chronyd|ntpd|dhclient|rsyslogd|snapd|postfix\S*|named|smbd|zabbix_\w+|puppet\S*|filebeat|telegraf"
     r"|fluentd|prometheus|node_exporter|grafana\S*|avahi-daemon|polkitd|dbus-daemon|auditd|CROND|systemd-(?:resolved"
     r"|logind|networkd|timesyncd|udevd))(?:\(\w+\))?(?:\[\d+\])?: |TBE Subprocess\[\w+\] raise error"
+    r"|^.{0,12}\[\d+\] (?:\S+ )?(?:LOG|DETAIL|STATEMENT|HINT|ERROR|FATAL|PANIC): +\S"  # PostgreSQL
 )
 SERVICE = re.compile(
     r"^(?:[\w.-]+ )?(?:dockerd|containerd|kubelet|kube-proxy|systemd|podman|crio|etcd|consul|nomad)(?:\[\d+\])?: "

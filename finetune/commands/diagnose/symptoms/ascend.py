@@ -117,6 +117,7 @@ SYMPTOMS = (
             r"|c_sec|mmpa"
             r"|drv\w+)\w*\.so\S*: cannot open shared object file",
             r"libtorch_npu\.so: undefined symbol|torch_npu is installed but cannot be loaded",
+            r"[Uu]nsupported soc(?: version)?\b|soc_?version .{0,30}(?:is )?not supported",
             r"torch_npu\b.{0,60}(?:does not match|not compatible|mismatch)",
             r"module 'torch' has no attribute 'npu'|module 'torch_npu' has no attribute",
             r"Torch not compiled with NPU|device type '?npu'? is not available",

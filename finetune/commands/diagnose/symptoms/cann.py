@@ -216,7 +216,11 @@ SYMPTOMS = (
     ),
     Symptom(
         "device_not_visible",
-        (returned("207004"), r"\bThe device is unavailable"),
+        (
+            returned("207004"),
+            r"\bThe device is unavailable",
+            cann("EL0001") + r"|\bDevice_Absent|drvGetDevNum failed|cannot access '?/dev/davinci",
+        ),
         N_("No NPU can be used here[[ (rank {rank})]]: none is visible to the process, or its driver does not answer."),
         N_(
             "`npu-smi info` in the same shell or container must list the chips as OK; ASCEND_RT_VISIBLE_DEVICES takes "
@@ -229,10 +233,10 @@ SYMPTOMS = (
     Symptom(
         "illegal_memory_or_ecc",
         (
-            cann("EL0001", "E39009", "E30005", "EL0015"),
+            cann("E39009", "E30005", "EL0015"),
             returned(r"507(?:010|05[1345]|901)"),
             r"HBM MULTI BIT ECC ERROR|HBM .*multi-bit ECC|\bUCE ERROR\b|SUSPECT (?:DEVICE )?MEM ERROR",
-            r"ts lost heartbeat|device (?:heartbeat|lost heart)|[Dd]evice_Absent|hdc disconnect",
+            r"ts lost heartbeat|device (?:heartbeat|lost heart)|hdc disconnect",
             r"(?:device|chip|npu)\W?\d* (?:is )?(?:lost|offline|dropped|not healthy)|Health\s*:\s*(?:Alarm|Critical)",
         ),
         N_(

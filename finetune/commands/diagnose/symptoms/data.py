@@ -83,7 +83,9 @@ SYMPTOMS = (
             r"size mismatch for (?!\S*(?:proj|mlp|attn|fc|lora|norm"
             r"|layers\.))\S*: copying a param with shape torch\.Size\(\["
             r"(?P<saved>\d{4,}), (?P<width>\d+)\]\).*torch\.Size\(\[(?P<embeddings>\d{4,}), (?P=width)\]\)",
-            rf"{_EMBEDDING}\S*\W.{{0,40}}(?:size mismatch|MISMATCH|shape mismatch|found shape|ckpt: torch\.Size)",
+            # Not where the vocabulary is the same and the width is another.
+            rf"{_EMBEDDING}(?!.*\[(?P<rows>\d+), \d+\]\).*\[(?P=rows), \d+\])"
+            r"\S*\W.{0,40}(?:size mismatch|MISMATCH|shape mismatch|found shape|ckpt: torch\.Size)",
             r"vocab(?:ulary)?[_ ]?size\W.{0,60}(?:mismatch|differ|not (?:match|equal))"
             r"|IndexKernel.*index out of bounds",
             r"Assertion `?t >= 0 && t < n_classes`? failed|Target (?P<highest>\d+) is out of bounds",

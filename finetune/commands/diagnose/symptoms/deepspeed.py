@@ -90,6 +90,9 @@ SYMPTOMS = (
             r"the saved adapter has (?P<parameter>\S+) as",
             r"'weight' must be 2-D|\d+ parameters are not partitioned",
             r"the checkpoint's trainable parameters are not this model's",
+            # A layer of its own: where only embeddings differ it is the vocabulary.
+            r"^(?P<parameter>[\w.{}]*layers\.[\w.{}]+)\s*\|\s*MISMATCH\b.*"
+            r"ckpt: (?P<saved>torch\.Size\(\[[\d, ]*\]\)) vs model: ?(?P<now>torch\.Size\(\[[\d, ]*\]\))",
             r"thus raising an error.*mismatch|You set `ignore_mismatched_sizes`"
             r"|size mismatch for (?P<parameter>[\w.]+):",
             r"shape '\[[\d, -]+\]' is invalid for input of size 0|[Tt]he size of tensor [ab] \(0\) must match"

@@ -125,6 +125,15 @@ SYMPTOMS = (
     ),
     Symptom(
         "package_mismatch",
+        (r"was removed in the NumPy (?P<version>\d[\d.]*) release",),
+        N_("A package here is older than NumPy[[ {version}]], which no longer has what it uses."),
+        N_("pip install 'numpy<2', or a newer version of the package whose file the traceback names last."),
+        confidence=0.9,
+        source="NumPy 2.0 migration guide",
+        explains=("npu_driver_cann_mismatch", "npu_op_exception"),
+    ),
+    Symptom(
+        "package_mismatch",
         (
             r"version [`'](?P<library>(?:GLIBCXX|GLIBC|CXXABI|GCC)_[\d.]+)' not found",
             r"(?P<library>[\w.+-]+\.so\S*): undefined symbol|symbol lookup error|undefined symbol: \w+",

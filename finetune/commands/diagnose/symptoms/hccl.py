@@ -211,7 +211,8 @@ SYMPTOMS = (
         "hccl_link_down",
         (
             cann("EI0013", "EI0018"),
-            r"[Ee]rror cqe (?:status|Occurred)|(?:status\[|Error )ERROR CQE|retransmission .{0,30}exceed",
+            r"[Ee]rror cqe(?: status| Occurred|\b.{0,20}abort)|(?:status\[|Error )ERROR CQE"
+            r"|retransmission .{0,30}exceed",
         ),
         N_(
             "An NPU's network packets were not answered although it sent them again and again[[ (rank {rank})]]: the "
@@ -259,7 +260,8 @@ SYMPTOMS = (
     Symptom(
         "peer_died",
         (
-            r"Heartbeat Lost Occurred|abnormal device\(s\)|HCCL heartbeat (?:lost|event)|status\[LOST\]",
+            r"Heartbeat Lost Occurred|(?<![\d])[1-9]\d* abnormal device\(s\)"
+            r"|HCCL heartbeat (?:lost|event)|status\[LOST\]",
             r"crimer rank \[(?P<peer>[^\]]+)\] status\[(?!STUCK|ERROR)",
             returned("507057") + "|" + _hccl("21"),
         ),
