@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(TESTS), str(TESTS / "modeling"), str(TESTS / "fake_npu")]
+sys.path[:0] = [str(TESTS), str(TESTS / "fake_npu")]
 
-import test_attention as tests  # noqa: E402 (after the paths)
+import tiny_models as tests  # noqa: E402 (after the paths)
 import torch  # noqa: E402
 import torch_npu  # noqa: E402, F401 (makes the device)
 import transformers  # noqa: E402

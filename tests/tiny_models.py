@@ -1,0 +1,109 @@
+"""Tiny models of every type that may be packed, and microbatches for them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from finetune.data.collate import Microbatch, collate
+from finetune.modeling.attention import choose_attention
+
+VOCABULARY = 64
+CPU = torch.device("cpu")
+LENGTHS = (9, 1, 14, 5)  # of the documents of a microbatch: longer and shorter than the window, and a single token
+
+# Every size that a model family calls by one of these names; a family takes those that its configuration has.
+TINY: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "n_embd": 32,
+    "intermediate_size": 32,
+    "n_inner": 32,
+    "ffn_dim": 32,
+    "word_embed_proj_dim": 32,
+    "num_hidden_layers": 4,
+    "n_layer": 2,
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "n_positions": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "sliding_window": 4,
+    "initializer_range": 0.3,  # so that attention matters at this width
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_layer_start_index": 1,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "hidden_size_per_layer_input": 8,
+}
+# Multi-head latent attention has as many key heads as query heads.
+LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3"}
+
+
+def tiny_config(model_type: str, **changes: Any) -> PretrainedConfig:
+    config_class = CONFIG_MAPPING[model_type]
+    default = config_class()
+    sizes = {name: value for name, value in TINY.items() if hasattr(default, name)}
+    if model_type in LATENT:
+        sizes |= {"num_key_value_heads": 4}
+    return config_class(**{**sizes, **changes})
+
+
+def make_model(config: PretrainedConfig, attention: str | None) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention)
+    return model.eval().requires_grad_(False)
+
+
+def as_trained(config: PretrainedConfig) -> torch.nn.Module:
+    return make_model(config, choose_attention(config, "cpu", torch.float32))
+
+
+def documents(seed: int = 0) -> list[np.ndarray]:
+    choose = np.random.default_rng(seed)
+    return [choose.integers(3, VOCABULARY, length).astype(np.int32) for length in LENGTHS]
+
+
+def make_microbatch(docs: list[np.ndarray], *, packing: bool, pad_token_id: int = 0) -> Microbatch:
+    members = [(ids, np.arange(len(ids)) % 3 == 1, 0) for ids in docs]
+    return collate(members, packing=packing, pad_token_id=pad_token_id)
+
+
+def outputs(model: torch.nn.Module, docs: list[np.ndarray], *, packing: bool, pad_token_id: int = 0) -> list:
+    """Logits of every token, by document."""
+    microbatch = make_microbatch(docs, packing=packing, pad_token_id=pad_token_id)
+    logits = model(**{**microbatch.model_inputs(CPU), "logits_to_keep": 0}).logits
+    if packing:
+        return list(logits[0].split([len(ids) for ids in docs]))
+    return [line[: len(ids)] for line, ids in zip(logits, docs, strict=True)]
+
+
+def alone(model: torch.nn.Module, ids: np.ndarray) -> torch.Tensor:
+    return model(input_ids=torch.from_numpy(ids.astype(np.int64))[None], use_cache=False).logits[0]
+
+
+def other_tokens(ids: np.ndarray, positions: slice | int) -> np.ndarray:
+    changed = ids.copy()
+    changed[positions] = 3 + (changed[positions] - 3 + 17) % (VOCABULARY - 3)
+    return changed
