@@ -136,7 +136,7 @@ def starting_weights(cell: Cell, materials: runs.Materials, folder: Path) -> dic
 
     settings = cell.settings(materials, folder)
     config = RunConfig(**settings | {name: (settings[name],) for name in ("data", "report_to")})
-    model = load_model(config, device_type="cpu", dtype="float32", model_dtype=torch.float32, zero3=False)
+    model = load_model(config, model_dtype=torch.float32, zero3=False)
     if cell.finetuning == "lora":
         model = add_adapter(model, config, one_dtype=False)
     return {name: parameter.detach().clone() for name, parameter in trainable(model)}

@@ -77,7 +77,7 @@ def make_model(config: PretrainedConfig, attention: str | None) -> torch.nn.Modu
 
 
 def as_trained(config: PretrainedConfig) -> torch.nn.Module:
-    return make_model(config, choose_attention(config, "cpu", torch.float32))
+    return make_model(config, choose_attention(config))
 
 
 def documents(seed: int = 0) -> list[np.ndarray]:

@@ -84,6 +84,11 @@ class BaseConfig(Strict):
     hccl_buffer_mb: Positive | None = device_setting(
         None, "Size of the two buffers of an HCCL communicator (HCCL_BUFFSIZE).", unit="MB", shown_default="HCCL's, 200"
     )
+    fused_layers: Literal["auto", "off", "liger", "compile", "npu"] = device_setting(
+        "auto",
+        "Who computes RMSNorm, rotary position embedding and SwiGLU; auto takes liger-kernel or torch.compile on CUDA, "
+        "torch_npu on NPU, and what does not agree with torch's own at the start is not used.",
+    )
     timeout_seconds: int = device_setting(
         1800, "Longest wait for another process before giving up.", ge=1, unit="seconds"
     )

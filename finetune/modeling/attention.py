@@ -5,12 +5,12 @@ A packed sequence holds several documents one after another, `(1, T)`; a padded 
 
 | device             | packed sequences                                         | padded microbatches                |
 |--------------------|----------------------------------------------------------|------------------------------------|
-| CUDA sm80, 16-bit  | torch.nn.attention.varlen (flash) over document bounds   | SDPA, causal                       |
-| NPU, 16-bit        | transformers' own npu_fusion_attention path, TND         | the same path, one document a line |
-| the same: windows, | SDPA per document, with the window in its mask           | the same                           |
-| other head sizes   |                                                          |                                    |
+| CUDA sm80, 16-bit  | FlashAttention 3 on Hopper where it is installed, else   | SDPA, causal                       |
+|                    | torch.nn.attention.varlen, over document bounds          |                                    |
+| NPU, 16-bit        | npu_fusion_attention over document ends (npu_attention)  | the same, one document a line      |
+| CPU                | SDPA per document, in float32 (see `_causal`)            | the same, causal                   |
 | everything else    | SDPA per document: O(sum of squares), no mask is built   | SDPA, causal                       |
-| softcap            | scores of a document, squashed, masked, softmax           | the same                           |
+| softcap            | scores of a document, squashed, masked, softmax          | the same                           |
 | other model types  | never packed                                             | transformers' own choice           |
 
 Right padding needs no mask under causal attention: a real token never sees the padding behind it.
@@ -21,6 +21,7 @@ others is of transformers 5.23 and torch 2.13.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -28,6 +29,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig
 
+from finetune.modeling.npu_attention import npu_attention, npu_takes
 from finetune.runtime.device import capabilities
 
 ISOLATED = "finetune_isolated"
@@ -44,48 +46,24 @@ _TESTED = """
 """
 ISOLATED_MODEL_TYPES = frozenset(_TESTED.split())
 FLASH_WIDEST_HEAD = 256  # of the kernels behind varlen_attn
-NPU_HEAD_MULTIPLE, NPU_WIDEST_HEAD, NPU_MOST_HEADS = 16, 512, 256
+HALF = (torch.float16, torch.bfloat16)
 ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def choose_attention(
-    config: PretrainedConfig, device_type: str, dtype: torch.dtype, longest_document: int | None = None
-) -> str | None:
+def choose_attention(config: PretrainedConfig) -> str | None:
     """The attention for `from_pretrained(attn_implementation=...)`; registers ours when it is chosen.
-
-    Args:
-        longest_document: tokens, at most; None where it is not known.
 
     Returns:
         None leaves the choice to transformers: a model type that was not tested with ours.
     """
-    softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     if not can_pack(config):
+        softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
         return "eager" if softcap else None  # SDPA has no softcap
-    # transformers' function for NPUs has no parameter for a window, and what it does not name is dropped before it is
-    # called (modeling_flash_attention_utils._process_flash_attention_kwargs): every token would see all before it. May
-    # go when npu_flash_attn_varlen_func takes one.
-    window = shortest_window(config)
-    windowed = window is not None and (longest_document is None or window < longest_document)
-    fits = not windowed and not softcap and _npu_takes(config)
-    if device_type == "npu" and dtype in (torch.float16, torch.bfloat16) and fits:
-        # On an NPU this name stands for npu_fusion_attention (integrations/npu_flash_attention.py), and a packed
-        # sequence takes its variable-length form, by the cu_seq_lens that microbatches carry.
-        return "flash_attention_2"
     # In AttentionInterface and not in AttentionMaskInterface too: of a name that is unknown there, transformers takes
     # it that no mask is needed, and builds none (masking_utils._preprocess_mask_arguments). A mask of T x T numbers for
     # a packed sequence is what ours exists to do without. Registering twice does no harm.
     AttentionInterface.register(ISOLATED, isolated_attention)
     return ISOLATED
-
-
-def _npu_takes(config: PretrainedConfig) -> bool:
-    """Whether npu_fusion_attention takes the model's heads: CANN documents a multiple of 16, at most 512, one width."""
-    text = config.get_text_config()
-    heads = text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    latent = getattr(text, "kv_lora_rank", None) is not None  # values narrower than queries and keys
-    return heads <= NPU_MOST_HEADS and width <= NPU_WIDEST_HEAD and width % NPU_HEAD_MULTIPLE == 0 and not latent
 
 
 def can_pack(config: PretrainedConfig) -> bool:
@@ -130,12 +108,23 @@ def isolated_attention(
     Returns:
         `(samples, T, H, D)` and None (no attention weights).
     """
-    if document_lengths is not None and dropout == 0.0 and softcap is None and has_flash(query.device):
+    if softcap is None and (has_flash(query.device) or query.device.type == "npu"):
         # Under autocast with float32 weights, norm and rotation leave query and key in float32: cast as SDPA would be.
         if torch.is_autocast_enabled(query.device.type):
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = (states.to(dtype) for states in (query, key, value))
-        if query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= FLASH_WIDEST_HEAD:
+        if query.device.type == "npu" and npu_takes(query, key):
+            return npu_attention(
+                query,
+                key,
+                value,
+                dropout=dropout,
+                scaling=scaling,
+                sliding_window=sliding_window,
+                document_lengths=document_lengths,
+            ), None
+        packed = document_lengths is not None and dropout == 0.0
+        if packed and query.dtype in HALF and query.shape[-1] <= FLASH_WIDEST_HEAD and has_flash(query.device):
             return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window), None
     # Lengths as numbers of Python beside cu_seq_lens: to cut by a tensor's values the host would have to wait for the
     # device in every layer.
@@ -167,16 +156,27 @@ def _causal(
     mask = None
     if sliding_window is not None and query.shape[2] > sliding_window:
         mask = _seen(query, sliding_window)
-    return scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        dropout_p=dropout,
-        scale=scaling,
-        is_causal=mask is None,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    dtype, on_cpu = query.dtype, query.device.type == "cpu"
+    if on_cpu and torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+    if on_cpu and dtype in HALF:
+        # float32 is faster here, casts included: processor time of bfloat16 over float32's, forward and backward, one
+        # thread of an EPYC with avx512_bf16, least of nine: 3.3 for documents of 64 tokens (16 heads of 64), 1.4 for
+        # 256, 1.0 for 512 (8 heads of 128), 0.85 for 1,024. Always, and not where a measurement at the start says so:
+        # a run that is resumed keeps its numbers.
+        query, key, value = query.float(), key.float(), value.float()
+    with torch.autocast("cpu", enabled=False) if on_cpu else nullcontext():
+        output = scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=dropout,
+            scale=scaling,
+            is_causal=mask is None,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+    return output.to(dtype) if on_cpu else output
 
 
 def _squashed(

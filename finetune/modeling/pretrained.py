@@ -26,13 +26,10 @@ logger = logging.getLogger("finetune")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def load_model(
-    config: RunConfig, *, device_type: str, dtype: str, model_dtype: torch.dtype, zero3: bool
-) -> PreTrainedModel:
-    """The base model, with the attention of this device.
+def load_model(config: RunConfig, *, model_dtype: torch.dtype, zero3: bool) -> PreTrainedModel:
+    """The base model, with the attention that keeps documents apart.
 
     Args:
-        dtype: the compute dtype's name; decides the attention path.
         model_dtype: dtype that the weights are held in.
         zero3: parameters must come out partitioned (the DeepSpeed config is registered already).
 
@@ -41,7 +38,7 @@ def load_model(
         FinetuneError: ZeRO-3 was asked for but the parameters are whole.
     """
     model_config = load_model_config(config.model, trust_remote_code=config.trust_remote_code)
-    attention = choose_attention(model_config, device_type, DTYPES[dtype], config.cutoff_len)
+    attention = choose_attention(model_config)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             config.model,

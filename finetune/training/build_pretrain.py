@@ -15,6 +15,7 @@ from finetune.data.corpus.windows import Windows
 from finetune.data.steps import InOrder, StepBatches
 from finetune.errors import ConfigError
 from finetune.modeling.attention import choose_attention
+from finetune.modeling.layer_check import fuse_layers
 from finetune.modeling.loss import make_chunked_head
 from finetune.modeling.pretrained import DTYPES, count_parameters
 from finetune.modeling.scratch import make_empty_model, make_model
@@ -78,6 +79,15 @@ def build_trainer(
         devices=world.world_size,
     )
     fp8, compiled = _speed_up(model, config, able)
+    fused = fuse_layers(
+        model,
+        # The compiler fuses them itself, and cannot look into what others have made.
+        "off" if compiled and config.fused_layers == "auto" else config.fused_layers,
+        device_type=device_type,
+        compiles=able.compile,
+        dtypes=[DTYPES[dtype], torch.float32],
+        tokens=config.device_batch_size * config.max_seq_len,
+    )
     step_batches, eval_step_batches = _step_batches(config, world, data, session)
     trainer = make_trainer(
         PretrainTrainer,
@@ -100,7 +110,8 @@ def build_trainer(
         bytes_per_token=_padded(data.bytes_per_token, data.model_config.vocab_size),
         fused=devices.DEVICE_KINDS[device_type].fused_adamw,
     )
-    _say_start(trainer, config, world, data, able, dtype, cost, {"compiled": compiled, "fp8": fp8})
+    execution = {"compiled": compiled, "fp8": fp8, "fused_layers": fused}
+    _say_start(trainer, config, world, data, able, dtype, cost, execution)
     return trainer
 
 
@@ -126,7 +137,7 @@ def _rates(config: PretrainConfig, data: Prepared) -> Rates:
 
 def _model(config: PretrainConfig, data: Prepared, start: Resume, device_type: str, dtype: str) -> PreTrainedModel:
     """The model at the run's start or as it was saved; in float32, whatever the dtype of the computation."""
-    attention = choose_attention(data.model_config, device_type, DTYPES[dtype], config.max_seq_len) or "sdpa"
+    attention = choose_attention(data.model_config) or "sdpa"
     model = make_model(data.model_config, seed=config.seed, attention=attention)
     if data.tokenizer is not None:
         # As Trainer would, with a warning (trainer_utils._align_special_token). The embedding is made already and has
@@ -200,7 +211,7 @@ def _say_start(
     able: Capabilities,
     dtype: str,
     cost: ComputeCost,
-    execution: dict[str, bool],
+    execution: dict[str, Any],
 ) -> None:
     parameters, total = count_parameters(trainer.model), trainer.context.total_steps
     shape, rates = data.model_config, trainer.rates
@@ -212,7 +223,8 @@ def _say_start(
         f"({config.global_batch_size:,} windows of {config.max_seq_len:,})",
         "training data": f"{data.train.stream.tokens:,} tokens, {data.passes:.2f} passes, {cut:.1%} of them cut",
         "processes": f"{world.world_size} on {able.name}, {dtype}"
-        + "".join(f", {name}" for name, used in execution.items() if used),
+        + "".join(f", {name}" for name, used in execution.items() if used is True),
+        "fused layers": execution["fused_layers"],
         "gradient accumulation": f"{config.gradient_accumulation_steps} microbatches of "
         f"{config.device_batch_size} windows",
         "learning rates": f"matrices {rates.matrix:.3g} ({config.optimizer}), embedding {rates.embedding:.3g}, "

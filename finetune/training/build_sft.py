@@ -16,6 +16,7 @@ from finetune.config.run_config import RunConfig
 from finetune.config.schedules import ScheduleSettings, learning_rate_schedule, warmup_count
 from finetune.data.dataset import Samples
 from finetune.data.steps import InOrder, StepBatches
+from finetune.modeling.layer_check import fuse_layers
 from finetune.modeling.lora import fuse_lora
 from finetune.modeling.loss import make_chunked_head
 from finetune.modeling.pretrained import DTYPES, add_adapter, count_parameters, load_model
@@ -69,6 +70,14 @@ def build_trainer(
         resumed=start.step > 0,
     )
     model = _model(config, device_type, dtype)
+    fused = fuse_layers(
+        model,
+        config.fused_layers,
+        device_type=device_type,
+        compiles=devices.capabilities(device_type).compile,
+        dtypes=[DTYPES[dtype], next(model.parameters()).dtype],
+        tokens=config.micro_batch_size * config.cutoff_len,
+    )
     # Before Trainer wraps the model: DeepSpeed copies its float32 masters from these weights (see state.py).
     if start.folder is not None:
         TrainingState(model).load_weights(start.folder)
@@ -93,7 +102,7 @@ def build_trainer(
         # LoRA's trainable weights are small enough to be saved whole, and peft can then read a checkpoint as it is.
         sliced_state=not lora and zero_stage(config) == 3,
     )
-    _say_start(trainer, config, world, data, device_type, dtype)
+    _say_start(trainer, config, world, data, device_type, dtype, fused)
     return trainer
 
 
@@ -125,9 +134,7 @@ def _model(config: RunConfig, device_type: str, dtype: str) -> torch.nn.Module:
     # Without DeepSpeed, full training keeps float32 weights under autocast: AdamW's updates are lost in 16 bits.
     # DeepSpeed keeps float32 masters itself. LoRA's base is not trained.
     model_dtype = DTYPES[dtype] if lora or config.deepspeed else torch.float32
-    model = load_model(
-        config, device_type=device_type, dtype=dtype, model_dtype=model_dtype, zero3=zero_stage(config) == 3
-    )
+    model = load_model(config, model_dtype=model_dtype, zero3=zero_stage(config) == 3)
     if not lora:
         return model
     adapted = add_adapter(model, config, one_dtype=bool(config.deepspeed))
@@ -182,7 +189,13 @@ def _step_batches(
 
 
 def _say_start(
-    trainer: SFTTrainer, config: RunConfig, world: LaunchWorld, data: Prepared, device_type: str, dtype: str
+    trainer: SFTTrainer,
+    config: RunConfig,
+    world: LaunchWorld,
+    data: Prepared,
+    device_type: str,
+    dtype: str,
+    fused_layers: str,
 ) -> None:
     parameters, start = count_parameters(trainer.model), trainer.context.start_step
     sharding = f"ZeRO-{zero_stage(config)}" if config.deepspeed else "DDP" if world.world_size > 1 else "none"
@@ -200,10 +213,12 @@ def _say_start(
         facts={
             "steps": f"{start + 1} to {trainer.context.total_steps}, {config.global_batch_size} samples each",
             "processes": f"{world.world_size} on {device_type}, {dtype}, sharding {sharding}",
+            "fused layers": fused_layers,
             "trained parameters": f"{parameters['trainable']:,} of {parameters['total']:,}",
             "microbatches": trainer.step_batches.execution.describe(),
         },
         dtype=dtype,
+        fused_layers=fused_layers,
         zero_stage=zero_stage(config),
         global_batch_size=config.global_batch_size,
     )

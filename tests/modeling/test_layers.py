@@ -127,7 +127,7 @@ def test_every_packable_type_is_listed():
 def test_what_is_replaced_computes_the_same(kind, dtype):
     """Logits and every gradient against the model as transformers made it; dtypes too, in the middle and at the end."""
     config = tiny_config(kind)
-    own = make_model(config, choose_attention(config, "cpu", torch.float32)).to(dtype).requires_grad_(True)
+    own = make_model(config, choose_attention(config)).to(dtype).requires_grad_(True)
     fused = copy.deepcopy(own)
     ops, calls = counted(PLAIN)
     counts = use_fused_layers(fused, ops)
@@ -470,7 +470,7 @@ def liger_stub(monkeypatch) -> list[str]:
 def test_ligers_functions_are_called_as_documented_and_what_they_overwrite_is_not_read(kind, monkeypatch, caplog):
     calls = liger_stub(monkeypatch)
     config = tiny_config(kind)
-    own = make_model(config, choose_attention(config, "cpu", torch.float32)).requires_grad_(True)
+    own = make_model(config, choose_attention(config)).requires_grad_(True)
     fused = copy.deepcopy(own)
     ops = provided_ops("liger")
     comparisons = compare_layers(ops, find_fusable(fused), config)

@@ -77,7 +77,7 @@ def make_model(attention: str) -> Qwen3ForCausalLM:
 
 @pytest.fixture
 def model() -> Qwen3ForCausalLM:
-    return make_model(choose_attention(Qwen3Config(), "cpu", torch.float64))
+    return make_model(choose_attention(Qwen3Config()))
 
 
 def plain_losses(model: torch.nn.Module, ids: np.ndarray, supervised: np.ndarray) -> torch.Tensor:

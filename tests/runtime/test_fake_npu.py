@@ -23,26 +23,52 @@ from finetune.modeling.attention import ISOLATED_MODEL_TYPES
 
 FAKE_NPU = ROOT / "tests" / "fake_npu"
 STEPS = 6
+# Types whose tiny models have windows shorter than the documents.
+WINDOWED = {
+    *("afmoe", "cohere2", "cwm", "exaone4", "exaone_moe", "gemma3_text", "ministral", "ministral3", "mistral"),
+    *("mixtral", "olmo3", "phi3", "starcoder2"),
+}
+FUSED = "5 rms_norm, 2 rotary, 2 swiglu"
 
 # Runs the command, and writes down what a run on this device used.
 OBSERVED = """
 import json, os, sys
 import torch, torch_npu
 import torch.distributed as dist
-import transformers.integrations.npu_flash_attention as npu_attention
+from torch_npu.device import host_reads
+from finetune.modeling import attention
 from finetune.sft import main
 from finetune.training.sft_trainer import SFTTrainer
 
-facts = {"layouts": {}, "documents": 0}
-attend = npu_attention.npu_fusion_attention
+facts = {"layouts": {}, "documents": 0, "host_reads": 0, "fused_calls": {}}
+attend, isolated = torch_npu.npu_fusion_attention, attention.isolated_attention
 
 def counted(*args, **kwargs):
     layout = kwargs.get("input_layout") or args[4]
     facts["layouts"][layout] = facts["layouts"].get(layout, 0) + 1
     facts["documents"] = max(facts["documents"], len(kwargs.get("actual_seq_qlen") or ()))
-    return attend(*args, **kwargs)
+    before = host_reads[0]
+    result = attend(*args, **kwargs)
+    host_reads[0] = before  # the stand-in looks at its mask
+    return result
 
-npu_attention.npu_fusion_attention = counted
+def watched(*args, **kwargs):
+    before = host_reads[0]
+    result = isolated(*args, **kwargs)
+    facts["host_reads"] += host_reads[0] - before
+    return result
+
+def tallied(name):
+    kernel = getattr(torch_npu, name)
+    def call(*args, **kwargs):
+        facts["fused_calls"][name] = facts["fused_calls"].get(name, 0) + 1
+        return kernel(*args, **kwargs)
+    return call
+
+torch_npu.npu_fusion_attention = counted
+attention.isolated_attention = watched
+for name in ("npu_rms_norm", "npu_rotary_mul", "npu_swiglu"):
+    setattr(torch_npu, name, tallied(name))
 save_output = SFTTrainer.save_output
 
 def observed(self, output_dir):
@@ -197,11 +223,23 @@ def test_16_bits_take_npu_attention_with_the_ends_of_documents(run):
     """Full training in bfloat16: packed rows go through npu_fusion_attention in the TND layout, documents apart."""
     npu, cpu = run("npu", 1, "full"), run("cpu", 1, "full")
     facts = npu.observed()
-    assert facts["layouts"].get("TND", 0) > 0 and facts["documents"] > 1
+    assert set(facts["layouts"]) == {"TND"} and facts["documents"] > 1
+    assert facts["host_reads"] == 0, "attention made the host wait for the device"
     assert facts["tied"] and npu.start["dtype"] == "bfloat16"
     assert npu.samples == cpu.samples
     # Two bfloat16 attentions round differently; a document that saw its neighbour would be off by far more.
     assert npu.logged("loss") == pytest.approx(cpu.logged("loss"), rel=5e-3)
+
+
+def test_fused_layers_of_npus_are_used_where_they_agree(run):
+    """Compared with the plain operations at the start, then used for every layer; the losses are the CPU's (above)."""
+    for key in (("npu", 1, "full"), ("auto", 2)):
+        found = run(*key)
+        assert found.start["fused_layers"].startswith("npu: ") and "not used" not in found.printed
+        assert found.start["fused_layers"].endswith(FUSED), found.start["fused_layers"]
+        calls = found.observed()["fused_calls"]
+        assert set(calls) == {"npu_rms_norm", "npu_rotary_mul", "npu_swiglu"} and min(calls.values()) > STEPS
+    assert run("cpu").start["fused_layers"] == "none"
 
 
 def test_a_whole_model_in_16_bits_says_so(run):
@@ -283,8 +321,13 @@ assert not refused(q, k, v)
 assert refused(q.float(), k.float(), v.float()) and refused(q.half(), k, v)
 assert refused(q[..., :8], k[..., :8], v[..., :8]) and refused(q, k, v[..., :8])
 assert refused(q, k[:, :1].repeat(1, 3, 1), v[:, :1].repeat(1, 3, 1))
-assert refused(many, many, many, tuple(range(1, 4097))) and not refused(many, many, many, (4096,))
-assert refused(q, k, v, scale=torch.tensor(0.3)) and refused(q, k, v, pre_tockens=4)
+thousand, more = tuple(range(4, 4097, 4)), tuple(range(2, 4097, 2))
+assert not refused(many, many, many, thousand) and refused(many, many, many, more)
+assert refused(q, k, v, scale=torch.tensor(0.3)) and refused(q, k, v, keep_prob=0.0)
+band = dict(atten_mask=mask, sparse_mode=4, next_tockens=0)
+assert not refused(q, k, v, pre_tockens=4, **band) and refused(q, k, v, pre_tockens=4, atten_mask=mask, sparse_mode=3)
+assert refused(q, k, v, pre_tockens=4, **{**band, "atten_mask": ~mask})
+assert refused(q, k, v, pre_tockens=4, **{**band, "atten_mask": mask[:64, :64]})
 
 # Numbers of tensors that are gone are forgotten, and the device is a device.
 from torch_npu.device import _numbers
@@ -308,18 +351,129 @@ def test_the_simulated_attention_keeps_documents_apart(tmp_path: Path):
 
 
 def test_every_packable_type_gives_the_npu_what_it_takes(tmp_path: Path):
-    """Through transformers' path: head sizes, dtypes, documents, windows. Softcaps and latent attention are not its."""
+    """Head sizes, narrow values, dtypes, documents, windows, padded lines. Not softcaps."""
     paths = os.pathsep.join([str(FAKE_NPU), str(ROOT)])
     result = run_command([sys.executable, str(FAKE_NPU / "every_type.py")], env={"PYTHONPATH": paths}, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     found = dict(line.split(" ", 1) for line in result.stdout.splitlines() if " " in line)
     assert set(found) >= ISOLATED_MODEL_TYPES
-    own = {"gemma2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3"}
-    assert {kind for kind, said in found.items() if said == "finetune_isolated"} == own
-    for kind in ISOLATED_MODEL_TYPES - own:
-        calls, off = found[kind].split()
+    for kind in ISOLATED_MODEL_TYPES:
+        calls, bands, reads, off = found[kind].split()
         # Two bfloat16 attentions round differently; one that saw other tokens would be off by far more.
-        assert int(calls) > 0 and float(off) < 0.05, f"{kind}: {found[kind]}"
+        assert (int(calls) > 0) == (kind != "gemma2") and float(off) < 0.05, f"{kind}: {found[kind]}"
+        assert (int(bands) > 0) == (kind in WINDOWED), f"{kind}: {found[kind]}"
+        assert kind == "gemma2" or int(reads) == 0, f"{kind}: attention read the device {reads} times"
+
+
+OWN_CALL = """
+import torch, torch_npu
+from finetune.modeling import attention, npu_attention
+from finetune.modeling.attention import isolated_attention
+from torch_npu.device import host_reads
+torch.manual_seed(0)
+module, calls, kernel = torch.nn.Module(), [], torch_npu.npu_fusion_attention
+
+def counted(*args, **kwargs):
+    calls.append((len(kwargs["actual_seq_qlen"]), kwargs["sparse_mode"], kwargs["keep_prob"]))
+    before = host_reads[0]
+    result = kernel(*args, **kwargs)
+    host_reads[0] = before
+    return result
+
+torch_npu.npu_fusion_attention = counted
+
+def both(lengths, *, heads=4, keys=2, width=24, values=24, samples=1, tokens=None, **given):
+    # On the npu and on the CPU (in float32): outputs and gradients.
+    tokens = tokens or sum(lengths)
+    made = [torch.randn(samples, n, tokens, d).bfloat16() for n, d in ((heads, width), (keys, width), (keys, values))]
+    direction = torch.randn(samples, tokens, heads, values).bfloat16()
+    calls.clear()
+    results = []
+    npu = torch.device("npu")
+    for device in (npu, torch.device("cpu")):
+        leaves = [x.to(device).requires_grad_() if device == npu else x.float().requires_grad_() for x in made]
+        before = host_reads[0]
+        output, _ = isolated_attention(module, *leaves, None, document_lengths=lengths, **given)
+        output.backward(direction.to(device, output.dtype))
+        assert host_reads[0] == before
+        results.append([output, *(leaf.grad for leaf in leaves)])
+    if given.get("dropout"):
+        return results
+    for mine, theirs in zip(*results):
+        assert mine.shape == theirs.shape
+        torch.testing.assert_close(mine.detach().cpu().float(), theirs.detach(), rtol=0.05, atol=0.05)
+
+npu_attention._hidden(torch.zeros(1, device="npu").device)
+both((5, 1, 9, 3))
+assert calls == [(4, 3, 1.0)]
+both((5, 1, 9, 3), sliding_window=4, scaling=0.2)
+assert calls == [(4, 4, 1.0)]
+both((5, 1, 9, 3), sliding_window=9)
+assert calls == [(4, 3, 1.0)], "a window that no document reaches"
+both((5, 1, 9, 3), keys=4, width=40, values=16)  # as in multi-head latent attention
+both(None, samples=3, tokens=7)
+assert calls == [(3, 3, 1.0)]
+both((1,) * 2500, width=16, values=16)
+assert [documents for documents, *_ in calls] == [1024, 1024, 452]
+both((3, 1) * 600 + (200,), width=16, values=16, sliding_window=2)
+assert [documents for documents, *_ in calls] == [1024, 177] and {mode for _, mode, _ in calls} == {4}
+
+# Dropout is the kernel's: what is kept is scaled up, some is gone.
+(mine, *_), _ = both((64,) * 8, dropout=0.5)
+assert {round(keep, 3) for *_, keep in calls} == {0.5}
+assert (mine.cpu()[0, ::64] == 0).any()  # of first tokens, which see one token
+# Heads that the kernel does not take, float32, and softcap go another way.
+both((5, 9), heads=2, keys=2, width=520, values=520)
+assert not calls
+both((5, 9), softcap=5.0)
+assert not calls
+wide = torch.randn(1, 2, 6, 16, device="npu")
+isolated_attention(module, wide, wide, wide, None, document_lengths=(2, 4))
+assert not calls
+with torch.autocast("npu", torch.bfloat16):
+    isolated_attention(module, wide, wide, wide, None, document_lengths=(2, 4))
+assert calls == [(2, 3, 1.0)]
+print("fine")
+"""
+
+
+def test_the_npus_attention_is_called_as_documented_and_right(tmp_path: Path):
+    """Windows, narrow values, padded lines, thousands of documents, dropout; forward and backward against the CPU."""
+    paths = os.pathsep.join([str(FAKE_NPU), str(ROOT)])
+    result = run_command([sys.executable, "-c", OWN_CALL], env={"PYTHONPATH": paths}, cwd=tmp_path)
+    assert result.returncode == 0 and "fine" in result.stdout, result.stderr
+
+
+FUSED_CALL = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch, torch_npu
+from tiny_models import make_model, tiny_config
+from finetune.modeling import layer_check
+from finetune.modeling.layers import find_fusable, provided_ops
+from finetune.modeling.layer_check import agreeing_ops, compare_layers
+
+model = make_model(tiny_config("qwen3", head_dim=16, hidden_size=64), "eager")
+ops, npu = provided_ops("npu"), torch.device("npu")
+given = dict(device=npu, dtypes=[torch.float32, torch.bfloat16], tokens=100)
+comparisons = compare_layers(ops, find_fusable(model), model.config)
+assert len(comparisons) == 4 and agreeing_ops(ops, comparisons, **given) == ops
+
+# A kernel that takes the neighbour for the other half, as `interleave` does.
+kernel = torch_npu.npu_rotary_mul
+torch_npu.npu_rotary_mul = lambda x, cos, sin: kernel(x.flip(-1), cos, sin)
+kept = agreeing_ops(ops, comparisons, **given)
+assert kept.rotary is None and kept.rms_norm is ops.rms_norm and kept.swiglu is ops.swiglu
+print("fine")
+"""
+
+
+def test_the_npus_fused_operations_are_called_as_documented_and_right(tmp_path: Path):
+    paths = os.pathsep.join([str(FAKE_NPU), str(ROOT)])
+    command = [sys.executable, "-c", FUSED_CALL, str(ROOT / "tests")]
+    result = run_command(command, env={"PYTHONPATH": paths}, cwd=tmp_path)
+    assert result.returncode == 0 and "fine" in result.stdout, result.stderr
+    assert "rotary position embedding of 4 heads of 16 of npu is not used" in result.stderr
 
 
 def test_the_simulation_is_no_part_of_the_package():

@@ -106,7 +106,7 @@ def test_all_linear_means_the_text_model(materials, sees):
     from finetune.modeling.pretrained import load_model
 
     config = run_config(materials, model=str(sees))
-    model = load_model(config, device_type="cpu", dtype="float32", model_dtype=torch.float32, zero3=False)
+    model = load_model(config, model_dtype=torch.float32, zero3=False)
     adapted = [name for name, parameter in add_adapter(model, config, one_dtype=False).named_parameters()
                if parameter.requires_grad]  # fmt: skip
     assert adapted and all("language_model" in name for name in adapted)

@@ -116,7 +116,7 @@ def _sums(
 def _training_attention(model: PreTrainedModel) -> Iterator[bool]:
     """The attention that training uses on this device, for a while; whether microbatches may be packed under it."""
     before = model.config._attn_implementation
-    attention = choose_attention(model.config, model.device.type, model.dtype)
+    attention = choose_attention(model.config)
     if attention is not None:
         model.set_attn_implementation(attention)
     try:

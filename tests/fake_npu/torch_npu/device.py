@@ -62,11 +62,16 @@ def _sweep() -> None:
 
 # ---------------------------------------------------------------- operators
 
+# How often the host has read from the device: each time it would wait for all that was queued.
+host_reads = [0]
+
 
 def run_on_cpu(operator: Any, *args: Any, **kwargs: Any) -> Any:
     """Any operator: on the CPU tensors, the results as npu tensors; what it writes to is returned as it came."""
+    to_host = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
     result = operator(*pytree.tree_map(unwrap, args), **pytree.tree_map(unwrap, kwargs))
-    if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu":
+    if to_host:
+        host_reads[0] += any(is_npu(value) for value in pytree.tree_leaves((args, kwargs)))
         return result  # .cpu()
     returns, arguments = operator._schema.returns, operator._schema.arguments
     if returns and all(value.alias_info is not None and value.alias_info.is_write for value in returns):
@@ -84,6 +89,7 @@ def _argument_written(value: Any, arguments: Any, args: tuple[Any, ...], kwargs:
 
 
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    host_reads[0] += is_npu(source) and not is_npu(target)
     unwrap(target).copy_(unwrap(source))
     return target
 
@@ -91,6 +97,11 @@ def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = 
 def _copy_from_and_resize(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     unwrap(target).resize_(source.shape).copy_(unwrap(source))
     return target
+
+
+def _number(tensor: torch.Tensor) -> Any:
+    host_reads[0] += 1
+    return unwrap(tensor).item()
 
 
 def _empty(size: Any, *, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
@@ -106,7 +117,7 @@ _OWN = {
     "_copy_from_and_resize": _copy_from_and_resize,
     "empty.memory_format": _empty,
     "empty_strided": _empty_strided,
-    "_local_scalar_dense": lambda tensor: unwrap(tensor).item(),
+    "_local_scalar_dense": _number,
     "record_stream": lambda tensor, stream: None,
     "_fused_sdp_choice": lambda *args, **kwargs: 0,  # attention by plain products
     "view": lambda tensor, size: _shell(unwrap(tensor).reshape(size)),
