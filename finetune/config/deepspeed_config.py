@@ -7,6 +7,7 @@ microbatches: micro-batch 1, accumulation 1. What is set here and not by the use
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 from finetune.config.deepspeed_settings import OURS
@@ -18,12 +19,21 @@ def zero_stage(config: RunConfig) -> int:
     return int((config.deepspeed or {}).get("zero_optimization", {}).get("stage", 0))
 
 
-def deepspeed_dict(config: RunConfig, *, world_size: int, dtype: str, largest_adapter_tensor: int) -> dict[str, Any]:
+def offloads(deepspeed: Mapping[str, Any] | None, what: str) -> bool:
+    """Whether DeepSpeed's keys put `what`, param or optimizer, into the host's memory or on its disks."""
+    block = (deepspeed or {}).get("zero_optimization", {}).get(f"offload_{what}") or {}
+    return block.get("device", "none") != "none"
+
+
+def deepspeed_dict(
+    config: RunConfig, *, world_size: int, dtype: str, largest_adapter_tensor: int, pin: bool
+) -> dict[str, Any]:
     """The dictionary for TrainingArguments(deepspeed=...).
 
     Args:
         dtype: resolved compute dtype.
         largest_adapter_tensor: numbers in the largest LoRA tensor; 0 for full-parameter training.
+        pin: page-lock what is offloaded, where the keys do not say.
     """
     given = copy.deepcopy(config.deepspeed or {})
     made = {key: value for key, value in given.items() if key not in OURS}
@@ -44,10 +54,14 @@ def deepspeed_dict(config: RunConfig, *, world_size: int, dtype: str, largest_ad
     made.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
     made.setdefault("steps_per_print", 2**31)
     zero = made.setdefault("zero_optimization", {})
-    for offload in ("offload_param", "offload_optimizer"):
+    for what in ("param", "optimizer"):
         # Chosen before a run starts (planning/auto.py); what only looks at the configuration takes the sparing way.
-        if (zero.get(offload) or {}).get("device") == "auto":
-            zero[offload]["device"] = "cpu"
+        if (zero.get(f"offload_{what}") or {}).get("device") == "auto":
+            zero[f"offload_{what}"]["device"] = "cpu"
+        # DeepSpeed's own default is true: copies of other memory hold up the device, and Ascend's wait for its end. On
+        # a CPU there is nothing to copy to, and where little may be locked pinning fails in the middle of the start.
+        if offloads(made, what):
+            zero[f"offload_{what}"].setdefault("pin_memory", pin)
     if zero.get("stage") == 3:
         _keep_adapters_resident(zero, largest_adapter_tensor)
     return made

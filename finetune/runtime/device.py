@@ -47,6 +47,8 @@ DEVICE_KINDS = {
     "cpu": DeviceKind("gloo", "", fused_adamw=True),
 }
 
+LEAST_LOCKED_BYTES = 1 << 30  # what a process must be allowed to page-lock before offload is pinned
+
 # Errors that a device raises when it runs out of memory but that are not torch.OutOfMemoryError everywhere.
 OUT_OF_MEMORY_TEXTS = ("out of memory", "NPU out of memory", "MPS backend out of memory", "DefaultCPUAllocator")
 
@@ -189,6 +191,19 @@ def choose_device_type(requested: str) -> str:
     # DeepSpeed detects on its own (an importable torch_npu is enough for it); tell it.
     os.environ.setdefault("DS_ACCELERATOR", chosen)
     return chosen
+
+
+def can_pin(device_type: str, limit: int | None = None) -> bool:
+    """Whether copies between host and device profit from page-locked memory, and this process may lock enough.
+
+    Args:
+        limit: of locked memory, bytes; None reads this process's, and -1 means no limit.
+    """
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
+    enough = limit == resource.RLIM_INFINITY or limit >= LEAST_LOCKED_BYTES
+    return device_type in ("npu", "cuda") and enough
 
 
 def check_local_ranks(device_type: str, world: LaunchWorld) -> None:

@@ -7,11 +7,12 @@ loads.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 
-from finetune.config.deepspeed_config import deepspeed_dict, zero_stage
+from finetune.config.deepspeed_config import deepspeed_dict, offloads, zero_stage
 from finetune.config.run_config import RunConfig
 from finetune.config.schedules import ScheduleSettings, learning_rate_schedule, warmup_count
 from finetune.data.dataset import Samples
@@ -40,6 +41,8 @@ from finetune.training.session import Session
 from finetune.training.sft_trainer import SFTTrainer
 from finetune.training.state import TrainingState
 
+logger = logging.getLogger("finetune")
+
 
 def build_trainer(
     config: RunConfig,
@@ -66,7 +69,7 @@ def build_trainer(
         dtype=dtype,
         total_steps=data.batches.total_steps,
         gradient_checkpointing=recomputes(config, device_type),
-        deepspeed=_deepspeed(config, world, dtype),
+        deepspeed=_deepspeed(config, world, device_type, dtype),
         resumed=start.step > 0,
     )
     model = _model(config, device_type, dtype)
@@ -106,7 +109,7 @@ def build_trainer(
     return trainer
 
 
-def _deepspeed(config: RunConfig, world: LaunchWorld, dtype: str) -> dict[str, Any] | None:
+def _deepspeed(config: RunConfig, world: LaunchWorld, device_type: str, dtype: str) -> dict[str, Any] | None:
     if not config.deepspeed:
         return None
     # Adapters stay whole under ZeRO-3 (stage3_param_persistence_threshold): gathering each for every use would cost
@@ -118,7 +121,14 @@ def _deepspeed(config: RunConfig, world: LaunchWorld, dtype: str) -> dict[str, A
         text = load_model_config(config.model, trust_remote_code=config.trust_remote_code).get_text_config()
         widths = [text.hidden_size, getattr(text, "intermediate_size", None) or 4 * text.hidden_size]
         largest = config.lora_r * max(widths)
-    return deepspeed_dict(config, world_size=world.world_size, dtype=dtype, largest_adapter_tensor=largest)
+    pin = devices.can_pin(device_type)
+    if not pin and device_type != "cpu" and any(offloads(config.deepspeed, what) for what in ("param", "optimizer")):
+        logger.warning(
+            "what is offloaded is not pinned, so copies hold up the device: this process may lock less than %d MiB. "
+            "Fix: ulimit -l unlimited (docker run --ulimit memlock=-1)",
+            devices.LEAST_LOCKED_BYTES >> 20,
+        )
+    return deepspeed_dict(config, world_size=world.world_size, dtype=dtype, largest_adapter_tensor=largest, pin=pin)
 
 
 def _model(config: RunConfig, device_type: str, dtype: str) -> torch.nn.Module:

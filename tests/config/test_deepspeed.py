@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from finetune.config import deepspeed_settings
+from finetune.config.deepspeed_config import deepspeed_dict, offloads
 from finetune.config.deepspeed_keys import ANY, KNOWN, REMOVED, lookup, unknown_keys
 from finetune.config.deepspeed_settings import PRECISIONS, SHARED, refused_values, split
+from finetune.config.run_config import RunConfig
 
 pytest.importorskip("deepspeed", reason="deepspeed is an extra, and is not installed here")
 
@@ -189,6 +191,32 @@ def test_what_we_pass_deepspeed_takes() -> None:
     filled = {name: value for name, value in parts.deepspeed.items() if value != "auto"}
     made = DeepSpeedConfig({**filled, "train_micro_batch_size_per_gpu": 1})
     assert made.zero_config.offload_optimizer.device == "cpu" and made.optimizer_name is None
+
+
+OFFLOADED = {
+    "stage": 3,
+    "offload_param": {"device": "cpu"},
+    "offload_optimizer": {"device": "cpu", "pin_memory": False},
+}
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_offload_is_pinned_where_it_can_be_and_the_keys_do_not_say(pin: bool) -> None:
+    config = RunConfig(model="m", data="d", output_dir="o", deepspeed={"zero_optimization": OFFLOADED})
+    made = deepspeed_dict(config, world_size=2, dtype="bfloat16", largest_adapter_tensor=1, pin=pin)
+    zero = made["zero_optimization"]
+    assert zero["offload_param"]["pin_memory"] is pin and zero["offload_optimizer"]["pin_memory"] is False
+    assert "pin_memory" not in config.deepspeed["zero_optimization"]["offload_param"], "the run's own keys stay"
+
+
+def test_what_is_not_offloaded_is_not_pinned() -> None:
+    for block in ({}, {"offload_param": {"device": "none"}}, {"offload_param": {}}):
+        keys = {"zero_optimization": {"stage": 3, **block}}
+        assert not offloads(keys, "param") and not offloads(keys, "optimizer")
+    assert not offloads(None, "param") and not offloads({}, "optimizer")
+    assert offloads({"zero_optimization": OFFLOADED}, "param") and offloads(
+        {"zero_optimization": OFFLOADED}, "optimizer"
+    )
 
 
 def test_every_shared_path_is_a_known_name() -> None:

@@ -78,7 +78,7 @@ def test_the_preset_has_the_guides_numbers() -> None:
     assert stages == [(0.3, (80, 20, 0), "step"), (0.7, (40, 40, 20), "step"), (1.0, (25, 35, 40), "step")]
     zero = config.deepspeed["zero_optimization"]
     for offloaded in ("offload_optimizer", "offload_param"):
-        assert zero[offloaded] == {"device": "cpu", "pin_memory": False}, "pinned memory is off on NPUs"
+        assert zero[offloaded] == {"device": "cpu"}, "pinned where it can be (deepspeed_dict)"
 
 
 # ---------------------------------------------------------------- accelerate_configs/

@@ -357,11 +357,14 @@ def test_memory_on_a_cpu():
 
 
 def test_no_other_file_names_a_device_module():
-    """`torch.cuda`, `torch.npu`, `torch.mps` are said in one file, so that a new device is added in one place."""
+    """`torch.cuda`, `torch.npu`, `torch.mps` are said in one file, so that a new device is added in one place.
+
+    torch_npu's operators (`torch_npu.npu_...`) stand where they are called: in finetune/modeling.
+    """
     for path in (ROOT / "finetune").rglob("*.py"):
         if path.name != "device.py" and path.parent.name != "symptoms":  # whose remedies name them
             text = path.read_text(encoding="utf-8")
-            found = re.findall(r"\b(?:torch\.cuda|torch\.npu|torch\.mps|torch_npu)\.\w+", text)
+            found = re.findall(r"\b(?:torch\.cuda|torch\.npu|torch\.mps|torch_npu(?!\.npu_))\.\w+", text)
             assert not found, f"{path} says {found[0]}"
 
 
@@ -391,3 +394,11 @@ def test_freed_memory_is_used_again_without_page_faults():
     pages = 2**26 / os.sysconf("SC_PAGESIZE")
     assert given_back > pages / 2 and untouched > pages / 2  # the allocator of the machine is one that gives back
     assert kept < pages / 100
+
+
+def test_memory_is_pinned_for_devices_where_enough_may_be_locked():
+    from finetune.runtime.device import LEAST_LOCKED_BYTES, can_pin
+
+    for limit, enough in ((-1, True), (LEAST_LOCKED_BYTES, True), (LEAST_LOCKED_BYTES - 1, False), (65536, False)):
+        assert can_pin("npu", limit) is enough and can_pin("cuda", limit) is enough
+        assert not can_pin("cpu", limit) and not can_pin("mps", limit)

@@ -400,6 +400,28 @@ def test_a_process_that_sees_several_devices_trains_on_one(monkeypatch, tmp_path
     assert "sees 2 devices and trains on one" in caplog.text and "finetune launch" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("device", "optim"), [("cpu", "adamw_torch_fused"), ("nvme", "adamw_torch_fused"), ("none", "adamw_torch")]
+)
+def test_an_offloaded_optimizer_steps_fused_on_the_cpu_on_every_device(device, optim, monkeypatch, tmp_path):
+    """An NPU's table says no fused AdamW; offloaded, it is the CPU's, and the other takes ten times as long."""
+    given: dict[str, object] = {}
+    monkeypatch.setattr("finetune.training.arguments.TrainingArguments", lambda **named: given.update(named))
+    monkeypatch.setattr("finetune.training.arguments._use_one_device", lambda arguments: None)
+    training_arguments(
+        RunConfig(model="m", data=("d",), output_dir=str(tmp_path), report_to=("none",)),
+        learning_rate=1e-4,
+        evaluates=False,
+        device_type="npu",
+        dtype="bfloat16",
+        total_steps=1,
+        gradient_checkpointing=False,
+        deepspeed={"zero_optimization": {"stage": 3, "offload_optimizer": {"device": device}}},
+        resumed=False,
+    )
+    assert given["optim"] == optim
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_step_count_is_where_the_optimizers_kernel_reads_it(fused):
     """A fused kernel takes its address on the device (here: meta), and others read it on the host."""

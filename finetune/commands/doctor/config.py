@@ -144,12 +144,18 @@ def demands_of(config: BaseConfig | None, device_type: str, processes: int, node
     return Demands(
         deepspeed=bool(keys),
         cpu_adam=optimizer.get("device") == "cpu" and keys.get("zero_force_ds_cpu_optimizer") is True,
-        pinned=any(block.get("pin_memory") is True for block in (optimizer, parameters)),
+        pinned=any(_pins(block, device_type) for block in (optimizer, parameters)),
         loader_workers=config.dataloader_num_workers,
         host_bytes=host_bytes,
         host_for=host_for,
         disk_bytes=disk_bytes,
     )
+
+
+def _pins(block: dict[str, Any], device_type: str) -> bool:
+    """Whether offload is pinned, or would be if as much memory as that may be locked (`deepspeed_dict`)."""
+    by_default = device_type in ("npu", "cuda") and block.get("device", "none") != "none"
+    return bool(block.get("pin_memory", by_default))
 
 
 def weight_bytes(model: str) -> int:

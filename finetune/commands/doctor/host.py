@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from finetune.commands.doctor.check import Check, fail, ok, skip, warn
+from finetune.runtime.device import LEAST_LOCKED_BYTES
 from finetune.runtime.host import HostUse
 from finetune.runtime.language import _
 from finetune.storage.durable_files import format_bytes
@@ -17,7 +18,6 @@ from finetune.storage.durable_files import format_bytes
 SHM_PER_PROCESS_BYTES, LEAST_SHM_PER_PROCESS_BYTES = 66 << 20, 8 << 20
 SHM_PER_LOADER_WORKER_BYTES = 16 << 20
 LEAST_HOST_BYTES = 2 << 30
-LEAST_LOCKED_BYTES = 1 << 30
 LEAST_DISK_BYTES, COMFORTABLE_DISK_BYTES = 256 << 20, 5 << 30
 LEAST_INODES, COMFORTABLE_INODES = 200, 5000
 LEAST_OPEN_FILES, COMFORTABLE_OPEN_FILES = 512, 4096
@@ -96,7 +96,7 @@ def check_locked_memory(pinned: bool, nodes: int = 1, limit: int | None = None) 
     """Whether memory can be locked, which pinned offload and RDMA between nodes need.
 
     Args:
-        pinned: the configuration pins host memory (DeepSpeed's `pin_memory`).
+        pinned: offload wants pinned memory: DeepSpeed's `pin_memory` says so, or says nothing and there is a device.
         limit: bytes; None reads this process's, and -1 means no limit.
     """
     name = "locked_memory"

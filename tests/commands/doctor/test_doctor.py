@@ -362,6 +362,11 @@ def test_demands_of_offload(tmp_path: Path):
     file.write_text(json.dumps({**keys, "finetune": {"model": str(model), "data": "d", "output_dir": "o"}}))
     lora = demands_of(resolve(["--config", str(file)], world_size=2).config, "npu", 2, 1)
     assert (lora.deepspeed, lora.cpu_adam, lora.pinned, lora.host_bytes, lora.disk_bytes) == (True, True, True, 1000, 0)
+    keys["zero_optimization"]["offload_optimizer"]["pin_memory"] = False
+    for given, device_type, pinned in (({}, "npu", True), ({}, "cpu", False), ({"pin_memory": False}, "npu", False)):
+        keys["zero_optimization"]["offload_param"] = {"device": "cpu", **given}
+        config = RunConfig(model=str(model), data="d", output_dir="o", deepspeed=keys)
+        assert demands_of(config, device_type, 2, 1).pinned is pinned
     full = demands_of(resolve(["--config", str(file), "--finetuning", "full"], world_size=2).config, "npu", 2, 2)
     assert full.host_bytes == 500 + 4000 and full.disk_bytes == 6 * 1000 * 3 + 1000
     alone = demands_of(resolve(["--config", str(file), "--deepspeed", "none"], world_size=2).config, "cpu", 2, 1)
