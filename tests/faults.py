@@ -242,10 +242,19 @@ FAULTS = (
     ),
     Fault(
         "windows on NPUs",
-        "modeling/attention.py",
-        "fits = not windowed and not softcap",
-        "fits = not softcap",
-        "modeling/test_attention.py",
+        "modeling/npu_attention.py",
+        '{"pre_tockens": sliding_window - 1,',
+        '{"pre_tockens": sliding_window,',
+        "runtime/test_fake_npu.py",
+        "attention_is_called_as_documented",
+    ),
+    Fault(
+        "fused operations used whatever they compute",
+        "modeling/layer_check.py",
+        "return replace(ops, **changes)",
+        "return ops",
+        "modeling/test_layers.py",
+        "wrong_operation_is_refused",
     ),
     Fault(
         "a sum of gradients over ranks",

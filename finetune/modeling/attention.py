@@ -5,8 +5,7 @@ A packed sequence holds several documents one after another, `(1, T)`; a padded 
 
 | device             | packed sequences                                         | padded microbatches                |
 |--------------------|----------------------------------------------------------|------------------------------------|
-| CUDA sm80, 16-bit  | FlashAttention 3 on Hopper where it is installed, else   | SDPA, causal                       |
-|                    | torch.nn.attention.varlen, over document bounds          |                                    |
+| CUDA sm80, 16-bit  | torch.nn.attention.varlen (flash) over document bounds   | SDPA, causal                       |
 | NPU, 16-bit        | npu_fusion_attention over document ends (npu_attention)  | the same, one document a line      |
 | CPU                | SDPA per document, in float32 (see `_causal`)            | the same, causal                   |
 | everything else    | SDPA per document: O(sum of squares), no mask is built   | SDPA, causal                       |
