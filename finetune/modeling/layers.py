@@ -225,7 +225,9 @@ def _is_swiglu(module: nn.Module) -> bool:
     parts = set(module._modules)
     if not parts > set(MLP_PARTS) or len(parts) != len(MLP_PARTS) + 1 or module._parameters:
         return False
-    small = {"gate_proj": nn.Linear(4, 6), "up_proj": nn.Linear(4, 6), "down_proj": nn.Linear(6, 4)}
+    sizes = {"gate_proj": (4, 6), "up_proj": (4, 6), "down_proj": (6, 4)}
+    # Without their own start: that would draw from the generator of the run.
+    small = {name: nn.utils.skip_init(nn.Linear, *size, bias=False) for name, size in sizes.items()}
     with torch.no_grad():
         for linear in small.values():
             linear.weight.copy_(_numbers(*linear.weight.shape))

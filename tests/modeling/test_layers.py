@@ -364,8 +364,10 @@ def test_a_model_keeps_its_own_operation_where_the_fused_one_is_refused(monkeypa
     monkeypatch.setattr(layer_check, "choose_provider", lambda *_, **__: "wrong")
     monkeypatch.setattr(layer_check, "provided_ops", lambda provider: wrong)
     model = make_model(tiny_config("qwen3"), "eager")
+    before = torch.get_rng_state()
     said = fuse_layers(model, "auto", device_type="cpu", compiles=False, dtypes=[torch.float32], tokens=64)
     assert said == "wrong: 4 rotary, 4 swiglu" and len(caplog.records) == 1
+    assert torch.equal(torch.get_rng_state(), before), "the run's random numbers are as they would be without"
     assert "forward" not in vars(model.model.norm) and "forward" in vars(model.model.layers[0].mlp)
 
 
