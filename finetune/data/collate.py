@@ -3,51 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from finetune.runtime.device import DEVICE_KINDS
+
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One microbatch as CPU tensors.
+    """One microbatch, made as CPU tensors.
 
-    T are the tokens of a packed one; S the samples of a padded one, each a line of T; n the targets.
+    T are the tokens of a packed one; S the samples of a padded one, each a line of T; n the targets. What the model's
+    forward needs is made here once: anything made of these tensors on the device would have the host wait for it.
     """
 
     input_ids: torch.Tensor  # int64 `(1, T)` packed or `(S, T)` padded
     position_ids: torch.Tensor  # int64, the same shape; restarts at 0 in each document
-    # bool, the same shape; True where the *next* token is a target (so its logits are needed). None: all are, and the
-    # last tokens of the samples, which are only targets, are not among the inputs.
+    # Where the *next* token is a target, so that its logits are needed. Packed: int64 `(n,)`, positions in the sequence
+    # (a mask has as many entries as the host can only know by waiting for the device). Padded: bool, the shape of
+    # input_ids, because samples have different numbers of targets. None: everywhere, and the last tokens of the
+    # samples, which are only targets, are not among the inputs.
     keep: torch.Tensor | None
     targets: torch.Tensor  # int64 `(n,)`: the next tokens there, in row-major order
     difficulties: torch.Tensor  # int64 `(n,)`: difficulty of each target's sample; -1 where samples have none
     document_lengths: tuple[int, ...] | None  # tokens of each document of a packed microbatch; None for a padded one
+    cu_seq_lens: torch.Tensor | None = None  # int32 `(documents + 1,)`: their running sum, where there are lengths
 
     @property
     def tokens(self) -> int:
         """Tokens that the device computes, padding included."""
         return self.input_ids.numel()
 
+    def to(self, device: torch.device) -> Microbatch:
+        """The microbatch on `device`; neither host nor device waits for the copies."""
+        # Page-locked first, where that is what makes a copy asynchronous: CUDA stages others through a buffer of its
+        # own, torch_npu waits for the stream after each. Here and not in the loader: microbatches of evaluation,
+        # rehearsal and retries do not come through one, and torch keeps the few pages for the next.
+        kind = DEVICE_KINDS.get(device.type)
+        pinned = kind is not None and kind.pinned_copies
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            if pinned and tensor.device.type == "cpu":
+                tensor = tensor.pin_memory()
+            return tensor.to(device, non_blocking=True)
+
+        held = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        return replace(self, **{name: move(tensor) for name, tensor in held.items()})
+
     def model_inputs(self, device: torch.device) -> dict[str, Any]:
-        """Keyword arguments of the model's forward, moved to `device`."""
-        inputs: dict[str, Any] = {
-            "input_ids": self.input_ids.to(device, non_blocking=True),
-            "position_ids": self.position_ids.to(device, non_blocking=True),
-            "use_cache": False,
-        }
-        if self.keep is not None:
-            inputs["logits_to_keep"] = self.keep.to(device, non_blocking=True)
-        if self.document_lengths is not None:
-            bounds = np.concatenate([[0], np.cumsum(self.document_lengths)])
-            cu_seq_lens = torch.from_numpy(bounds.astype(np.int32)).to(device, non_blocking=True)
-            longest = max(self.document_lengths)
+        """Keyword arguments of the model's forward, on `device`."""
+        here = self.to(device)
+        inputs: dict[str, Any] = {"input_ids": here.input_ids, "position_ids": here.position_ids, "use_cache": False}
+        if here.keep is not None:
+            inputs["logits_to_keep"] = here.keep
+        if here.document_lengths is not None:
+            longest = max(here.document_lengths)
             inputs |= {
-                "document_lengths": self.document_lengths,
-                "cu_seq_lens_q": cu_seq_lens,
-                "cu_seq_lens_k": cu_seq_lens,
+                "document_lengths": here.document_lengths,
+                "cu_seq_lens_q": here.cu_seq_lens,
+                "cu_seq_lens_k": here.cu_seq_lens,
                 "max_length_q": longest,
                 "max_length_k": longest,
             }
@@ -74,13 +91,15 @@ def collate(samples: Sequence[Sample], *, packing: bool, pad_token_id: int) -> M
     targets = np.concatenate([line[1:][mask[1:]] for line, mask in zip(lines, masks, strict=True)])
     difficulties = np.repeat([difficulty for _, _, difficulty in samples], [keep.sum() for keep in kept])
     join = _packed if packing else _padded
+    keep, lengths = join(kept, False), [len(line) for line in lines]
     return Microbatch(
         input_ids=_tensor(join(lines, pad_token_id)),
-        position_ids=_tensor(join([np.arange(len(line)) for line in lines], 0)),
-        keep=torch.from_numpy(join(kept, False)),
+        position_ids=_tensor(join([np.arange(length) for length in lengths], 0)),
+        keep=_tensor(np.flatnonzero(keep)) if packing else torch.from_numpy(keep),
         targets=_tensor(targets),
         difficulties=_tensor(difficulties),
-        document_lengths=tuple(map(len, lines)) if packing else None,
+        document_lengths=tuple(lengths) if packing else None,
+        cu_seq_lens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32) if packing else None,
     )
 
 

@@ -1,6 +1,6 @@
 """The loss: cross-entropy at supervised positions only, summed, so that the caller divides by the global denominator.
 
-`forward(logits_to_keep=<bool mask>)` makes the model compute logits only where the next token is a target. For a large
+`forward(logits_to_keep=<positions or mask>)` makes the model compute logits only where the next token is a target. For a large
 vocabulary even those do not fit: then the LM head itself returns the losses, chunk by chunk under checkpointing, so
 that no more than one chunk of logits exists at a time, forward or backward. It happens inside the model's own forward,
 so that the hooks of DeepSpeed, DDP and peft around it see an ordinary call, and a compiled model has the softmax in its
@@ -103,7 +103,7 @@ class ChunkedHead:
 def make_chunked_head(model: Any, *, compiled: bool = False) -> ChunkedHead | None:
     """A chunked head for a transformers model (bare or inside a peft one); None where it would change the loss."""
     head = model.get_output_embeddings()
-    if not takes_mask(model) or type(head) is not torch.nn.Linear:  # quantised, say, or with LoRA on it
+    if not chooses_logits(model) or type(head) is not torch.nn.Linear:  # quantised, say, or with LoRA on it
         return None
     # These squash logits after the head, which the chunked head can do in its place.
     if model.config.model_type in SOFTCAPPED_MODEL_TYPES:
@@ -124,11 +124,11 @@ def _returns_what_the_head_does(model: Any) -> bool:
     )
 
 
-def takes_mask(model: Any) -> bool:
-    """Whether a model's forward takes a mask as `logits_to_keep` (bare or inside a peft one).
+def chooses_logits(model: Any) -> bool:
+    """Whether a model's forward takes positions or a mask as `logits_to_keep` (bare or inside a peft one).
 
-    Models of transformers do, but for a few; code that came with a model mostly does not, or knows a number of last
-    tokens only.
+    Models of transformers do, but for a few (modeling_utils.slice_logits_to_keep: positions keep the batch's axis, a
+    mask takes it away); code that came with a model mostly does not, or knows a number of last tokens only.
     """
     forward = _forward_of(model)
     return forward.__module__.startswith("transformers.") and "logits_to_keep" in signature(forward).parameters
@@ -139,11 +139,11 @@ def _forward_of(model: Any) -> Any:
 
 
 def let_choose_logits(model: torch.nn.Module) -> None:
-    """Let a model's forward take a mask as `logits_to_keep` where it does not: all logits are made, and those kept.
+    """Let a model's forward take `logits_to_keep` as ours is where it does not: all logits are made, and those kept.
 
     It needs the memory for all of them.
     """
-    if takes_mask(model):
+    if chooses_logits(model):
         return
     kept: list[torch.Tensor | None] = []
 
@@ -153,7 +153,8 @@ def let_choose_logits(model: torch.nn.Module) -> None:
 
     def choose(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if kept and kept[0] is not None:
-            output.logits = output.logits[kept[0]]
+            mask = kept[0].dtype == torch.bool
+            output.logits = output.logits[kept[0]] if mask else output.logits[:, kept[0]]
         return output
 
     model.register_forward_pre_hook(take, with_kwargs=True)
@@ -164,8 +165,8 @@ def microbatch_losses(
     model: torch.nn.Module, microbatch: Microbatch, device: torch.device, head: ChunkedHead | None = None
 ) -> torch.Tensor:
     """Loss of each target of one microbatch: float32 `(n,)`; empty, but part of the graph, where it has no targets."""
-    inputs = microbatch.model_inputs(device)
-    targets = microbatch.targets.to(device, non_blocking=True)
+    microbatch = microbatch.to(device)
+    inputs, targets = microbatch.model_inputs(device), microbatch.targets
     # Through `logits`, because that is what the model's forward returns of its head.
     if head is not None and head.scores(len(targets)):
         with head.scoring(targets):
@@ -173,7 +174,7 @@ def microbatch_losses(
     logits = model(**inputs).logits
     if len(targets) == 0:
         # Nothing to learn, but every parameter must take part, or DDP and ZeRO wait for gradients that never come.
-        return logits.float().sum(dim=-1)
+        return logits.float().sum(dim=-1).flatten()
     return token_losses(logits.flatten(0, -2), targets)
 
 

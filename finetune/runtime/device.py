@@ -37,14 +37,15 @@ class DeviceKind:
     backend: str  # the process group's
     visible_variable: str  # environment variable that selects devices; empty where there is none
     fused_adamw: bool  # whether torch.optim.AdamW(fused=True) is right here
+    pinned_copies: bool  # whether copies from page-locked host memory, and only those, run beside the computation
 
 
 # By torch's device type, in order of preference.
 DEVICE_KINDS = {
-    "npu": DeviceKind("hccl", "ASCEND_RT_VISIBLE_DEVICES", fused_adamw=False),
-    "cuda": DeviceKind("nccl", "CUDA_VISIBLE_DEVICES", fused_adamw=True),
-    "mps": DeviceKind("gloo", "", fused_adamw=False),
-    "cpu": DeviceKind("gloo", "", fused_adamw=True),
+    "npu": DeviceKind("hccl", "ASCEND_RT_VISIBLE_DEVICES", fused_adamw=False, pinned_copies=True),
+    "cuda": DeviceKind("nccl", "CUDA_VISIBLE_DEVICES", fused_adamw=True, pinned_copies=True),
+    "mps": DeviceKind("gloo", "", fused_adamw=False, pinned_copies=False),
+    "cpu": DeviceKind("gloo", "", fused_adamw=True, pinned_copies=False),
 }
 
 LEAST_LOCKED_BYTES = 1 << 30  # what a process must be allowed to page-lock before offload is pinned

@@ -136,6 +136,7 @@ class StepExecutor:
             work.insert(0, (REHEARSAL, self.largest, 0.0))
         for number, microbatch, weight_here in work:
             with self._microbatch(model, batch.step, number, last=number == len(microbatches) - 1):
+                microbatch = microbatch.to(device)
                 losses = microbatch_losses(model, microbatch, device, self.head)
                 microbatch_loss = losses.sum() * weight_here
                 self._backward(model, microbatch_loss)

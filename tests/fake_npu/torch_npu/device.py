@@ -233,4 +233,15 @@ def register() -> types.ModuleType:
     _setup_privateuseone_for_python_backend("npu", backend_module=npu)
     sys.modules["torch.npu"] = npu
     _libraries.extend(_register_operators())
+    # Page-locked memory is the backend's own allocator's, which this one has not: a mark on the tensor stands for it.
+    torch.Tensor.pin_memory = _pinned
+    torch.Tensor.is_pinned = lambda tensor, device=None: getattr(tensor, "simulated_pinned", False)
     return npu
+
+
+def _pinned(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+    if tensor.device.type != "cpu":
+        raise RuntimeError(f"cannot pin '{tensor.device}' memory, only dense CPU tensors can be pinned")
+    pinned = tensor.clone()
+    pinned.simulated_pinned = True
+    return pinned
