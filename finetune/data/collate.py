@@ -50,8 +50,15 @@ class Microbatch:
                 tensor = tensor.pin_memory()
             return tensor.to(device, non_blocking=True)
 
-        held = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        return replace(self, **{name: move(tensor) for name, tensor in held.items()})
+        return replace(
+            self,
+            input_ids=move(self.input_ids),
+            position_ids=move(self.position_ids),
+            keep=None if self.keep is None else move(self.keep),
+            targets=move(self.targets),
+            difficulties=move(self.difficulties),
+            cu_seq_lens=None if self.cu_seq_lens is None else move(self.cu_seq_lens),
+        )
 
     def model_inputs(self, device: torch.device) -> dict[str, Any]:
         """Keyword arguments of the model's forward, on `device`."""

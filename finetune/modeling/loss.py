@@ -1,14 +1,14 @@
 """The loss: cross-entropy at supervised positions only, summed, so that the caller divides by the global denominator.
 
-`forward(logits_to_keep=<positions or mask>)` makes the model compute logits only where the next token is a target. For a large
-vocabulary even those do not fit: then the LM head itself returns the losses, chunk by chunk under checkpointing, so
-that no more than one chunk of logits exists at a time, forward or backward. It happens inside the model's own forward,
-so that the hooks of DeepSpeed, DDP and peft around it see an ordinary call, and a compiled model has the softmax in its
-graph.
+`forward(logits_to_keep=<positions or mask>)` makes the model compute logits only where the next token is a target. For
+a large vocabulary even those do not fit: then the LM head itself returns the losses, chunk by chunk, so that no more
+than one chunk of logits exists at a time. It happens inside the model's own forward, so that the hooks of DeepSpeed,
+DDP and peft around it see an ordinary call, and a compiled model has the softmax in its graph.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,14 +16,19 @@ from inspect import getsource, signature
 from typing import Any
 
 import torch
-from torch.nn.functional import cross_entropy, linear
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import cross_entropy, linear, log_softmax
 from transformers import PretrainedConfig
 
 from finetune.data.collate import Microbatch
 
-# One chunk of logits holds about this many numbers (float32: 128 MiB). Microbatches with fewer are not chunked.
-LOGITS_PER_CHUNK = 32 * 2**20
+# Numbers in one chunk of logits: 512 MiB where they are held twice in float32. With a vocabulary of 152k 440 rows, as
+# many as a matrix product needs so that reading the head's weights is not what takes the time.
+LOGITS_PER_CHUNK = 64 * 2**20
+# A head that is trained adds its weights' gradient up once a chunk, which moves as many bytes as many rows' logits.
+TRAINED_HEAD_CHUNKS = 2
+# glibc gives back blocks of 32 MiB and more at once, and the system clears their pages anew for the next chunk.
+LOGITS_PER_CHUNK_ON_CPU = 7 * 2**20
 # Their forward squashes logits by `config.final_logit_softcapping`.
 SOFTCAPPED_MODEL_TYPES = ("nanochat", "gemma2", "gemma3_text")
 
@@ -35,15 +40,115 @@ def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return cross_entropy(logits.to(precise), targets, reduction="none")
 
 
+class HeadLosses(torch.autograd.Function):
+    """Cross-entropy of a linear head's logits, with the gradients computed in the forward pass, chunk by chunk.
+
+    Logits are so computed once and never kept, and the weight's gradient is one buffer in float32: Liger's fused linear
+    cross-entropy (Hsu et al. 2024, arXiv 2410.10989), Cut Cross-Entropy (Wijmans et al. 2024, arXiv 2411.09009).
+    Softmax minus one at the target is the gradient of a sum of losses; what comes from above multiplies it. The
+    weight's gradient is a sum over targets already, so there all targets must have the same factor, as they have in a
+    sum; with different ones it is NaN, which no step survives. The host does not look: it would wait for the device.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        head: ChunkedHead,
+        dtype: torch.dtype,
+        learning: bool,
+    ) -> torch.Tensor:
+        """hidden `(n, width)`, weight `(vocabulary, width)`, targets `(n,)` -> losses `(n,)`, in float32 or better.
+
+        Args:
+            dtype: of the matrix products.
+            learning: whether gradients are wanted at all.
+        """
+        precise = torch.promote_types(dtype, torch.float32)
+        losses = torch.empty(targets.shape, dtype=precise, device=hidden.device)
+        wanted = [learning and need for need in ctx.needs_input_grad[:3]]
+        gradients = [
+            hidden.new_empty(hidden.shape, dtype=dtype) if wanted[0] else None,
+            torch.zeros_like(weight, dtype=precise) if wanted[1] else None,
+            torch.zeros_like(bias, dtype=precise) if wanted[2] and bias is not None else None,
+        ]
+        matrix = weight.to(dtype)
+        offset = None if bias is None else bias.to(dtype)
+        of_hidden, of_weight, of_bias = gradients
+        done = 0
+        # Chunks of one size: a short last one would take as long as a whole.
+        for rows in hidden.tensor_split(max(1, math.ceil(len(hidden) / head.tokens_at_once(hidden)))):
+            part = slice(done, done + len(rows))
+            rows, done = rows.to(dtype), part.stop
+            losses[part], gradient = _scored(rows, matrix, offset, targets[part], head.softcap, any(wanted))
+            if of_hidden is not None:
+                torch.mm(gradient, matrix, out=of_hidden[part])
+            if of_weight is not None:
+                of_weight += gradient.T @ rows
+            if of_bias is not None:
+                of_bias += gradient.sum(0, dtype=precise)
+            del gradient  # before the next chunk's logits are made
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        of_hidden, *of_head = ctx.saved_tensors
+        first = upstream[0]
+        factor = torch.where((upstream == first).all(), first, math.nan)
+        found = [None if of_hidden is None else of_hidden * upstream[:, None]]
+        found += [None if gradient is None else gradient.mul_(factor) for gradient in of_head]
+        sized = [None if g is None else g.to(dtype) for g, dtype in zip(found, ctx.dtypes, strict=True)]
+        return (*sized, None, None, None, None)
+
+
+def _scored(
+    rows: torch.Tensor,
+    matrix: torch.Tensor,
+    offset: torch.Tensor | None,
+    targets: torch.Tensor,
+    softcap: float | None,
+    learning: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses of a chunk, and the gradient of their sum by the logits in the compute dtype (nothing without learning).
+
+    At most two tensors of logits exist at a time, three with a softcap: see LOSS_BYTES_PER_LOGIT in planning.
+    """
+    logits = linear(rows, matrix, offset)
+    dtype, precise = logits.dtype, torch.promote_types(logits.dtype, torch.float32)
+    if softcap is not None:
+        logits = squash(logits, softcap)
+    slope = None if softcap is None or not learning else 1 - (logits / softcap).square()
+    likelihoods = log_softmax(logits, dim=-1, dtype=precise)
+    del logits
+    places = targets[:, None]
+    at_targets = likelihoods.gather(1, places)
+    if not learning:
+        return -at_targets[:, 0], at_targets
+    gradient = likelihoods.exp_().scatter_(1, places, at_targets.exp() - 1)
+    if slope is not None:
+        gradient *= slope
+    return -at_targets[:, 0], gradient.to(dtype)
+
+
+def squash(logits: torch.Tensor, softcap: float) -> torch.Tensor:
+    """softcap * tanh(logits / softcap), in float32 or better."""
+    return softcap * torch.tanh(logits.to(torch.promote_types(logits.dtype, torch.float32)) / softcap)
+
+
 class ChunkedHead:
     """Lets a model's LM head return losses instead of logits while `targets` are set.
 
     Args:
-        head: the output embedding (`model.get_output_embeddings()`), a linear layer without bias; its forward is
-            replaced on the instance, its parameters and hooks are untouched.
-        logits_per_chunk: numbers in one chunk of logits.
-        compiled: the model is compiled: it returns losses of microbatches of every size, in one piece that the
-            compiler fuses.
+        head: the output embedding (`model.get_output_embeddings()`), a linear layer; its forward is replaced on the
+            instance, its parameters and hooks are untouched.
+        logits_per_chunk: numbers in one chunk of logits; None: what suits the device.
+        compiled: the model is compiled: losses are made in one piece that the compiler fuses.
         softcapped: configuration of a model whose forward squashes logits by its `final_logit_softcapping`. It is
             None while the head returns losses, and the head squashes in its place, in float32.
     """
@@ -51,41 +156,49 @@ class ChunkedHead:
     def __init__(
         self,
         head: torch.nn.Linear,
-        logits_per_chunk: int = LOGITS_PER_CHUNK,
+        logits_per_chunk: int | None = None,
         *,
         compiled: bool = False,
         softcapped: PretrainedConfig | None = None,
     ) -> None:
-        self.head, self.compiled = head, compiled
+        self.head, self.logits_per_chunk, self.compiled = head, logits_per_chunk, compiled
         self.config = softcapped
         self.softcap: float | None = None if softcapped is None else softcapped.final_logit_softcapping
-        self.tokens_per_chunk = max(1, logits_per_chunk // head.out_features)
         self.targets: torch.Tensor | None = None
         self._plain_forward = head.forward
         head.forward = self._forward  # type: ignore[method-assign, assignment]  # on the instance, on purpose
 
+    def tokens_at_once(self, hidden: torch.Tensor) -> int:
+        """Rows of one chunk of logits."""
+        numbers = self.logits_per_chunk
+        if numbers is None and hidden.device.type == "cpu":
+            numbers = LOGITS_PER_CHUNK_ON_CPU
+        elif numbers is None:
+            numbers = LOGITS_PER_CHUNK * (TRAINED_HEAD_CHUNKS if self.head.weight.requires_grad else 1)
+        return max(1, numbers // self.head.out_features)
+
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.targets is None:
             return self._plain_forward(hidden)
-        hidden = hidden.flatten(0, -2)  # microbatches of windows keep their shape, (S, T, width)
-        # Compiled, the softmax is fused with what is around it; checkpointing would cut the graph in pieces.
+        hidden = hidden.flatten(0, -2)  # (1, n, width) packed, (S, T, width) windows
+        weight, bias = self.head.weight, self.head.bias
+        # Compiled, the softmax is fused with what is around it; chunks would cut the graph in pieces.
         if self.compiled:
-            return self._chunk(hidden, self.targets)
-        chunks = zip(hidden.split(self.tokens_per_chunk), self.targets.split(self.tokens_per_chunk), strict=True)
-        # The head's matrix product runs in the model's dtype (tensor cores), only the softmax in float32.
-        losses = [checkpoint(self._chunk, h, t, use_reentrant=False) for h, t in chunks]
-        return torch.cat(losses)
-
-    def _chunk(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits = linear(hidden, self.head.weight, self.head.bias)
-        if self.softcap is not None:
-            precise = torch.promote_types(logits.dtype, torch.float32)
-            logits = self.softcap * torch.tanh(logits.to(precise) / self.softcap)
-        return token_losses(logits, targets)
+            logits = linear(hidden, weight, bias)
+            return token_losses(logits if self.softcap is None else squash(logits, self.softcap), self.targets)
+        kind = hidden.device.type
+        # The matrix products run in the compute dtype (tensor cores), only the softmax in float32. Autocast would cast
+        # the weights for each of them.
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        with torch.autocast(kind, enabled=False):
+            losses: torch.Tensor = HeadLosses.apply(
+                hidden, weight, bias, self.targets, self, dtype, torch.is_grad_enabled()
+            )
+        return losses
 
     def scores(self, targets: int) -> bool:
-        """Whether the losses of so many targets are the head's to return."""
-        return targets > (0 if self.compiled else self.tokens_per_chunk)
+        """Whether the losses of so many targets are the head's to return: an empty microbatch has logits to be zero."""
+        return targets > 0
 
     @contextmanager
     def scoring(self, targets: torch.Tensor) -> Iterator[None]:

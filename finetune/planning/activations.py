@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from finetune.planning.shapes import Block, ModelShape, Part
 
 # As in modeling/loss.py: numbers in one chunk of logits. (That module imports torch; a test compares the two.)
-LOGITS_PER_CHUNK = 32 * 2**20
-# Float32 log-softmax, its gradient, and that of the logits: all there in the backward pass of a chunk.
-LOSS_BYTES_PER_LOGIT = 12
+LOGITS_PER_CHUNK = 64 * 2**20
+TRAINED_HEAD_CHUNKS = 2
+# Logits and their log-softmax, which becomes their gradient in place; both in float32 at most.
+LOSS_BYTES_PER_LOGIT = 8
 # A compiled step fuses head and loss: the logits, and their gradient in float32.
 COMPILED_BYTES_PER_LOGIT = 6
 
@@ -119,5 +120,8 @@ def loss_bytes(shape: ModelShape, how: Computing, targets: int) -> int:
     """Bytes of logits and of what the loss makes of them, for one chunk of targets."""
     if how.compiled:
         return COMPILED_BYTES_PER_LOGIT * targets * shape.vocabulary
-    at_once = min(targets, max(1, LOGITS_PER_CHUNK // shape.vocabulary))
-    return LOSS_BYTES_PER_LOGIT * at_once * shape.vocabulary + how.element_bytes * targets * shape.hidden
+    chunk = LOGITS_PER_CHUNK * (TRAINED_HEAD_CHUNKS if how.full else 1)
+    at_once = min(targets, max(1, chunk // shape.vocabulary))
+    # The gradient of a trained head: summed in float32, and a chunk's.
+    of_head = (4 + how.element_bytes) * shape.vocabulary * shape.hidden if how.full else 0
+    return LOSS_BYTES_PER_LOGIT * at_once * shape.vocabulary + how.element_bytes * targets * shape.hidden + of_head

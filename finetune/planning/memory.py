@@ -87,7 +87,7 @@ def _microbatch(work: Workload) -> list[Term]:
     shape, how, tokens = work.shape, work.computing, work.microbatch_tokens
     kept = "blocks' inputs + one block's" if how.checkpointing else "layers x a block's"
     kept += f" kept tensors x {tokens:,} tokens"
-    logits = "logits of all targets x 6 B" if how.compiled else "logits of one chunk of targets x 12 B"
+    logits = "logits of all targets x 6 B" if how.compiled else "logits of one chunk of targets x 8 B"
     ours, of_loss = "ours: planning/activations.py", "ours: modeling/loss.py, ChunkedHead: supervised positions only"
     code, flowing = f"{ours} (transformers' code, tensor by tensor)", working_bytes(shape, how, tokens, work.longest)
     return [

@@ -198,7 +198,7 @@ def test_chunked_head_gives_the_same_loss_and_gradients(model, execution, tokens
     samples = FakeSamples(23, seed=4)
     _, wanted = defined_gradient(samples)
     head = ChunkedHead(model.get_output_embeddings(), logits_per_chunk=tokens_per_chunk * VOCABULARY)
-    assert head.tokens_per_chunk == tokens_per_chunk
+    assert head.tokens_at_once(torch.zeros(1)) == tokens_per_chunk
     loss, _, _ = execute(model, samples, execution, head=head)
     assert_gradients_equal(model, wanted)
     assert loss == pytest.approx(defined_gradient(samples)[0], rel=1e-6)
@@ -228,7 +228,7 @@ def test_a_chunked_head_squashes_as_the_model_does(kind: str, compiled: bool):
     plain = microbatch_losses(squashing, microbatch, CPU)
     head = make_chunked_head(squashing, compiled=compiled)
     assert head is not None
-    head.tokens_per_chunk = 4
+    head.logits_per_chunk = 4 * VOCABULARY
     torch.testing.assert_close(microbatch_losses(squashing, microbatch, CPU, head), plain, rtol=1e-9, atol=0)
 
 
@@ -266,7 +266,7 @@ def test_the_head_is_an_ordinary_head_again_afterwards(model):
     head = make_chunked_head(model)
     assert head is not None
     microbatch = collate([(*FakeSamples(9, seed=7)[1], 0)], packing=True, pad_token_id=0)
-    head.tokens_per_chunk = 1
+    head.logits_per_chunk = VOCABULARY
     microbatch_losses(model, microbatch, CPU, head)
     assert head.targets is None
     assert torch.equal(model(input_ids=ids).logits, before)

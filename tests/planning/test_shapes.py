@@ -9,7 +9,7 @@ import pytest
 from plan_workloads import SMALL, known_shape, of_kind, workload
 
 from finetune.errors import ConfigError
-from finetune.planning.activations import LOGITS_PER_CHUNK, Computing
+from finetune.planning.activations import LOGITS_PER_CHUNK, TRAINED_HEAD_CHUNKS, Computing
 from finetune.planning.memory import memory_of
 from finetune.planning.shapes import KNOWN_MODELS, ModelShape, known_config, read_shape, shape_of_config, shape_of_model
 from finetune.planning.traffic import computed_flops_per_token, flops_per_token
@@ -268,7 +268,7 @@ def test_experts_that_do_not_compute_a_token_are_parameters_but_no_work(kind: st
 def test_operations_and_small_parameters_are_those_that_the_run_counts():
     from transformers import Qwen3Config
 
-    from finetune.modeling.loss import LOGITS_PER_CHUNK as of_loss
+    from finetune.modeling import loss
     from finetune.modeling.scratch import make_empty_model, scratch_config
     from finetune.planning.flops import flops_per_token as of_model
 
@@ -282,7 +282,7 @@ def test_operations_and_small_parameters_are_those_that_the_run_counts():
     shape = shape_of_config(json.loads(tied.to_json_string()))
     assert shape.passed == sum(p.numel() for p in model.parameters() if p.ndim == 2)
     assert shape.small == sum(p.numel() for p in model.parameters() if p.ndim == 1)
-    assert of_loss == LOGITS_PER_CHUNK
+    assert (loss.LOGITS_PER_CHUNK, loss.TRAINED_HEAD_CHUNKS) == (LOGITS_PER_CHUNK, TRAINED_HEAD_CHUNKS)
 
 
 @pytest.mark.parametrize(

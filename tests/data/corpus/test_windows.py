@@ -138,7 +138,7 @@ def test_loss_and_gradients_of_a_global_batch_are_those_of_the_definition(arch: 
         model.lm_head.forward = plain_forward
         head = None if execution == "plain" else make_chunked_head(model, compiled=execution == "compiled")
         if head is not None:
-            head.tokens_per_chunk = 7
+            head.logits_per_chunk = 7 * head.head.out_features
         if execution == "compiled":  # the whole graph, losses included: a break would raise
             model.compile(backend="aot_eager", fullgraph=True)
         model.zero_grad()
