@@ -260,6 +260,112 @@ def test_only_one_chunk_of_logits_is_kept(model):
     assert kept == []
 
 
+# ---------------------------------------------------------------- gradients made in the forward pass
+
+
+def head_losses(
+    head: torch.nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, softcap: float | None = None, rows: int = 4
+) -> torch.Tensor:
+    config = None if softcap is None else SimpleNamespace(final_logit_softcapping=softcap)
+    chunked = ChunkedHead(copy.copy(head), logits_per_chunk=rows * head.out_features, softcapped=config)
+    with chunked.scoring(targets):
+        return chunked._forward(hidden)
+
+
+def by_autograd(
+    head: torch.nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, softcap: float | None = None
+) -> torch.Tensor:
+    logits = head(hidden)
+    return cross_entropy(
+        logits if softcap is None else softcap * torch.tanh(logits / softcap), targets, reduction="none"
+    )
+
+
+def gradients_of(losses: torch.Tensor, factor: float, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(losses.sum() * factor, tensors))
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 4, 5, 100])
+def test_the_heads_gradients_are_those_of_autograd(bias: bool, softcap: float | None, rows: int):
+    torch.manual_seed(0)
+    head = torch.nn.Linear(16, VOCABULARY, bias=bias).double()
+    hidden, targets = torch.randn(11, 16, dtype=torch.float64, requires_grad=True), torch.randint(0, VOCABULARY, (11,))
+    trained = [hidden, *head.parameters()]
+    wanted, found = by_autograd(head, hidden, targets, softcap), head_losses(head, hidden, targets, softcap, rows)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    pairs = zip(gradients_of(found, 0.03, *trained), gradients_of(wanted, 0.03, *trained), strict=True)
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
+
+
+def test_a_frozen_head_gives_each_target_its_own_factor_and_a_trained_one_says_that_it_cannot():
+    torch.manual_seed(0)
+    head = torch.nn.Linear(16, VOCABULARY, bias=False).double()
+    hidden, targets = torch.randn(11, 16, dtype=torch.float64, requires_grad=True), torch.randint(0, VOCABULARY, (11,))
+    factors = torch.rand(11, dtype=torch.float64)
+    (wanted,) = torch.autograd.grad((by_autograd(head, hidden, targets) * factors).sum(), hidden)
+    of_hidden, of_weight = torch.autograd.grad(
+        (head_losses(head, hidden, targets) * factors).sum(), (hidden, head.weight)
+    )
+    torch.testing.assert_close(of_hidden, wanted, rtol=1e-11, atol=1e-13)
+    assert of_weight.isnan().all(), "a wrong gradient would be worse"
+    head.requires_grad_(False)
+    (frozen,) = torch.autograd.grad((head_losses(head, hidden, targets) * factors).sum(), hidden)
+    assert torch.equal(frozen, of_hidden)
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_under_autocast_the_heads_gradients_are_as_near_to_float64_as_autograds(weights: torch.dtype):
+    torch.manual_seed(0)
+    exact = torch.nn.Linear(64, 500, bias=False).double()
+    exact.weight.data = exact.weight.to(weights).double()
+    head = copy.deepcopy(exact).to(weights)
+    states, targets = torch.randn(40, 64).to(weights), torch.randint(0, 500, (40,))
+    truth = gradients_of(
+        by_autograd(exact, precise := states.double().requires_grad_(), targets), 0.1, precise, exact.weight
+    )
+    errors = {}
+    for name, losses_of in (("autograd", by_autograd), ("ours", head_losses)):
+        hidden = states.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = losses_of(head, hidden, targets)
+        found = gradients_of(losses.float(), 0.1, hidden, head.weight)
+        assert [tensor.dtype for tensor in found] == [weights, weights]
+        errors[name] = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True)]
+    for ours, theirs in zip(errors["ours"], errors["autograd"], strict=True):
+        assert ours < 1.2 * theirs < 0.02
+
+
+def test_logits_are_made_once_and_evaluation_makes_nothing_else():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    head, targets = torch.nn.Linear(16, VOCABULARY, bias=False), torch.randint(0, VOCABULARY, (12,))
+    hidden = torch.randn(12, 16, requires_grad=True)
+    product = 2 * 12 * 16 * VOCABULARY
+
+    def flops(*, learning: bool) -> float:
+        with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(learning):
+            losses = head_losses(head, hidden, targets)
+            if learning:
+                losses.sum().backward()
+        return counter.get_total_flops() / product
+
+    assert flops(learning=True) == 3  # logits, hidden states, weights
+    assert flops(learning=False) == 1
+    head.requires_grad_(False)
+    assert flops(learning=True) == 2
+
+
+def test_chunks_are_larger_where_a_trained_heads_gradient_is_added_up_for_each():
+    head = ChunkedHead(torch.nn.Linear(4, 152_000, bias=False, device="meta"))
+    on_device, on_cpu = torch.empty(0, device="meta"), torch.empty(0)
+    assert (head.tokens_at_once(on_device), head.tokens_at_once(on_cpu)) == (883, 48)
+    head.head.requires_grad_(False)
+    assert head.tokens_at_once(on_device) == 441
+
+
 def test_the_head_is_an_ordinary_head_again_afterwards(model):
     ids = torch.arange(6)[None]
     before = model(input_ids=ids).logits
