@@ -143,8 +143,8 @@ FAULTS = (
     Fault(
         "positions go on over documents",
         "data/collate.py",
-        "join([np.arange(len(line)) for line in lines], 0)",
-        "join([np.arange(len(line)) + sum(map(len, lines[:n])) for n, line in enumerate(lines)], 0)",
+        "join([np.arange(length) for length in lengths], 0)",
+        "join([np.arange(length) + sum(lengths[:n]) for n, length in enumerate(lengths)], 0)",
         "modeling/test_attention.py modeling/test_loss.py",
     ),
     Fault(
@@ -157,8 +157,8 @@ FAULTS = (
     Fault(
         "documents of a packed microbatch see each other",
         "data/collate.py",
-        "tuple(map(len, lines)) if packing",
-        "(sum(map(len, lines)),) if packing",
+        "tuple(lengths) if packing",
+        "(sum(lengths),) if packing",
         "modeling/test_loss.py",
     ),
     Fault(
@@ -207,8 +207,8 @@ FAULTS = (
     Fault(
         "softcapping left out of chunked losses",
         "modeling/loss.py",
-        "        if self.softcap is not None:\n            precise",
-        "        if False:\n            precise",
+        "    if softcap is not None:\n        logits = squash",
+        "    if False:\n        logits = squash",
         "modeling/test_loss.py",
     ),
     Fault(
@@ -218,6 +218,20 @@ FAULTS = (
         "",
         "training/test_nonfinite.py",
         only="resumed_right_after",
+    ),
+    Fault(
+        "a step that is not finite is taken",
+        "training/optimizers.py",
+        "        part.found_inf = nonfinite",
+        "        part.found_inf = None",
+        "training/test_optimizers.py training/test_nonfinite.py",
+    ),
+    Fault(
+        "the host forgets which step went wrong",
+        "training/guards.py",
+        "        self._unread.append((step, batch, nonfinite))",
+        "        self._unread.append((step + 1, batch, nonfinite))",
+        "training/test_guards.py training/test_nonfinite.py",
     ),
     Fault(
         "losses are added one by one",
@@ -295,8 +309,8 @@ FAULTS = (
     Fault(
         "targets chunked otherwise than hidden states",
         "modeling/loss.py",
-        "return torch.cat(losses)",
-        "return torch.cat(losses[::-1])",
+        "targets[part], head.softcap",
+        "targets[: len(rows)], head.softcap",
         "modeling/test_loss.py",
     ),
     Fault(

@@ -16,7 +16,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -385,6 +385,30 @@ def empty_cache(device: torch.device) -> None:
 
     if device.type in ("cuda", "npu", "mps"):
         getattr(torch, device.type).empty_cache()
+
+
+def read_later(number: torch.Tensor) -> Callable[[], float]:
+    """A number that the device will have computed, for a host that goes on meanwhile.
+
+    Args:
+        number: of one element; what is given to the device after this call does not delay the answer.
+    """
+    import torch
+
+    kind = number.device.type
+    if kind not in DEVICE_KINDS or not DEVICE_KINDS[kind].pinned_copies:
+        value = float(number)
+        return lambda: value
+    host = torch.empty(number.shape, dtype=number.dtype).pin_memory()
+    host.copy_(number, non_blocking=True)
+    copied = getattr(torch, kind).Event()
+    copied.record()
+
+    def read() -> float:
+        copied.synchronize()
+        return float(host)
+
+    return read
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from finetune.errors import FinetuneError
 
@@ -45,6 +47,44 @@ class NonFiniteGuard:
                 fix="lower --learning-rate, prefer --dtype bfloat16 to float16, and look at the records of these steps "
                 f"(events.jsonl names them); the last good checkpoint is {last_good or 'none: start again'}",
             )
+
+
+class StepOutcomes:
+    """Which steps were not finite, where the device knows at once and the host reads later.
+
+    Reading a step's outcome at its end, the host would wait for the device, which then waits for the next step's first
+    kernels. So it reads the step before, unless this one's is needed now.
+    """
+
+    def __init__(self) -> None:
+        self._unread: deque[tuple[int, Any, Callable[[], bool]]] = deque()
+
+    def add(self, step: int, batch: Any, nonfinite: Callable[[], bool]) -> None:
+        """A step (1-based) with its batch; `nonfinite` says how it went, when asked."""
+        self._unread.append((step, batch, nonfinite))
+
+    def read(self, *, all_of_them: bool) -> Iterator[tuple[int, Any, bool]]:
+        """Steps not read yet with their batches and whether they were skipped; the last only with `all_of_them`."""
+        while len(self._unread) > (0 if all_of_them else 1):
+            step, batch, nonfinite = self._unread.popleft()
+            yield step, batch, nonfinite()
+
+
+def step_engine(engine: Any) -> bool:
+    """DeepSpeed's step, unless gradients are not finite; whether they were not."""
+    # accelerate steps the engine inside `backward` and makes `optimizer.step()` of Trainer's loop a no-op
+    # (DeepSpeedEngineWrapper); the executor goes round it, so the step is ours to take. ZeRO-1/2 look for NaN before
+    # they step: by check_grad_overflow in 16 bits (a bf16 setting, on by default), by the norm in float32. ZeRO-3 looks
+    # at the raw gradients in float16 only (_overflow_check_and_loss_scale_update), else at the norm it clips by
+    # (is_invalid_grad_norm): the first condition asks earlier, and may go when a test of NaN under ZeRO-3 passes
+    # without it.
+    zero = engine.optimizer
+    if hasattr(zero, "_overflow_clean_up") and not engine.fp16_enabled() and zero.has_overflow():
+        zero._overflow_clean_up(zero.loss_scale)
+        return True
+    engine.step()
+    # In float16 an overflow is the loss scaler at work, not a step gone wrong.
+    return bool(zero.overflow) and not engine.fp16_enabled()
 
 
 class SpikeDetector:

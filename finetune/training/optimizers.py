@@ -1,8 +1,9 @@
 """Pretraining's optimizer: Muon for the matrices of the blocks, AdamW for everything else, as one torch optimizer.
 
 Which parameter is trained how, with which rate, follows nanochat (karpathy/nanochat, gpt.py setup_optimizer and
-base_train.py); Muon itself is torch.optim.Muon (Jordan et al. 2024). With several processes every rank holds all
-gradients after DDP's sum and takes the same step: nothing is sharded, so no rank can miss a part.
+base_train.py); Muon itself is torch.optim.Muon (Jordan et al. 2024), its matrices of one shape at once. With several
+processes every rank holds all gradients after DDP's sum, and all weights and moments: only the orthogonalisation is
+shared out, and gathered again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ LARGEST_HORIZON_FACTOR = 4.0  # of a run of a seventy-sixth of the tokens; short
 EMBEDDING_BETA2 = 0.995
 EMBEDDING_DECAY, HEAD_DECAY = 0.001, 0.01
 MOMENTUM_START, MOMENTUM_TOP, MOMENTUM_END, MOMENTUM_STEPS = 0.85, 0.97, 0.90, 400
+# Numbers of the matrices that Muon takes at once: 128 MiB in float32, a few times over.
+NUMBERS_AT_ONCE = 32 * 2**20
 
 
 @dataclass(frozen=True)
@@ -113,12 +117,113 @@ def make_optimizer(model: PreTrainedModel, config: PretrainConfig, rates: Rates,
     parts: list[torch.optim.Optimizer] = []
     if config.optimizer == "muon":
         matrices = {"params": kinds["matrix"], "kind": "matrix"}
-        parts.append(torch.optim.Muon([matrices], lr=rates.matrix, weight_decay=rates.decay, momentum=MOMENTUM_START))
+        parts.append(BatchedMuon([matrices], lr=rates.matrix, weight_decay=rates.decay, momentum=MOMENTUM_START))
     else:
         groups = {"matrix": {"lr": rates.matrix, "betas": (beta1, beta2), "weight_decay": rates.decay}} | groups
     adamw = [{"params": kinds[kind], "kind": kind, **group} for kind, group in groups.items() if kinds[kind]]
     parts.append(torch.optim.AdamW(adamw, eps=config.adam_epsilon, fused=fused))
     return JointOptimizer(parts)
+
+
+class BatchedMuon(torch.optim.Muon):
+    """torch.optim.Muon with the matrices of one shape stacked, and each rank orthogonalising a part of them.
+
+    torch takes them one by one: 23 kernels for each. Sharing the work over ranks is that of Keller Jordan's distributed
+    Muon and nanochat's; here moments and weights stay whole on every rank, so that a checkpoint is the same for any
+    number of ranks, and its names are torch's. The result is torch's up to the rounding of its bfloat16 products.
+
+    Attributes:
+        found_inf: 1 where the next step is to be empty, 0 where not, on the device; None: not. As torch's fused AdamW
+            has it.
+    """
+
+    found_inf: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """A step; `closure` as in torch."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            shapes: dict[torch.Size, list[torch.nn.Parameter]] = {}
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    shapes.setdefault(parameter.shape, []).append(parameter)
+            for shape, members in shapes.items():
+                count = max(1, NUMBERS_AT_ONCE // shape.numel())
+                for start in range(0, len(members), count):
+                    self._update(members[start : start + count], group)
+        return loss
+
+    def _update(self, members: list[torch.nn.Parameter], group: dict[str, Any]) -> None:
+        """Momentum and weights of matrices of one shape."""
+        rate, momentum = float(group["lr"]), group["momentum"]
+        gradient = torch.stack([parameter.grad for parameter in members if parameter.grad is not None])
+        buffers = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p.grad)) for p in members]
+        moment, weight = torch.stack(buffers), torch.stack([p.detach() for p in members])
+        skip = None if self.found_inf is None else self.found_inf.to(torch.bool)
+        if skip is not None:
+            # A gradient that is the moment leaves it as it is, exactly; and what follows is finite.
+            gradient = torch.where(skip, moment, gradient)
+        moment.lerp_(gradient, 1 - momentum)
+        direction = self._directions(gradient.lerp_(moment, momentum) if group["nesterov"] else moment, group)
+        rows, columns = weight.shape[1:]
+        changed = weight * (1 - rate * group["weight_decay"])
+        changed.add_(direction, alpha=-rate * math.sqrt(max(1.0, rows / columns)))
+        if skip is not None:
+            changed = torch.where(skip, weight, changed)
+        torch._foreach_copy_(buffers, list(moment.unbind()))
+        torch._foreach_copy_([p.detach() for p in members], list(changed.unbind()))
+
+    def _directions(self, update: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """Updates `(matrices, rows, columns)` orthogonalised, in bfloat16; each rank computes some, and gets all."""
+        settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if ranks == 1:
+            return orthogonalised(update, *settings)
+        share = -(-len(update) // ranks)
+        mine = update[dist.get_rank() * share :][:share]
+        part = update.new_zeros((share, *update.shape[1:]), dtype=torch.bfloat16)
+        if len(mine):
+            part[: len(mine)] = orthogonalised(mine, *settings)
+        gathered = part.new_empty((ranks * share, *update.shape[1:]))
+        dist.all_gather_into_tensor(gathered, part)
+        return gathered[: len(update)]
+
+
+def orthogonalised(
+    matrices: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> torch.Tensor:
+    """Newton-Schulz iteration of each of `(n, rows, columns)`, in bfloat16, as torch.optim.Muon does it for one."""
+    a, b, c = coefficients
+    found = matrices.bfloat16()
+    tall = matrices.shape[1] > matrices.shape[2]
+    if tall:
+        found = found.mT
+    found = found / found.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = found @ found.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        found = torch.baddbmm(found, polynomial, found, beta=a)
+    return found.mT if tall else found
+
+
+def skip_where(optimizer: torch.optim.Optimizer, nonfinite: torch.Tensor) -> bool:
+    """Let the optimizer's next step be empty where `nonfinite` is 1, which the device finds out by itself.
+
+    Returns:
+        False for an optimizer that cannot: the host has to look, and wait for the device.
+    """
+    parts = optimizer.parts if isinstance(optimizer, JointOptimizer) else (optimizer,)
+    for part in parts:
+        # What torch.amp.GradScaler sets where `_step_supports_amp_scaling`: fused Adam kernels return at once.
+        if not isinstance(part, BatchedMuon) and not all(group.get("fused") for group in part.param_groups):
+            return False
+    for part in parts:
+        part.found_inf = nonfinite  # type: ignore[attr-defined]
+    return True
 
 
 class JointOptimizer(torch.optim.Optimizer):

@@ -24,14 +24,16 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from finetune.data.collate import Microbatch
 from finetune.data.steps import Execution, StepBatch, StepBatches
 from finetune.modeling.loss import ChunkedHead, microbatch_losses, sums_by_difficulty
+from finetune.runtime.device import read_later
 from finetune.runtime.parent_watchdog import progress
 from finetune.runtime.progress import ProgressLine
 from finetune.storage.durable_files import put_output
 from finetune.training.checkpointer import Checkpointer
 from finetune.training.control import RunContext
 from finetune.training.executor import StepExecutor
-from finetune.training.guards import NonFiniteGuard, SpikeDetector
+from finetune.training.guards import NonFiniteGuard, SpikeDetector, StepOutcomes, step_engine
 from finetune.training.metrics import ComputeCost, StepMeter, line_facts, progress_text
+from finetune.training.optimizers import skip_where
 from finetune.training.state import TrainingState, whole_weights
 
 if TYPE_CHECKING:
@@ -84,11 +86,11 @@ class RunTrainer(Trainer):
         self.executor = make_executor(self.accelerator)
         self.executor.on_out_of_memory = self._log_out_of_memory
         self.meter = StepMeter(context.difficulty_names, self.args.device, cost)
-        self.guard, self.spikes = NonFiniteGuard(), SpikeDetector()
+        self.guard, self.spikes, self.outcomes = NonFiniteGuard(), SpikeDetector(), StepOutcomes()
         self.stopped_by: str | None = None
         self.history: list[dict[str, Any]] = []
         self._progress: ProgressLine | None = None
-        self._nonfinite = False
+        self._nonfinite: Callable[[], bool] = lambda: False  # the step under way, asked when it has to be known
 
     # ------------------------------------------------------------------ the list of global batches
 
@@ -168,7 +170,8 @@ class RunTrainer(Trainer):
         self._batch = inputs
         self.meter.add_step(inputs, result.difficulty_losses)
         if self.is_deepspeed_enabled:
-            self._step_engine(model)
+            skipped = step_engine(model)
+            self._nonfinite = lambda: skipped
         return result.loss
 
     def _set_learning_rate(self, step: int) -> None:
@@ -184,34 +187,19 @@ class RunTrainer(Trainer):
     def _get_learning_rate(self) -> float:
         return self._learning_rate  # Trainer would ask the scheduler, which is constant
 
-    def _step_engine(self, engine: Any) -> None:
-        """DeepSpeed's step, unless gradients are not finite."""
-        # accelerate steps the engine inside `backward` and makes `optimizer.step()` of Trainer's loop a no-op
-        # (DeepSpeedEngineWrapper); the executor goes round it, so the step is ours to take. ZeRO-1/2 look for NaN
-        # before they step: by check_grad_overflow in 16 bits (a bf16 setting, on by default), by the norm in float32.
-        # ZeRO-3 looks at the raw gradients in float16 only (_overflow_check_and_loss_scale_update), else at the norm it
-        # clips by (is_invalid_grad_norm): the first condition asks earlier, and may go when a test of NaN under ZeRO-3
-        # passes without it.
-        zero = engine.optimizer
-        if hasattr(zero, "_overflow_clean_up") and not engine.fp16_enabled() and zero.has_overflow():
-            zero._overflow_clean_up(zero.loss_scale)
-            self._nonfinite = True
-            return
-        engine.step()
-        # In float16 an overflow is the loss scaler at work, not a step gone wrong.
-        self._nonfinite = bool(zero.overflow) and not engine.fp16_enabled()
-
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
         """The gradient norm, with or without clipping; where it is not finite the optimizer's step is made empty."""
         # The last hook before `optimizer.step()`. DeepSpeed has stepped by now, and a skipped step leaves the norm of
         # the step before.
         norm = super()._get_grad_norm(model, grad_norm)
         if self.is_deepspeed_enabled:
-            return math.nan if self._nonfinite else norm
-        # In float16 an overflow is the loss scaler at work, which skips the step by itself.
-        self._nonfinite = not math.isfinite(float(norm)) and self.accelerator.scaler is None
-        if self._nonfinite:
-            self.optimizer.optimizer.zero_grad(set_to_none=True)  # AdamW leaves out parameters without gradient
+            return math.nan if self._nonfinite() else norm
+        if self.accelerator.scaler is None:  # else an overflow is the loss scaler at work, which skips by itself
+            found = (~torch.isfinite(norm)).float()
+            read = read_later(found)
+            self._nonfinite = lambda: bool(read())
+            if not skip_where(self.optimizer.optimizer, found) and self._nonfinite():
+                self.optimizer.optimizer.zero_grad(set_to_none=True)  # AdamW leaves out parameters without gradient
         return norm
 
     def end_of_step(self) -> None:
@@ -223,21 +211,30 @@ class RunTrainer(Trainer):
         self.state.epoch = step * self.context.epochs_per_step  # the loop's own counts our one "epoch"
         if self.context.sample_log is not None:
             self.context.sample_log.append(step, self._record_ids(batch))
-        if self._nonfinite:
-            logger.warning("step %d was skipped: loss or gradients are not finite", step)
-            self.context.runlog.event("nonfinite", step=step, ids=self._record_ids(batch))
-            self.checkpointer.finish()  # on all ranks alike, and the guard may be about to end the run
-            self.guard.skipped(step, self.checkpointer.last)
-        else:
-            self.guard.fine()
+        self.outcomes.add(step, batch, self._nonfinite)
         # Agreed in every step: signals reach ranks at different times, and a rank that saved alone would wait for the
         # others in the checkpoint's collectives.
-        if self.context.control.any(self.context.signals.requested):
+        stopping = self.context.control.any(self.context.signals.requested)
+        # What is logged, evaluated or saved of this step must not come before how it went.
+        control = self.control
+        due = control.should_log or control.should_save or control.should_evaluate or control.should_training_stop
+        for number, trained, skipped in self.outcomes.read(all_of_them=due or stopping):
+            self._note_outcome(number, trained, skipped=skipped)
+        if stopping:
             names = self.context.control.gather(self.context.signals.name)
             self.stopped_by = next(str(name) for name in names if name)
             self.context.runlog.event("signal", step=step, name=self.stopped_by)
             self.control.should_save = self.control.should_training_stop = True
             self.control.should_evaluate = False  # a batch system gives seconds, not an evaluation's minutes
+
+    def _note_outcome(self, step: int, batch: StepBatch, *, skipped: bool) -> None:
+        if not skipped:
+            self.guard.fine()
+            return
+        logger.warning("step %d was skipped: loss or gradients are not finite", step)
+        self.context.runlog.event("nonfinite", step=step, ids=self._record_ids(batch))
+        self.checkpointer.finish()  # on all ranks alike, and the guard may be about to end the run
+        self.guard.skipped(step, self.checkpointer.last)
 
     def _record_ids(self, batch: StepBatch) -> list[int]:
         return [int(number) for number in self.step_batches.samples.record_ids[batch.indices]]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from collections.abc import Callable
 
 import pytest
 
 from finetune.errors import ExitCode, FinetuneError
-from finetune.training.guards import NONFINITE_LIMIT, NonFiniteGuard, SpikeDetector
+from finetune.training.guards import NONFINITE_LIMIT, NonFiniteGuard, SpikeDetector, StepOutcomes
 
 
 def test_nonfinite_steps_in_a_row_end_the_run_with_the_last_good_checkpoint():
@@ -73,3 +74,23 @@ def test_a_constant_loss_has_no_deviation_and_any_rise_is_told():
     detector = SpikeDetector(window_steps=4)
     assert not any(detector.is_spike(1.0) for _ in range(10))
     assert detector.is_spike(1.001)
+
+
+def test_outcomes_are_read_one_step_late_or_when_they_are_needed():
+    asked: list[int] = []
+
+    def outcome(step: int) -> Callable[[], bool]:
+        def read() -> bool:
+            asked.append(step)
+            return step == 2
+
+        return read
+
+    outcomes, noted = StepOutcomes(), []
+    for step in range(1, 6):
+        outcomes.add(step, f"batch {step}", outcome(step))
+        noted.append(list(outcomes.read(all_of_them=step == 4)))
+    assert noted[0] == [] and noted[1] == [(1, "batch 1", False)]
+    assert noted[2] == [(2, "batch 2", True)], "the step that it was, a step later"
+    assert noted[3] == [(3, "batch 3", False), (4, "batch 4", False)]
+    assert noted[4] == [] and asked == [1, 2, 3, 4]

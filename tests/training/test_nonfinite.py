@@ -130,6 +130,34 @@ def test_at_the_limit_the_run_stops_and_names_the_last_good_checkpoint(materials
     assert f"{NONFINITE_LIMIT} steps in a row" in status["error"]
 
 
+@pytest.mark.parametrize("changes", [{}, {"deepspeed": run_helpers.deepspeed_keys(2)}], ids=["plain", "ZeRO-2"])
+def test_between_lines_of_the_log_nothing_is_different(materials, tmp_path, changes):
+    """The host reads how a step went when the next is done; events, checkpoints and the limit are of the right step."""
+    output_dir = tmp_path / "run"
+    settings = materials.settings(
+        output_dir, max_steps=8, logging_steps=50, save_steps=4, save_total_limit=9, **changes
+    )
+    spoiled = {"patch": run_patches.spoil_losses, "patch_arguments": (0, (1, 4, 6), NAN), "launched": True}
+    run_helpers.train(settings, **spoiled)
+    ids = run_helpers.sample_ids(output_dir)
+    events = run_helpers.events(output_dir, "nonfinite")
+    assert [(event["step"], event["ids"]) for event in events] == [(step, ids[step - 1]) for step in (1, 4, 6)]
+    logged = tmp_path / "logged"
+    run_helpers.train(settings | {"output_dir": str(logged), "logging_steps": 1}, **spoiled)
+    for step in (4, 8):
+        assert equal(saved_state(output_dir, step), saved_state(logged, step))
+
+
+def test_the_limit_is_seen_a_step_late_at_most_between_lines_of_the_log(materials, tmp_path):
+    output_dir = tmp_path / "run"
+    spoiled = {"patch": run_patches.spoil_losses, "patch_arguments": (0, range(3, 99), NAN)}
+    settings = materials.settings(output_dir, max_steps=40, logging_steps=50)
+    run_helpers.train(settings, expect=1, **spoiled)
+    skipped = [event["step"] for event in run_helpers.events(output_dir, "nonfinite")]
+    assert skipped == list(range(3, 3 + NONFINITE_LIMIT))
+    assert len(run_helpers.sample_ids(output_dir)) == 3 + NONFINITE_LIMIT  # the limit's step and one more
+
+
 def test_a_resumed_run_names_the_checkpoint_that_it_went_on_from(materials, tmp_path):
     output_dir = tmp_path / "run"
     steps = NONFINITE_LIMIT + 6

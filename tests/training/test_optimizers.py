@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.schedules import ScheduleSettings, learning_rate_schedule
 from finetune.modeling.scratch import make_model, scratch_config
 from finetune.training.optimizers import (
     REFERENCE_TOKENS,
+    BatchedMuon,
     JointOptimizer,
     Rates,
     decay_factor,
@@ -22,6 +26,7 @@ from finetune.training.optimizers import (
     parameter_kinds,
     scaled_rates,
     set_matrix_schedule,
+    skip_where,
 )
 from finetune.training.state import TrainingState
 
@@ -89,7 +94,7 @@ def test_who_is_trained_by_what(arch: str):
     assert sum(len(members) for members in kinds.values()) == len(list(model.parameters()))
     optimizer = make_optimizer(model, config(), RATES, fused=False)
     muon, adamw = optimizer.parts
-    assert (type(muon), type(adamw)) == (torch.optim.Muon, torch.optim.AdamW)
+    assert (type(muon), type(adamw)) == (BatchedMuon, torch.optim.AdamW)
     assert [id(p) for p in muon.param_groups[0]["params"]] == [id(p) for _, p in kinds["matrix"]]
     assert [group["kind"] for group in adamw.param_groups] == [k for k in ("head", "embedding", "vector") if kinds[k]]
     alone = make_optimizer(model, config(optimizer="adamw"), RATES, fused=False)
@@ -261,3 +266,117 @@ def test_schedule_of_the_matrices():
     assert groups["matrix"]["weight_decay"] == pytest.approx(0.14)
     assert groups["head"]["weight_decay"] == 0.01
     assert isinstance(optimizer, JointOptimizer)
+
+
+# ---------------------------------------------------------------- Muon of many matrices at once
+
+MATRIX_SHAPES = [(24, 24)] * 5 + [(16, 40)] * 3 + [(40, 16)] * 2 + [(8, 64)]
+
+
+def matrices(seed: int = 0) -> list[torch.nn.Parameter]:
+    made = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape, generator=made)) for shape in MATRIX_SHAPES]
+
+
+def give_gradients(parameters: list[torch.nn.Parameter], step: int) -> None:
+    made = torch.Generator().manual_seed(100 + step)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=made)
+
+
+def muon_in_float64(steps: int, rate: float, decay: float, momentum: float) -> list[torch.Tensor]:
+    """The algorithm from its definition (torch.optim.Muon's documentation), without bfloat16."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    weights = [parameter.detach().double() for parameter in matrices()]
+    buffers = [torch.zeros_like(weight) for weight in weights]
+    for step in range(steps):
+        give_gradients(given := matrices(), step)
+        for number, parameter in enumerate(given):
+            gradient = parameter.grad.double()
+            buffers[number] = momentum * buffers[number] + (1 - momentum) * gradient
+            x = (1 - momentum) * gradient + momentum * buffers[number]
+            tall = x.shape[0] > x.shape[1]
+            x = x.T if tall else x
+            x = x / x.norm().clamp(min=1e-7)
+            for _ in range(5):
+                gram = x @ x.T
+                x = a * x + (b * gram + c * gram @ gram) @ x
+            x = x.T if tall else x
+            scale = math.sqrt(max(1, x.shape[0] / x.shape[1]))
+            weights[number] = weights[number] * (1 - rate * decay) - rate * scale * x
+    return weights
+
+
+def test_batched_muon_is_as_near_to_float64_as_torchs(monkeypatch):
+    settings = {"lr": 0.05, "weight_decay": 0.1, "momentum": 0.9}
+    truth, before = muon_in_float64(4, 0.05, 0.1, 0.9), matrices()
+    errors, moments = {}, {}
+    for kind, at_once in ((torch.optim.Muon, 0), (BatchedMuon, 2**25), (BatchedMuon, 2 * 24 * 24)):
+        monkeypatch.setattr("finetune.training.optimizers.NUMBERS_AT_ONCE", at_once)
+        parameters = matrices()
+        optimizer = kind(parameters, **settings)
+        for step in range(4):
+            give_gradients(parameters, step)
+            optimizer.step()
+        change = [(p.detach() - b.detach(), t - b.detach()) for p, b, t in zip(parameters, before, truth, strict=True)]
+        errors[at_once] = [float((ours - wanted).norm() / wanted.norm()) for ours, wanted in change]
+        moments[at_once] = [optimizer.state[p]["momentum_buffer"] for p in parameters]
+    for at_once in (2**25, 2 * 24 * 24):
+        assert all(torch.equal(*pair) for pair in zip(moments[at_once], moments[0], strict=True))
+        for ours, theirs in zip(errors[at_once], errors[0], strict=True):
+            assert ours < 1.1 * theirs + 1e-4 < 0.05
+
+
+class Calls(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_muons_matrices_of_a_shape_take_one_product_together():
+    def products(kind: type[torch.optim.Muon]) -> int:
+        parameters = matrices()
+        give_gradients(parameters, 0)
+        with Calls() as calls:
+            kind(parameters).step()
+        return sum(calls.counts[f"aten::{name}"] for name in ("mm", "addmm", "bmm", "baddbmm"))
+
+    assert products(torch.optim.Muon) == 15 * len(MATRIX_SHAPES)
+    assert products(BatchedMuon) == 15 * len(set(MATRIX_SHAPES))
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_a_step_is_empty_where_the_device_says_so(kind: str):
+    """Weights, moments and step count to the bit, though every gradient is NaN; the next is as if it had not been."""
+    plain, skipping = tiny("qwen3"), tiny("qwen3")
+    pair = [make_optimizer(model, config(optimizer=kind), RATES, fused=True) for model in (plain, skipping)]
+    for model, optimizer in zip((plain, skipping), pair, strict=True):
+        assert skip_where(optimizer, torch.zeros(()))
+        train_step(model, optimizer, 0)
+    kept = copy.deepcopy((skipping.state_dict(), pair[1].state_dict()["state"]))
+    for parameter in skipping.parameters():
+        parameter.grad = torch.full_like(parameter, math.nan)
+    assert skip_where(pair[1], torch.ones(()))
+    pair[1].step()
+    pair[1].zero_grad()
+    for name, tensor in skipping.state_dict().items():
+        assert torch.equal(tensor, kept[0][name]), name
+    for number, state in pair[1].state_dict()["state"].items():
+        assert all(torch.equal(tensor, kept[1][number][name]) for name, tensor in state.items())
+    for model, optimizer in zip((plain, skipping), pair, strict=True):
+        skip_where(optimizer, torch.zeros(()))
+        train_step(model, optimizer, 1)
+    for (name, ours), wanted in zip(skipping.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, wanted), name
+
+
+def test_an_optimizer_without_a_fused_kernel_is_asked_by_the_host():
+    optimizer = make_optimizer(tiny(), config(), RATES, fused=False)
+    assert not skip_where(optimizer, torch.ones(()))
+    assert all(getattr(part, "found_inf", None) is None for part in optimizer.parts)

@@ -42,6 +42,7 @@ TRAINER = "finetune/training/trainer.py"
 STATE = "finetune/training/state.py"
 SAVED = "finetune/training/saved_tensors.py"
 EXECUTION = "finetune/training/executor.py"
+GUARDS = "finetune/training/guards.py"
 
 # (owner, name, parameters without self, who uses it)
 SIGNATURES: tuple[tuple[Any, str, str, str], ...] = (
@@ -72,10 +73,10 @@ SIGNATURES: tuple[tuple[Any, str, str, str], ...] = (
     (Trainer, "_get_learning_rate", "", TRAINER),
     (DeepSpeedEngine, "set_gradient_accumulation_boundary", "is_boundary", f"{EXECUTION}: _microbatch"),
     (DeepSpeedEngine, "backward", "loss retain_graph scale_wrt_gas", f"{EXECUTION}: _backward"),
-    (DeepSpeedEngine, "step", "lr_kwargs", f"{TRAINER}: _step_engine"),
-    (DeepSpeedEngine, "fp16_enabled", "", f"{TRAINER}: _step_engine"),
-    (DeepSpeedZeroOptimizer_Stage3, "has_overflow", "partition_gradients", f"{TRAINER}: _step_engine"),
-    (DeepSpeedZeroOptimizer_Stage3, "_overflow_clean_up", "prev_scale", f"{TRAINER}: _step_engine"),
+    (DeepSpeedEngine, "step", "lr_kwargs", f"{GUARDS}: step_engine"),
+    (DeepSpeedEngine, "fp16_enabled", "", f"{GUARDS}: step_engine"),
+    (DeepSpeedZeroOptimizer_Stage3, "has_overflow", "partition_gradients", f"{GUARDS}: step_engine"),
+    (DeepSpeedZeroOptimizer_Stage3, "_overflow_clean_up", "prev_scale", f"{GUARDS}: step_engine"),
     (DeepSpeedZeroOptimizer, "_lazy_init_hp_params_optimizer_state", "", f"{STATE}: _link_stage_1_and_2"),
     (deepspeed_utils, "safe_get_full_fp32_param", "param", f"{STATE}: _get"),
     (deepspeed_utils, "safe_get_full_optimizer_state", "param optim_state_key", f"{STATE}: _get"),
@@ -132,6 +133,7 @@ PINNED_ELSEWHERE = {
     "_exit": "os._exit, documented",
     "_replace": "of named tuples, documented",
     "_hp_mapping": "test_partitioned_parameters_have_these",
+    "_foreach_copy_": "test_several_tensors_are_copied_at_once",
     "_weight_conversions": "tests/training/test_brought_models.py, by what is saved",
 }
 
@@ -367,6 +369,18 @@ def test_the_flat_sum_is_exact():
     assert flat.tolist() == [0, 1, 2, 3, 4, 5, 7, 8]
     back = torch._utils._unflatten_dense_tensors(flat * 2, tensors)
     assert all(torch.equal(tensor * 2, other) for tensor, other in zip(tensors, back, strict=True))
+
+
+def test_several_tensors_are_copied_at_once():
+    """Used by finetune/training/optimizers.py: BatchedMuon."""
+    targets = [torch.zeros(2, 3), torch.zeros(2, 3)]
+    torch._foreach_copy_(targets, list(torch.arange(12.0).reshape(2, 2, 3).unbind()))
+    assert torch.equal(torch.stack(targets), torch.arange(12.0).reshape(2, 2, 3))
+
+
+def test_fused_adam_asks_found_inf():
+    """What GradScaler sets, and finetune/training/optimizers.py: skip_where; what it does is in test_optimizers.py."""
+    assert 'getattr(self, "found_inf", None)' in inspect.getsource(torch.optim.Adam.step)
 
 
 # ---------------------------------------------------------------- what no CPU shows
