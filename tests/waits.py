@@ -70,3 +70,27 @@ def audit_rows(rank: int, output: str) -> None:
         return result
 
     StepExecutor._run_microbatches = run
+
+
+def audit_steps(rank: int, output: str) -> None:
+    """A patch of a run: the same for whole steps, from the first microbatch to what the host does at the end."""
+    from finetune.training.trainer import RunTrainer
+
+    begin, end = RunTrainer.training_step, RunTrainer.end_of_step
+    at_work: list[Waits] = []
+
+    def training_step(self: RunTrainer, *arguments: Any, **options: Any) -> torch.Tensor:
+        if not at_work:
+            at_work.append(Waits())
+            at_work[0].__enter__()
+        return begin(self, *arguments, **options)
+
+    def end_of_step(self: RunTrainer) -> None:
+        end(self)
+        with open(output, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"rows": len(self._batch.microbatches), "found": at_work[0].found}) + "\n")
+        at_work[0].found.clear()
+        if self.state.global_step == self.context.total_steps:
+            at_work.pop().__exit__(None, None, None)
+
+    RunTrainer.training_step, RunTrainer.end_of_step = training_step, end_of_step

@@ -135,6 +135,31 @@ class StepBatches(torch.utils.data.Dataset):
         for positions in plan.microbatches[execution.rank]:
             yield self.microbatch(indices[positions], packing=execution.token_budget is not None)
 
+    def filled(self, microbatch: Microbatch) -> Microbatch:
+        """A microbatch of windows with as many lines as all others; the losses of those that were added come last.
+
+        The last one of an evaluation has fewer, or none: a compiled model would be compiled anew for it, with sizes
+        that are not known, and training with it.
+        """
+        count, window = self.execution.samples_per_microbatch, self.samples[0]
+        if count is None or window[1] is not None:
+            return microbatch
+        whole = collate([(*window, -1)] * count, packing=False, pad_token_id=self.pad_token_id)
+        if len(microbatch.targets) == 0:
+            return whole
+        missing = count - len(microbatch.input_ids)
+
+        def joined(ours: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+            return torch.cat([ours, more[: missing * len(more) // count]])
+
+        return replace(
+            microbatch,
+            input_ids=joined(microbatch.input_ids, whole.input_ids),
+            position_ids=joined(microbatch.position_ids, whole.position_ids),
+            targets=joined(microbatch.targets, whole.targets),
+            difficulties=joined(microbatch.difficulties, whole.difficulties),
+        )
+
     def microbatch(self, indices: np.ndarray, *, packing: bool) -> Microbatch:
         members = [(*self.samples[int(index)], int(self.difficulty_ids[index])) for index in indices]
         return collate(members, packing=packing, pad_token_id=self.pad_token_id)

@@ -161,7 +161,10 @@ class BatchedMuon(torch.optim.Muon):
         """Momentum and weights of matrices of one shape."""
         rate, momentum = float(group["lr"]), group["momentum"]
         gradient = torch.stack([parameter.grad for parameter in members if parameter.grad is not None])
-        buffers = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p.grad)) for p in members]
+        for parameter in members:
+            if "momentum_buffer" not in self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        buffers = [self.state[parameter]["momentum_buffer"] for parameter in members]
         moment, weight = torch.stack(buffers), torch.stack([p.detach() for p in members])
         skip = None if self.found_inf is None else self.found_inf.to(torch.bool)
         if skip is not None:

@@ -280,11 +280,14 @@ class RunTrainer(Trainer):
         """Each batch with this rank's microbatches of it and the losses of their targets, without gradients."""
         model = self.model_wrapped  # what training calls too (DDP, DeepSpeed's engine), so that both compute alike
         model.eval()
+        compiled = self.head is not None and self.head.compiled
 
         def score(microbatch: Microbatch) -> tuple[Microbatch, torch.Tensor]:
             progress.mark()
+            whole = step_batches.filled(microbatch) if compiled else microbatch
             with torch.no_grad():
-                return microbatch, microbatch_losses(model, microbatch, self.args.device, self.head)
+                losses = microbatch_losses(model, whole, self.args.device, self.head)
+            return microbatch, losses[: len(microbatch.targets)]
 
         for step in range(len(step_batches)):
             batch = step_batches[step]

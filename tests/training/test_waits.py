@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,14 @@ import torch
 import waits
 from launching import BIN, ROOT, run_command
 from run_helpers import Materials
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from finetune.config.pretrain_config import PretrainConfig
 from finetune.data.collate import collate
+from finetune.modeling.attention import choose_attention
+from finetune.modeling.loss import make_chunked_head, microbatch_losses, sums_by_difficulty
+from finetune.runtime.device import read_later
+from finetune.training.optimizers import Rates, make_optimizer, skip_where
 
 TESTS = ROOT / "tests"
 
@@ -86,6 +93,21 @@ def test_a_padded_microbatch_waits_for_its_mask_only(materials, tmp_path):
     assert sum(step["found"].values()) == 2 * rehearsed, "forward and backward of the mask"
 
 
+@pytest.mark.parametrize("kind", ["LoRA", "full", "pretraining"])
+def test_a_step_asks_once_whether_it_was_finite(materials, tmp_path, kind):
+    """Where nothing is logged. On a CPU the answer is read at once, on a device when the next step is done."""
+    module, settings = settings_of(materials, kind, tmp_path / "run")
+    settings |= {"logging_steps": 50} | ({} if kind == "pretraining" else {"max_steps": 3})
+    audit = tmp_path / "audit"
+    run_helpers.train(settings, patch=waits.audit_steps, patch_arguments=(str(audit),), module=module)
+    steps = found_in(audit)
+    assert len(steps) == (2 if kind == "pretraining" else 3)
+    # The fused kernel of a CPU reads its own step count there; the last step is saved, and reads nothing more.
+    for step in steps:
+        asked = [count for place, count in step["found"].items() if "device.py" in place]
+        assert asked == [1] and sum(step["found"].values()) == 1, step
+
+
 SIMULATED = """
 import sys, importlib
 sys.path.insert(0, {tests!r})
@@ -124,3 +146,67 @@ def test_what_a_packed_microbatch_needs_is_made_once():
     padded = collate([(ids, mask, 0), (ids[:3], mask[:3], 1)], packing=False, pad_token_id=0)
     assert padded.keep.dtype == torch.bool and padded.keep.shape == (2, 5) and padded.cu_seq_lens is None
     assert torch.equal(made.targets, padded.targets)
+
+
+# ---------------------------------------------------------------- CUDA: what the driver says
+
+
+@pytest.fixture
+def refusing() -> Iterator[Callable[[], None]]:
+    """Called, it has torch raise where the host would wait for the device, until the test ends."""
+    yield lambda: torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def cuda_model(dtype: torch.dtype) -> Qwen3ForCausalLM:
+    config = Qwen3Config(vocab_size=500, hidden_size=64, intermediate_size=64, num_hidden_layers=2, head_dim=16)
+    config._attn_implementation = choose_attention(config, "cuda", dtype)
+    return Qwen3ForCausalLM(config).to("cuda", dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_no_packed_microbatch_waits_on_cuda(dtype, refusing):
+    model, device = cuda_model(dtype), torch.device("cuda")
+    head = make_chunked_head(model)
+    members = [(np.arange(40, dtype=np.int32), np.arange(40) % 3 == 1, 0), (np.arange(9, dtype=np.int32), None, 1)]
+    members[1] = (members[1][0], np.arange(9) > 4, 1)
+    waiting = collate(members, packing=True, pad_token_id=0)
+
+    def row() -> torch.Tensor:
+        microbatch = waiting.to(device)
+        losses = microbatch_losses(model, microbatch, device, head)
+        (losses.sum() * 0.1).backward()
+        return sums_by_difficulty(losses.detach(), microbatch.difficulties, 2)
+
+    row()  # libraries are loaded and memory is taken in the first
+    refusing()
+    for _ in range(3):
+        row()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("nonfinite", [False, True])
+def test_the_optimizers_step_does_not_wait_on_cuda(nonfinite, refusing):
+    model = cuda_model(torch.float32)
+    settings = PretrainConfig(train_data_path=("x.bin",), output_dir="out")
+    optimizer = make_optimizer(model, settings, Rates(0.02, 0.3, 0.008, 0.01, 0.28), fused=True)
+
+    def step() -> Callable[[], float]:
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, torch.nan if nonfinite else 0.1)
+        found = (~torch.isfinite(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))).float()
+        assert skip_where(optimizer, found)
+        optimizer.step()
+        return read_later(found)
+
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    step()
+    refusing()
+    read = step()
+    torch.cuda.set_sync_debug_mode("default")
+    assert read() == float(nonfinite)
+    same = [torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True)]
+    assert all(same) if nonfinite else not any(same)

@@ -148,3 +148,57 @@ def test_loss_and_gradients_of_a_global_batch_are_those_of_the_definition(arch: 
         assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
         for name, parameter in model.named_parameters():
             assert torch.allclose(parameter.grad, reference[name], rtol=1e-9, atol=1e-14), name
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_last_batch_that_is_not_full_is_filled_for_a_compiled_model(world: int):
+    """Sums and counts are those of the windows alone; and the model is compiled for one shape."""
+    model = make_model(scratch_config("qwen3", 1, vocab_size=64, max_seq_len=8), seed=0)
+    windows = Windows(Stream(5 * 8 + 1), 8)
+    assert len(windows) == 5
+
+    def losses(*, filled: bool) -> list[torch.Tensor]:
+        found = []
+        for rank in range(world):
+            batches = StepBatches(
+                windows,
+                InOrder(len(windows), 2 * world),
+                Execution(rank, world, token_budget=None, samples_per_microbatch=2),
+                difficulty_ids=np.full(len(windows), -1),
+                difficulties=0,
+                pad_token_id=0,
+            )
+            for step in range(len(batches)):
+                for microbatch in batches[step].microbatches:
+                    whole = batches.filled(microbatch) if filled else microbatch
+                    assert not filled or whole.input_ids.shape == (2, 8)
+                    with torch.no_grad():
+                        every = microbatch_losses(model, whole, torch.device("cpu"), head if filled else None)
+                    found.append(every[: len(microbatch.targets)])
+        return found
+
+    plain = losses(filled=False)
+    assert sorted({len(each) for each in plain}) == ([8, 16] if world == 1 else [0, 8, 16])
+    shapes = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        shapes.append([size for each in inputs if isinstance(each, torch.Tensor) for size in each.shape])
+        return graph
+
+    torch._dynamo.reset()
+    head = make_chunked_head(model, compiled=True)
+    model.compile(backend=backend, fullgraph=True)
+    made = losses(filled=True)
+    for ours, wanted in zip(made, plain, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-6)
+    assert len(shapes) == 1 and all(isinstance(size, int) for size in shapes[0])
+
+
+def test_packed_and_supervised_microbatches_are_left_as_they_are():
+    ids, mask = np.arange(6, dtype=np.int32), np.array([False, True, True, False, True, True])
+    microbatch = collate([(ids, mask, 0)], packing=False, pad_token_id=0)
+    source = [(ids, mask)]
+    batches = StepBatches(
+        source, InOrder(1, 1), Execution(0, 1, None, 4), difficulty_ids=np.zeros(1), difficulties=1, pad_token_id=0
+    )
+    assert batches.filled(microbatch) is microbatch
