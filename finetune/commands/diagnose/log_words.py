@@ -31,6 +31,7 @@ QUIET_LEVEL = re.compile(
     r"|[ |](?:INFO|WARNING|DEBUG) *(?:-|\|)|^(?:INFO|WARNING|DEBUG)[: ]|\b\w*Warning: |(?i:\bwarning: )|\[warn\]"
     r"|retry loop|will retry|[Rr]etrying\b|[Cc]onsider installing|[Ff]alling back to|pip's dependency resolver"
     r"|but you have \S+ "
+    r"|^(?:\$|\++) (?=[\w./-])"  # a command that a shell repeats
 )
 EXCEPTION = re.compile(
     r"^(?P<exception>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Timeout|Failure|Expired|NotFound|Group)"

@@ -272,6 +272,7 @@ SYMPTOMS = (
         kind=Kind.VAGUE,
         confidence=0.75,
         source=SOURCE,
+        explains=("npu_driver_cann_mismatch",),
     ),
     Symptom(
         "permission_denied",

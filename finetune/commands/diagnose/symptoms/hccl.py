@@ -184,7 +184,7 @@ SYMPTOMS = (
     Symptom(
         "hccl_link_down",
         (
-            cann("EJ0002") + r"|[Nn]etwork port is down|HCCS LINK ERROR",
+            cann("EJ0002") + r"|[Nn]etwork port is down|HCCS LINK ERROR|Reason: .{0,40}(?:port|link) is down",
             r"(?:link|port) (?:status )?(?:is )?[Dd][Oo][Ww][Nn]\b.*(?:hccn|npu|device|eth\d|roce)"
             r"|net health status: (?!Success|Init)",
             returned("507056"),
