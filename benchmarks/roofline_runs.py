@@ -1,0 +1,339 @@
+"""A run's own trainer on fake tensors: model, adapter, attention, loss, executor, optimizer as the product builds them.
+
+Replaced are, and only for a trace: the weights (made on fake tensors instead of read), the data (documents of given
+lengths), the first step's rehearsal of the largest microbatch, what is said at the start; and the branch of an
+accelerator is taken although the tensors' device is called `cpu`: 16 bits under autocast, checkpointing, flash
+attention over document bounds. CPU autocast casts the same products as CUDA's; its list of float32 operators is
+shorter, but what a decoder of transformers does in float32 it asks for by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from roofline_ops import can_fuse, use_stand_ins
+from roofline_trace import Crossings, Recorder, Segment
+
+from finetune.config.kinds import run_kind
+from finetune.config.resolution import resolve_object
+from finetune.config.run_config import BaseConfig
+from finetune.planning.shapes import KNOWN_MODELS, known_config
+from finetune.runtime.device import LaunchWorld
+
+ONE = LaunchWorld(0, 0, 1, 1, launched=False)
+# From the public config.json; Qwen's are in finetune/planning/shapes.py.
+LLAMA_8B = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-5,
+}
+MODELS: dict[str, dict[str, Any]] = {name: known_config(name) or {} for name in KNOWN_MODELS}
+MODELS["meta-llama/Llama-3.1-8B"] = LLAMA_8B
+NANOCHAT = "nanochat-d12"  # pretraining from scratch; -dN for other depths
+STEPS = 2  # the optimizer makes its moments in the first; the second is recorded
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is traced.
+
+    Attributes:
+        model: a name of `MODELS`, or nanochat-dN.
+        tokens: of a row; documents of equal length share it.
+        supervised: share of the tokens that are targets.
+        settings: of the run, over those that follow from the rest.
+        zero3: weights are 16-bit and partitioned; the engine is not run.
+        device_type: cuda or npu: which attention and optimizer would run.
+        config: a model's configuration instead of that of `model`.
+    """
+
+    model: str
+    tokens: int = 2048
+    documents: int = 4
+    supervised: float = 1.0
+    zero3: bool = False
+    device_type: str = "cuda"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] | None = None
+    processes: int = 1
+
+    @property
+    def pretraining(self) -> bool:
+        return self.model.startswith("nanochat-d")
+
+    def layers(self) -> int:
+        """Blocks of the whole model."""
+        if self.pretraining:
+            return int(self.model.removeprefix("nanochat-d"))
+        return int((self.config or MODELS[self.model])["num_hidden_layers"])
+
+
+@dataclass
+class Trace:
+    """Two microbatches of a step and what the step does beside them.
+
+    Attributes:
+        first: makes gradients; `second` adds to them. rest: norm, optimizer, log.
+        static_bytes: alive between two steps: weights and moments.
+    """
+
+    first: Segment
+    second: Segment
+    rest: Segment
+    static_bytes: int
+    trained: int
+
+
+class Documents:
+    """Samples of one length, for training's data."""
+
+    def __init__(self, count: int, tokens: int, supervised: float) -> None:
+        self.lengths = np.full(count, tokens)
+        mask = np.arange(tokens) >= round((1 - supervised) * tokens)
+        mask[0] = False  # the first token is no target
+        self.sample = (np.zeros(tokens, dtype=np.int32), mask)
+        self.supervised_counts = np.full(count, int(mask.sum()))
+        self.record_ids = np.arange(count)
+        self.difficulties = np.full(count, -1)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.sample
+
+
+class Windows(Documents):
+    """Windows of pretraining: one token more than targets, all of them targets."""
+
+    cut_tokens, stream = 0, SimpleNamespace(tokens=1)
+
+    def __init__(self, count: int, tokens: int) -> None:
+        super().__init__(count, tokens, 1.0)
+        self.sample = (np.zeros(tokens + 1, dtype=np.int32), None)
+        self.supervised_counts = self.lengths
+
+
+@dataclass(frozen=True)
+class EveryStep:
+    """All samples in every step."""
+
+    samples: int
+    total_steps: int = STEPS + 1
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.samples
+
+    def indices(self, step: int) -> np.ndarray:
+        return np.arange(self.samples)
+
+    def stage(self, step: int) -> int:
+        return 0
+
+
+class StepsAreDone(Exception):
+    """Ends the training loop."""
+
+
+def run_config(case: Case) -> BaseConfig:
+    """The settings of a step of two microbatches, by the product's own rules."""
+    common = {"output_dir": "unused", "report_to": ["none"], "save_steps": 10**6}
+    if case.pretraining:
+        values = {"train_data_path": ["unused"], "depth": case.layers(), "max_seq_len": case.tokens}
+        values |= {"vocab_size": 32768, "num_iterations": STEPS + 1, "compile": False, "gradient_checkpointing": False}
+        values |= {"device_batch_size": 1, **case.settings}
+        values["total_batch_size"] = 2 * int(values["device_batch_size"]) * case.tokens
+        return resolve_object({**common, **values}, 1, run_kind("pretrain").config_class).config
+    values = {"model": case.model, "data": ["unused"], "cutoff_len": case.tokens, "gradient_checkpointing": True}
+    values |= {"global_batch_size": 2 * case.documents, "max_steps": STEPS + 1, "use_curriculum": False}
+    return resolve_object({**common, **values, **case.settings}, 1).config
+
+
+def model_config(case: Case, layers: int) -> Any:
+    """The model's configuration with fewer blocks."""
+    from transformers import CONFIG_MAPPING
+
+    values = {**(case.config or MODELS[case.model]), "num_hidden_layers": layers}
+    values = {"max_position_embeddings": max(case.tokens, 4096), "pad_token_id": None, **values}
+    return CONFIG_MAPPING[values.pop("model_type")](**values)
+
+
+def trace(case: Case, layers: int) -> Trace:
+    """Run steps of a model with so many blocks on fake tensors, and record the last."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    config = run_config(case)
+    fake, recorder = FakeTensorMode(allow_non_fake_inputs=True), Recorder()
+    with tempfile.TemporaryDirectory() as folder, _device_branch(case), fake, recorder, Crossings(recorder, fake):
+        config = config.model_copy(update={"output_dir": folder})
+        trainer = build(case, config, layers)
+        return _record(trainer, recorder, case)
+
+
+def build(case: Case, config: BaseConfig, layers: int) -> Any:
+    """The product's trainer of a run, on the tensors of the mode that is active."""
+    made = _pretrainer(case, config, layers) if case.pretraining else _fine_tuner(case, config, layers)
+    if can_fuse() and case.device_type != "cpu" and getattr(config, "fused_layers", "off") != "off":
+        use_stand_ins(made.model)
+    return made
+
+
+def _session(folder: str) -> Any:
+    from finetune.storage.run_log import RunLog
+    from finetune.training.control import Control
+
+    return SimpleNamespace(control=Control(1), runlog=RunLog(None), sample_log=None, output_dir=Path(folder))
+
+
+def _fine_tuner(case: Case, config: Any, layers: int) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    from finetune.modeling.attention import choose_attention
+    from finetune.modeling.loss import let_choose_logits
+    from finetune.training import build_sft
+    from finetune.training.prepare_sft import Prepared
+    from finetune.training.resume import Resume
+
+    def load_model(config: Any, *, device_type: str, dtype: str, model_dtype: torch.dtype, zero3: bool) -> Any:
+        shape = model_config(case, layers)
+        # Not of an NPU: its function would need torch_npu; ours, one operator over document bounds, stands for it.
+        attention = choose_attention(shape, "cuda", torch.bfloat16, config.cutoff_len)
+        model_dtype = torch.bfloat16 if case.zero3 else model_dtype
+        model = AutoModelForCausalLM.from_config(shape, dtype=model_dtype, attn_implementation=attention)
+        let_choose_logits(model)
+        return model.train()
+
+    samples = Documents(config.global_batch_size, case.tokens // case.documents, case.supervised)
+    batches = EveryStep(len(samples))
+    data = Prepared(None, samples, None, batches, (), (1.0,), config.packing, 0, {})  # type: ignore[arg-type]
+    adapt, arguments = build_sft.add_adapter, build_sft.training_arguments
+    with contextlib.ExitStack() as stack:
+        replaced = {"load_model": load_model, "_say_start": lambda *a, **k: None}
+        if case.zero3:  # as under DeepSpeed: one dtype, and no autocast
+            replaced["add_adapter"] = lambda model, config, one_dtype: adapt(model, config, one_dtype=True)
+            replaced["training_arguments"] = lambda config, **rest: arguments(config, **{**rest, "dtype": "float32"})
+        for name, value in replaced.items():
+            stack.enter_context(patch.object(build_sft, name, value))
+        session = _session(config.output_dir)
+        return build_sft.build_trainer(config, ONE, data, Resume(None, 0), session, device_type="cpu", dtype="bfloat16")
+
+
+def _pretrainer(case: Case, config: Any, layers: int) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    from finetune.modeling.scratch import scratch_config
+    from finetune.training import build_pretrain
+    from finetune.training.prepare_pretrain import Prepared
+    from finetune.training.resume import Resume
+
+    shape = scratch_config(config.arch, case.layers(), vocab_size=config.vocab_size, max_seq_len=config.max_seq_len)
+    shape = type(shape)(**{**shape.to_dict(), "num_hidden_layers": layers, "layer_types": None})
+    samples = Windows(config.global_batch_size, config.max_seq_len)
+    batches = EveryStep(len(samples))
+    data = Prepared(None, shape, samples, None, batches, None, {})  # type: ignore[arg-type]
+
+    def make_model(shape: Any, *, seed: int, attention: str) -> Any:
+        return AutoModelForCausalLM.from_config(shape, attn_implementation=attention, dtype=torch.float32).train()
+
+    with (
+        patch.object(build_pretrain, "make_model", make_model),
+        patch.object(build_pretrain, "_say_start", lambda *a, **k: None),
+    ):
+        session = _session(config.output_dir)
+        return build_pretrain.build_trainer(
+            config, ONE, data, Resume(None, 0), session, device_type="cpu", dtype="bfloat16"
+        )
+
+
+@contextlib.contextmanager
+def _device_branch(case: Case) -> Iterator[None]:
+    """What an accelerator has and a CPU has not."""
+    from finetune.modeling import attention
+    from finetune.runtime import device
+    from finetune.training import build
+    from finetune.training.session import _forget_accelerate
+
+    logging.getLogger("finetune").setLevel(logging.ERROR)
+    kinds = {**device.DEVICE_KINDS, "cpu": replace(device.DEVICE_KINDS["cpu"], fused_adamw=case.device_type == "cuda")}
+    with (
+        patch.object(attention, "has_flash", lambda device: True),
+        patch.object(device, "keep_freed_memory", lambda device_type: None),
+        patch.dict(device.DEVICE_KINDS, kinds),
+        patch.object(build, "largest_microbatch", lambda step_batches: None),
+        # Lists of tensors are one operator on accelerators, and on a CPU none.
+        patch.object(torch.nn.utils.clip_grad, "_has_foreach_support", lambda tensors, device: True),
+        patch("torch.optim.adam._default_to_fused_or_foreach", lambda *a, **k: (False, True)),
+        patch.object(torch, "from_numpy", _on_host(torch.from_numpy)),
+        patch.dict(os.environ, {"TENSORBOARD_LOGGING_DIR": "unused"}),
+        # Module.to swaps fake parameters, which it refuses where something refers to one weakly, as the modes here do
+        # (torch 2.13, nn/modules/module.py, _apply); of others it sets the data.
+        patch.object(torch.utils, "swap_tensors", lambda old, new: setattr(old, "data", new.data)),
+    ):
+        try:
+            yield
+        finally:
+            _forget_accelerate()
+
+
+def _on_host(make: Callable[[np.ndarray], torch.Tensor]) -> Callable[[np.ndarray], torch.Tensor]:
+    """What makes a tensor of the host's memory, in spite of the modes."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    def made(array: np.ndarray) -> torch.Tensor:
+        with _disable_current_modes():
+            return make(array)
+
+    return made
+
+
+def _record(trainer: Any, recorder: Recorder, case: Case) -> Trace:
+    """Train, and cut what is recorded of the last step at its microbatches."""
+    segments: list[Segment] = []
+    static = 0
+    executor, step = trainer.executor, trainer.training_step
+    run, enter = executor.run, executor._microbatch
+
+    def microbatch(*arguments: Any, **options: Any) -> Any:
+        segments.append(recorder.begin())
+        return enter(*arguments, **options)
+
+    def run_step(*arguments: Any) -> Any:
+        result = run(*arguments)
+        segments.append(recorder.begin())
+        return result
+
+    def training_step(model: Any, inputs: Any, *arguments: Any) -> Any:
+        nonlocal static
+        if inputs.step == STEPS:
+            recorder.close()
+            raise StepsAreDone
+        segments.clear()
+        static = recorder.memory.now
+        row = inputs.microbatches[0]
+        recorder.document_lengths, recorder.targets = row.document_lengths, len(row.targets)
+        return step(model, inputs, *arguments)
+
+    executor.run, executor._microbatch, trainer.training_step = run_step, microbatch, training_step
+    with contextlib.suppress(StepsAreDone):
+        trainer.train()
+    first, second, rest = segments
+    trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
+    return Trace(first, second, rest, static, trained)
