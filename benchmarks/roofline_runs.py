@@ -47,7 +47,6 @@ LLAMA_8B = {
 MODELS: dict[str, dict[str, Any]] = {name: known_config(name) or {} for name in KNOWN_MODELS}
 MODELS["meta-llama/Llama-3.1-8B"] = LLAMA_8B
 NANOCHAT = "nanochat-d12"  # pretraining from scratch; -dN for other depths
-STEPS = 2  # the optimizer makes its moments in the first; the second is recorded
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,10 @@ class Case:
         supervised: share of the tokens that are targets.
         settings: of the run, over those that follow from the rest.
         zero3: weights are 16-bit and partitioned; the engine is not run.
-        device_type: cuda or npu: which attention and optimizer would run.
+        device_type: cuda or npu: which attention and optimizer would run; cpu for no accelerator's branch.
         config: a model's configuration instead of that of `model`.
+        processes: that the weights are partitioned over.
+        steps: to run; the last is recorded, because the optimizer makes its moments in the first.
     """
 
     model: str
@@ -73,6 +74,7 @@ class Case:
     settings: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
     processes: int = 1
+    steps: int = 2
 
     @property
     def pretraining(self) -> bool:
@@ -136,7 +138,7 @@ class EveryStep:
     """All samples in every step."""
 
     samples: int
-    total_steps: int = STEPS + 1
+    total_steps: int
 
     @property
     def global_batch_size(self) -> int:
@@ -158,13 +160,18 @@ def run_config(case: Case) -> BaseConfig:
     common = {"output_dir": "unused", "report_to": ["none"], "save_steps": 10**6}
     if case.pretraining:
         values = {"train_data_path": ["unused"], "depth": case.layers(), "max_seq_len": case.tokens}
-        values |= {"vocab_size": 32768, "num_iterations": STEPS + 1, "compile": False, "gradient_checkpointing": False}
+        values |= {"vocab_size": 32768, "num_iterations": case.steps + 1, "compile": False, "gradient_checkpointing": False}
         values |= {"device_batch_size": 1, **case.settings}
         values["total_batch_size"] = 2 * int(values["device_batch_size"]) * case.tokens
         return resolve_object({**common, **values}, 1, run_kind("pretrain").config_class).config
     values = {"model": case.model, "data": ["unused"], "cutoff_len": case.tokens, "gradient_checkpointing": True}
-    values |= {"global_batch_size": 2 * case.documents, "max_steps": STEPS + 1, "use_curriculum": False}
+    values |= {"global_batch_size": 2 * case.documents, "max_steps": case.steps + 1, "use_curriculum": False}
     return resolve_object({**common, **values, **case.settings}, 1).config
+
+
+def dtype_of(config: BaseConfig) -> str:
+    """The compute dtype: an accelerator's unless the run names another."""
+    return "bfloat16" if config.dtype == "auto" else config.dtype
 
 
 def model_config(case: Case, layers: int) -> Any:
@@ -182,7 +189,7 @@ def trace(case: Case, layers: int) -> Trace:
 
     config = run_config(case)
     fake, recorder = FakeTensorMode(allow_non_fake_inputs=True), Recorder()
-    with tempfile.TemporaryDirectory() as folder, _device_branch(case), fake, recorder, Crossings(recorder, fake):
+    with tempfile.TemporaryDirectory() as folder, device_branch(case), fake, recorder, Crossings(recorder, fake):
         config = config.model_copy(update={"output_dir": folder})
         trainer = build(case, config, layers)
         return _record(trainer, recorder, case)
@@ -222,7 +229,7 @@ def _fine_tuner(case: Case, config: Any, layers: int) -> Any:
         return model.train()
 
     samples = Documents(config.global_batch_size, case.tokens // case.documents, case.supervised)
-    batches = EveryStep(len(samples))
+    batches = EveryStep(len(samples), case.steps + 1)
     data = Prepared(None, samples, None, batches, (), (1.0,), config.packing, 0, {})  # type: ignore[arg-type]
     adapt, arguments = build_sft.add_adapter, build_sft.training_arguments
     with contextlib.ExitStack() as stack:
@@ -247,7 +254,7 @@ def _pretrainer(case: Case, config: Any, layers: int) -> Any:
     shape = scratch_config(config.arch, case.layers(), vocab_size=config.vocab_size, max_seq_len=config.max_seq_len)
     shape = type(shape)(**{**shape.to_dict(), "num_hidden_layers": layers, "layer_types": None})
     samples = Windows(config.global_batch_size, config.max_seq_len)
-    batches = EveryStep(len(samples))
+    batches = EveryStep(len(samples), case.steps + 1)
     data = Prepared(None, shape, samples, None, batches, None, {})  # type: ignore[arg-type]
 
     def make_model(shape: Any, *, seed: int, attention: str) -> Any:
@@ -259,12 +266,12 @@ def _pretrainer(case: Case, config: Any, layers: int) -> Any:
     ):
         session = _session(config.output_dir)
         return build_pretrain.build_trainer(
-            config, ONE, data, Resume(None, 0), session, device_type="cpu", dtype="bfloat16"
+            config, ONE, data, Resume(None, 0), session, device_type="cpu", dtype=dtype_of(config)
         )
 
 
 @contextlib.contextmanager
-def _device_branch(case: Case) -> Iterator[None]:
+def device_branch(case: Case) -> Iterator[None]:
     """What an accelerator has and a CPU has not."""
     from finetune.modeling import attention
     from finetune.runtime import device
@@ -272,14 +279,15 @@ def _device_branch(case: Case) -> Iterator[None]:
     from finetune.training.session import _forget_accelerate
 
     logging.getLogger("finetune").setLevel(logging.ERROR)
-    kinds = {**device.DEVICE_KINDS, "cpu": replace(device.DEVICE_KINDS["cpu"], fused_adamw=case.device_type == "cuda")}
+    accelerator = case.device_type != "cpu"
+    kinds = {**device.DEVICE_KINDS, "cpu": replace(device.DEVICE_KINDS["cpu"], fused_adamw=case.device_type != "npu")}
     with (
-        patch.object(attention, "has_flash", lambda device: True),
+        patch.object(attention, "has_flash", lambda device: accelerator),
         patch.object(device, "keep_freed_memory", lambda device_type: None),
         patch.dict(device.DEVICE_KINDS, kinds),
         patch.object(build, "largest_microbatch", lambda step_batches: None),
         # Lists of tensors are one operator on accelerators, and on a CPU none.
-        patch.object(torch.nn.utils.clip_grad, "_has_foreach_support", lambda tensors, device: True),
+        patch.object(torch.nn.utils.clip_grad, "_has_foreach_support", lambda tensors, device: accelerator),
         patch("torch.optim.adam._default_to_fused_or_foreach", lambda *a, **k: (False, True)),
         patch.object(torch, "from_numpy", _on_host(torch.from_numpy)),
         patch.dict(os.environ, {"TENSORBOARD_LOGGING_DIR": "unused"}),
@@ -322,7 +330,7 @@ def _record(trainer: Any, recorder: Recorder, case: Case) -> Trace:
 
     def training_step(model: Any, inputs: Any, *arguments: Any) -> Any:
         nonlocal static
-        if inputs.step == STEPS:
+        if inputs.step == case.steps:
             recorder.close()
             raise StepsAreDone
         segments.clear()

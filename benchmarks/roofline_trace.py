@@ -145,6 +145,7 @@ class Recorder(TorchDispatchMode):
         self.memory = Memory()
         self.document_lengths: tuple[int, ...] | None = None
         self.targets = 0
+        self.on_host: set[int] = set()  # storages made of Python's numbers: AdamW counts its steps there
 
     def begin(self) -> Segment:
         """A new segment from here on; returns it."""
@@ -160,7 +161,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func._schema.name.partition("::")[2]
         if name == "_local_scalar_dense":
-            self.segment.waits["item"] += 1
+            if self.memory.number(args[0]) not in self.on_host:
+                self.segment.waits["item"] += 1
             return _plain_value(args[0].dtype)
         if func.namespace == "c10d":
             return self._collective(func, name, args, kwargs)
@@ -172,6 +174,8 @@ class Recorder(TorchDispatchMode):
             self._add(func, name, args, kwargs, made)
             return made
         out = func(*args, **kwargs)
+        if name == "lift_fresh":
+            self.on_host.add(self.memory.number(out))
         self._add(func, name, args, kwargs, out)
         return out
 
