@@ -63,6 +63,7 @@ class Case:
         config: a model's configuration instead of that of `model`.
         processes: that the weights are partitioned over.
         steps: to run; the last is recorded, because the optimizer makes its moments in the first.
+        rows: microbatches of a step.
     """
 
     model: str
@@ -75,6 +76,7 @@ class Case:
     config: Mapping[str, Any] | None = None
     processes: int = 1
     steps: int = 2
+    rows: int = 2
 
     @property
     def pretraining(self) -> bool:
@@ -156,16 +158,21 @@ class StepsAreDone(Exception):
 
 
 def run_config(case: Case) -> BaseConfig:
-    """The settings of a step of two microbatches, by the product's own rules."""
+    """The settings of such a step, by the product's own rules."""
     common = {"output_dir": "unused", "report_to": ["none"], "save_steps": 10**6}
     if case.pretraining:
         values = {"train_data_path": ["unused"], "depth": case.layers(), "max_seq_len": case.tokens}
-        values |= {"vocab_size": 32768, "num_iterations": case.steps + 1, "compile": False, "gradient_checkpointing": False}
+        values |= {
+            "vocab_size": 32768,
+            "num_iterations": case.steps + 1,
+            "compile": False,
+            "gradient_checkpointing": False,
+        }
         values |= {"device_batch_size": 1, **case.settings}
-        values["total_batch_size"] = 2 * int(values["device_batch_size"]) * case.tokens
+        values["total_batch_size"] = case.rows * int(values["device_batch_size"]) * case.tokens
         return resolve_object({**common, **values}, 1, run_kind("pretrain").config_class).config
     values = {"model": case.model, "data": ["unused"], "cutoff_len": case.tokens, "gradient_checkpointing": True}
-    values |= {"global_batch_size": 2 * case.documents, "max_steps": case.steps + 1, "use_curriculum": False}
+    values |= {"global_batch_size": case.rows * case.documents, "max_steps": case.steps + 1, "use_curriculum": False}
     return resolve_object({**common, **values, **case.settings}, 1).config
 
 
@@ -240,7 +247,9 @@ def _fine_tuner(case: Case, config: Any, layers: int) -> Any:
         for name, value in replaced.items():
             stack.enter_context(patch.object(build_sft, name, value))
         session = _session(config.output_dir)
-        return build_sft.build_trainer(config, ONE, data, Resume(None, 0), session, device_type="cpu", dtype="bfloat16")
+        return build_sft.build_trainer(
+            config, ONE, data, Resume(None, 0), session, device_type="cpu", dtype=dtype_of(config)
+        )
 
 
 def _pretrainer(case: Case, config: Any, layers: int) -> Any:
@@ -342,6 +351,6 @@ def _record(trainer: Any, recorder: Recorder, case: Case) -> Trace:
     executor.run, executor._microbatch, trainer.training_step = run_step, microbatch, training_step
     with contextlib.suppress(StepsAreDone):
         trainer.train()
-    first, second, rest = segments
+    first, *_further, second, rest = segments if case.rows > 1 else [segments[0], *segments]
     trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
     return Trace(first, second, rest, static, trained)
