@@ -298,6 +298,8 @@ def device_branch(case: Case) -> Iterator[None]:
         # Lists of tensors are one operator on accelerators, and on a CPU none.
         patch.object(torch.nn.utils.clip_grad, "_has_foreach_support", lambda tensors, device: accelerator),
         patch("torch.optim.adam._default_to_fused_or_foreach", lambda *a, **k: (False, True)),
+        # One kernel with a mask of bytes; a CPU's is made of several, with a mask of floats.
+        patch.object(torch.nn.functional, "dropout", _fused_dropout if accelerator else torch.nn.functional.dropout),
         patch.object(torch, "from_numpy", _on_host(torch.from_numpy)),
         patch.dict(os.environ, {"TENSORBOARD_LOGGING_DIR": "unused"}),
         # Module.to swaps fake parameters, which it refuses where something refers to one weakly, as the modes here do
@@ -308,6 +310,10 @@ def device_branch(case: Case) -> Iterator[None]:
             yield
         finally:
             _forget_accelerate()
+
+
+def _fused_dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    return torch.native_dropout(x, p, training)[0] if training and p else x
 
 
 def _on_host(make: Callable[[np.ndarray], torch.Tensor]) -> Callable[[np.ndarray], torch.Tensor]:

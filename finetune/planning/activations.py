@@ -3,14 +3,14 @@ make it.
 
 Read off the modelling code of transformers 5.23 (models/*/modeling_*.py, integrations/moe.py), peft 0.21
 (tuners/lora/layer.py) and our own attention and loss; blocks are checked against autograd
-(tests/planning/test_memory.py).
+(tests/planning/test_memory.py), the peak of a microbatch against fake tensors (tests/planning/test_peaks.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune.planning.shapes import Block, ModelShape, Part
+from finetune.planning.shapes import Block, Matrix, ModelShape, Part
 
 # As in modeling/loss.py: numbers in one chunk of logits. (That module imports torch; a test compares the two.)
 LOGITS_PER_CHUNK = 64 * 2**20
@@ -33,6 +33,7 @@ class Computing:
         dropout: there is dropout in front of the adapters.
         checkpointing: blocks are recomputed in the backward pass.
         compiled: the step is compiled, head and loss included.
+        flash: attention runs over all documents at once, so that its output is not copied together.
     """
 
     element_bytes: int
@@ -43,6 +44,7 @@ class Computing:
     dropout: bool = False
     checkpointing: bool = False
     compiled: bool = False
+    flash: bool = False
 
     @property
     def full(self) -> bool:
@@ -53,6 +55,11 @@ class Computing:
     def autocast(self) -> bool:
         """Weights are cast for each product; the residual stream has their dtype."""
         return self.weight_bytes > self.element_bytes
+
+    @property
+    def casts_adapters(self) -> bool:
+        """peft casts the input of each adapter to its dtype, and autocast the result to its own, which is kept."""
+        return bool(self.adapted) and self.adapter_bytes > self.element_bytes
 
     @property
     def residual_bytes(self) -> int:
@@ -72,36 +79,98 @@ def block_bytes_per_token(block: Block, how: Computing) -> int:
     if how.full and block.scaled:  # what is multiplied by the trained scale
         kept += block.norms * how.residual_bytes * hidden + size * block.normed
     for part in block.parts:
-        # q, k, v and the output of attention: the documents of a microbatch are joined into a copy, which o_proj keeps.
-        # Of an MLP gate, silu(gate) and up, or the activation.
-        kept += size * (part.made + part.routed + part.inner * (part.attention or part.made >= 2 * part.inner))
+        # Of an MLP gate, silu(gate) and up, or the activation; of attention q, k, v and its output.
+        inner = part.made >= 2 * part.inner
+        if part.attention:
+            # The documents of a microbatch are joined into a copy, which o_proj keeps; flash attention's output is
+            # what it keeps, unless it is cast for an adapter.
+            inner = not (how.flash and not how.casts_adapters and _keeps_its_input(part.writer, how))
+        kept += size * (part.made + part.routed + part.inner * inner)
         kept += _linear_inputs(part, how)
     return kept
 
 
+def _keeps_its_input(matrix: Matrix | None, how: Computing) -> bool:
+    return matrix is not None and (how.full or (matrix.linear and matrix.name in how.adapted))
+
+
 def _linear_inputs(part: Part, how: Computing) -> int:
     """Bytes per token of the inputs that matrices keep for the gradients of their weights."""
+    size = how.element_bytes
     if how.full:
         # Autocast casts the input of each layer anew; without it the layers after one norm share theirs.
-        return how.element_bytes * sum(part.inputs(shared=not how.autocast))
-    low_rank = how.adapter_bytes * how.adapter_rank * len(part.inputs(how.adapted))
+        return size * sum(part.inputs(shared=not how.autocast))
+    low_rank = size * how.adapter_rank * len(part.inputs(how.adapted))
     if how.dropout:
         # Each adapter has its own dropped input, and a mask of a byte.
-        return low_rank + (how.adapter_bytes + 1) * sum(part.inputs(how.adapted))
-    if how.adapter_bytes != how.element_bytes:
-        # peft casts the input of each adapter to the adapter's dtype.
-        return low_rank + how.adapter_bytes * sum(part.inputs(how.adapted))
-    return low_rank + how.element_bytes * sum(part.inputs(how.adapted, shared=True))
+        return low_rank + (size + 1) * sum(part.inputs(how.adapted))
+    return low_rank + size * sum(part.inputs(how.adapted, shared=not how.casts_adapters))
 
 
-def activation_bytes(shape: ModelShape, how: Computing, tokens: int) -> int:
-    """Bytes that all blocks keep of a microbatch at the turn from forward to backward."""
+@dataclass(frozen=True)
+class Moment:
+    """Bytes at a moment of a microbatch in which its memory may be largest, beside the state.
+
+    Attributes:
+        kept: what autograd keeps, of all blocks or (checkpointed) of their inputs and of the one that is recomputed.
+        flowing: gradients on their way, and whole gradients of embedding and head.
+        logits: logits and what the loss makes of them.
+        casts: weights cast by autocast.
+    """
+
+    name: str
+    kept: int
+    flowing: int = 0
+    logits: int = 0
+    casts: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.kept + self.flowing + self.logits + self.casts
+
+
+def moments(shape: ModelShape, how: Computing, tokens: int, targets: int, longest: int) -> list[Moment]:
+    """The moments of a microbatch, in their order; they are never the same.
+
+    Args:
+        targets: supervised positions. longest: tokens of the longest document.
+    """
+    kept, block = activation_bytes(shape, how, tokens)
+    working, logits = working_bytes(shape, how, tokens, longest), loss_bytes(shape, how, targets)
+    if how.compiled:  # a compiler's order is not known
+        return [Moment("compiled", kept + block, working, logits, _casts(shape, how, shape.embedding))]
+    # A checkpointed block's casts go with its forward pass, and are made again with it.
+    whole = 0 if how.checkpointing else _casts(shape, how, 0)
+    # The head's input at the targets, and the gradient by it, which the forward pass makes.
+    hidden = 2 * how.element_bytes * targets * shape.hidden
+    summed, of_chunk, given, tied = 0, 0, [], 0
+    if how.full:
+        # The gradient of the head's weight: its float32 sum over chunks, and that of one; at the end in its own dtype.
+        summed, of_chunk = 4 * shape.embedding, how.element_bytes * shape.embedding
+        # Autograd adds head and embedding up before it gives the weight its gradient.
+        tied = how.weight_bytes * shape.embedding * shape.tied
+        given = [Moment("embedding", 0, 3 * tied or how.weight_bytes * shape.embedding)]
+    return [
+        Moment("forward", kept, hidden + summed + of_chunk, logits, _casts(shape, how, shape.embedding)),
+        Moment("head", kept, hidden + summed + how.weight_bytes * shape.embedding * how.full, 0, whole),
+        Moment("block", kept + block, working + tied, 0, whole or _casts(shape, how, 0) // shape.layers),
+        *given,
+    ]
+
+
+def _casts(shape: ModelShape, how: Computing, others: int) -> int:
+    """Bytes of the blocks' matrices, and so many other numbers, cast by autocast."""
+    return how.element_bytes * (shape.block_matrices + others) if how.autocast else 0
+
+
+def activation_bytes(shape: ModelShape, how: Computing, tokens: int) -> tuple[int, int]:
+    """Bytes that are kept of a microbatch at the turn from forward to backward; and of the block recomputed then."""
     ends = (4 + how.residual_bytes * (1 + how.full)) * shape.hidden  # embedding's output and the last norm
     blocks = [(block_bytes_per_token(block, how), count) for block, count in shape.blocks]
     if how.checkpointing:
         # Each block keeps its input; the one being recomputed keeps everything.
-        return tokens * (shape.layers * how.residual_bytes * shape.hidden + max(blocks)[0] + ends)
-    return tokens * (sum(bytes_ * count for bytes_, count in blocks) + ends)
+        return tokens * (shape.layers * how.residual_bytes * shape.hidden + ends), tokens * max(blocks)[0]
+    return tokens * (sum(bytes_ * count for bytes_, count in blocks) + ends), 0
 
 
 def working_bytes(shape: ModelShape, how: Computing, tokens: int, longest: int) -> int:
@@ -110,9 +179,12 @@ def working_bytes(shape: ModelShape, how: Computing, tokens: int, longest: int) 
     Args:
         longest: tokens of the longest document.
     """
-    # Gate, up and their product.
-    width = max(sum(p.made + p.inner for p in block.parts if not p.attention) for block, _count in shape.blocks)
-    flowing = tokens * (how.element_bytes * width + 2 * how.residual_bytes * shape.hidden)
+    parts = [part for block, _count in shape.blocks for part in block.parts if not part.attention]
+    # Gate, up and their product; of frozen matrices without casts one less, because nothing waits for its gradient.
+    width = how.element_bytes * max(part.made + part.inner * (how.full or how.casts_adapters) for part in parts)
+    if how.dropout:  # the input in the adapter's dtype, whole and dropped
+        width = max(width, 2 * how.adapter_bytes * max(part.inner for part in parts))
+    flowing = tokens * (width + 2 * how.residual_bytes * shape.hidden)
     return flowing + shape.softcapped_heads * tokens * longest * (4 + 2 * how.element_bytes)
 
 
@@ -121,7 +193,4 @@ def loss_bytes(shape: ModelShape, how: Computing, targets: int) -> int:
     if how.compiled:
         return COMPILED_BYTES_PER_LOGIT * targets * shape.vocabulary
     chunk = LOGITS_PER_CHUNK * (TRAINED_HEAD_CHUNKS if how.full else 1)
-    at_once = min(targets, max(1, chunk // shape.vocabulary))
-    # The gradient of a trained head: summed in float32, and a chunk's.
-    of_head = (4 + how.element_bytes) * shape.vocabulary * shape.hidden if how.full else 0
-    return LOSS_BYTES_PER_LOGIT * at_once * shape.vocabulary + how.element_bytes * targets * shape.hidden + of_head
+    return LOSS_BYTES_PER_LOGIT * min(targets, max(1, chunk // shape.vocabulary)) * shape.vocabulary

@@ -130,6 +130,7 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
             adapter_bytes=(size if engine else 4) if lora else 0,
             dropout=lora and config.lora_dropout > 0,
             checkpointing=recomputes(config, cluster.device_type),
+            flash=cluster.device_type in ("cuda", "npu"),
         ),
         sharding=sharding_of(config.deepspeed, shape, config.lora_r if lora else 0),
         trained=adapter or shape.total,
@@ -163,6 +164,7 @@ def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Clu
             weight_bytes=4,
             checkpointing=recomputes(config, cluster.device_type),
             compiled=compiled,
+            flash=True,  # a window is one document
         ),
         sharding=Sharding(),
         trained=shape.total,

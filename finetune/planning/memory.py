@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from finetune.planning.activations import activation_bytes, loss_bytes, working_bytes
+from finetune.planning.activations import Moment, moments
 from finetune.planning.state import state_terms
 from finetune.planning.workload import PHASES, STEP, TRAINING, Cluster, Location, Phase, Term, Workload
 
@@ -84,16 +84,25 @@ def fits(memory: Memory, cluster: Cluster) -> bool | None:
 
 
 def _microbatch(work: Workload) -> list[Term]:
+    """Of the moment in which a microbatch needs most: no two of them are at once."""
     shape, how, tokens = work.shape, work.computing, work.microbatch_tokens
-    kept = "blocks' inputs + one block's" if how.checkpointing else "layers x a block's"
-    kept += f" kept tensors x {tokens:,} tokens"
+
+    def need(moment: Moment) -> int:
+        return moment.bytes
+
+    most = max(moments(shape, how, tokens, work.targets, work.longest), key=need)
+    kept = "blocks' inputs" if how.checkpointing else "layers x a block's kept tensors"
+    kept += " + one block's kept tensors" if how.checkpointing and most.name == "block" else ""
     logits = "logits of all targets x 6 B" if how.compiled else "logits of one chunk of targets x 8 B"
     ours, of_loss = "ours: planning/activations.py", "ours: modeling/loss.py, ChunkedHead: supervised positions only"
-    code, flowing = f"{ours} (transformers' code, tensor by tensor)", working_bytes(shape, how, tokens, work.longest)
+    code = f"{ours} (transformers' code, tensor by tensor)"
+    flowing = "gradients within a block" if most.name in ("block", "compiled") else f"gradients at the {most.name}"
+    cast = f"{how.element_bytes} B x matrices: cast for the microbatch"
     return [
-        Term("activations", activation_bytes(shape, how, tokens), "device", kept, code, ("rows",)),
-        Term("activations", flowing, "device", "gradients within a block", ours, ("rows",)),
-        Term("logits", loss_bytes(shape, how, work.targets), "device", logits, of_loss, ("rows",)),
+        Term("activations", most.kept, "device", f"{kept} x {tokens:,} tokens", code, ("rows",)),
+        Term("activations", most.flowing, "device", flowing, ours, ("rows",)),
+        Term("logits", most.logits, "device", logits, of_loss, ("rows",)),
+        Term("weights", most.casts, "device", cast, "torch.amp", ("rows",)),
     ]
 
 

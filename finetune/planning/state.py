@@ -50,10 +50,6 @@ def _plain(work: Workload) -> list[Term]:
     if not work.fused:
         formula = "4 B x P_t: intermediate tensors of the update"
         terms.append(Term("buffers", 4 * trained, "device", formula, "torch.optim.AdamW(foreach=True)", ("update",)))
-    if how.autocast:
-        cast = how.element_bytes * (work.shape.block_matrices + work.shape.embedding)
-        formula = f"{how.element_bytes} B x matrices: cast for the microbatch"
-        terms.append(Term("weights", cast, "device", formula, "torch.amp", ("rows",)))
     if work.muon:
         largest = max(matrix.numbers for matrix, _count in work.shape.in_blocks)
         terms.append(Term("buffers", 14 * largest, "device", "14 B x largest matrix", "torch.optim.Muon", ("update",)))
