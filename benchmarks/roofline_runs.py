@@ -190,6 +190,22 @@ def model_config(case: Case, layers: int) -> Any:
     return CONFIG_MAPPING[values.pop("model_type")](**values)
 
 
+def empty_model(case: Case, layers: int) -> Any:
+    """The model on the meta device, for the planner."""
+    from finetune.modeling.scratch import make_empty_model
+
+    return make_empty_model(scratch_shape(case, layers) if case.pretraining else model_config(case, layers))
+
+
+def scratch_shape(case: Case, layers: int) -> Any:
+    """The configuration that pretraining makes, with fewer blocks of the same width."""
+    from finetune.modeling.scratch import scratch_config
+
+    config: Any = run_config(case)
+    made = scratch_config(config.arch, case.layers(), vocab_size=config.vocab_size, max_seq_len=config.max_seq_len)
+    return type(made)(**{**made.to_dict(), "num_hidden_layers": layers, "layer_types": None})
+
+
 def trace(case: Case, layers: int) -> Trace:
     """Run steps of a model with so many blocks on fake tensors, and record the last."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -255,13 +271,11 @@ def _fine_tuner(case: Case, config: Any, layers: int) -> Any:
 def _pretrainer(case: Case, config: Any, layers: int) -> Any:
     from transformers import AutoModelForCausalLM
 
-    from finetune.modeling.scratch import scratch_config
     from finetune.training import build_pretrain
     from finetune.training.prepare_pretrain import Prepared
     from finetune.training.resume import Resume
 
-    shape = scratch_config(config.arch, case.layers(), vocab_size=config.vocab_size, max_seq_len=config.max_seq_len)
-    shape = type(shape)(**{**shape.to_dict(), "num_hidden_layers": layers, "layer_types": None})
+    shape = scratch_shape(case, layers)
     samples = Windows(config.global_batch_size, config.max_seq_len)
     batches = EveryStep(len(samples), case.steps + 1)
     data = Prepared(None, shape, samples, None, batches, None, {})  # type: ignore[arg-type]
@@ -287,7 +301,9 @@ def device_branch(case: Case) -> Iterator[None]:
     from finetune.training import build
     from finetune.training.session import _forget_accelerate
 
-    logging.getLogger("finetune").setLevel(logging.ERROR)
+    logger = logging.getLogger("finetune")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
     accelerator = case.device_type != "cpu"
     kinds = {**device.DEVICE_KINDS, "cpu": replace(device.DEVICE_KINDS["cpu"], fused_adamw=case.device_type != "npu")}
     with (
@@ -300,7 +316,7 @@ def device_branch(case: Case) -> Iterator[None]:
         patch("torch.optim.adam._default_to_fused_or_foreach", lambda *a, **k: (False, True)),
         # One kernel with a mask of bytes; a CPU's is made of several, with a mask of floats.
         patch.object(torch.nn.functional, "dropout", _fused_dropout if accelerator else torch.nn.functional.dropout),
-        patch.object(torch, "from_numpy", _on_host(torch.from_numpy)),
+        patch.object(torch, "from_numpy", on_host(torch.from_numpy)),
         patch.dict(os.environ, {"TENSORBOARD_LOGGING_DIR": "unused"}),
         # Module.to swaps fake parameters, which it refuses where something refers to one weakly, as the modes here do
         # (torch 2.13, nn/modules/module.py, _apply); of others it sets the data.
@@ -310,13 +326,14 @@ def device_branch(case: Case) -> Iterator[None]:
             yield
         finally:
             _forget_accelerate()
+            logger.setLevel(level)
 
 
 def _fused_dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
     return torch.native_dropout(x, p, training)[0] if training and p else x
 
 
-def _on_host(make: Callable[[np.ndarray], torch.Tensor]) -> Callable[[np.ndarray], torch.Tensor]:
+def on_host(make: Callable[[np.ndarray], torch.Tensor]) -> Callable[[np.ndarray], torch.Tensor]:
     """What makes a tensor of the host's memory, in spite of the modes."""
     from torch.utils._python_dispatch import _disable_current_modes
 

@@ -17,6 +17,8 @@ LOGITS_PER_CHUNK = 64 * 2**20
 TRAINED_HEAD_CHUNKS = 2
 # Logits and their log-softmax, which becomes their gradient in place; both in float32 at most.
 LOSS_BYTES_PER_LOGIT = 8
+# And where logits are squashed: the slope of that.
+SOFTCAP_BYTES_PER_LOGIT = 4
 # A compiled step fuses head and loss: the logits, and their gradient in float32.
 COMPILED_BYTES_PER_LOGIT = 6
 
@@ -182,6 +184,8 @@ def working_bytes(shape: ModelShape, how: Computing, tokens: int, longest: int) 
     parts = [part for block, _count in shape.blocks for part in block.parts if not part.attention]
     # Gate, up and their product; of frozen matrices without casts one less, because nothing waits for its gradient.
     width = how.element_bytes * max(part.made + part.inner * (how.full or how.casts_adapters) for part in parts)
+    # Of experts: what tokens bring to them, the gradient of what they write, and that weighted.
+    width = max(width, 3 * how.element_bytes * max(part.routed for part in parts))
     if how.dropout:  # the input in the adapter's dtype, whole and dropped
         width = max(width, 2 * how.adapter_bytes * max(part.inner for part in parts))
     flowing = tokens * (width + 2 * how.residual_bytes * shape.hidden)
@@ -193,4 +197,6 @@ def loss_bytes(shape: ModelShape, how: Computing, targets: int) -> int:
     if how.compiled:
         return COMPILED_BYTES_PER_LOGIT * targets * shape.vocabulary
     chunk = LOGITS_PER_CHUNK * (TRAINED_HEAD_CHUNKS if how.full else 1)
-    return LOSS_BYTES_PER_LOGIT * min(targets, max(1, chunk // shape.vocabulary)) * shape.vocabulary
+    at_once = min(targets, max(1, chunk // shape.vocabulary))
+    each = LOSS_BYTES_PER_LOGIT + SOFTCAP_BYTES_PER_LOGIT * shape.softcapped_logits
+    return each * at_once * shape.vocabulary

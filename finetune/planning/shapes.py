@@ -117,6 +117,7 @@ class ModelShape:
         total: all parameters; `small` of them are norms and biases, which ZeRO-3 keeps whole on every device.
         tied: the output head is the embedding.
         softcapped_heads: heads whose scores are squashed, so that they are made whole.
+        softcapped_logits: logits are squashed.
     """
 
     model_type: str
@@ -129,6 +130,7 @@ class ModelShape:
     total: int
     small: int
     softcapped_heads: int
+    softcapped_logits: bool
 
     @cached_property
     def layers(self) -> int:
@@ -286,6 +288,7 @@ def shape_of_model(model: PreTrainedModel) -> ModelShape:
         total=sum(parameter.numel() for parameter in parameters),
         small=sum(parameter.numel() for parameter in parameters if parameter.ndim < 2),
         softcapped_heads=config.num_attention_heads if softcapped else 0,
+        softcapped_logits=bool(getattr(config, "final_logit_softcapping", None)),
     )
 
 

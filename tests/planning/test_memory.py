@@ -87,7 +87,7 @@ def test_activations_of_a_block_by_hand():
 def test_logits_are_bounded_by_a_chunk_and_compiled_ones_are_not():
     shape = known_shape("Qwen/Qwen2.5-7B")
     small, large = (loss_bytes(shape, Computing(2, 2), targets) for targets in (10_000, 100_000))
-    assert large - small == 2 * 90_000 * shape.hidden  # only the hidden states grow
+    assert large == small
     assert loss_bytes(shape, Computing(2, 2, compiled=True), 10_000) == 6 * 10_000 * shape.vocabulary
 
 

@@ -1,0 +1,128 @@
+"""The planner's peak of a microbatch against that of the same step on fake tensors; and what a step asks of a device.
+
+Fake tensors have sizes and no numbers, so real widths cost nothing; two blocks of each model.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from finetune.planning.activations import moments
+from finetune.planning.inputs import with_sharding, workload_of
+from finetune.planning.shapes import shape_of_model
+from finetune.planning.workload import Cluster, Sharding
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+LAYERS = 2
+KEPT, FULL = {"gradient_checkpointing": False}, {"finetuning": "full"}
+ATTENTION = {"lora_target_modules": ["q_proj", "v_proj"]}  # beside experts only these are counted
+SIZES = {"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4, "num_hidden_layers": 2}
+SIZES |= {"intermediate_size": 4096, "vocab_size": 32000, "num_experts_per_tok": 2, "tie_word_embeddings": False}
+MIXTRAL = {**SIZES, "model_type": "mixtral", "num_local_experts": 8}
+QWEN3_MOE = {**SIZES, "model_type": "qwen3_moe", "head_dim": 128, "moe_intermediate_size": 768, "num_experts": 64}
+QWEN3_MOE |= {"vocab_size": 151936, "num_experts_per_tok": 8}
+CASES = {
+    "lora": {"model": "Qwen/Qwen3-8B"},
+    "lora kept": {"model": "Qwen/Qwen3-8B", "settings": KEPT},
+    "lora dropout": {"model": "Qwen/Qwen2.5-7B", "settings": {"lora_dropout": 0.05}},
+    "lora of 8192": {"model": "meta-llama/Llama-3.1-8B", "tokens": 8192},
+    "lora zero3": {"model": "Qwen/Qwen3-32B", "zero3": True},
+    "lora zero3 kept": {"model": "Qwen/Qwen3-32B", "zero3": True, "settings": KEPT},
+    "full, tied": {"model": "Qwen/Qwen3-0.6B", "settings": FULL},
+    "full zero3": {"model": "meta-llama/Llama-3.1-8B", "tokens": 8192, "zero3": True, "settings": FULL},
+    "pretraining": {"model": "nanochat-d12", "settings": {"device_batch_size": 8}},
+    "mixtral lora kept": {"model": "mixtral", "config": MIXTRAL, "settings": ATTENTION | KEPT},
+    "qwen3_moe lora": {"model": "qwen3_moe", "config": QWEN3_MOE, "settings": ATTENTION},
+    "qwen3_moe full zero3": {"model": "qwen3_moe", "config": QWEN3_MOE, "zero3": True, "settings": FULL},
+}
+
+
+@pytest.fixture(autouse=True)
+def benchmarks(monkeypatch):
+    """The folder of the programs, which is no package."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_peak_of_a_microbatch_is_planned(name: str):
+    """Within a tenth, weights, gradients and moments aside: of the second microbatch, which finds gradients there."""
+    from roofline_runs import Case, empty_model, run_config, trace
+
+    case = Case(**CASES[name], rows=2, steps=1)
+    made = trace(case, LAYERS)
+    gradients = (2 if case.zero3 else 4) * made.trained
+    found = made.second.peak_bytes - made.static_bytes - gradients
+
+    work = workload_of(run_config(case), shape_of_model(empty_model(case, LAYERS)), Cluster(device_type="cuda"))
+    if case.zero3:
+        work = with_sharding(work, Sharding(engine=True, stage=3))
+    longest = case.tokens // (1 if case.pretraining else case.documents)
+    planned = moments(work.shape, work.computing, work.microbatch_tokens, work.targets, longest)
+    assert max(moment.bytes for moment in planned) == pytest.approx(found, rel=0.1)
+
+
+def test_a_step_asks_no_more_of_a_device_than_is_committed():
+    """Kernels, bytes, waits of the host and peaks; fewer are fine, and worth writing down."""
+    from roofline import COUNTS, counts
+
+    committed = json.loads(COUNTS.read_text(encoding="utf-8"))
+    more = [
+        f"{case}, {part}: {name} {committed[case][part][name]:,} -> {value:,}"
+        for case, parts in counts().items()
+        for part, values in parts.items()
+        for name, value in values.items()
+        if value > committed[case][part][name]
+    ]
+    assert not more, "renew with python benchmarks/roofline.py --update-counts if it is worth it:\n" + "\n".join(more)
+
+
+def test_waits_of_the_host_and_uploads_are_seen():
+    """Each way by which a step has made the host wait, once."""
+    import torch
+    from roofline_trace import Crossings, Recorder
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    host = torch.zeros(4)
+    fake, recorder = FakeTensorMode(allow_non_fake_inputs=True), Recorder()
+    recorder.targets = 3
+    with fake, recorder, Crossings(recorder, fake):
+        values = host.to(torch.device("cpu"), non_blocking=True)
+        assert values[values > 0].shape == (3,)
+        assert (values > 0).nonzero().shape == (3, 1)
+        assert float(values.sum()) == 1.0 and not bool(values.any())
+        values.cpu()
+        float(torch.tensor(2.0))  # the host's own
+    assert dict(recorder.segment.waits) == {"boolean index": 1, "nonzero": 1, "item": 2, "cpu": 1}
+    assert dict(recorder.segment.uploads) == {"pageable": 1}
+
+
+def test_memory_is_followed_until_nothing_refers_to_it():
+    import torch
+    from roofline_trace import Recorder
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    recorder = Recorder()
+    with FakeTensorMode(), recorder:
+        kept = torch.zeros(1000)
+        view = kept[:10]
+        del kept
+        assert recorder.memory.now == 4000
+        (view + 1).sum()
+        assert recorder.memory.now == 4000
+        del view
+        assert (recorder.memory.now, recorder.memory.peak) == (0, 4044)
+
+
+def test_fusing_reads_what_came_before_and_writes_what_is_read_after():
+    from roofline_trace import Kernel, fused
+
+    product = Kernel("mm", "product", {1: 8}, {2: 8}, flops=5)
+    chain = [Kernel("mul", "other", {2: 8}, {3: 8}), Kernel("add", "other", {3: 8, 4: 8}, {5: 8})]
+    after = replace(product, reads={5: 8}, writes={6: 8})
+    [first, middle, last] = fused([product, *chain, after])
+    assert (first, last) == (product, after)
+    assert (middle.reads, middle.writes, middle.launches) == ({2: 8, 4: 8}, {5: 8}, 1)
