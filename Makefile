@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo pretrain-demo test test-slow check lock translations grid crash faults clean-venv
+.PHONY: demo pretrain-demo test test-slow check lock translations grid crash faults roofline clean-venv
 
 # All but torch has its hash in requirements.lock, and --no-deps keeps anything else out. What builds DeepSpeed goes first. torch and
 # what comes with its build are the machine's own (TORCH says which); the rest of what torch needs is there by then.
@@ -78,6 +78,10 @@ crash: $(READY)
 # Faults put into the core on purpose: each must be caught by a test.
 faults: $(READY)
 	$(BIN)/python tests/faults.py
+
+# What a step asks of devices that are not here, counted on fake tensors; the table is committed in docs/roofline.md.
+roofline: $(READY)
+	$(BIN)/python benchmarks/roofline.py
 
 clean-venv:
 	rm -rf $(VENV)

@@ -9,9 +9,9 @@
 The step is the product's own (roofline_runs.py), recorded operator by operator (roofline_trace.py) for a model of two
 blocks and of four; the whole model's figures follow from the two linearly, unless --layers all. A kernel takes the
 longest of its operations at the rate of products, its bytes at the rate of memory, and the least time of a kernel;
-kernels run one after another and the host keeps ahead. `fused` is the same trace with neighbours that are no products
-and no attention fused perfectly: what a compiler can reach at best. Under ZeRO-3 the engine is not run: what is
-gathered and reduced, its state and its update are those of finetune/planning (traffic.py, state.py).
+kernels run one after another, the host keeps ahead, and nothing overlaps the network. `fused` is the same trace with
+neighbours that are no products and no attention fused perfectly: what a compiler can reach at best. Collectives are not traced: what is sent, gathered
+and reduced, and ZeRO-3's state and update, are those of finetune/planning (traffic.py, state.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 COUNTS = ROOT / "benchmarks" / "roofline_counts.json"
-GB, MIB = 10**9, 2**20
+GB = 10**9
+MACHINE = 8  # devices of a machine
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class Device:
 
     Attributes:
         products, attention: operations per second, 16 bit.
-        memory: bytes per second. network: bytes per second that one device sends within its machine.
+        memory: bytes per second. network, between: bytes per second that one device sends within its machine, and to
+            another.
         kernel: least seconds of a kernel.
         device_type: which branch of the code runs there.
     """
@@ -46,18 +48,20 @@ class Device:
     attention: float
     memory: float
     network: float
+    between: float
     kernel: float = 2.5e-6
     device_type: str = "cuda"
 
 
 # Assumed: of the published dense 16-bit peaks (runtime/device.py) and memory rates, what libraries reach in training.
 # H100 SXM 989 TFLOP/s, 3.35 TB/s, NVLink 450 GB/s; A100 80 GB 312, 2.04, 300; RTX 4090 165, 1.01, PCIe 4 32 GB/s;
-# 910B3 313, 1.6, HCCS 196 GB/s (the share of the H100; simulated, nothing was measured there).
+# 910B3 313, 1.6, HCCS 196 GB/s (the share of the H100; simulated, nothing was measured there). Between machines one
+# adapter of 400 Gbit/s a device (910B3: 200), PCIe cards 25 Gbit/s.
 DEVICES = {
-    "H100": Device(620e12, 400e12, 2.7e12, 340e9),
-    "A100": Device(240e12, 170e12, 1.65e12, 220e9),
-    "4090": Device(145e12, 120e12, 0.88e12, 20e9),
-    "910B": Device(196e12, 130e12, 1.29e12, 140e9, device_type="npu"),
+    "H100": Device(620e12, 400e12, 2.7e12, 340e9, 45e9),
+    "A100": Device(240e12, 170e12, 1.65e12, 220e9, 45e9),
+    "4090": Device(145e12, 120e12, 0.88e12, 20e9, 2.8e9),
+    "910B": Device(196e12, 130e12, 1.29e12, 140e9, 22e9, device_type="npu"),
 }
 
 
@@ -111,12 +115,16 @@ def measure(case: Any, device: Device, layers: tuple[int, ...]) -> dict[str, dic
 
 def step(case: Any, device: Device, rows: int, layers: tuple[int, ...]) -> dict[str, Any]:
     """One optimizer step of so many microbatches on one device: numbers for people and machines."""
+    from finetune.planning.traffic import network_traffic
+
     parts = measure(case, device, layers)
     first, second, rest = parts["first"], parts["second"], parts["rest"]
+    state = parts["state"]["bytes"]
+    work = planned(case, rows)
+    network = network_traffic(work).bytes
     if case.zero3:
-        network, rest, state = zero3(case, device, rows)
-    else:
-        network, state = {"bytes": first["collective_bytes"], "seconds": 0.0}, parts["state"]["bytes"]
+        rest, state = zero3(work, device)
+    network_seconds = network / (device.network if case.processes <= MACHINE else device.between)
     whole = {name: first[name] + (rows - 1) * second[name] + rest[name] for name in first}
     # The activations of a microbatch lie above what is there between steps.
     kept = max(first["peak_bytes"], second["peak_bytes"]) - parts["state"]["bytes"]
@@ -125,16 +133,17 @@ def step(case: Any, device: Device, rows: int, layers: tuple[int, ...]) -> dict[
         "model": case.model,
         "settings": dict(case.settings),
         "tokens": case.tokens,
-        "zero3_processes": case.processes if case.zero3 else 0,
+        "zero3": case.zero3,
+        "processes": case.processes,
         "rows": rows,
         "row": first,
         "further_row": second,
         "rest": rest,
         "step": whole,
-        "network_bytes": network["bytes"],
-        "network_seconds": network["seconds"],
-        "tokens_per_second": rows * row_tokens(case) / (whole["seconds"] + network["seconds"]),
-        "fused_tokens_per_second": rows * row_tokens(case) / (whole["fused_seconds"] + network["seconds"]),
+        "network_bytes": network,
+        "network_seconds": network_seconds,
+        "tokens_per_second": rows * row_tokens(case) / (whole["seconds"] + network_seconds),
+        "fused_tokens_per_second": rows * row_tokens(case) / (whole["fused_seconds"] + network_seconds),
     }
 
 
@@ -142,22 +151,26 @@ def row_tokens(case: Any) -> int:
     return int(case.settings.get("device_batch_size", 1)) * case.tokens if case.pretraining else case.tokens
 
 
-def zero3(case: Any, device: Device, rows: int) -> tuple[dict[str, float], dict[str, float], float]:
-    """Network, the rest of the step, and the state's bytes, by the planner's formulas."""
-    from roofline_runs import model_config, run_config
+def planned(case: Any, rows: int) -> Any:
+    """The planner's workload of the whole model, for what is not traced: the network, and ZeRO-3's state."""
+    from roofline_runs import empty_model, run_config
 
     from finetune.planning.inputs import workload_of
-    from finetune.planning.shapes import shape_of_config
-    from finetune.planning.state import state_terms
-    from finetune.planning.traffic import network_traffic
+    from finetune.planning.shapes import shape_of_model
     from finetune.planning.workload import Cluster
 
-    deepspeed = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}
-    config = run_config(replace(case, zero3=False)).model_copy(update={"deepspeed": deepspeed})
-    shape = shape_of_config(model_config(case, case.layers()).to_dict(), case.model)
-    work = workload_of(config, shape, Cluster(max(1, case.processes // 8), min(8, case.processes), "cuda"))
-    work = replace(work, microbatches=rows)
-    moved = network_traffic(work).bytes
+    config = run_config(case)
+    if case.zero3:
+        deepspeed = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}
+        config = config.model_copy(update={"deepspeed": deepspeed})
+    cluster = Cluster(max(1, case.processes // MACHINE), min(MACHINE, case.processes), "cuda")
+    return replace(workload_of(config, shape_of_model(empty_model(case, case.layers())), cluster), microbatches=rows)
+
+
+def zero3(work: Any, device: Device) -> tuple[dict[str, float], float]:
+    """The rest of the step and the state's bytes under ZeRO-3, by the planner's formulas."""
+    from finetune.planning.state import state_terms
+
     state = sum(term.bytes for term in state_terms(work) if term.location == "device" and "rows" in term.phases)
     # AdamW reads and writes masters and two moments, reads gradients, writes the 16-bit weights.
     update = (6 * 4 + 4 + 2) * work.share
@@ -167,7 +180,7 @@ def zero3(case: Any, device: Device, rows: int) -> tuple[dict[str, float], dict[
     rest |= {"waits": 2.0, "peak_bytes": 0.0}  # the norm and the overflow check
     for prefix in ("", "fused_"):
         rest |= {f"{prefix}kernels": launches, f"{prefix}bytes": update, f"{prefix}seconds": spent}
-    return {"bytes": moved, "seconds": moved / device.network}, rest, state
+    return rest, state
 
 
 # ---------------------------------------------------------------- the table
@@ -201,7 +214,7 @@ def line(case: Any, found: dict[str, Any]) -> str:
     """A row of the table."""
     row, whole = found["row"], found["step"]
     how = [case.settings.get("finetuning", "pretraining" if case.pretraining else "lora")]
-    how += [f"ZeRO-3 x {case.processes}"] if case.zero3 else []
+    how += [f"{'ZeRO-3' if case.zero3 else 'DDP'} x {case.processes}"] if case.processes > 1 else []
     how += [f"{name}={value}" for name, value in case.settings.items() if name != "finetuning"]
     cells = [
         case.model.rpartition("/")[2],
@@ -258,7 +271,8 @@ def main() -> int:
     parser.add_argument("--documents", type=int, default=4, help="of a row, of one length")
     parser.add_argument("--supervised", type=float, default=1.0, help="share of the tokens that are targets")
     parser.add_argument("--rows", type=int, default=4, help="microbatches of a step on one device")
-    parser.add_argument("--zero3", type=int, default=0, metavar="PROCESSES", help="partitioned over so many")
+    parser.add_argument("--zero3", action="store_true", help="weights are partitioned")
+    parser.add_argument("--processes", type=int, default=1, help="devices of the run; more than 8 in several machines")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the run (YAML)")
     parser.add_argument("--device", choices=list(DEVICES), default="H100")
     parser.add_argument("--layers", default="2,4", help="blocks to trace, two numbers; or all")
@@ -300,10 +314,10 @@ def chosen(options: argparse.Namespace) -> list[tuple[Any, int]]:
         options.tokens,
         options.documents,
         options.supervised,
-        zero3=options.zero3 > 0,
+        zero3=options.zero3,
         device_type=device_type,
         settings=settings,
-        processes=max(1, options.zero3),
+        processes=options.processes,
     )
     return [(case, options.rows)]
 

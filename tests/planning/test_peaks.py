@@ -126,3 +126,21 @@ def test_fusing_reads_what_came_before_and_writes_what_is_read_after():
     [first, middle, last] = fused([product, *chain, after])
     assert (first, last) == (product, after)
     assert (middle.reads, middle.writes, middle.launches) == ({2: 8, 4: 8}, {5: 8}, 1)
+
+
+def test_a_fused_layer_is_one_kernel_each_way():
+    """The stand-ins keep what such kernels keep, and their gradients have the inputs' shapes."""
+    import torch
+    from roofline_ops import rms_norm, rotary, swiglu
+    from roofline_trace import Recorder
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    recorder = Recorder()
+    with FakeTensorMode(), recorder:
+        x, gate, up = (torch.empty(4, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        q, k = (torch.empty(1, heads, 4, 8, requires_grad=True) for heads in (4, 2))
+        table = torch.empty(1, 4, 8)
+        outputs = (rms_norm(x, torch.empty(8), 1e-6), swiglu(gate, up), *rotary(q, k, table, table))
+        torch.autograd.grad(outputs, (x, gate, up, q, k), [torch.empty_like(output) for output in outputs])
+    names = ["rms_norm", "swiglu", "rotary", "rotary", "swiglu_backward", "rms_norm_backward"]
+    assert sorted(kernel.name for kernel in recorder.segment.kernels) == sorted(names)
