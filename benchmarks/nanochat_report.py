@@ -54,12 +54,12 @@ def machine_facts(options: argparse.Namespace) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cores": os.cpu_count(),
-        "flags": _cpu_flags(),
+        "flags": cpu_flags(),
         "load_before": os.getloadavg(),
     }
 
 
-def _cpu_flags() -> list[str]:
+def cpu_flags() -> list[str]:
     """What the processor can do that decides how fast this goes."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")

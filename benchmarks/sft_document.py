@@ -1,0 +1,84 @@
+"""docs/benchmarks_sft.md, from what benchmarks/sft.py measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sft_report import CONTENDERS, PARTS, make_table
+
+TITLES = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "vocab": "A large vocabulary",
+}
+HEAD = """# Fine-tuning beside TRL and LLaMA-Factory
+
+Written by `make bench` (`benchmarks/sft.py`); do not edit.
+
+```bash
+make bench                     # ends within 9 minutes; called again it goes on, until each contender ran three times
+make bench PART=fp32           # fp32, bf16 or vocab alone; the parts come together in this page
+make bench BENCH="--fresh"     # forget what was measured
+```
+
+On two quiet cores a round of all contenders takes about 5 minutes (fp32), 4 (bf16) and 4 (vocab) [estimate]. Peers live
+in virtual environments of their own, `build/bench-venv/trl` and `build/bench-venv/llamafactory`, which `make bench`
+makes from `benchmarks/sft_requirements_*.txt` with the torch of `constraints.txt`.
+
+"""
+TAIL = """
+## What is equal, and how that is known
+
+- Model (random weights, Qwen3's architecture), conversations, chat template, adapter, rate, AdamW, clipping, order of
+  the conversations (peers read them in the order of our run) and threads are the same. Every run is a process of its
+  own; the order is turned round in every other round.
+- What entered each model is recorded in front of it, in every step: tokens, which of them are trained, and where
+  conversations begin. A contender is ranked only if these are the planned conversations in the planned number of steps
+  of 8, with as many trained parameters, gradient norms above 0, the first loss of the same batch equal within 1e-4
+  (float32; 5e-3 in bfloat16) and the mean loss of the pass within 1%. The plan is made by transformers' own rendering.
+- Packed rows of TRL and LLaMA-Factory hold as many conversations as fit: their steps are other global batches. They are
+  shown and not ranked.
+- TRL 1.16 takes the loss in chunks by default; `chunked_nll` is another name for it.
+- The template has no newline after the end of a turn: LLaMA-Factory would train on it, TRL and this package do not.
+- Tokens per second are those of the conversations, padding not counted, of all steps after the first. "Computed for a
+  token" counts padding. "To the end of the first step" is from the start of the process, imports and tokenizing
+  included, with empty caches; in our first step it holds a rehearsal of the largest microbatch. Peak memory is the process's own (VmHWM), on a device that of torch's allocator.
+- The vocabulary's part leaves LLaMA-Factory out: whole float32 logits of a padded batch do not fit.
+
+## On a device
+
+```bash
+python benchmarks/sft.py --device cuda --model-shape 8b --part bf16 --conversations 512 --vocabulary 151936 --minutes 60
+```
+
+The same table with MFU, for one card of the H100's class (a model of Qwen3-8B's shape, 6 operations per weight and
+token as in the PaLM paper, of the card's dense 16-bit peak). Its peers need a torch for that device in the environments
+that `--peers` names. It was not run: no figure on this page is from a device.
+"""
+
+
+def make_document(results: dict[str, dict[str, Any]]) -> str:
+    """The page. `results` of parts in any order; what is missing is said to be missing."""
+    parts = [_part(part, results[part]) for part in PARTS if part in results]
+    if missing := [part for part in PARTS if part not in results]:
+        parts.append(f"Not measured yet: {', '.join(missing)}.\n")
+    words = "\n".join(f"- **{name}**: {contender.words}." for name, contender in CONTENDERS.items())
+    return f"{HEAD}{words}\n\n" + "\n".join(parts) + TAIL
+
+
+def _part(part: str, result: dict[str, Any]) -> str:
+    given, machine, plan = result["plan"]["settings"], result["machine"], result["plan"]
+    tokens, supervised = (sum(step[kind] for step in plan["steps"]) for kind in ("tokens", "supervised"))
+    versions = {name: text for run in result["runs"] for name, text in run.get("versions", {}).items()}
+    libraries = ", ".join(f"{name} {versions[name]}" for name in ("trl", "llamafactory", "torch") if name in versions)
+    measured = [(run["library"], run["versions"]["transformers"]) for run in result["runs"] if "versions" in run]
+    stands_on = [f"{library} on transformers {text}" for library, text in sorted({*measured})]
+    return (
+        f"## {TITLES[part]}\n\n"
+        f"{machine['device']}, {machine['threads']} threads ({', '.join(machine['flags']) or 'flags unknown'}), "
+        f"{libraries}; {'; '.join(stands_on)}. {plan['parameters'] / 1e6:.0f} M parameters, vocabulary "
+        f"{given['vocabulary']:,}; {given['conversations']} conversations of {tokens:,} tokens "
+        f"({supervised:,} trained, longest {plan['longest']}), LoRA r{given['lora_r']}, {len(plan['steps'])} steps of {given['batch']}. "
+        f"Load before the runs: {machine['load_before']:.1f}.\n\n"
+        f"{make_table(part, result)}\n"
+    )
