@@ -7,6 +7,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .PHONY: demo pretrain-demo test test-slow check lock translations grid crash faults roofline clean-venv
+.PHONY: demo pretrain-demo test test-slow check lock translations grid crash faults bench clean-venv
 
 # All but torch has its hash in requirements.lock, and --no-deps keeps anything else out. What builds DeepSpeed goes first. torch and
 # what comes with its build are the machine's own (TORCH says which); the rest of what torch needs is there by then.
@@ -82,6 +83,21 @@ faults: $(READY)
 # What a step asks of devices that are not here, counted on fake tensors; the table is committed in docs/roofline.md.
 roofline: $(READY)
 	$(BIN)/python benchmarks/roofline.py
+# Fine-tuning beside TRL and LLaMA-Factory, on a quiet machine: docs/benchmarks_sft.md. Ends within 9 minutes (making the peers'
+# environments, once, is apart from that) and goes on when called again. PART=fp32|bf16|vocab runs one; BENCH=... are more flags.
+PEERS := build/bench-venv
+PEER_ENVIRONMENTS := $(PEERS)/trl/.ready $(PEERS)/llamafactory/.ready
+$(PEER_ENVIRONMENTS): $(PEERS)/%/.ready: benchmarks/sft_requirements_%.txt constraints.txt
+	$(PYTHON) -m venv $(PEERS)/$*
+	$(PEERS)/$*/bin/python -m pip install --quiet -c constraints.txt torch -r $<
+# LLaMA-Factory asks for both; what pip finds of them may be built for another torch than this. Nothing here has pictures, and sound
+# it imports without using: without its library torchaudio is plain Python.
+	$(PEERS)/$*/bin/python -m pip uninstall --quiet --yes torchvision
+	rm -rf $(PEERS)/$*/lib/python*/site-packages/torchaudio/lib
+	touch $@
+
+bench: $(READY) $(PEER_ENVIRONMENTS)
+	$(BIN)/python benchmarks/sft.py --peers $(PEERS) --part $(or $(PART),all) --write-doc $(BENCH)
 
 clean-venv:
 	rm -rf $(VENV)

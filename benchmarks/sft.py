@@ -60,7 +60,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="rounds of each part")
     parser.add_argument("--minutes", type=float, default=8.8, help="no run goes on for longer than this from the start")
     parser.add_argument("--peers", type=Path, default=ROOT / "build" / "bench-venv", help="environments, by library")
-    parser.add_argument("--work-dir", type=Path, default=ROOT / "build" / "bench")
+    parser.add_argument("--work-dir", type=Path, help="default build/bench, build/bench-DEVICE or build/bench-smoke")
     parser.add_argument("--only", default="", help=f"contenders, of {','.join(CONTENDERS)}; the reference is needed")
     parser.add_argument("--device", default="cpu", help="cpu, or a device type of torch")
     parser.add_argument("--model-shape", choices=("24m", "8b"), default="24m")
@@ -77,8 +77,12 @@ def _options() -> argparse.Namespace:
         parser.error(f"--only {', '.join(sorted(unknown))}: unknown, of {', '.join(CONTENDERS)}")
     if options.model_shape == "8b" and options.device == "cpu":
         parser.error("--model-shape 8b is for one device of 80 GB: give --device cuda")
+    if options.write_doc and (options.smoke or options.device != "cpu"):
+        parser.error(f"{DOCUMENT.relative_to(ROOT)} is of whole runs on a CPU: leave out --write-doc")
+    kind = "smoke" if options.smoke else options.device
+    options.work_dir = options.work_dir or ROOT / "build" / ("bench" if kind == "cpu" else f"bench-{kind}")
     if options.smoke:
-        options.work_dir, options.repeats, options.write_doc, options.fresh = ROOT / "build" / "smoke", 1, False, True
+        options.repeats, options.fresh = 1, True
     return options
 
 

@@ -42,8 +42,11 @@ TAIL = """
 - The template has no newline after the end of a turn: LLaMA-Factory would train on it, TRL and this package do not.
 - Tokens per second are those of the conversations, padding not counted, of all steps after the first. "Computed for a
   token" counts padding. "To the end of the first step" is from the start of the process, imports and tokenizing
-  included, with empty caches; in our first step it holds a rehearsal of the largest microbatch. Peak memory is the process's own (VmHWM), on a device that of torch's allocator.
-- The vocabulary's part leaves LLaMA-Factory out: whole float32 logits of a padded batch do not fit.
+  included, with empty caches; our first step has a rehearsal of the largest microbatch before it, with weight 0. Peak
+  memory is the process's own (VmHWM), on a device that of torch's allocator.
+- The vocabulary's part leaves LLaMA-Factory out: whole float32 logits of a padded batch, their softmax and gradients
+  are more than 10 GB [estimate].
+- What TRL and LLaMA-Factory can do better than as they come is in `-tuned`.
 
 ## On a device
 
@@ -78,7 +81,7 @@ def _part(part: str, result: dict[str, Any]) -> str:
         f"{machine['device']}, {machine['threads']} threads ({', '.join(machine['flags']) or 'flags unknown'}), "
         f"{libraries}; {'; '.join(stands_on)}. {plan['parameters'] / 1e6:.0f} M parameters, vocabulary "
         f"{given['vocabulary']:,}; {given['conversations']} conversations of {tokens:,} tokens "
-        f"({supervised:,} trained, longest {plan['longest']}), LoRA r{given['lora_r']}, {len(plan['steps'])} steps of {given['batch']}. "
-        f"Load before the runs: {machine['load_before']:.1f}.\n\n"
+        f"({supervised:,} trained, longest {plan['longest']}), LoRA r{given['lora_r']}, {len(plan['steps'])} steps of "
+        f"{given['batch']}. Load before the runs: {machine['load_before']:.1f}.\n\n"
         f"{make_table(part, result)}\n"
     )
