@@ -6,8 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo pretrain-demo test test-slow check lock translations grid crash faults roofline clean-venv
-.PHONY: demo pretrain-demo test test-slow check lock translations grid crash faults bench clean-venv
+.PHONY: demo pretrain-demo test test-slow check lock translations grid crash faults roofline bench clean-venv
 
 # All but torch has its hash in requirements.lock, and --no-deps keeps anything else out. What builds DeepSpeed goes first. torch and
 # what comes with its build are the machine's own (TORCH says which); the rest of what torch needs is there by then.

@@ -308,7 +308,7 @@ def device_branch(case: Case) -> Iterator[None]:
     kinds = {**device.DEVICE_KINDS, "cpu": replace(device.DEVICE_KINDS["cpu"], fused_adamw=case.device_type != "npu")}
     with (
         patch.object(attention, "has_flash", lambda device: accelerator),
-        patch.object(device, "keep_freed_memory", lambda device_type: None),
+        patch("finetune.training.build_pretrain.keep_freed_memory", lambda device_type: None),
         patch.dict(device.DEVICE_KINDS, kinds),
         patch.object(build, "largest_microbatch", lambda step_batches: None),
         # Lists of tensors are one operator on accelerators, and on a CPU none.

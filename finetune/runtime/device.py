@@ -8,11 +8,9 @@ makes `import torch` itself die, so it is probed in a subprocess first.
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import logging
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -21,7 +19,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from finetune.errors import ConfigError
-from finetune.runtime.host import usable_cores
+from finetune.runtime.host import peak_host_bytes, usable_cores
+from finetune.runtime.peak_flops import peak_flops
 from finetune.runtime.ports import free_port
 
 if TYPE_CHECKING:
@@ -241,36 +240,6 @@ class Capabilities:
     peak_flops: float | None  # dense 16-bit matrix operations per second; None where it is unknown
 
 
-# Dense bfloat16 (float16 on Ascend) operations per second, from the vendors' data sheets; more specific names first.
-# 910B3 and 910B4 are an eighth of their servers' figures (Atlas 800T A2, Atlas 800I A2).
-PEAK_FLOPS = (
-    ("B200", 2.25e15),
-    ("H200", 989e12),
-    ("H100 PCIe", 756e12),
-    ("H100 NVL", 835e12),
-    ("H100", 989e12),
-    ("H800", 989e12),
-    ("H20", 148e12),
-    ("A100", 312e12),
-    ("A800", 312e12),
-    ("L40S", 362e12),
-    ("L4", 121e12),
-    ("A40", 149.7e12),
-    ("A10", 125e12),
-    ("RTX 4090", 165.2e12),
-    ("RTX 3090", 71e12),
-    ("910B3", 313e12),
-    ("910B4", 280e12),
-    ("910A", 256e12),
-)
-
-
-def peak_flops(name: str) -> float | None:
-    """Peak of a device by its name; None for one that is not in the table."""
-    padded = f" {name} ".replace("-", " ").lower()
-    return next((flops for known, flops in PEAK_FLOPS if f"{known.lower()} " in padded), None)
-
-
 def capabilities(device_type: str) -> Capabilities:
     """What this process's device can do."""
     import torch
@@ -353,14 +322,6 @@ def peak_memory_bytes(device: torch.device) -> int | None:
     return peak_host_bytes()
 
 
-def peak_host_bytes() -> int:
-    """High-water mark of this process's resident memory."""
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
 def host_buffer(shape: Sequence[int], device: torch.device) -> torch.Tensor:
     """Float32 host memory for copies of a device's tensors: pinned for CUDA, whose copies then need not be waited for
     one by one.
@@ -426,23 +387,3 @@ def use_fast_matmul(device_type: str) -> None:
 
     if device_type == "cuda":
         torch.set_float32_matmul_precision("high")
-
-
-# Parameters of glibc's mallopt (malloc.h): how many blocks may be mappings of their own; how much free memory at the
-# end of the heap goes back to the system.
-_M_MMAP_MAX, _M_TRIM_THRESHOLD = -4, -1
-
-
-def keep_freed_memory(device_type: str) -> None:
-    """On a CPU: let the C library keep what is freed for the next step. For runs whose microbatches have one shape.
-
-    glibc gives blocks of 32 MiB and more (logits) back at once, and the system clears every page of the next ones at
-    its first touch: a tenth of a step's time. What is kept is used again as it is where all steps ask for the same.
-    Fine-tuning does without: its packed sequences of many lengths tear what is kept into pieces. Measured (LoRA on 4
-    layers of 384, packed rows of 100 to 2,700 tokens; processor time and peak): vocabulary 16k 19.9 s and 1.14 GiB,
-    kept 18.6 s and 1.22; 64k 46.5 s and 1.55 GiB, kept 39.5 s and 2.18. Nothing on other devices and C libraries.
-    """
-    if device_type == "cpu" and platform.libc_ver()[0] == "glibc":
-        library = ctypes.CDLL(None)
-        library.mallopt(_M_MMAP_MAX, 0)
-        library.mallopt(_M_TRIM_THRESHOLD, -1)

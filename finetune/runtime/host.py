@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
+import resource
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,3 +112,29 @@ def _statistic(path: Path, name: str) -> int:
         return next((int(value) for key, value in words if key == name), 0)
     except (OSError, ValueError):
         return 0
+
+
+def peak_host_bytes() -> int:
+    """High-water mark of this process's resident memory."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+# Parameters of glibc's mallopt (malloc.h): how many blocks may be mappings of their own; how much free memory at the
+# end of the heap goes back to the system.
+_M_MMAP_MAX, _M_TRIM_THRESHOLD = -4, -1
+
+
+def keep_freed_memory(device_type: str) -> None:
+    """On a CPU: let the C library keep what is freed for the next step. For runs whose microbatches have one shape.
+
+    glibc gives blocks of 32 MiB and more (logits) back at once, and the system clears every page of the next ones at
+    its first touch: a tenth of a step's time. What is kept is used again as it is where all steps ask for the same.
+    Fine-tuning does without: its packed sequences of many lengths tear what is kept into pieces. Measured (LoRA on 4
+    layers of 384, packed rows of 100 to 2,700 tokens; processor time and peak): vocabulary 16k 19.9 s and 1.14 GiB,
+    kept 18.6 s and 1.22; 64k 46.5 s and 1.55 GiB, kept 39.5 s and 2.18. Nothing on other devices and C libraries.
+    """
+    if device_type == "cpu" and platform.libc_ver()[0] == "glibc":
+        library = ctypes.CDLL(None)
+        library.mallopt(_M_MMAP_MAX, 0)
+        library.mallopt(_M_TRIM_THRESHOLD, -1)

@@ -23,6 +23,7 @@ from finetune.planning.flops import flops_per_token, matrix_parameters
 from finetune.planning.inputs import recomputes
 from finetune.runtime import device as devices
 from finetune.runtime.device import Capabilities, LaunchWorld
+from finetune.runtime.host import keep_freed_memory
 from finetune.training.arguments import training_arguments
 from finetune.training.build import (
     make_context,
@@ -57,7 +58,7 @@ def build_trainer(
     """Build the trainer of a pretraining run; the process group exists."""
     quiet_known_warnings()
     devices.use_fast_matmul(device_type)
-    devices.keep_freed_memory(device_type)
+    keep_freed_memory(device_type)
     able = devices.capabilities(device_type)
     rates = _rates(config, data)
     arguments = training_arguments(

@@ -79,7 +79,7 @@ def build_trainer(
         device_type=device_type,
         compiles=devices.capabilities(device_type).compile,
         dtypes=[DTYPES[dtype], next(model.parameters()).dtype],
-        tokens=config.micro_batch_size * config.cutoff_len,
+        tokens=config.samples_per_microbatch * config.cutoff_len,
     )
     # Before Trainer wraps the model: DeepSpeed copies its float32 masters from these weights (see state.py).
     if start.folder is not None:

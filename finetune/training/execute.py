@@ -8,6 +8,7 @@ from typing import Any
 
 from finetune.errors import ExitCode, FinetuneError
 from finetune.runtime import device as devices
+from finetune.runtime.host import peak_host_bytes
 from finetune.storage.run_folder import RunState
 from finetune.training.executor import StepOutOfMemory, cannot_shrink_error
 from finetune.training.results import RunResult
@@ -59,7 +60,7 @@ def train_and_save(trainer: RunTrainer, session: Session) -> RunResult:
 
 def _peaks(trainer: RunTrainer) -> dict[str, list[int | None]]:
     """The most memory of each rank so far, by rank, on its device and its host. Every rank calls."""
-    mine: tuple[int | None, int | None] = (devices.peak_memory_bytes(trainer.args.device), devices.peak_host_bytes())
+    mine: tuple[int | None, int | None] = (devices.peak_memory_bytes(trainer.args.device), peak_host_bytes())
     of_device, of_host = zip(*trainer.context.control.gather(mine), strict=True)
     return {"peak_device_bytes": list(of_device), "peak_host_bytes": list(of_host)}
 

@@ -370,7 +370,7 @@ def test_no_other_file_names_a_device_module():
 
 PAGE_FAULTS = """
 import resource, torch
-from finetune.runtime.device import keep_freed_memory
+from finetune.runtime.host import keep_freed_memory
 
 def faults(of_pages=16384):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -20,6 +20,7 @@ from finetune.config.resolution import resolve
 from finetune.errors import ConfigError, FinetuneError
 from finetune.pretrain import main, start_processes
 from finetune.runtime import device as devices
+from finetune.runtime.peak_flops import peak_flops
 from finetune.training.prepare_pretrain import prepare_data
 
 # preset: processes, accumulation there and the guides' numbers, written here from the guides.
@@ -85,13 +86,13 @@ def test_its_own_processes_are_started_once_and_with_the_same_words(monkeypatch)
 
 
 def test_peaks_by_name():
-    assert devices.peak_flops("NVIDIA H100 80GB HBM3") == 989e12
-    assert devices.peak_flops("NVIDIA H100 PCIe") == 756e12
-    assert devices.peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
-    assert devices.peak_flops("NVIDIA H200") == 989e12
-    assert devices.peak_flops("NVIDIA H20") == 148e12
-    assert devices.peak_flops("Ascend910B3") == 313e12
-    assert devices.peak_flops("NVIDIA GeForce GT 710") is None
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_flops("NVIDIA H200") == 989e12
+    assert peak_flops("NVIDIA H20") == 148e12
+    assert peak_flops("Ascend910B3") == 313e12
+    assert peak_flops("NVIDIA GeForce GT 710") is None
 
 
 @pytest.mark.parametrize(
