@@ -23,10 +23,12 @@ from finetune.commands.diagnose.log_words import (
     ENDS_TRACEBACK,
     EXCEPTION,
     FAILURE,
+    FENCE,
     FINISHED,
     FORCED_KILL,
     FOREIGN,
     FRAME,
+    HEADING,
     IGNORED,
     LEAVES_BOILERPLATE,
     NOT_A_NUMBER,
@@ -41,6 +43,7 @@ from finetune.commands.diagnose.log_words import (
     STEP,
     STRUCTURE,
     SUMMARY_RANK,
+    TABLE_ROW,
 )
 from finetune.commands.diagnose.symptoms.base import Kind, Symptom
 from finetune.commands.diagnose.symptoms.rules import ENDED_BADLY, EXPLAINED_BY_RUN, UNEXPLAINED, possible
@@ -49,6 +52,7 @@ from finetune.commands.diagnose.symptoms.rules import ENDED_BADLY, EXPLAINED_BY_
 KEPT_LINES = 3
 # A conversation in training data that is not closed is taken to be over after as many lines.
 CHAT_LINES = 60
+HEADED_LINES = 4  # of an example, under its heading
 # Lines, of other processes too, between the last frame of a traceback and what it ends with.
 TRACEBACK_LINES = 60
 
@@ -106,6 +110,7 @@ class _Process:
         self.failed = False  # a failure of this process in this attempt was seen
         self.chained: Evidence | None = None  # an unknown error that the next one is said to come from
         self.chat_until = 0  # the line up to which a conversation is quoted
+        self.fence_until = 0  # and what stands between ``` and ```
 
 
 def scan_log(file: LogFile) -> LogEvidence:
@@ -257,12 +262,18 @@ def _add_error_detail(process: _Process, text: str) -> None:
 
 def _is_data(process: _Process, line: LogLine) -> bool:
     """Whether the line quotes training data or generated text rather than reporting anything."""
-    within = line.number <= process.chat_until
+    within = line.number <= max(process.chat_until, process.fence_until)
+    if FENCE.match(line.text):
+        process.fence_until = 0 if line.number <= process.fence_until else line.number + CHAT_LINES
+        return True
+    if HEADING.match(line.text):
+        process.chat_until = max(process.chat_until, line.number + HEADED_LINES)
+        return True
     if CHAT_ENDS.search(line.text):
         process.chat_until = 0
     if (begins := list(CHAT_BEGINS.finditer(line.text))) and not CHAT_ENDS.search(line.text, begins[-1].end()):
         process.chat_until = line.number + CHAT_LINES
-    return within or bool(begins) or DATA.search(line.text) is not None
+    return within or bool(begins) or bool(TABLE_ROW.match(line.text) or DATA.search(line.text))
 
 
 def _relevant_part(process: _Process, line: LogLine) -> str:

@@ -29,8 +29,8 @@ LEAVES_BOILERPLATE = re.compile(
 QUIET_LEVEL = re.compile(
     r"^\[?[IWD]\d{3,4} \d\d:\d\d:|\[(?:INFO|DEBUG|WARNING|SUCCESS|NOTICE|TRACE)\]|\bNCCL INFO\b"
     r"|[ |](?:INFO|WARNING|DEBUG) *(?:-|\|)|^(?:INFO|WARNING|DEBUG)[: ]|\b\w*Warning: |(?i:\bwarning: )|\[warn\]"
-    r"|retry loop|will retry|[Rr]etrying\b|[Cc]onsider installing|[Ff]alling back to|pip's dependency resolver"
-    r"|but you have \S+ "
+    r"|\[notice\]|retry loop|will retry|[Rr]etrying\b|[Cc]onsider installing|[Ff]alling back to"
+    r"|pip's dependency resolver|but you have \S+ "
     r"|^(?:\$|\++) (?=[\w./-])"  # a command that a shell repeats
 )
 EXCEPTION = re.compile(
@@ -70,11 +70,21 @@ FORCED_KILL = re.compile(r"process (?P<pid>\d+) via \S+, forcefully exiting via 
 # Training data, prompts and generated text speak of anything.
 CHAT_BEGINS = re.compile(r"<\|(?:im_start|start_header_id|user|system)\|>|\[INST\]|<start_of_turn>")
 CHAT_ENDS = re.compile(r"<\|(?:im_end|eot_id|endoftext|end)\|>|\[/INST\]|<end_of_turn>|</s>")
+# ``` around a piece of text, a row of a table, and a heading over the lines of an example.
+FENCE = re.compile(r"^\W{0,3}(?:```|~~~)[\w+-]*\s*$")
+TABLE_ROW = re.compile(r"^\|(?:[^|]*\|){2,}\s*$")
+HEADING = re.compile(
+    r"^(?:#{1,4} ?(?:instruction|input|output|response|question|answer|prompt|completion)\b.{0,3}"
+    r"|(?:output|response|answer|prompt|completion|prediction|generation)s?:)\s*$",
+    re.IGNORECASE,
+)
 DATA = re.compile(
     # `[sample 0] answer: ...`, `3/8 | prompt: ...`
-    r"^\W*(?:(?:(?:sample|example|case|query|item|row|generation|test)\W{0,2}\d+|\d+(?:/\d+)?)\W{1,4})?(?:instruction|input|output|prompt|completion|response|question|answer|content|text|messages|conversations?"
-    r"|generated(?: text)?|generation|prediction|reference|target|sample|example|user|assistant|human)"
-    r"(?: ?#?\d+)?[\"']? ?[:=|].*\w|[\"'](?:role|messages|conversations|instruction)[\"']: ",
+    r"^\W*(?:(?:(?:sample|example|case|query|item|row|generation|test)\W{0,2}\d+|\d+(?:/\d+)?)\W{1,4})?"
+    r"(?:instruction|input|output|prompt|completion|response|question|answer|content|text|messages|conversations?"
+    r"|generated(?: text)?|generation|prediction|reference|target|sample|example|user|assistant|human"
+    r"|提示词?|回答|参考|问题|答案|指令|输入|输出|样本|用户|助手|预测)"
+    r"(?: ?#?\d+)?[\"']? ?[:=|：].*\w|[\"'](?:role|messages|conversations|instruction)[\"']: ",
     re.IGNORECASE,
 )
 # A log without any of these is another program's: what its lines say of disks and connections is not about a run.
@@ -106,6 +116,6 @@ SERVICE = re.compile(
 # What tells how to read other lines.
 STRUCTURE = (
     *(FRAME, BOILERPLATE, FINISHED, ENDED_WELL, RESTART, SUMMARY_RANK, IGNORED, DIAGNOSIS_TITLE),
-    *(FORCED_KILL, CHAINED, CHAT_BEGINS, CHAT_ENDS, ENDS_TRACEBACK),
+    *(FORCED_KILL, CHAINED, CHAT_BEGINS, CHAT_ENDS, ENDS_TRACEBACK, FENCE, HEADING),
     re.compile(f"TraceBack|^{OWN_WHERE}|^{OWN_FIX}"),
 )
