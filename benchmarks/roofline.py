@@ -11,8 +11,7 @@ blocks and of four; the whole model's figures follow from the two linearly, unle
 longest of its operations at the rate of products, its bytes at the rate of memory, and the least time of a kernel;
 kernels run one after another, the host keeps ahead, and nothing overlaps the network. `fused` is the same trace with
 neighbours that are no products and no attention fused perfectly: what a compiler can reach at best. Collectives are
-not traced: what is sent, gathered and reduced, and ZeRO-3's state and update, are those of finetune/planning
-(traffic.py, state.py).
+not traced: what is sent, gathered and reduced, and ZeRO-3's state and update, are finetune/planning's.
 """
 
 from __future__ import annotations

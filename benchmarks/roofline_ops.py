@@ -6,22 +6,20 @@ input of a norm, gate and up; of a rotation only the tables.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
 
 
-def can_fuse() -> bool:
-    """Whether this version of the package takes fused layers."""
-    return importlib.util.find_spec("finetune.modeling.layers") is not None
-
-
 def use_stand_ins(model: torch.nn.Module) -> None:
     """Let a model compute norms, rotations and gates by the stand-ins."""
-    from finetune.modeling import layers  # type: ignore[attr-defined]
+    from torch.utils._python_dispatch import _disable_current_modes
 
-    layers.use_fused_layers(model, layers.FusedOps("roofline", rms_norm, rotary, swiglu))
+    from finetune.modeling import layers
+
+    with _disable_current_modes():  # modules are told by what they compute
+        found = layers.find_fusable(model)
+    layers.use_fused_layers(model, layers.FusedOps("roofline", rms_norm, rotary, swiglu), found)
 
 
 @torch.library.custom_op("roofline::rms_norm", mutates_args={})
@@ -62,16 +60,16 @@ def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
     return first, second
 
 
-def _keep(context: Any, inputs: Any, output: Any) -> None:
-    context.save_for_backward(*(value for value in inputs if isinstance(value, torch.Tensor)))
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*(value for value in inputs if isinstance(value, torch.Tensor)))
 
 
 def _norm_backward(context: Any, grad: torch.Tensor) -> Any:
     return (*rms_norm_backward(grad, *context.saved_tensors), None)
 
 
-def _keep_tables(context: Any, inputs: Any, output: Any) -> None:
-    context.save_for_backward(*inputs[2:])
+def _keep_tables(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs[2:])
 
 
 def _rotate_backward(context: Any, grads: Any) -> Any:

@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from roofline_ops import can_fuse, use_stand_ins
+from roofline_ops import use_stand_ins
 from roofline_trace import Crossings, Recorder, Segment
 
 from finetune.config.kinds import run_kind
@@ -221,7 +221,7 @@ def trace(case: Case, layers: int) -> Trace:
 def build(case: Case, config: BaseConfig, layers: int) -> Any:
     """The product's trainer of a run, on the tensors of the mode that is active."""
     made = _pretrainer(case, config, layers) if case.pretraining else _fine_tuner(case, config, layers)
-    if can_fuse() and case.device_type != "cpu" and getattr(config, "fused_layers", "off") != "off":
+    if case.device_type != "cpu" and getattr(config, "fused_layers", "off") != "off":
         use_stand_ins(made.model)
     return made
 
@@ -242,10 +242,9 @@ def _fine_tuner(case: Case, config: Any, layers: int) -> Any:
     from finetune.training.prepare_sft import Prepared
     from finetune.training.resume import Resume
 
-    def load_model(config: Any, *, device_type: str, dtype: str, model_dtype: torch.dtype, zero3: bool) -> Any:
+    def load_model(config: Any, *, model_dtype: torch.dtype, zero3: bool) -> Any:
         shape = model_config(case, layers)
-        # Not of an NPU: its function would need torch_npu; ours, one operator over document bounds, stands for it.
-        attention = choose_attention(shape, "cuda", torch.bfloat16, config.cutoff_len)
+        attention = choose_attention(shape)
         model_dtype = torch.bfloat16 if case.zero3 else model_dtype
         model = AutoModelForCausalLM.from_config(shape, dtype=model_dtype, attn_implementation=attention)
         let_choose_logits(model)
