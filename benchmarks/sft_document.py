@@ -16,14 +16,16 @@ HEAD = """# Fine-tuning beside TRL and LLaMA-Factory
 Written by `make bench` (`benchmarks/sft.py`); do not edit.
 
 ```bash
-make bench                     # ends within 9 minutes; called again it goes on, until each contender ran three times
-make bench PART=fp32           # fp32, bf16 or vocab alone; the parts come together in this page
-make bench BENCH="--fresh"     # forget what was measured
+make bench PART=fp32               # fp32, bf16 or vocab: a round of all its contenders, within 9 minutes
+make bench                         # all parts; ends within 9 minutes, and goes on when called again, to three rounds
+make bench BENCH="--minutes 60"    # all of it at once
+make bench BENCH="--fresh"         # forget what was measured
 ```
 
-On two quiet cores a round of all contenders takes about 5 minutes (fp32), 4 (bf16) and 4 (vocab) [estimate]. Peers live
-in virtual environments of their own, `build/bench-venv/trl` and `build/bench-venv/llamafactory`, which `make bench`
-makes from `benchmarks/sft_requirements_*.txt` with the torch of `constraints.txt`.
+On two quiet cores a round takes about 6 minutes (fp32), 5 (bf16) and 5 (vocab) [estimate], most of it TRL's and
+LLaMA-Factory's padded forms and imports. The parts that are there come together in this page. Peers live in virtual
+environments of their own, `build/bench-venv/trl` and `build/bench-venv/llamafactory`, which `make bench` makes from
+`benchmarks/sft_requirements_*.txt` with the torch of `constraints.txt`.
 
 """
 TAIL = """
