@@ -271,7 +271,7 @@ def main() -> int:
     parser.add_argument("--documents", type=int, default=4, help="of a row, of one length")
     parser.add_argument("--supervised", type=float, default=1.0, help="share of the tokens that are targets")
     parser.add_argument("--rows", type=int, default=4, help="microbatches of a step on one device")
-    parser.add_argument("--zero3", action="store_true", help="weights are partitioned")
+    parser.add_argument("--partitioned", action="store_true", help="weights too: ZeRO-3")
     parser.add_argument("--processes", type=int, default=1, help="devices of the run; more than 8 in several machines")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the run (YAML)")
     parser.add_argument("--device", choices=list(DEVICES), default="H100")
@@ -314,7 +314,7 @@ def chosen(options: argparse.Namespace) -> list[tuple[Any, int]]:
         options.tokens,
         options.documents,
         options.supervised,
-        zero3=options.zero3,
+        zero3=options.partitioned,
         device_type=device_type,
         settings=settings,
         processes=options.processes,
