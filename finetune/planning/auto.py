@@ -8,13 +8,13 @@ execute the same global batches. Pure: ranks that give the same numbers choose t
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil
 from typing import Any
 
-from finetune.config.run_config import BaseConfig, RunConfig
+from finetune.config.run_config import BaseConfig
 from finetune.planning.inputs import workload_of
 from finetune.planning.memory import fits, memory_of
 from finetune.planning.shapes import ModelShape
@@ -109,6 +109,7 @@ def choose_execution(
     *,
     step_tokens: float | None = None,
     out_of_memory: bool = False,
+    workload: Callable[[Any, ModelShape, Cluster], Workload] = workload_of,
 ) -> Chosen:
     """Put a value wherever the configuration says auto.
 
@@ -117,13 +118,14 @@ def choose_execution(
         step_tokens: of a global batch, over all devices; None: all samples are of the longest there may be.
         out_of_memory: the last start ran out of memory: what spares most is taken. The size of microbatches is then
             bounded by what was noted (training/build.py, make_execution).
+        workload: of the kind of run, where it is at hand.
     """
     choices = open_settings(config)
     if not choices:
         return Chosen(config, {}, "", None)
     if out_of_memory:
         choices = {name: few if name == "micro_batch_size" else few[:1] for name, few in choices.items()}
-    ways = list(_ways(config, shape, cluster, choices, step_tokens or config.tokens_per_step))
+    ways = list(_ways(config, shape, cluster, choices, step_tokens or config.tokens_per_step, workload))
     if all(way.fits is None for way in ways):
         return most_sparing(config, cluster.device_type)
     fitting = [way for way in ways if way.fits]
@@ -144,28 +146,28 @@ def _ways(
     cluster: Cluster,
     choices: Mapping[str, tuple[Any, ...]],
     step_tokens: float,
+    workload: Callable[[Any, ModelShape, Cluster], Workload],
 ) -> Iterator[_Way]:
     for combination in product(*choices.values()):
         values = dict(zip(choices, combination, strict=True))
         made = with_values(config, values)
-        work = workload_of(made, shape, cluster)
-        if isinstance(made, RunConfig):
-            if "micro_batch_size" in values and not _useful(made, work, step_tokens):
-                continue
+        work = workload(made, shape, cluster)
+        if "micro_batch_size" in values and not _useful(made, work, values["micro_batch_size"], step_tokens):
+            continue
+        if hasattr(made, "micro_batch_size"):
             work = replace(work, microbatches=max(1, ceil(step_tokens / (work.processes * work.microbatch_tokens))))
         memory = memory_of(work)
         need = memory.node() if cluster.device_type == "cpu" else memory.device()
         yield _Way(values, made, need, _seconds(work, cluster, step_tokens), fits(memory, cluster))
 
 
-def _useful(config: RunConfig, work: Workload, step_tokens: float) -> bool:
+def _useful(config: BaseConfig, work: Workload, size: int, step_tokens: float) -> bool:
     """Whether a microbatch of this size is one that the rule of the batch allows and that a step can fill."""
-    size = config.micro_batch_size
     if size == 1:
         return True
-    assert isinstance(size, int)
     filled = work.microbatch_tokens * work.processes <= max(step_tokens, work.longest * work.processes)
-    return config.global_batch_size % size == 0 and filled and work.microbatch_tokens <= MOST_MICROBATCH_TOKENS
+    divides = config.tokens_per_step // work.longest % size == 0
+    return divides and filled and work.microbatch_tokens <= MOST_MICROBATCH_TOKENS
 
 
 def _seconds(work: Workload, cluster: Cluster, step_tokens: float) -> float:

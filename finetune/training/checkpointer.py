@@ -183,7 +183,7 @@ class Checkpointer:
                 self._behind = False
                 logger.warning(
                     "training waits for its checkpoints: the host has no memory for a copy of the state (%s here, %s "
-                    "free); --no-async-save says so from the start",
+                    "free); --async-save false says so from the start",
                     durable_files.format_bytes(needed),
                     durable_files.format_bytes(max(0, int(free))),
                 )

@@ -166,11 +166,12 @@ def _choose_execution(
         host_memory_bytes=min(of_hosts),
         peak_flops=devices.capabilities(device_type).peak_flops,
     )
-    tokens = float(data.train.lengths.mean()) * data.batches.global_batch_size
+    samples = getattr(data, "train", None)  # where a kind names them so, their lengths are known
+    tokens = None if samples is None else float(samples.lengths.mean()) * data.batches.global_batch_size
     noted = read_out_of_memory(session.output_dir) is not None
     try:
-        shape = kind.load(kind.shape)(config)
-        chosen = choose_execution(config, shape, cluster, step_tokens=tokens, out_of_memory=noted)
+        shape, workload = kind.load(kind.shape)(config), kind.load(kind.workload)
+        chosen = choose_execution(config, shape, cluster, step_tokens=tokens, out_of_memory=noted, workload=workload)
     except ConfigError as error:  # a model whose sizes the planner cannot read
         logger.info("no plan can be made of this model: %s", error.what)
         chosen = most_sparing(config, device_type)

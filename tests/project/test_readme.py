@@ -31,7 +31,7 @@ LINES = shell_lines(ENGLISH)
 LAUNCHER_FLAGS = {"--standalone", "--nproc_per_node", "--nnodes", "--node_rank", "--master_addr", "--master_port"}
 LAUNCHER_FLAGS |= {"--max-restarts", "--local-rank", "--config_file", "--multi_gpu", "--num_processes", "--signal"}
 # Of docker, kubectl, sacct, pip and hf, in the remedies of diagnose; of nanochat
-LAUNCHER_FLAGS |= {"--format", "--shm-size", "--ipc", "--gpus", "--gpus-per-node", "--local-dir"}
+LAUNCHER_FLAGS |= {"--format", "--shm-size", "--ipc", "--gpus", "--gpus-per-node", "--local-dir", "--build-arg"}
 LAUNCHER_FLAGS |= {"--no-build-isolation", "--window-pattern"}
 LAUNCHER_FLAGS |= {"--machine_rank", "--main_process_ip", "--main_process_port", "--use_deepspeed", "--flag"}
 

@@ -211,6 +211,7 @@ def _module() -> types.ModuleType:
     npu._is_in_bad_fork = lambda: False
     npu.manual_seed = npu.manual_seed_all = lambda seed: None
     npu.empty_cache = npu.synchronize = npu.reset_peak_memory_stats = lambda *_: None
+    npu.mem_get_info = lambda device=None: (48 * 2**30, 64 * 2**30)
     npu.memory_allocated = npu.max_memory_allocated = npu.memory_reserved = npu.max_memory_reserved = lambda *_: 0
     npu.get_rng_state = lambda *_: torch.get_rng_state()
     npu.set_rng_state = lambda state, *_: None
