@@ -259,12 +259,21 @@ def _fine_tuner(case: Case, config: Any, layers: int) -> Any:
         if case.zero3:  # as under DeepSpeed: one dtype, and no autocast
             replaced["add_adapter"] = lambda model, config, one_dtype: adapt(model, config, one_dtype=True)
             replaced["training_arguments"] = lambda config, **rest: arguments(config, **{**rest, "dtype": "float32"})
+            replaced["fuse_lora"] = _fuse_partitioned
         for name, value in replaced.items():
             stack.enter_context(patch.object(build_sft, name, value))
         session = _session(config.output_dir)
         return build_sft.build_trainer(
             config, ONE, data, Resume(None, 0), session, device_type="cpu", dtype=dtype_of(config)
         )
+
+
+def _fuse_partitioned(model: Any) -> int:
+    """`fuse_lora` of weights that look like ZeRO-3's, which it leaves to the hooks of their own modules."""
+    from finetune.modeling.lora import fuse_lora
+
+    with patch.object(torch.Tensor, "ds_id", 0, create=True):
+        return fuse_lora(model)
 
 
 def _pretrainer(case: Case, config: Any, layers: int) -> Any:
@@ -295,7 +304,7 @@ def _pretrainer(case: Case, config: Any, layers: int) -> Any:
 @contextlib.contextmanager
 def device_branch(case: Case) -> Iterator[None]:
     """What an accelerator has and a CPU has not."""
-    from finetune.modeling import attention
+    from finetune.modeling import attention, loss
     from finetune.runtime import device
     from finetune.training import build
     from finetune.training.session import _forget_accelerate
@@ -304,9 +313,15 @@ def device_branch(case: Case) -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.ERROR)
     accelerator = case.device_type != "cpu"
+    chunk = loss.LOGITS_PER_CHUNK_ON_CPU
+    if accelerator:
+        full = case.pretraining or case.settings.get("finetuning") == "full"
+        chunk = loss.LOGITS_PER_CHUNK * (loss.TRAINED_HEAD_CHUNKS if full else 1)
     kinds = {**device.DEVICE_KINDS, "cpu": replace(device.DEVICE_KINDS["cpu"], fused_adamw=case.device_type != "npu")}
     with (
         patch.object(attention, "has_flash", lambda device: accelerator),
+        patch.object(attention, "computes_on_cpu", lambda device: not accelerator),
+        patch.object(loss, "LOGITS_PER_CHUNK_ON_CPU", chunk),
         patch("finetune.training.build_pretrain.keep_freed_memory", lambda device_type: None),
         patch.dict(device.DEVICE_KINDS, kinds),
         patch.object(build, "largest_microbatch", lambda step_batches: None),

@@ -143,6 +143,11 @@ def has_flash(device: torch.device) -> bool:
     return device.type == "cuda" and capabilities(device.type).flash
 
 
+def computes_on_cpu(device: torch.device) -> bool:
+    """Whether a CPU's way is taken, see `_causal`; a function of its own for traces, whose device is none."""
+    return device.type == "cpu"
+
+
 def _causal(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -155,7 +160,7 @@ def _causal(
     mask = None
     if sliding_window is not None and query.shape[2] > sliding_window:
         mask = _seen(query, sliding_window)
-    dtype, on_cpu = query.dtype, query.device.type == "cpu"
+    dtype, on_cpu = query.dtype, computes_on_cpu(query.device)
     if on_cpu and torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
     if on_cpu and dtype in HALF:

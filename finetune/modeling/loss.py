@@ -124,7 +124,9 @@ def _scored(
     if softcap is not None:
         logits = squash(logits, softcap)
     slope = None if softcap is None or not learning else 1 - (logits / softcap).square()
-    likelihoods = log_softmax(logits, dim=-1, dtype=precise)
+    # Not by log_softmax's dtype: it would keep the logits beside the float32 copy that it makes of them.
+    logits = logits.to(precise)
+    likelihoods = log_softmax(logits, dim=-1)
     del logits
     places = targets[:, None]
     at_targets = likelihoods.gather(1, places)

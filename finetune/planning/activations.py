@@ -36,6 +36,10 @@ class Computing:
         checkpointing: blocks are recomputed in the backward pass.
         compiled: the step is compiled, head and loss included.
         flash: attention runs over all documents at once, so that its output is not copied together.
+        partitioned: weights are gathered module by module (ZeRO-3).
+        fused_lora: base product and adapter are one function where weights are whole (modeling/lora.py).
+        fused_layers: norms with a scale, rotation and SwiGLU are one function each (modeling/layers.py).
+        float32_attention: attention casts queries, keys and values up (a CPU in 16 bits, modeling/attention.py).
     """
 
     element_bytes: int
@@ -47,6 +51,10 @@ class Computing:
     checkpointing: bool = False
     compiled: bool = False
     flash: bool = False
+    partitioned: bool = False
+    fused_lora: bool = False
+    fused_layers: bool = False
+    float32_attention: bool = False
 
     @property
     def full(self) -> bool:
@@ -59,9 +67,14 @@ class Computing:
         return self.weight_bytes > self.element_bytes
 
     @property
+    def adds_adapters(self) -> bool:
+        """Adapters are added by the base's own products, and layers of one input keep it once."""
+        return bool(self.adapted) and self.fused_lora and not self.partitioned
+
+    @property
     def casts_adapters(self) -> bool:
         """peft casts the input of each adapter to its dtype, and autocast the result to its own, which is kept."""
-        return bool(self.adapted) and self.adapter_bytes > self.element_bytes
+        return bool(self.adapted) and self.adapter_bytes > self.element_bytes and not self.adds_adapters
 
     @property
     def residual_bytes(self) -> int:
@@ -77,19 +90,36 @@ def block_bytes_per_token(block: Block, how: Computing) -> int:
         # norm; it computes again what is element by element (torch/_functorch/partitioners.py). Not measured.
         products = sum(part.made + part.routed + part.inner * part.attention for part in block.parts)
         return 2 * how.residual_bytes * hidden + size * products
-    kept = block.norms * 4 * hidden + 4 * block.normed  # RMSNorm computes in float32, and keeps what it got
-    if how.full and block.scaled:  # what is multiplied by the trained scale
-        kept += block.norms * how.residual_bytes * hidden + size * block.normed
+    kept = _norms_keep(block, how)
     for part in block.parts:
-        # Of an MLP gate, silu(gate) and up, or the activation; of attention q, k, v and its output.
-        inner = part.made >= 2 * part.inner
-        if part.attention:
-            # The documents of a microbatch are joined into a copy, which o_proj keeps; flash attention's output is
-            # what it keeps, unless it is cast for an adapter.
-            inner = not (how.flash and not how.casts_adapters and _keeps_its_input(part.writer, how))
-        kept += size * (part.made + part.routed + part.inner * inner)
-        kept += _linear_inputs(part, how)
+        kept += _part_makes(part, how) + _linear_inputs(part, how)
     return kept
+
+
+def _norms_keep(block: Block, how: Computing) -> int:
+    """Bytes per token of the norms' inputs."""
+    stream, normed = block.norms * block.hidden, block.normed
+    if how.fused_layers and block.scaled:  # as they came, or widened to the scale's dtype
+        return how.residual_bytes * stream + max(how.element_bytes, how.weight_bytes) * normed
+    kept = 4 * (stream + normed)  # RMSNorm computes in float32, and keeps what it got
+    if how.full and block.scaled:  # what is multiplied by the trained scale
+        kept += how.residual_bytes * stream + how.element_bytes * normed
+    return kept
+
+
+def _part_makes(part: Part, how: Computing) -> int:
+    """Bytes per token of what matrices made and of what is made of it; without the inputs of matrices."""
+    if part.attention and how.float32_attention:
+        return 4 * (part.made + part.inner)  # q, k, v and the output; their 16-bit originals are dropped
+    # Of an MLP gate, silu(gate) and up, or the activation; of attention q, k, v and its output.
+    inner = part.made >= 2 * part.inner
+    if part.attention:
+        # The documents of a microbatch are joined into a copy, which o_proj keeps; flash attention's output is
+        # what it keeps, unless it is cast for an adapter.
+        inner = not (how.flash and not how.casts_adapters and _keeps_its_input(part.writer, how))
+    elif how.fused_layers and part.is_swiglu:
+        inner = False  # silu(gate) is computed again
+    return how.element_bytes * (part.made + part.routed + part.inner * inner)
 
 
 def _keeps_its_input(matrix: Matrix | None, how: Computing) -> bool:
@@ -103,6 +133,9 @@ def _linear_inputs(part: Part, how: Computing) -> int:
         # Autocast casts the input of each layer anew; without it the layers after one norm share theirs.
         return size * sum(part.inputs(shared=not how.autocast))
     low_rank = size * how.adapter_rank * len(part.inputs(how.adapted))
+    if how.adds_adapters:  # dropped inputs are made again from their masks
+        masks = sum(part.inputs(how.adapted)) if how.dropout else 0
+        return low_rank + masks + size * sum(part.inputs(how.adapted, shared=True))
     if how.dropout:
         # Each adapter has its own dropped input, and a mask of a byte.
         return low_rank + (size + 1) * sum(part.inputs(how.adapted))

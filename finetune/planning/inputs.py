@@ -119,6 +119,8 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
     engine, lora = bool(config.deepspeed), config.finetuning == "lora"
     adapted = shape.adapted(config.lora_target_modules) if lora else frozenset()
     adapter = sum(shape.lora_tensors(config.lora_r, adapted))
+    sharding = sharding_of(config.deepspeed, shape, config.lora_r if lora else 0)
+    accelerator = cluster.device_type in ("cuda", "npu")
     tokens = config.samples_per_microbatch * config.cutoff_len
     return Workload(
         shape=shape,
@@ -130,9 +132,13 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
             adapter_bytes=(size if engine else 4) if lora else 0,
             dropout=lora and config.lora_dropout > 0,
             checkpointing=recomputes(config, cluster.device_type),
-            flash=cluster.device_type in ("cuda", "npu"),
+            flash=accelerator,
+            partitioned=sharding.engine and sharding.stage == 3,
+            fused_lora=lora and config.fused_lora,
+            fused_layers=accelerator and config.fused_layers != "off",
+            float32_attention=cluster.device_type == "cpu" and size == 2,
         ),
-        sharding=sharding_of(config.deepspeed, shape, config.lora_r if lora else 0),
+        sharding=sharding,
         trained=adapter or shape.total,
         adapter=adapter,
         processes=cluster.devices,
@@ -165,6 +171,9 @@ def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Clu
             checkpointing=recomputes(config, cluster.device_type),
             compiled=compiled,
             flash=True,  # a window is one document
+            # Compiled steps are fused as a whole (training/build_pretrain.py).
+            fused_layers=cluster.device_type in ("cuda", "npu") and config.fused_layers != "off" and not compiled,
+            float32_attention=cluster.device_type == "cpu" and size == 2,
         ),
         sharding=Sharding(),
         trained=shape.total,
@@ -234,6 +243,7 @@ def with_sharding(work: Workload, sharding: Sharding) -> Workload:
         how,
         weight_bytes=size if lora or sharding.engine else 4,
         adapter_bytes=(size if sharding.engine else 4) if lora else 0,
+        partitioned=sharding.engine and sharding.stage == 3,
     )
     return replace(work, sharding=sharding, computing=computing)
 

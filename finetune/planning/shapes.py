@@ -80,6 +80,11 @@ class Part:
         """Numbers that experts write, before they are weighted and added up."""
         return self.writer.outputs * self.writer.active if self.writer and self.writer.experts > 1 else 0
 
+    @cached_property
+    def is_swiglu(self) -> bool:
+        """By its names, as in modeling/layers.py; which activation it has is not looked at."""
+        return sorted(matrix.name for matrix in self.matrices if matrix.linear) == ["down_proj", "gate_proj", "up_proj"]
+
     def inputs(self, adapted: frozenset[str] | None = None, *, shared: bool = False) -> list[int]:
         """Widths of the inputs of the matrices (with an adapter).
 
