@@ -9,6 +9,7 @@ Read off the modelling code of transformers 5.23 (models/*/modeling_*.py, integr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from finetune.planning.shapes import Block, Matrix, ModelShape, Part
 
@@ -176,17 +177,20 @@ def moments(shape: ModelShape, how: Computing, tokens: int, targets: int, longes
         return [Moment("compiled", kept + block, working, logits, _casts(shape, how, shape.embedding))]
     # A checkpointed block's casts go with its forward pass, and are made again with it.
     whole = 0 if how.checkpointing else _casts(shape, how, 0)
-    # The head's input at the targets, and the gradient by it, which the forward pass makes.
-    hidden = 2 * how.element_bytes * targets * shape.hidden
-    summed, of_chunk, given, tied = 0, 0, [], 0
+    # The last norm's output, what the head reads of it, and the gradient by that, which the forward pass makes.
+    hidden = shape.hidden * (how.residual_bytes * (tokens + targets) + how.element_bytes * targets)
+    summed, tied, given = 0, 0, []
     if how.full:
-        # The gradient of the head's weight: its float32 sum over chunks, and that of one; at the end in its own dtype.
-        summed, of_chunk = 4 * shape.embedding, how.element_bytes * shape.embedding
+        # The gradient of the head's weight: its float32 sum over chunks, and the product of one, of which only the
+        # gradient by its logits is left then; at the end in the weight's own dtype.
+        summed = 4 * shape.embedding
+        of_chunk = how.element_bytes * (shape.embedding + _chunk_of_logits(shape, how, targets))
+        logits = max(logits, of_chunk)
         # Autograd adds head and embedding up before it gives the weight its gradient.
         tied = how.weight_bytes * shape.embedding * shape.tied
         given = [Moment("embedding", 0, 3 * tied or how.weight_bytes * shape.embedding)]
     return [
-        Moment("forward", kept, hidden + summed + of_chunk, logits, _casts(shape, how, shape.embedding)),
+        Moment("forward", kept, hidden + summed, logits, _casts(shape, how, shape.embedding)),
         Moment("head", kept, hidden + summed + how.weight_bytes * shape.embedding * how.full, 0, whole),
         Moment("block", kept + block, working + tied, 0, whole or _casts(shape, how, 0) // shape.layers),
         *given,
@@ -200,11 +204,14 @@ def _casts(shape: ModelShape, how: Computing, others: int) -> int:
 
 def activation_bytes(shape: ModelShape, how: Computing, tokens: int) -> tuple[int, int]:
     """Bytes that are kept of a microbatch at the turn from forward to backward; and of the block recomputed then."""
-    ends = (4 + how.residual_bytes * (1 + how.full)) * shape.hidden  # embedding's output and the last norm
+    # Embedding's output and the last norm; of that one function keeps its input alone.
+    fused = how.fused_layers and any(block.scaled for block, _count in shape.blocks)
+    ends = (how.residual_bytes if fused else 4 + how.residual_bytes * (1 + how.full)) * shape.hidden
     blocks = [(block_bytes_per_token(block, how), count) for block, count in shape.blocks]
     if how.checkpointing:
-        # Each block keeps its input; the one being recomputed keeps everything.
-        return tokens * (shape.layers * how.residual_bytes * shape.hidden + ends), tokens * max(blocks)[0]
+        # Each block keeps its input; the one being recomputed keeps everything, which is by one function the input too.
+        stream = how.residual_bytes * shape.hidden
+        return tokens * (shape.layers * stream + ends), tokens * (max(blocks)[0] - stream * fused)
     return tokens * (sum(bytes_ * count for bytes_, count in blocks) + ends), 0
 
 
@@ -229,7 +236,11 @@ def loss_bytes(shape: ModelShape, how: Computing, targets: int) -> int:
     """Bytes of logits and of what the loss makes of them, for one chunk of targets."""
     if how.compiled:
         return COMPILED_BYTES_PER_LOGIT * targets * shape.vocabulary
-    chunk = LOGITS_PER_CHUNK * (TRAINED_HEAD_CHUNKS if how.full else 1)
-    at_once = min(targets, max(1, chunk // shape.vocabulary))
     each = LOSS_BYTES_PER_LOGIT + SOFTCAP_BYTES_PER_LOGIT * shape.softcapped_logits
-    return each * at_once * shape.vocabulary
+    return each * _chunk_of_logits(shape, how, targets)
+
+
+def _chunk_of_logits(shape: ModelShape, how: Computing, targets: int) -> int:
+    """Numbers of one chunk of logits; all chunks have one size."""
+    most = max(1, LOGITS_PER_CHUNK * (TRAINED_HEAD_CHUNKS if how.full else 1) // shape.vocabulary)
+    return ceil(targets / max(1, ceil(targets / most))) * shape.vocabulary
