@@ -242,5 +242,14 @@ def loss_bytes(shape: ModelShape, how: Computing, targets: int) -> int:
 
 def _chunk_of_logits(shape: ModelShape, how: Computing, targets: int) -> int:
     """Numbers of one chunk of logits; all chunks have one size."""
-    most = max(1, LOGITS_PER_CHUNK * (TRAINED_HEAD_CHUNKS if how.full else 1) // shape.vocabulary)
-    return ceil(targets / max(1, ceil(targets / most))) * shape.vocabulary
+    return ceil(targets / max(1, ceil(targets / _targets_at_once(shape, how)))) * shape.vocabulary
+
+
+def _targets_at_once(shape: ModelShape, how: Computing) -> int:
+    return max(1, LOGITS_PER_CHUNK * (TRAINED_HEAD_CHUNKS if how.full else 1) // shape.vocabulary)
+
+
+def most_targets_of_whole_chunks(shape: ModelShape, how: Computing, targets: int) -> int:
+    """Of at most so many targets those whose chunks are largest: one more, and all chunks are smaller."""
+    most = _targets_at_once(shape, how)
+    return targets // most * most or targets

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from finetune.planning.activations import Moment, moments
+from finetune.planning.activations import Moment, moments, most_targets_of_whole_chunks
 from finetune.planning.state import state_terms
 from finetune.planning.workload import PHASES, STEP, TRAINING, Cluster, Location, Phase, Term, Workload
 
@@ -90,7 +90,9 @@ def _microbatch(work: Workload) -> list[Term]:
     def need(moment: Moment) -> int:
         return moment.bytes
 
-    most = max(moments(shape, how, tokens, work.targets, work.longest), key=need)
+    # Microbatches have up to so many targets.
+    counts = (work.targets, most_targets_of_whole_chunks(shape, how, work.targets))
+    most = max((m for count in counts for m in moments(shape, how, tokens, count, work.longest)), key=need)
     kept = "blocks' inputs" if how.checkpointing else "layers x a block's kept tensors"
     kept += " + one block's kept tensors" if how.checkpointing and most.name == "block" else ""
     logits = "logits of all targets x 6 B" if how.compiled else "logits of one chunk of targets x 8 B"

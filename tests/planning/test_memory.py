@@ -10,8 +10,15 @@ from hypothesis import strategies as st
 from plan_workloads import SMALL, known_shape, of_kind, workload
 
 from finetune.config.resolution import resolve_object
-from finetune.planning.activations import Computing, block_bytes_per_token, loss_bytes
-from finetune.planning.inputs import workload_of
+from finetune.planning.activations import (
+    LOGITS_PER_CHUNK,
+    LOSS_BYTES_PER_LOGIT,
+    TRAINED_HEAD_CHUNKS,
+    Computing,
+    block_bytes_per_token,
+    loss_bytes,
+)
+from finetune.planning.inputs import with_sharding, workload_of
 from finetune.planning.memory import Memory, memory_of
 from finetune.planning.shapes import KNOWN_MODELS, shape_of_config, shape_of_model
 from finetune.planning.traffic import computed_flops_per_token, flops_per_token, host_traffic, network_traffic
@@ -87,8 +94,48 @@ def test_activations_of_a_block_by_hand():
 def test_logits_are_bounded_by_a_chunk_and_compiled_ones_are_not():
     shape = known_shape("Qwen/Qwen2.5-7B")
     small, large = (loss_bytes(shape, Computing(2, 2), targets) for targets in (10_000, 100_000))
-    assert large == small
+    chunk = LOSS_BYTES_PER_LOGIT * LOGITS_PER_CHUNK * TRAINED_HEAD_CHUNKS
+    assert all(0.9 * chunk < logits <= chunk for logits in (small, large))
     assert loss_bytes(shape, Computing(2, 2, compiled=True), 10_000) == 6 * 10_000 * shape.vocabulary
+
+
+def test_a_microbatch_is_planned_with_the_worst_number_of_targets():
+    """One target more than fills a chunk makes two chunks of half the size."""
+    shape = known_shape("Qwen/Qwen2.5-7B")
+    full = LOGITS_PER_CHUNK * TRAINED_HEAD_CHUNKS // shape.vocabulary
+    one, two = (loss_bytes(shape, Computing(2, 2), targets) for targets in (full, full + 1))
+    assert two < 0.6 * one
+    needs = [
+        memory_of(
+            workload(shape, lora=False, sharding=Sharding(True, 3), devices=8, microbatch_tokens=full + 1, targets=n)
+        ).device()
+        for n in (full, full + 1)
+    ]
+    assert needs == sorted(needs)
+
+
+def test_fused_adapters_need_weights_that_are_whole():
+    given = {"model": "Qwen/Qwen3-8B", "data": "x.jsonl", "output_dir": "out"}
+    shape = known_shape("Qwen/Qwen3-8B")
+
+    def computing(kind: str = "cuda", stage: int = 0, **more: object) -> Computing:
+        keys = {"deepspeed": {"zero_optimization": {"stage": stage}}} if stage else {}
+        return workload_of(
+            resolve_object({**given, **keys, **more}, 1).config, shape, Cluster(device_type=kind)
+        ).computing
+
+    assert computing().adds_adapters and computing(stage=2).adds_adapters
+    assert not computing(stage=3).adds_adapters and not computing(fused_lora=False).adds_adapters
+    assert not computing(finetuning="full").adds_adapters
+    work = workload_of(resolve_object(given, 1).config, shape, Cluster())
+    three = with_sharding(work, Sharding(engine=True, stage=3))
+    assert not three.computing.adds_adapters and with_sharding(three, Sharding()).computing.adds_adapters
+    assert computing().fused_layers and computing("npu").fused_layers
+    assert not computing("cpu").fused_layers and not computing(fused_layers="off").fused_layers
+    [[block, _count]] = shape.blocks
+    kept = block_bytes_per_token(block, computing())
+    for without in ({"fused_lora": False}, {"fused_layers": "off"}):
+        assert kept < block_bytes_per_token(block, computing(**without))
 
 
 def test_lora_needs_a_sliver_of_what_deepspeeds_own_estimate_says():
@@ -311,6 +358,6 @@ def test_a_block_keeps_what_autograd_keeps_of_it(kind: str, dtype: str):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=ISOLATED, dtype=getattr(torch, dtype))
         found.append(kept_bytes(model.train(), tokens))
     [[block, _count]] = shape_of_model(model).blocks
-    computed = block_bytes_per_token(block, Computing(size, size)) * tokens
+    computed = block_bytes_per_token(block, Computing(size, size, float32_attention=size == 2)) * tokens
     # Not counted: a number per token of each norm and head; of a mixture, which experts a token goes to.
     assert computed == pytest.approx((found[1] - found[0]) / 2, rel=0.03)
