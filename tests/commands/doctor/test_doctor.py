@@ -179,11 +179,14 @@ def test_no_compiler(tmp_path: Path):
 
 
 def test_wrong_versions(tmp_path: Path):
-    """Distributions as pip leaves them, found before the real ones."""
-    for name, version in (("transformers", "4.57.1"), ("torch_npu", "2.6.0")):
+    """Distributions as pip leaves them, found before the real ones; torch's build is read off its file."""
+    for name, version in (("transformers", "4.57.1"), ("torch", "2.6.0"), ("torch_npu", "2.6.0")):
         folder = tmp_path / f"{name}-{version}.dist-info"
         folder.mkdir()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "version.py").write_text("__version__ = '2.6.0+cpu'\ncuda: Optional[str] = None\n")
     cann = tmp_path / "cann"
     (cann / "x86_64-linux").mkdir(parents=True)
     (cann / "x86_64-linux" / "ascend_toolkit_install.info").write_text("version=8.2.RC1\n")
@@ -191,6 +194,7 @@ def test_wrong_versions(tmp_path: Path):
     code, checks = diagnose(["--quick"], env=env)
     assert code == 1 and failing(checks) == {"packages", "torch_npu_pairing"}
     assert "transformers 4.57.1 is outside" in checks["packages"]["what"]
+    assert "torch 2.6.0 is outside" in checks["packages"]["what"]
     assert "CANN 8.2.RC1 has torch_npu 2.6.0, 2.5.1.post1 only" in checks["torch_npu_pairing"]["what"]
 
 
