@@ -9,6 +9,7 @@ import ctypes
 import os
 import resource
 import signal
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -34,6 +35,8 @@ CODE = {
 
 
 def run_code(rank: int, code: str) -> None:
+    if ".cuda()" in code:  # a torch with CUDA has looked for GPUs before the fork, and would only tell of the fork
+        os.execv(sys.executable, [sys.executable, "-c", code])
     exec(code, {})
 
 
