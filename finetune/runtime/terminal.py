@@ -7,7 +7,9 @@ take out what a terminal would obey, and `console` does where colours and bars a
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
+import os
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO
@@ -45,6 +47,22 @@ def plain_streams() -> Iterator[None]:
                 stream.flush()
                 stream.detach()  # else it would close the other one's bytes when it goes
         sys.stdout, sys.stderr = before
+
+
+@contextlib.contextmanager
+def libraries_to_stderr() -> Iterator[None]:
+    """What is written to stdout meanwhile, from C too, goes to stderr: stdout is for the command's own answer."""
+    # The gloo of torch 2.10 says there which ranks have met, and NCCL what NCCL_DEBUG asks for.
+    sys.stdout.flush()
+    own = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        ctypes.CDLL(None).fflush(None)  # what C has written into its buffer only
+        os.dup2(own, 1)
+        os.close(own)
 
 
 def console(*, stderr: bool = False, **settings: Any) -> Console:

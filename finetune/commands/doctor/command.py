@@ -27,6 +27,7 @@ from finetune.errors import ConfigError, ExitCode, raise_problems
 from finetune.runtime.device import launch_world
 from finetune.runtime.language import _
 from finetune.runtime.terminal import console as terminal_console
+from finetune.runtime.terminal import libraries_to_stderr
 
 TAGS = {"ok": ("[OK]", "green"), "warn": ("[WARNING]", "yellow"), "fail": ("[ERROR]", "red"), "skip": ("[SKIP]", "dim")}
 # Flags of a run that describe the machine and do not make a run by themselves.
@@ -108,7 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "the environment has no RANK",
                 "torchrun --nproc_per_node 2 -m finetune doctor --launched, or use --full, which starts them itself",
             )
-        world, made = check_this_world(_wanted_device(parsed))
+        with libraries_to_stderr():
+            world, made = check_this_world(_wanted_device(parsed))
         if not world.is_main:
             return exit_code(made)
         checks: Iterable[Check] = made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -12,10 +13,12 @@ from typing import Any
 import pytest
 from launching import ROOT, environment, run_cli, said
 
+from finetune.commands.doctor import command
 from finetune.commands.doctor.dry_run import check_dry_run, compare
 from finetune.commands.doctor.launched import check_launched, judge, read_reports
 from finetune.commands.doctor.operators import not_built
 from finetune.commands.doctor.probe import Answer, ask, run_to_end
+from finetune.runtime.device import launch_world
 from finetune.runtime.language import speaking
 
 FAKE_NPU = ROOT / "tests" / "fake_npu"
@@ -34,6 +37,23 @@ def test_a_launched_world_on_simulated_npus():
     assert [check["name"] for check in report["checks"]] == ["launched_world", "collectives", "matmul"]
     assert {check["verdict"] for check in report["checks"]} == {"ok"}
     assert report["checks"][0]["values"] == {"backend": "hccl"} and report["checks"][2]["values"]["dtype"] == "bfloat16"
+
+
+def test_what_libraries_print_is_not_in_the_answer(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """The gloo of torch 2.10 prints to stdout, and NCCL where NCCL_DEBUG is set."""
+
+    def noisy(_device_type: str) -> tuple[Any, list[Any]]:
+        os.write(1, b"[Gloo] Rank 0 is connected\n")
+        ctypes.CDLL(None).puts(b"NCCL INFO")  # into C's buffer, where stdout is a file
+        return launch_world(), judge(reports(1), 1, FINE)
+
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(command, "check_this_world", noisy)
+    assert command.main(["--launched", "--json"]) == 0
+    said = capfd.readouterr()
+    assert json.loads(said.out)["exit_code"] == 0
+    assert "[Gloo] Rank 0" in said.err and "NCCL INFO" in said.err
 
 
 def test_ranks_that_die_are_named(tmp_path: Path):
