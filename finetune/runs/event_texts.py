@@ -20,7 +20,7 @@ _IN_A_LOG = re.compile(
 
 EVENTS = {
     "start": N_("started at step {step} of {total_steps} on {world_size} x {device_type}, {dtype}"),
-    "execution": "{reason}",
+    "execution": N_("chosen for this machine: {reason}"),
     "resume": N_("resumed from {checkpoint}"),
     "skipped_checkpoint": N_("{name} was skipped: {why}"),
     "eval": N_("step {step}: validation loss {eval_loss}"),

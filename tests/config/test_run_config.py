@@ -67,6 +67,8 @@ def test_defaults_are_those_that_were_agreed() -> None:
         "allow_data_change": False,
         "packing": True,
         "timeout_seconds": 1800,
+        "fused_lora": True,
+        "fused_layers": "auto",
         "npu_tuning": "none",
         "hccl_buffer_mb": None,
         "template": None,

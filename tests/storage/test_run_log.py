@@ -92,10 +92,10 @@ def test_the_events_of_a_run_are_of_the_schema(run_folder: Path):
     records = list(read_jsonl_tolerant(run_folder / "events.jsonl"))
     for record in records:
         assert_of_schema(record, frozen()[record["event"]] | {"event", "time"})
-    first = ["start", "eval", "checkpoint", "eval", "checkpoint", "end"]
-    again = ["skipped_checkpoint", "start", "resume", "eval", "checkpoint", "end"]
+    first = ["execution", "start", "eval", "checkpoint", "eval", "checkpoint", "end"]
+    again = ["skipped_checkpoint", "execution", "start", "resume", "eval", "checkpoint", "end"]
     assert [record["event"] for record in records] == first + again
-    skipped, resumed = records[6], records[8]
+    skipped, resumed = records[7], records[10]
     assert skipped["name"] == "checkpoint-4" and "weights.safetensors" in skipped["why"]
     assert (resumed["checkpoint"], resumed["step"]) == ("checkpoint-2", 2)
     assert [record["step"] for record in records if record["event"] == "eval"] == [0, 4, 4]

@@ -261,10 +261,10 @@ def test_a_run_whose_saved_adapter_is_empty_fails(train, monkeypatch: pytest.Mon
     """ZeRO-3 has made such files in more than one package; here the run ends with exit code 1 and says so."""
     from finetune.training import sft_trainer
 
-    def hollow(tensors: dict, path: Path) -> None:
+    def hollow(path: Path, tensors: dict) -> None:
         save_file({name: torch.ones(0) for name in tensors}, path)
 
-    monkeypatch.setattr(sft_trainer, "save_file", hollow)
+    monkeypatch.setattr(sft_trainer, "write_tensors", hollow)
     with pytest.raises(FinetuneError, match="empty tensor") as caught:
         train("hollow")
     assert caught.value.exit_code == 1

@@ -61,7 +61,7 @@ SYMPTOMS = (
             + "|"
             + returned("507008")
             + "|"
-            + returned(r"561(?:003|10[7-9]|11\d|[2-9]\d\d)")
+            + returned(r"561(?:003|10[1-9]|11\d|[2-9]\d\d)")
             + "|"
             + returned("148049"),
             r"lib(?:tbe_adapter|atb|ascendcl|runtime|opapi|ascend_hal|c_sec|profapi|hccl)\w*\.so: undefined symbol",
