@@ -5,7 +5,7 @@ A packed sequence holds several documents one after another, `(1, T)`; a padded 
 
 | device             | packed sequences                                         | padded microbatches                |
 |--------------------|----------------------------------------------------------|------------------------------------|
-| CUDA sm80, 16-bit  | torch.nn.attention.varlen (flash) over document bounds   | SDPA, causal                       |
+| CUDA sm80, 16-bit  | torch's flash kernels over document bounds               | SDPA, causal                       |
 | NPU, 16-bit        | npu_fusion_attention over document ends (npu_attention)  | the same, one document a line      |
 | CPU                | SDPA per document, in float32 (see `_causal`)            | the same, causal                   |
 | everything else    | SDPA per document: O(sum of squares), no mask is built   | SDPA, causal                       |
@@ -44,7 +44,7 @@ _TESTED = """
     qwen3_moe seed_oss smollm3 starcoder2
 """
 ISOLATED_MODEL_TYPES = frozenset(_TESTED.split())
-FLASH_WIDEST_HEAD = 256  # of the kernels behind varlen_attn
+FLASH_WIDEST_HEAD = 256  # of torch's kernels
 HALF = (torch.float16, torch.bfloat16)
 ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -99,7 +99,7 @@ def isolated_attention(
 
     Args:
         query: `(samples, H, T, D)`; key, value: `(samples, K, T, D)`.
-        softcap: scores are `softcap * tanh(score / softcap)`. No kernel behind SDPA or varlen_attn has it.
+        softcap: scores are `softcap * tanh(score / softcap)`. No kernel behind SDPA or flash attention has it.
         document_lengths: tokens of each document of a packed sequence, in order; None: every line is one document.
             It and the next two come from `Microbatch.model_inputs`: models pass on keyword arguments they do not know.
         cu_seq_lens_q: `(documents + 1,)` int32, running sum of the lengths, on the device of `query`.
@@ -218,8 +218,6 @@ def _varlen(
     scaling: float | None,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
     # One width for all three, a multiple of 8: MLA's values are narrower than its queries and keys. Zeros behind add
     # nothing to scores or values; the scale is that of the width without them.
     width = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
@@ -229,9 +227,10 @@ def _varlen(
         states = torch.nn.functional.pad(states, (0, width - states.shape[-1]))
         return states.squeeze(0).transpose(0, 1).contiguous()
 
-    # (left, right) as in flash-attention: tokens before and after that are seen beside the own; right 0 is causal.
-    window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
-    output: Any = varlen_attn(
+    # The operator behind torch.nn.attention.varlen.varlen_attn, called as that calls it. The function itself has neither
+    # scale nor windows in torch 2.10, and takes no fewer heads of keys than of queries before 2.12; the operator has
+    # all of them in each (tests/training/test_trainer_hooks.py). To be replaced when 2.12 is the oldest supported.
+    output: torch.Tensor = torch.ops.aten._flash_attention_forward(
         flat(query),
         flat(key),
         flat(value),
@@ -239,9 +238,11 @@ def _varlen(
         cu_seq_lens,
         max_length,
         max_length,
+        0.0,  # dropout
+        sliding_window is None,  # causal by itself; else the window is, which sees nothing behind
+        False,
         scale=scaling,
-        window_size=window,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    unflat: torch.Tensor = output.unsqueeze(0)[..., : value.shape[-1]]  # (1, T, H, D)
-    return unflat
+        window_size_left=-1 if sliding_window is None else sliding_window - 1,  # beside the own token
+        window_size_right=0,
+    )[0]
+    return output.unsqueeze(0)[..., : value.shape[-1]]  # (1, T, H, D)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.attention.varlen
 import transformers
 from tiny_models import (
     CPU,
@@ -244,42 +243,60 @@ def test_sixteen_bits_are_attended_in_float32_on_a_cpu(autocast, monkeypatch):
 
 
 class FlashKernel:
-    """What torch's varlen_attn documents of itself and its kernels, checked; computed by SDPA per document."""
+    """What torch's varlen_attn documents of the operator and its kernels, checked; computed by SDPA per document."""
 
     def __init__(self) -> None:
         self.windows: set[tuple[int, int]] = set()
 
-    def __call__(self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
+    def __call__(
+        self,
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        dropout_p,
+        is_causal,
+        return_debug_mask,
+        *,
+        scale,
+        window_size_left,
+        window_size_right,
+    ):
         assert query.dtype == key.dtype == value.dtype and query.dtype in (torch.float16, torch.bfloat16), query.dtype
         assert query.shape[2] == key.shape[2] == value.shape[2], "one head width"
         assert query.shape[2] % 8 == 0 and query.shape[2] <= 256, query.shape
         assert query.shape[0] == key.shape[0] == value.shape[0] and key.shape == value.shape
-        assert query.shape[1] == key.shape[1] or (enable_gqa and query.shape[1] % key.shape[1] == 0)
+        assert query.shape[1] % key.shape[1] == 0
+        assert dropout_p == 0.0 and return_debug_mask is False
         assert all(states.is_contiguous() for states in (query, key, value))
         assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and cu_seq_q.device == query.device
         assert type(max_q) is int and max_q == max_k, "numbers of the host: the kernel's grid is made of them"
         bounds = cu_seq_q.tolist()
         assert bounds[0] == 0 and bounds[-1] == len(query) and bounds == sorted(bounds)
         assert max(end - begin for begin, end in zip(bounds, bounds[1:], strict=False)) <= max_q
-        assert window_size[1] == 0 and window_size[0] >= -1, "causal"
-        self.windows.add(window_size)
+        assert window_size_right == 0 and window_size_left >= -1, "causal"
+        assert is_causal == (window_size_left == -1), "the kernel takes no window where it is told of causality"
+        self.windows.add((window_size_left, window_size_right))
         pieces = []
         for begin, end in zip(bounds, bounds[1:], strict=False):
             q, k, v = (states[begin:end].transpose(0, 1)[None] for states in (query, key, value))
             place = torch.arange(end - begin)
             distance = place[:, None] - place[None, :]
-            mask = (distance >= 0) & ((window_size[0] < 0) | (distance <= window_size[0]))
+            mask = (distance >= 0) & ((window_size_left < 0) | (distance <= window_size_left))
             seen = torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+                q, k, v, attn_mask=mask, scale=scale, enable_gqa=True
             )
             pieces.append(seen[0].transpose(0, 1))
-        return torch.cat(pieces)
+        return (torch.cat(pieces),)
 
 
 @pytest.fixture
 def kernel(monkeypatch) -> FlashKernel:
     made = FlashKernel()
-    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", made)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", made)
     monkeypatch.setattr(attention, "has_flash", lambda device: True)
     return made
 

@@ -134,6 +134,7 @@ PINNED_ELSEWHERE = {
     "_exit": "os._exit, documented",
     "_replace": "of named tuples, documented",
     "_hp_mapping": "test_partitioned_parameters_have_these",
+    "_flash_attention_forward": "test_the_flash_operator_takes_scale_and_windows_and_has_a_derivative",
     "_foreach_copy_": "test_several_tensors_are_copied_at_once",
     "_weight_conversions": "tests/training/test_brought_models.py, by what is saved",
 }
@@ -378,6 +379,18 @@ def test_several_tensors_are_copied_at_once():
     targets = [torch.zeros(2, 3), torch.zeros(2, 3)]
     torch._foreach_copy_(targets, list(torch.arange(12.0).reshape(2, 2, 3).unbind()))
     assert torch.equal(torch.stack(targets), torch.arange(12.0).reshape(2, 2, 3))
+
+
+def test_the_flash_operator_takes_scale_and_windows_and_has_a_derivative():
+    """Used by finetune/modeling/attention.py: _varlen, which cannot use the function of torch's oldest versions."""
+    operator = torch.ops.aten._flash_attention_forward
+    names = [argument.name for argument in operator.default._schema.arguments]
+    positional = "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask"
+    assert names[:13] == [*positional.split(), "scale", "window_size_left", "window_size_right"]
+    query, key = (torch.empty(10, heads, 16, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
+    bounds = torch.empty(3, dtype=torch.int32, device="meta")
+    found = operator(query.requires_grad_(), key, key, bounds, bounds, 6, 6, 0.0, False, False, window_size_left=3)
+    assert found[0].shape == query.shape and found[0].requires_grad
 
 
 def test_fused_adam_asks_found_inf():

@@ -148,27 +148,34 @@ def test_what_a_packed_microbatch_needs_is_made_once():
     assert torch.equal(made.targets, padded.targets)
 
 
-# ---------------------------------------------------------------- CUDA: what the driver says
+# ---------------------------------------------------------------- what CUDA's driver says
+
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+# On the CPU nothing waits; there the tests show that they work.
+ON_DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
 
 
 @pytest.fixture
-def refusing() -> Iterator[Callable[[], None]]:
+def refusing(device: str) -> Iterator[Callable[[], None]]:
     """Called, it has torch raise where the host would wait for the device, until the test ends."""
+    if device == "cpu":
+        yield lambda: None
+        return
     yield lambda: torch.cuda.set_sync_debug_mode("error")
     torch.cuda.set_sync_debug_mode("default")
 
 
-def cuda_model(dtype: torch.dtype) -> Qwen3ForCausalLM:
+def model_on(device: str, dtype: torch.dtype) -> Qwen3ForCausalLM:
     config = Qwen3Config(vocab_size=500, hidden_size=64, intermediate_size=64, num_hidden_layers=2, head_dim=16)
-    config._attn_implementation = choose_attention(config, "cuda", dtype)
-    return Qwen3ForCausalLM(config).to("cuda", dtype)
+    config._attn_implementation = choose_attention(config)
+    return Qwen3ForCausalLM(config).to(device, dtype)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@ON_DEVICES
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_no_packed_microbatch_waits_on_cuda(dtype, refusing):
-    model, device = cuda_model(dtype), torch.device("cuda")
+def test_no_packed_microbatch_waits(device, dtype, refusing):
+    model, device = model_on(device, dtype), torch.device(device)
     head = make_chunked_head(model)
     members = [(np.arange(40, dtype=np.int32), np.arange(40) % 3 == 1, 0), (np.arange(9, dtype=np.int32), None, 1)]
     members[1] = (members[1][0], np.arange(9) > 4, 1)
@@ -186,11 +193,10 @@ def test_no_packed_microbatch_waits_on_cuda(dtype, refusing):
         row()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@ON_DEVICES
 @pytest.mark.parametrize("nonfinite", [False, True])
-def test_the_optimizers_step_does_not_wait_on_cuda(nonfinite, refusing):
-    model = cuda_model(torch.float32)
+def test_the_optimizers_step_does_not_wait(device, nonfinite, refusing):
+    model = model_on(device, torch.float32)
     settings = PretrainConfig(train_data_path=("x.bin",), output_dir="out")
     optimizer = make_optimizer(model, settings, Rates(0.02, 0.3, 0.008, 0.01, 0.28), fused=True)
 
@@ -206,7 +212,8 @@ def test_the_optimizers_step_does_not_wait_on_cuda(nonfinite, refusing):
     step()
     refusing()
     read = step()
-    torch.cuda.set_sync_debug_mode("default")
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("default")
     assert read() == float(nonfinite)
     same = [torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True)]
     assert all(same) if nonfinite else not any(same)
