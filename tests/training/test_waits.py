@@ -160,7 +160,7 @@ def refusing() -> Iterator[Callable[[], None]]:
 
 def cuda_model(dtype: torch.dtype) -> Qwen3ForCausalLM:
     config = Qwen3Config(vocab_size=500, hidden_size=64, intermediate_size=64, num_hidden_layers=2, head_dim=16)
-    config._attn_implementation = choose_attention(config, "cuda", dtype)
+    config._attn_implementation = choose_attention(config)
     return Qwen3ForCausalLM(config).to("cuda", dtype)
 
 
