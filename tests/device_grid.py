@@ -1,8 +1,9 @@
 """The equivalence grid on one device: `python tests/grid.py --device cuda [--jobs 10] [--every N]`.
 
-The cells of tests/grid.py that are one process (NCCL takes one rank a device), each against the CPU's run of its model,
-and some in bfloat16 against the device's own; flash attention over document bounds runs only there. Every cell is a run
-in a process of its own, `--jobs` of them at a time. With every cell the table goes into docs/equivalence_grid_<device>.md.
+The cells of tests/grid.py that are one process (NCCL takes one rank a device), each against the CPU's run of its
+model, and some in bfloat16 against the device's own: flash attention over document bounds runs only there. Every cell
+is a run in a process of its own, `--jobs` of them at a time. When every cell was run the table goes into
+docs/equivalence_grid_<device>.md.
 """
 
 from __future__ import annotations
@@ -107,15 +108,16 @@ def page(outcomes: list[Outcome], seconds: float, device: str, jobs: int) -> str
         f"# The equivalence grid on {device}",
         "",
         f"Runs of {STEPS} steps on one {name} (torch {torch.__version__}, {datetime.date.today()}), executed in",
-        f"{len(outcomes)} ways, {jobs} at a time. `python tests/grid.py --device {device} --jobs {jobs}` makes this page.",
+        f"{len(outcomes)} ways, {jobs} at a time. `python tests/grid.py --device {device} --jobs {jobs}` makes this",
+        "page. Where no model is named it is a Qwen3 with tied embeddings.",
         "",
-        "In float32 (without TF32) the reference is a run on the CPU: one process without DeepSpeed, packed, micro-batch 1.",
-        f"Samples of every step the same, losses within {loss:g} relative, each trained tensor within {weight:g} by",
-        "norm(difference) / norm(update). In bfloat16 the reference is the same run on the device in bfloat16; losses",
-        f"within {half_loss:g}, tensors within {half_weight:g}.",
+        "In float32 (without TF32) the reference is a run on the CPU: one process without DeepSpeed, packed,",
+        f"micro-batch 1. Samples of every step the same, losses within {loss:g} relative, each trained tensor within",
+        f"{weight:g} by norm(difference) / norm(update). In bfloat16 the reference is the device's own run in bfloat16;",
+        f"losses within {half_loss:g}, tensors within {half_weight:g}.",
         "",
-        f"**{held} of {len(outcomes)} hold** ({seconds:.0f} s). With dropout, each way draws its own: samples and rates",
-        "are the same. Where no model is named it is a Qwen3 with tied embeddings.",
+        f"**{held} of {len(outcomes)} hold** ({seconds:.0f} s). With dropout, each way of execution draws its own:",
+        "samples and rates are the same.",
         "",
     ]
     return "\n".join([*lines, *grid.rows(outcomes), ""])

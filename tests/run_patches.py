@@ -130,6 +130,12 @@ def spoil_losses(rank: int, on_rank: int, steps: tuple[int, ...], factor: float,
     wrap_microbatch_losses(wrap)
 
 
+def overflow_then_stop(rank: int, overflow: int, stop: int) -> None:
+    """Gradients that are infinite in one step, and SIGTERM in another (1-based)."""
+    spoil_losses(rank, 0, (overflow,), float("inf"), "gradient")
+    signal_self(rank, 0, stop, signal.SIGTERM)
+
+
 def delay(rank: int, on_rank: int, seconds: float) -> None:
     """Start one rank later than the others."""
     import time

@@ -22,6 +22,7 @@ from run_helpers import LAYOUTS, Materials
 
 from finetune.inference.generation import load_for_generation
 from finetune.inference.sampling import Sampling
+from finetune.training.saved_tensors import read_description
 
 DEVICE = os.environ.get("FINETUNE_TEST_DEVICE", "cuda")
 ON_CUDA = DEVICE == "cuda"
@@ -116,8 +117,9 @@ def test_greedy_answers_are_those_of_the_cpu(continuous):
     ("finetuning", "layout"), [("lora", "plain"), ("full", "plain"), ("lora", "zero3"), ("full", "zero3_offload")]
 )
 def test_killed_and_resumed_it_is_the_same_run_bit_by_bit(materials, tmp_path, finetuning, layout):
-    """Flash attention's backward adds into dq without an order, block of 64 or more keys by block; here every document
-    has one block (at most 64 tokens). Sums per difficulty (index_add) have no order either, and are not compared.
+    """Flash attention's backward adds to a query's gradient without an order, block of keys by block: here a document
+    is one block (64 tokens at most). Of the step's other kernels none adds without an order, but for the sums by
+    difficulty (index_add), which are not compared.
     """
     common = {"finetuning": finetuning, "save_steps": 2, "cutoff_len": 64, **LAYOUTS[layout]}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -139,12 +141,14 @@ def test_killed_and_resumed_it_is_the_same_run_bit_by_bit(materials, tmp_path, f
 @pytest.mark.parametrize("finetuning", ["lora", "full"])
 def test_float16_halves_its_scale_and_goes_on_with_it(materials, tmp_path, finetuning):
     """Step 2 overflows on purpose: it is skipped, and the resumed run must know the smaller scale."""
-    common = {"finetuning": finetuning, "save_steps": 2, "dtype": "float16" if ON_CUDA else "float32"}
+    dtype = "float16" if ON_CUDA else "float32"
+    # Without a warm-up, so that the adapter of the first checkpoint has learned something in step 1.
+    common = {"finetuning": finetuning, "save_steps": 2, "warmup_steps": 0, "dtype": dtype}
     overflow = {"patch": run_patches.spoil_losses, "patch_arguments": (0, (2,), math.inf, "gradient")}
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     run_helpers.train(settings(materials, whole, **common), **overflow)
     wanted = settings(materials, stopped, **common)
-    run_helpers.train(wanted | {"max_steps": 6}, patch=overflow_and_stop, expect=3)
+    run_helpers.train(wanted, patch=run_patches.overflow_then_stop, patch_arguments=(2, 4), expect=3)
     run_helpers.train(wanted)
     assert [event["step"] for event in run_helpers.events(stopped, "resume")] == [4]
     for folder in (whole, stopped):
@@ -159,17 +163,8 @@ def test_float16_halves_its_scale_and_goes_on_with_it(materials, tmp_path, finet
         assert scales == [None] * 3  # no scale without float16
 
 
-def overflow_and_stop(rank: int) -> None:
-    """Step 2 overflows; SIGTERM in step 4."""
-    run_patches.spoil_losses(rank, 0, (2,), math.inf, "gradient")
-    run_patches.signal_self(rank, 0, 4, signal.SIGTERM)
-
-
 def saved_scale(checkpoint: Path) -> dict[str, float] | None:
-    """The loss scale of a checkpoint, in whichever of its files it is."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(checkpoint.glob("*.json"))]
-    scales = [content["loss_scale"] for content in found if isinstance(content, dict) and "loss_scale" in content]
-    return scales[0] if scales else None
+    return read_description(checkpoint).get("loss_scale")
 
 
 # ---------------------------------------------------------------- what goes wrong, and what is chosen
