@@ -28,8 +28,8 @@ import run_patches
 TABLE = runs.ROOT / "docs" / "equivalence_grid.md"
 STEPS = 20
 LOSS_LIMIT, WEIGHT_LIMIT = 1e-5, 1e-3
-# dtype -> the same limits.
-LIMITS = {"float32": (LOSS_LIMIT, WEIGHT_LIMIT), "bfloat16": (2e-2, 0.3)}
+# dtype -> the same limits; in bfloat16 three times what was seen on a CPU, or more.
+LIMITS = {"float32": (LOSS_LIMIT, WEIGHT_LIMIT), "bfloat16": (1e-2, 0.15)}
 
 
 SIZES = {
