@@ -65,8 +65,10 @@ def limit_microbatch_tokens(
 def limit_device_memory(rank: int, limit_tokens: int, token_bytes: int = 4 << 20) -> None:
     """The device's allocator refuses microbatches of more tokens: each token holds so many bytes until its backward.
 
-    On a CPU, which has no such limit, the error is raised here.
+    On a CPU, which has no such limit, the error is raised here. Products of float32 are without TF32, so that losses of
+    other microbatches can be compared.
     """
+    true_float32(rank)
 
     class Held(torch.autograd.Function):
         @staticmethod
