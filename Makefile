@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo pretrain-demo test test-slow check lock translations grid crash faults roofline bench clean-venv
+.PHONY: demo pretrain-demo test test-slow test-gpu check lock translations grid grid-cuda crash faults roofline bench clean-venv
 
 # All but torch has its hash in requirements.lock, and --no-deps keeps anything else out. What builds DeepSpeed goes first. torch and
 # what comes with its build are the machine's own (TORCH says which); the rest of what torch needs is there by then.
@@ -43,6 +43,10 @@ test: $(READY)
 test-slow: $(READY)
 	$(TESTS) -m slow
 
+# What needs an NVIDIA GPU, one process after another on the first one. Ordinary tests see no GPU (tests/conftest.py).
+test-gpu: $(READY)
+	$(BIN)/python -m pytest -m gpu tests
+
 # Formatting, linting, types of the core, the order of imports, and the public surfaces.
 CHECKED := finetune tests data_samples launchers benchmarks docs
 TYPED   := $(addprefix finetune/,runtime config storage batching data modeling planning training)
@@ -71,6 +75,10 @@ translations: $(READY)
 # Exhaustive runs; their tables are committed in docs/.
 grid: $(READY)
 	$(BIN)/python tests/grid.py
+
+# The same on one NVIDIA GPU, whose table is docs/equivalence_grid_cuda.md; JOBS runs at a time.
+grid-cuda: $(READY)
+	$(BIN)/python tests/grid.py --device cuda --jobs $(or $(JOBS),1)
 
 crash: $(READY)
 	$(BIN)/python tests/crash.py

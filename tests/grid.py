@@ -2,6 +2,7 @@
 
     python tests/grid.py              # all cells, the table into docs/equivalence_grid.md (`make grid`)
     python tests/grid.py 4            # every 32nd cell or so: four of them, printed only
+    python tests/grid.py --device cuda --jobs 10    # on one device: tests/device_grid.py
 
 Each cell trains the same 20 steps in float32 and is compared with the first of its model, one process without DeepSpeed
 on packed rows: the samples of every step must be the same, losses within 1e-5 relative, and each trained tensor within
@@ -17,15 +18,18 @@ import shutil
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import run_helpers as runs
+import run_patches
 
 TABLE = runs.ROOT / "docs" / "equivalence_grid.md"
 STEPS = 20
 LOSS_LIMIT, WEIGHT_LIMIT = 1e-5, 1e-3
+# dtype -> the same limits; in bfloat16 three times what was seen on a CPU, or more.
+LIMITS = {"float32": (LOSS_LIMIT, WEIGHT_LIMIT), "bfloat16": (1e-2, 0.15)}
 
 
 SIZES = {
@@ -79,18 +83,24 @@ class Cell:
     model: str = ""  # one of MODELS; else the Qwen3 of the tests
     dropout: float = 0.0
     fused_lora: bool = True
+    dtype: str = "float32"
+    fused_layers: str = "off"
+    device: str = "cpu"
 
     @property
     def name(self) -> str:
         packing = "packed" if self.packing else "padded"
         own = "".join(f"-{part}".replace(" ", "_") for part in (self.model, self.dropout) if part)
         own += "" if self.fused_lora else "-peft"
+        others = ((self.dtype, "float32"), (self.fused_layers, "off"), (self.device, "cpu"))
+        own += "".join(f"-{value}" for value, usual in others if value != usual)
         return f"{self.finetuning}-{self.layout}-{self.processes}-{packing}-{self.micro_batch_size}{own}"
 
     @property
     def run(self) -> Cell:
-        """The reference: the same run on one process without DeepSpeed."""
-        return Cell(self.finetuning, "plain", 1, True, 1, self.model, self.dropout)
+        """The reference: the same run on one process without DeepSpeed; in float32 on the CPU."""
+        reference = Cell(self.finetuning, "plain", 1, True, 1, self.model, self.dropout, dtype=self.dtype)
+        return reference if self.dtype == "float32" else replace(reference, device=self.device)
 
     def settings(self, materials: runs.Materials, folder: Path) -> dict[str, Any]:
         model = materials.folder / self.model if self.model else materials.model
@@ -99,6 +109,9 @@ class Cell:
             model=str(model),
             lora_dropout=self.dropout,
             fused_lora=self.fused_lora,
+            fused_layers=self.fused_layers,
+            dtype=self.dtype,
+            device_type=self.device,
             finetuning=self.finetuning,
             packing=self.packing,
             micro_batch_size=self.micro_batch_size,
@@ -168,12 +181,13 @@ class Grid:
             float((found_weights[name] - weights[name]).norm() / (weights[name] - start[name]).norm().clamp(min=1e-12))
             for name in start
         )
+        loss_limit, weight_limit = LIMITS[cell.dtype]
         wrong = []
         if found_ids != ids:
             wrong.append("other samples")
-        if not loss <= LOSS_LIMIT:
+        if not loss <= loss_limit:
             wrong.append(f"losses differ by {loss:.1e}")
-        if not weight <= WEIGHT_LIMIT:
+        if not weight <= weight_limit:
             wrong.append(f"weights differ by {weight:.1e}")
         return Outcome(cell, loss, weight, "; ".join(wrong))
 
@@ -186,8 +200,7 @@ class Grid:
 
     def _reference(self, cell: Cell) -> tuple[Any, ...]:
         if cell not in self._references:
-            if cell.model and not (self.materials.folder / cell.model).exists():
-                make_model(self.materials.folder / cell.model, cell.model, self.materials.model)
+            self.make_model(cell.model)
             start = starting_weights(cell, self.materials, self.folder)
             ids, losses, weights = self._execute(cell, list(start))
             moved = [name for name in start if float((weights[name] - start[name]).norm()) == 0]
@@ -195,11 +208,16 @@ class Grid:
             self._references[cell] = start, ids, losses, weights
         return self._references[cell]
 
+    def make_model(self, kind: str) -> None:
+        """Make the model of cells, unless it is there or they take the one of the tests."""
+        if kind and not (self.materials.folder / kind).exists():
+            make_model(self.materials.folder / kind, kind, self.materials.model)
+
     def _execute(self, cell: Cell, names: list[str]) -> tuple[list[list[int]], list[float], dict[str, Any]]:
         settings = cell.settings(self.materials, self.folder)
         run = Path(settings["output_dir"])
         if not run.exists():
-            runs.train(settings, cell.processes)
+            runs.train(settings, cell.processes, patch=run_patches.true_float32)
         return runs.sample_ids(run), runs.losses(run), trained_weights(run, names)
 
 
@@ -219,6 +237,13 @@ def table(outcomes: list[Outcome], seconds: float) -> str:
         "",
         "With dropout, each way of execution draws its own: samples and rates are the same.",
         "",
+    ]
+    return "\n".join([*lines, *rows(outcomes), ""])
+
+
+def rows(outcomes: list[Outcome]) -> list[str]:
+    """The table: a line per cell."""
+    lines = [
         "| model | trained | sharding | processes | microbatches | micro-batch | losses differ by | weights | |",
         "|---|---|---|--:|---|--:|--:|--:|---|",
     ]
@@ -226,8 +251,15 @@ def table(outcomes: list[Outcome], seconds: float) -> str:
         cell = outcome.cell
         sharding = {"plain": "none" if cell.processes == 1 else "DDP"}.get(cell.layout, cell.layout.replace("_", " + "))
         differences = [f"{found:.1e}" for found in (outcome.loss_difference, outcome.weight_difference)]
+        special = (
+            cell.model,
+            f"dropout {cell.dropout}" if cell.dropout else "",
+            "" if cell.fused_lora else "peft's own LoRA",
+            "" if cell.dtype == "float32" else cell.dtype,
+            "" if cell.fused_layers == "off" else f"layers by {cell.fused_layers}",
+        )
         columns = (
-            f"dropout {cell.dropout}" if cell.dropout else cell.model if cell.fused_lora else "peft's own LoRA",
+            ", ".join(filter(None, special)),
             cell.finetuning,
             sharding,
             cell.processes,
@@ -237,10 +269,14 @@ def table(outcomes: list[Outcome], seconds: float) -> str:
             outcome.why or "holds",
         )
         lines.append(f"| {' | '.join(map(str, columns))} |")
-    return "\n".join([*lines, ""])
+    return lines
 
 
 def main(arguments: list[str]) -> int:
+    if "--device" in arguments:
+        import device_grid
+
+        return device_grid.main(arguments)
     chosen = cells()
     if arguments:
         chosen = chosen[5 :: max(1, len(chosen) // int(arguments[0]))]

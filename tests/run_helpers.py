@@ -202,11 +202,35 @@ _forks: list[Any] = []
 def _fork_context() -> Any:
     """A server that has imported what a run needs, without a thread of its own (OMP_NUM_THREADS=1)."""
     if not _forks:
+        import torch
+
         os.environ["OMP_NUM_THREADS"] = "1"
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOADED))
+        # What has asked CUDA's driver for devices cannot be forked: torch asks NVML. DeepSpeed, as it is imported, asks
+        # the driver, so that where there are devices each rank imports it for itself.
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        sees_devices = torch.cuda.device_count() > 0
+        context: Any = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(
+            [name for name in PRELOADED if not (sees_devices and name.startswith("deepspeed"))]
+        )
+        if sees_devices and not _computes_on_the_device(context):
+            print("a forked process cannot use the device: each rank imports everything anew", file=sys.stderr)
+            context = multiprocessing.get_context("spawn")
         _forks.append(context)
     return _forks[0]
+
+
+def _computes_on_the_device(context: Any) -> bool:
+    process = context.Process(target=_add_on_the_device)
+    process.start()
+    process.join()
+    return process.exitcode == 0
+
+
+def _add_on_the_device() -> None:
+    import torch
+
+    assert float(torch.ones(1, device="cuda") + 1) == 2
 
 
 def start(

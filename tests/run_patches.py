@@ -62,6 +62,51 @@ def limit_microbatch_tokens(
     wrap_microbatch_losses(wrap)
 
 
+def limit_device_memory(rank: int, limit_tokens: int, token_bytes: int = 4 << 20) -> None:
+    """The device's allocator refuses microbatches of more tokens: each token holds so many bytes until its backward.
+
+    On a CPU, which has no such limit, the error is raised here. Products of float32 are without TF32, so that losses of
+    other microbatches can be compared.
+    """
+    true_float32(rank)
+
+    class Held(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, losses: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+            context.save_for_backward(memory)
+            return losses.clone()
+
+        @staticmethod
+        def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return gradient, None
+
+    limited: list[bool] = []
+
+    def wrap(original: Callable[..., torch.Tensor], model: Any, microbatch: Any, device: Any, *rest: Any) -> Any:
+        losses = original(model, microbatch, device, *rest)
+        if device.type != "cuda":
+            if microbatch.tokens > limit_tokens:
+                raise torch.OutOfMemoryError(f"{microbatch.tokens} tokens where {limit_tokens} fit")
+            return Held.apply(losses, torch.empty(microbatch.tokens, dtype=torch.uint8))
+        if not limited:
+            limited.append(True)
+            torch.cuda.empty_cache()
+            # Beside what tokens hold: room for the model's own activations, gradients and moments.
+            bound = torch.cuda.memory_reserved() + limit_tokens * token_bytes + (128 << 20)
+            torch.cuda.set_per_process_memory_fraction(bound / torch.cuda.get_device_properties(device).total_memory)
+        memory = torch.empty(microbatch.tokens * token_bytes, dtype=torch.uint8, device=device)
+        return Held.apply(losses, memory)
+
+    wrap_microbatch_losses(wrap)
+
+
+def true_float32(rank: int) -> None:
+    """Products of float32 without TF32 on a device too."""
+    from finetune.runtime import device
+
+    device.use_fast_matmul = lambda device_type: None
+
+
 def spoil_losses(rank: int, on_rank: int, steps: tuple[int, ...], factor: float, where: str = "loss") -> None:
     """Multiply one rank's losses, or only their gradients, by a factor (NaN, inf, 1000) in these steps (1-based)."""
     if rank != on_rank:
@@ -85,6 +130,12 @@ def spoil_losses(rank: int, on_rank: int, steps: tuple[int, ...], factor: float,
         return losses * factor if where == "loss" else SpoiledGradient.apply(losses)
 
     wrap_microbatch_losses(wrap)
+
+
+def overflow_then_stop(rank: int, overflow: int, stop: int) -> None:
+    """Gradients that are infinite in one step, and SIGTERM in another (1-based)."""
+    spoil_losses(rank, 0, (overflow,), float("inf"), "gradient")
+    signal_self(rank, 0, stop, signal.SIGTERM)
 
 
 def delay(rank: int, on_rank: int, seconds: float) -> None:

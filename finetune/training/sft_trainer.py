@@ -52,8 +52,10 @@ class SFTTrainer(RunTrainer):
         return write_and_check
 
     def _has_learned(self) -> bool:
-        """Whether any step so far had a learning rate above zero (a warm-up's first has none)."""
-        return any(self.context.learning_rate_factor(step) > 0 for step in range(min(self.state.global_step, 10_000)))
+        """Whether steps were taken, and not skipped, at a learning rate above zero (a warm-up's first has none)."""
+        steps = range(min(self.state.global_step, 10_000))
+        idle = sum(self.context.learning_rate_factor(step) == 0 for step in steps)
+        return self.training_state().optimizer_step() > idle
 
     def output_weights(self) -> dict[str, torch.Tensor]:
         """Float32 masters of an adapter; a whole model in the compute dtype."""

@@ -124,7 +124,7 @@ class TrainingState:
         suffix = f"-{rank:05d}" if self.sliced else ""
         files: dict[str, tuple[str | None, ...]] = {f"weights{suffix}.safetensors": (None,)}
         # Of step 0 there are no moments: torch and DeepSpeed make them in the first step.
-        if self._optimizer_step():
+        if self.optimizer_step():
             files[f"moments{suffix}.safetensors"] = MOMENTS if self.engine is not None else ALL_MOMENTS
         return files
 
@@ -164,7 +164,7 @@ class TrainingState:
 
     def _description(self, world_size: int) -> dict[str, Any]:
         shapes = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in trainable(self.model)}
-        facts = {"slices": world_size if self.sliced else 0, "optimizer_step": self._optimizer_step()}
+        facts = {"slices": world_size if self.sliced else 0, "optimizer_step": self.optimizer_step()}
         scale = read_scale(self.scaler, self.engine)
         return facts | ({} if scale is None else {"loss_scale": scale}) | {"shapes": shapes}
 
@@ -187,7 +187,8 @@ class TrainingState:
             else utils.safe_get_full_optimizer_state(parameter, key)
         )
 
-    def _optimizer_step(self) -> int:
+    def optimizer_step(self) -> int:
+        """Steps that the optimizer has taken: without those that were skipped."""
         # Of DeepSpeed: the optimizer below ZeRO's, whose states are those of flat groups. They all have one step, so
         # the largest is as good as any; a parameter that never had a gradient has none.
         optimizer = self.optimizer if self.engine is None else self.engine.optimizer.optimizer

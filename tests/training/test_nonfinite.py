@@ -113,6 +113,22 @@ def test_resumed_right_after_a_skipped_step_it_is_the_same_training(materials, t
     assert equal(saved_state(tmp_path / "whole", 5), saved_state(tmp_path / "resumed", 5))
 
 
+@pytest.mark.parametrize("layout", ["plain", "zero2", "zero3"])
+def test_a_checkpoint_before_the_first_good_step_is_saved(materials, tmp_path, layout):
+    """As float16's first steps may go, whose scale comes down: the adapter is as it began, and nothing is wrong."""
+    output_dir = tmp_path / "run"
+    run_helpers.train(
+        materials.settings(output_dir, save_steps=1, save_total_limit=9, max_steps=4, **LAYOUTS[layout]),
+        patch=run_patches.spoil_losses,
+        patch_arguments=(0, (1, 2), NAN, "gradient"),
+        launched=True,
+    )
+    assert [event["step"] for event in run_helpers.events(output_dir, "nonfinite")] == [1, 2]
+    saved = run_helpers.result_weights(output_dir / "checkpoint-2")
+    assert not any(tensor.any() for name, tensor in saved.items() if "lora_B" in name)
+    assert run_helpers.status(output_dir)["state"] == "done"
+
+
 @pytest.mark.parametrize(("processes", "layout"), [(1, "plain"), (2, "zero3")])
 def test_at_the_limit_the_run_stops_and_names_the_last_good_checkpoint(materials, tmp_path, processes, layout):
     output_dir = tmp_path / "run"
