@@ -227,9 +227,9 @@ def _varlen(
         states = torch.nn.functional.pad(states, (0, width - states.shape[-1]))
         return states.squeeze(0).transpose(0, 1).contiguous()
 
-    # The operator behind torch.nn.attention.varlen.varlen_attn, called as that calls it. The function itself has neither
-    # scale nor windows in torch 2.10, and takes no fewer heads of keys than of queries before 2.12; the operator has
-    # all of them in each (tests/training/test_trainer_hooks.py). To be replaced when 2.12 is the oldest supported.
+    # The operator behind torch.nn.attention.varlen.varlen_attn, called as that calls it. The function has neither scale
+    # nor windows in torch 2.10, and takes no fewer heads of keys than of queries before 2.12; the operator has all of
+    # them in each (tests/training/test_trainer_hooks.py). To be replaced when 2.12 is the oldest supported.
     output: torch.Tensor = torch.ops.aten._flash_attention_forward(
         flat(query),
         flat(key),
