@@ -1,16 +1,26 @@
-"""docs/benchmarks_sft.md, from what benchmarks/sft.py measured."""
+"""docs/benchmarks_sft.md, from what benchmarks/sft.py measured.
+
+python benchmarks/sft_document.py    # writes its section on devices anew, from benchmarks/results/sft_*.json
+"""
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
-from sft_report import CONTENDERS, PARTS, make_table
+from sft_report import CONTENDERS, make_table
 
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENT = ROOT / "docs" / "benchmarks_sft.md"
+RESULTS = ROOT / "benchmarks" / "results"  # of devices: those of this project's own machines are made anew
 TITLES = {
     "fp32": "float32",
     "bf16": "bfloat16",
     "vocab": "A large vocabulary",
 }
+ON_A_DEVICE = "## On a device"
 HEAD = """# Fine-tuning beside TRL and LLaMA-Factory
 
 Written by `make bench` (`benchmarks/sft.py`); do not edit.
@@ -50,28 +60,56 @@ TAIL = """
   are more than 10 GB [estimate].
 - What TRL and LLaMA-Factory can do better than as they come is in `-tuned`.
 
-## On a device
+"""
+DEVICE_HEAD = f"""{ON_A_DEVICE}
 
 ```bash
-python benchmarks/sft.py --device cuda --model-shape 8b --part bf16 --conversations 512 --vocabulary 151936 --minutes 60
+python benchmarks/sft.py --device cuda --peers PEERS --work-dir FOLDER   # 16 GB of weights go into the folder
+cp FOLDER/device/results.json benchmarks/results/sft_NAME.json
+python benchmarks/sft_document.py                                        # writes this section
 ```
 
-The same table with MFU, for one card of the H100's class (a model of Qwen3-8B's shape, 6 operations per weight and
-token as in the PaLM paper, of the card's dense 16-bit peak). Its peers need a torch for that device in the environments
-that `--peers` names. It was not run: no figure on this page is from a device.
+For one card of 80 GB: a model of Qwen3-8B's shape with random weights in bfloat16. PEERS/trl/bin/python and
+PEERS/llamafactory/bin/python are what runs the peers, of environments or of scripts; their torch is for the device.
+
+- Steps are timed by the device's own events, so that the host need not wait; the first two are not counted. What enters
+  a model stays on the device until the training is over.
+- MFU is of 6 operations per weight and token (PaLM), whatever is recomputed, and of the card's dense 16-bit peak.
+- Without recomputation a token keeps 8 MiB, so tuned peers take 2 or 4 conversations at a time, and the bare loop rows
+  of at most 4,096 tokens. Nothing here has the flash-attn package: the peers' attention is torch's SDPA.
+- A contender is ranked only if its frozen weights are of the same dtype and on the same device, too.
 """
 
 
 def make_document(results: dict[str, dict[str, Any]]) -> str:
     """The page. `results` of parts in any order; what is missing is said to be missing."""
-    parts = [_part(part, results[part]) for part in PARTS if part in results]
-    if missing := [part for part in PARTS if part not in results]:
+    parts = [_part(part, results[part]) for part in TITLES if part in results]
+    if missing := [part for part in TITLES if part not in results]:
         parts.append(f"Not measured yet: {', '.join(missing)}.\n")
     words = "\n".join(f"- **{name}**: {contender.words}." for name, contender in CONTENDERS.items())
-    return f"{HEAD}{words}\n\n" + "\n".join(parts) + TAIL
+    return f"{HEAD}{words}\n\n" + "\n".join(parts) + TAIL + device_section(device_results())
+
+
+def device_results() -> dict[str, dict[str, Any]]:
+    """What was measured on devices and is kept with the project, by the names of the files."""
+    return {path.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("sft_*.json"))}
+
+
+def device_section(results: dict[str, dict[str, Any]]) -> str:
+    """The last section of the page."""
+    tables = [
+        f"\n### {result['machine']['device']}\n\nFrom `benchmarks/results/{name}`. {_described(result)}"
+        f"\n\n{make_table('device', result)}\n"
+        for name, result in results.items()
+    ]
+    return DEVICE_HEAD + ("".join(tables) or "\nIt was not run: no figure on this page is from a device.\n")
 
 
 def _part(part: str, result: dict[str, Any]) -> str:
+    return f"## {TITLES[part]}\n\n{_described(result)}\n\n{make_table(part, result)}\n"
+
+
+def _described(result: dict[str, Any]) -> str:
     given, machine, plan = result["plan"]["settings"], result["machine"], result["plan"]
     tokens, supervised = (sum(step[kind] for step in plan["steps"]) for kind in ("tokens", "supervised"))
     versions = {name: text for run in result["runs"] for name, text in run.get("versions", {}).items()}
@@ -79,11 +117,18 @@ def _part(part: str, result: dict[str, Any]) -> str:
     measured = [(run["library"], run["versions"]["transformers"]) for run in result["runs"] if "versions" in run]
     stands_on = [f"{library} on transformers {text}" for library, text in sorted({*measured})]
     return (
-        f"## {TITLES[part]}\n\n"
         f"{machine['device']}, {machine['threads']} threads ({', '.join(machine['flags']) or 'flags unknown'}), "
         f"{libraries}; {'; '.join(stands_on)}. {plan['parameters'] / 1e6:.0f} M parameters, vocabulary "
         f"{given['vocabulary']:,}; {given['conversations']} conversations of {tokens:,} tokens "
         f"({supervised:,} trained, longest {plan['longest']}), LoRA r{given['lora_r']}, {len(plan['steps'])} steps of "
-        f"{given['batch']}. Load before the runs: {machine['load_before']:.1f}.\n\n"
-        f"{make_table(part, result)}\n"
+        f"{given['batch']}. Load before the runs: {machine['load_before']:.1f}."
     )
+
+
+def main() -> None:
+    page = DOCUMENT.read_text(encoding="utf-8")
+    DOCUMENT.write_text(page[: page.index(ON_A_DEVICE)] + device_section(device_results()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

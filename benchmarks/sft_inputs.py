@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BASE = ROOT / "data_samples" / "tiny-qwen3"
-MEDIAN_TOKENS, SPREAD, SHORTEST_TOKENS = 90, 0.9, 24  # of a conversation; the spread is of the logarithm
+SPREAD, SHORTEST_TOKENS = 0.9, 24  # of a conversation's tokens; the spread is of the logarithm
 # Without the newline that ChatML has after each turn: LLaMA-Factory trains on it, TRL and this package do not. The
 # marks say to transformers (and so to TRL) what is trained; LLaMA-Factory reads its own slots off the rendering.
 CHAT_TEMPLATE = (
@@ -48,12 +48,16 @@ def conversation_digest(ids: Sequence[int], targets: Sequence[int]) -> str:
     return hashlib.sha256(json.dumps([list(ids), list(targets)]).encode()).hexdigest()[:16]
 
 
-def make_inputs(folder: Path, settings: dict[str, Any]) -> None:
-    """Write `model/`, `data.jsonl`, `ordered/` (for the peers) and `plan.json` below `folder`."""
+def make_inputs(folder: Path, settings: dict[str, Any], device: str) -> None:
+    """Write `model/`, `data.jsonl`, `ordered/` (for the peers) and `plan.json` below `folder`.
+
+    Args:
+        device: where the model's numbers are drawn.
+    """
     from finetune.planning.flops import flops_per_token
 
     conversations = _write_conversations(folder / "data.jsonl", settings)
-    model = _write_model(folder / "model", settings)
+    model = _write_model(folder / "model", settings, device)
     order = _order_of_our_run(folder, settings)
     if sorted(order) != list(range(len(conversations))):
         raise SystemExit("our run would not train on each conversation once")
@@ -103,7 +107,7 @@ def _write_conversations(path: Path, settings: dict[str, Any]) -> list[list[dict
 def _conversation(
     choose: random.Random, records: list[dict[str, Any]], tokenizer: Any, settings: dict[str, Any]
 ) -> list[dict[str, str]]:
-    wanted = int(choose.lognormvariate(math.log(MEDIAN_TOKENS), SPREAD))
+    wanted = int(choose.lognormvariate(math.log(settings["median_tokens"]), SPREAD))
     wanted = min(max(wanted, SHORTEST_TOKENS), settings["cutoff_len"] * 3 // 4)
     turns = choose.choice((1, 1, 1, 2, 3))
     messages = []
@@ -118,7 +122,7 @@ def _conversation(
     return messages
 
 
-def _write_model(folder: Path, settings: dict[str, Any]) -> Any:
+def _write_model(folder: Path, settings: dict[str, Any], device: str) -> Any:
     import torch
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
@@ -138,8 +142,8 @@ def _write_model(folder: Path, settings: dict[str, Any]) -> Any:
         pad_token_id=tokenizer.pad_token_id,
     )
     torch.manual_seed(settings["seed"])
-    dtype = torch.bfloat16 if shape == "8b" else torch.float32
-    model = Qwen3ForCausalLM(config).to(dtype)
+    with torch.device(device):  # to draw 8 B numbers takes a CPU minutes
+        model = Qwen3ForCausalLM(config).to(getattr(torch, settings["weights"]))
     model.save_pretrained(folder)
     return model
 
@@ -198,7 +202,7 @@ def _plan(model: Path, ordered: list[list[dict[str, str]]], settings: dict[str, 
 def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     settings = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    make_inputs(Path(settings["folder"]), settings["inputs"])
+    make_inputs(Path(settings["folder"]), settings["inputs"], settings["device"])
 
 
 if __name__ == "__main__":

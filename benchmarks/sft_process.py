@@ -4,7 +4,8 @@
 
 What is measured is measured alike everywhere, by one callback that transformers.Trainer (on which all but the bare loop
 stand) gives to every trainer: the end of each optimizer step, and every tensor that enters the model, kept as it is
-and made into conversations after training. So the work is counted where it is done, not where it was asked for.
+and made into conversations after training. So the work is counted where it is done, not where it was asked for. On a
+device nothing of it has the host wait: tensors stay there, and the ends of steps are the device's own events.
 """
 
 from __future__ import annotations
@@ -28,16 +29,24 @@ KEPT = ("input_ids", "attention_mask", "position_ids", "labels", "logits_to_keep
 
 
 class Recorder(TrainerCallback):
-    """Times, losses and inputs of a training."""
+    """Times, losses and inputs of a training.
+
+    Attributes:
+        first_step_ended: seconds since 1970.
+        step_seconds: of each step, there after the training.
+    """
 
     def __init__(self) -> None:
-        self.step_ends: list[float] = []
-        self.first_step_began = 0.0
+        self.device = "cpu"
+        self.first_step_ended = 0.0
+        self.step_seconds: list[float] = []
+        self._marks: list[Any] = []  # the beginning of the first step, and the end of each
         self.calls: list[list[dict[str, torch.Tensor]]] = []  # of each step
         self.losses: list[float] = []
         self.gradient_norms: list[float] = []
         self.trained_parameters = 0
         self.peak_bytes = 0
+        self.made_of: dict[str, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.trained_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -54,26 +63,55 @@ class Recorder(TrainerCallback):
             self.calls[-1].append(call)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.first_step_began = self.first_step_began or time.time()
+        if not self._marks:
+            self._mark()
         self.calls.append([])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-        self.step_ends.append(time.time())
+        self._mark()
+        if not self.first_step_ended:
+            if self.device != "cpu":
+                torch.accelerator.synchronize()
+            self.first_step_ended = time.time()
+
+    def _mark(self) -> None:
+        if self.device == "cpu":
+            self._marks.append(time.time())
+            return
+        # Not a wait at each step: one who prepares the next step while the device computes would be slowed down by it.
+        event = getattr(torch, self.device).Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" in (logs or {}):
             self.losses.append(float(logs["loss"]))
             self.gradient_norms.append(float(logs["grad_norm"]))
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.peak_bytes = _peak_bytes()
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if self.device == "cpu":
+            self.step_seconds = [end - begin for begin, end in pairwise(self._marks)]
+        else:
+            torch.accelerator.synchronize()
+            self.step_seconds = [begin.elapsed_time(end) / 1000 for begin, end in pairwise(self._marks)]
+        self.peak_bytes = _peak_bytes(self.device)
+        self.made_of = _made_of(model)
 
 
-def _peak_bytes() -> int:
+def _made_of(model: Any) -> dict[str, Any]:
+    """Where the model is, in what its frozen weights are held, who computes attention, what is recomputed."""
+    frozen = next(parameter for parameter in model.parameters() if not parameter.requires_grad)
+    return {
+        "device": frozen.device.type,
+        "frozen_dtype": str(frozen.dtype).removeprefix("torch."),
+        "attention": str(model.config._attn_implementation),
+        "recomputes": any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()),
+    }
+
+
+def _peak_bytes(device: str) -> int:
     """Of this process: the device's memory where there is one, else the host's."""
-    if torch.accelerator.is_available():
+    if device != "cpu":
         return int(torch.accelerator.max_memory_allocated())
     # Not getrusage: what it says of a child begins with the parent's size at the fork.
     status = Path("/proc/self/status").read_text(encoding="utf-8")
@@ -260,6 +298,7 @@ def main() -> None:
     work = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     folder, output = Path(work["folder"]), Path(work["output"])
     torch.set_num_threads(work["threads"])
+    RECORDER.device = work["device"]
     # Every Trainer begins its list of callbacks with these.
     transformers.trainer.DEFAULT_CALLBACKS.append(RECORDER)
     train, packages = LIBRARIES[work["library"]]
@@ -267,9 +306,10 @@ def main() -> None:
     measured = {
         "versions": {name: version(name) for name in (*packages, "torch", "transformers", "peft")},
         "threads": torch.get_num_threads(),
-        "device": torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu",
-        "start_seconds": RECORDER.step_ends[0] - work["launched"],
-        "step_seconds": [end - begin for begin, end in pairwise([RECORDER.first_step_began, *RECORDER.step_ends])],
+        **RECORDER.made_of,
+        "start_seconds": RECORDER.first_step_ended - work["launched"],
+        "step_seconds": RECORDER.step_seconds,
+        "unmeasured_steps": work["inputs"]["unmeasured_steps"],
         "steps": steps_of(RECORDER, rehearsals=int(work["library"] == "ours")),
         "losses": RECORDER.losses,
         "gradient_norms": RECORDER.gradient_norms,

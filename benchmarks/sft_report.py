@@ -26,12 +26,33 @@ class Contender:
     library: str
     words: str
     own: dict[str, Any] = field(default_factory=dict)
+    on_device: dict[str, Any] = field(default_factory=dict)  # and these, where activations are more than the memory
 
 
+# Of a global batch of 8 in a part; 8 B parameters keep 8 MiB for a token of theirs where nothing is recomputed.
+TWO_AT_ONCE = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+FOUR_AT_ONCE = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+TRL_TUNED = {"padding_free": True, "max_length": None, "gradient_checkpointing": False}
+LLAMAFACTORY_TUNED = {
+    "train_sampling_strategy": "group_by_length",
+    "disable_shuffling": False,
+    "disable_gradient_checkpointing": True,
+}
 CONTENDERS = {
-    OURS: Contender("ours", "this package as it comes: packed"),
+    OURS: Contender(
+        "ours",
+        "this package as it comes: packed, on a device with `micro_batch_size: auto`",
+        on_device={"micro_batch_size": "auto"},
+    ),
+    "ours-checkpointed": Contender("ours", "with gradient checkpointing", {"gradient_checkpointing": True}),
     "ours-padded": Contender("ours", "`packing: false`", {"packing": False}),
-    REFERENCE: Contender("bare", "a packed loop of transformers and peft with nothing around it, as the limit"),
+    REFERENCE: Contender(
+        "bare",
+        "a packed loop of transformers and peft with nothing around it, as the limit; on a device with torch's varlen "
+        "attention",
+        on_device={"row_tokens": 4096},
+    ),
+    "bare-checkpointed": Contender("bare", "with gradient checkpointing", {"gradient_checkpointing": True}),
     "trl": Contender("trl", "TRL as it comes: padded, gradient checkpointing, the loss in chunks"),
     "trl-grouped": Contender("trl", "and grouped by length", {"train_sampling_strategy": "group_by_length"}),
     "trl-packed": Contender(
@@ -41,9 +62,11 @@ CONTENDERS = {
     ),
     "trl-tuned": Contender(
         "trl",
-        "`padding_free=True`, without checkpointing",
-        {"padding_free": True, "max_length": None, "gradient_checkpointing": False},
+        "`padding_free=True`, without checkpointing; on a device 4 conversations at a time",
+        TRL_TUNED,
+        FOUR_AT_ONCE,
     ),
+    "trl-liger": Contender("trl", "and `use_liger_kernel=True`", TRL_TUNED | {"use_liger_kernel": True}, FOUR_AT_ONCE),
     "llamafactory": Contender("llamafactory", "LLaMA-Factory as it comes: padded, gradient checkpointing"),
     "llamafactory-packed": Contender(
         "llamafactory",
@@ -52,23 +75,35 @@ CONTENDERS = {
     ),
     "llamafactory-tuned": Contender(
         "llamafactory",
-        "grouped by length, without checkpointing",
-        {
-            "train_sampling_strategy": "group_by_length",
-            "disable_shuffling": False,
-            "disable_gradient_checkpointing": True,
-        },
+        "grouped by length, without checkpointing; on a device 2 conversations at a time",
+        LLAMAFACTORY_TUNED,
+        TWO_AT_ONCE,
+    ),
+    "llamafactory-liger": Contender(
+        "llamafactory",
+        "and `enable_liger_kernel: true`",
+        LLAMAFACTORY_TUNED | {"enable_liger_kernel": True},
+        TWO_AT_ONCE,
     ),
 }
+ON_DEVICE_ONLY = ("ours-checkpointed", "bare-checkpointed", "trl-liger", "llamafactory-liger")
+# What a run must have done before its time ends comes first.
+ON_DEVICE = (
+    *(OURS, REFERENCE, "trl", "llamafactory", "ours-checkpointed", "trl-tuned", "llamafactory-tuned"),
+    *("bare-checkpointed", "trl-liger", "llamafactory-liger"),
+)
 # Contender and number format. The vocabulary's part leaves LLaMA-Factory out: whole float32 logits of a padded batch,
 # their softmax and their gradient are more memory than two cores come with.
 PARTS: dict[str, tuple[tuple[str, str], ...]] = {
-    "fp32": tuple((name, "float32") for name in CONTENDERS),
-    "bf16": tuple((name, "bfloat16") for name in CONTENDERS if name not in ("ours-padded", "trl-grouped")),
+    "fp32": tuple((name, "float32") for name in CONTENDERS if name not in ON_DEVICE_ONLY),
+    "bf16": tuple(
+        (name, "bfloat16") for name in CONTENDERS if name not in ("ours-padded", "trl-grouped", *ON_DEVICE_ONLY)
+    ),
     "vocab": (
         *((name, "float32") for name in (OURS, REFERENCE, "trl", "trl-packed", "trl-tuned")),
         (OURS, "bfloat16"),
     ),
+    "device": tuple((name, "bfloat16") for name in ON_DEVICE),
 }
 
 
@@ -87,8 +122,8 @@ class Line:
 
 
 def tokens_per_second(run: dict[str, Any]) -> float:
-    """Tokens of conversations, padding not counted, over all steps after the first (of one step: that one)."""
-    first = 1 if len(run["steps"]) > 1 else 0
+    """Tokens of conversations, padding not counted, over all steps after the first (of fewer steps: the last one)."""
+    first = min(run["unmeasured_steps"], len(run["steps"]) - 1)
     return float(sum(step["tokens"] for step in run["steps"][first:]) / sum(run["step_seconds"][first:]))
 
 
@@ -121,7 +156,7 @@ def _batches(sizes: list[int]) -> str:
 
 def _other_training(run: dict[str, Any], plan: dict[str, Any], reference: dict[str, Any], dtype: str) -> list[str]:
     found = []
-    for kind in ("trained_parameters", "threads", "device"):
+    for kind in ("trained_parameters", "threads", "device", "frozen_dtype"):
         if run[kind] != reference[kind]:
             found.append(f"{kind.replace('_', ' ')} {run[kind]}, not {reference[kind]}")
     if len(run["losses"]) != len(run["steps"]):
@@ -176,7 +211,7 @@ def make_table(part: str, result: dict[str, Any]) -> str:
     peak = result["machine"].get("peak_flops")
     heads = ["contender", "", "rounds", "tok/s", "ours is so many times as fast (each round)"]
     heads += ["MFU"] * bool(peak) + ["computed for a token", "to the end of the first step, s", "peak, GB"]
-    heads += ["first loss", "mean loss", "smallest gradient norm", "work"]
+    heads += ["first loss", "mean loss", "smallest gradient norm"] + ["attention"] * bool(peak) + ["work"]
     ours = {
         (line.dtype, run["round"]): tokens_per_second(run)
         for line in lines
@@ -191,7 +226,7 @@ def _row(line: Line, ours: dict[tuple[str, int], float], plan: dict[str, Any], p
     runs = [run for run in line.runs if "failed" not in run]
     verdict = "equal" if line.ranked else f"not ranked: {'; '.join(line.differences)}"
     if not runs:
-        return [line.name, line.dtype, "0", *["-"] * (8 + bool(peak)), verdict]
+        return [line.name, line.dtype, "0", *["-"] * (8 + 2 * bool(peak)), verdict]
     beside = [(run, ours.get((line.dtype, run["round"]))) for run in runs]
     ratios = [speed / tokens_per_second(run) for run, speed in beside if speed is not None]
     ratio = f"{statistics.median(ratios):.2f} ({', '.join(f'{one:.2f}' for one in ratios)})" if ratios else "-"
@@ -211,5 +246,6 @@ def _row(line: Line, ours: dict[tuple[str, int], float], plan: dict[str, Any], p
         f"{runs[0]['losses'][0]:.4f}" if runs[0]["losses"] else "-",
         f"{mean_loss(runs[0]):.4f}",
         f"{min((norm for run in runs for norm in run['gradient_norms']), default=0):.2g}",
+        *([f"{runs[0]['attention']}{', recomputed' * runs[0]['recomputes']}"] if peak else []),
         verdict,
     ]

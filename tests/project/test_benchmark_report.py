@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -48,6 +48,10 @@ def run(name: str, dtype: str = "float32", seconds: float = 1.0, number: int = 0
         "versions": {"torch": "2", "transformers": "5"},
         "threads": 2,
         "device": "cpu",
+        "frozen_dtype": "float32",
+        "attention": "sdpa",
+        "recomputes": False,
+        "unmeasured_steps": 1,
         "start_seconds": 10.0,
         "step_seconds": [5.0, seconds],
         "steps": copy.deepcopy(PLAN["steps"]),
@@ -91,6 +95,8 @@ OTHER_PLACES = [step("a", "b") | {"supervised": SUPERVISED - 1}, step("c", "d")]
         (changed(steps=OTHER_PLACES), "59 supervised tokens, not 60"),
         (changed(trained_parameters=999), "trained parameters 999, not 1000"),
         (changed(threads=1), "threads 1, not 2"),
+        (changed(device="cuda"), "device cuda, not cpu"),
+        (changed(frozen_dtype="bfloat16"), "frozen dtype bfloat16, not float32"),
         (changed(losses=[9.01, 8.5]), "first loss 9.01000, not 9.00000"),
         (changed(losses=[float("nan"), 8.5]), "first loss nan"),
         (changed(losses=[9.0, 8.0]), "mean loss"),
@@ -127,10 +133,82 @@ def test_the_page_has_the_parts_that_are_there_and_names_the_others(scripts: Mod
     assert str(ROOT) not in page
 
 
+def test_the_section_on_devices_is_made_from_the_results_that_are_kept(scripts: ModuleType) -> None:
+    document = importlib.import_module("sft_document")
+    page = document.DOCUMENT.read_text(encoding="utf-8")
+    assert page.endswith(document.device_section(document.device_results())), "python benchmarks/sft_document.py"
+    measured = result(run("bare", "bfloat16"), run("ours", "bfloat16"))
+    measured["machine"] |= {"device": "NVIDIA H100 80GB HBM3", "peak_flops": 989e12}
+    section = document.device_section({"sft_h100.json": measured})
+    assert "### NVIDIA H100 80GB HBM3" in section and "| ours | bfloat16 | 1 | 40 |" in section
+    assert "not run" not in section
+
+
+def test_steps_that_still_compile_are_not_measured(scripts: ModuleType) -> None:
+    timed = run("bare") | {"steps": [step("a")] * 4, "step_seconds": [9.0, 3.0, 1.0, 1.0], "unmeasured_steps": 2}
+    assert scripts.tokens_per_second(timed) == TOKENS
+    assert scripts.tokens_per_second(timed | {"unmeasured_steps": 9}) == TOKENS  # the last one, of fewer
+
+
+def test_of_a_device_what_was_measured_before_its_time_ended_is_shown(scripts: ModuleType) -> None:
+    runner = importlib.import_module("sft")
+    assert not runner._with_other_parts({"device": result(run("ours"))}, None), "nothing to compare with"
+    assert runner._with_other_parts({"device": result(run("ours"), run("bare"))}, None)
+
+
+def test_a_peer_does_not_find_our_packages(scripts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = importlib.import_module("sft")
+    monkeypatch.setenv("PYTHONPATH", "packages")
+    assert runner._python_path("ours").split(":") == [str(ROOT), "packages"]
+    assert runner._python_path("trl") == str(ROOT)
+
+
 def test_a_device_with_a_known_peak_has_its_utilisation(scripts: ModuleType) -> None:
     measured = result(run("bare"), run("ours"))
     measured["machine"] |= {"peak_flops": 2.4e9}
     assert "| 10.0% |" in scripts.make_table("fp32", measured)  # 40 tokens a second x 6e6 / 2.4e9
+
+
+class Event:
+    """A device's event as torch documents it: read only after a wait."""
+
+    made: ClassVar[list[Event]] = []
+    waited = False
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.milliseconds = 250.0 * len(self.made)
+        self.made.append(self)
+
+    def record(self) -> None:
+        Event.waited = False
+
+    def elapsed_time(self, end: Event) -> float:
+        assert Event.waited, "not computed yet"
+        return end.milliseconds - self.milliseconds
+
+
+def test_a_device_times_its_steps_and_the_host_waits_after_the_first_and_the_last(
+    scripts: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, waits = importlib.import_module("sft_process"), []
+
+    def wait() -> None:
+        Event.waited = True
+        waits.append(len(Event.made))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "synchronize", wait)
+    monkeypatch.setattr(process, "_peak_bytes", lambda device: 5)
+    monkeypatch.setattr(process, "_made_of", lambda model: {})
+    recorder = process.Recorder()
+    recorder.device = "cuda"
+    for _ in range(3):
+        recorder.on_step_begin(None, None, None)
+        recorder.on_step_end(None, None, None)
+    recorder.on_train_end(None, None, None)
+    assert recorder.step_seconds == [0.25, 0.25, 0.25]
+    assert waits == [2, 4]  # events recorded by then: a beginning and an end, and all
 
 
 IGNORED = -100
