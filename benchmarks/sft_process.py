@@ -287,7 +287,7 @@ def bare(work: dict[str, Any], folder: Path, output: Path) -> None:
 
 RECORDER = Recorder()
 LIBRARIES = {
-    "ours": (train_ours, ("finetune",)),
+    "ours": (train_ours, ()),  # it may be a folder without a package's metadata
     "bare": (bare, ()),
     "trl": (train_trl, ("trl",)),
     "llamafactory": (train_llamafactory, ("llamafactory",)),
