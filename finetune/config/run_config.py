@@ -177,7 +177,10 @@ class RunConfig(BaseConfig):
     )
     trust_remote_code: bool = data_setting(False, "Run Python code that comes with the model.")
     micro_batch_size: Positive | Literal["auto"] = batch_setting(
-        1, "Samples that one device holds at a time; auto by the memory there is.", unit="samples"
+        "auto",
+        "Samples that one device holds at a time; auto by the memory there is.",
+        unit="samples",
+        shown_default="auto; 1 where gradient_accumulation_steps is given",
     )
     gradient_accumulation_steps: Positive | None = batch_setting(
         None,
@@ -266,7 +269,8 @@ class RunConfig(BaseConfig):
     def problems(self) -> list[tuple[str, str]]:
         found = super().problems()
         if self.micro_batch_size == "auto":
-            if self.gradient_accumulation_steps is not None:
+            # Left out beside accumulation it is 1: rules.py, resolve_batch.
+            if self.gradient_accumulation_steps is not None and "micro_batch_size" in self.model_fields_set:
                 what = (
                     f"gradient_accumulation_steps is {self.gradient_accumulation_steps}, and micro_batch_size is auto"
                 )
