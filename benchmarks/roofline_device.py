@@ -76,6 +76,7 @@ def cases() -> dict[str, Case]:
     full: dict[str, Any] = {"finetuning": "full"}
     off = {"gradient_checkpointing": False}
     eight, d12 = Case("Qwen/Qwen3-8B", rows=4), Case("nanochat-d12", rows=1, settings={"device_batch_size": 32})
+    wide = replace(eight, tokens=8192, documents=16, rows=2)  # four rows of 2,048 in one
     return {
         "8B lora": eight,
         "8B lora, no checkpointing": replace(eight, settings=off),
@@ -84,15 +85,17 @@ def cases() -> dict[str, Case]:
         "8B lora, peft's": replace(eight, settings={"fused_lora": False}),
         "d12": d12,
         "d12 compiled": replace(d12, settings={**d12.settings, "compile": True}),
-        "0.6B lora": Case("Qwen/Qwen3-0.6B", rows=4),
-        "4B lora": Case("Qwen/Qwen3-4B", rows=4),
-        "14B lora": Case("Qwen/Qwen3-14B", rows=4),
-        "8B lora 8192": Case("Qwen/Qwen3-8B", 8192, rows=2),
+        "0.6B lora": replace(eight, model="Qwen/Qwen3-0.6B"),
+        "4B lora": replace(eight, model="Qwen/Qwen3-4B"),
+        "14B lora": replace(eight, model="Qwen/Qwen3-14B"),
+        "8B lora, rows of 4 x 2048": wide,
+        "8B lora, rows of 4 x 2048, no checkpointing": replace(wide, settings=off),
+        "8B lora 8192": replace(eight, tokens=8192, rows=2),
+        "8B lora 32768": replace(eight, tokens=32768, rows=1),
+        "Llama 8B lora, rows of 4 x 2048": replace(wide, model="meta-llama/Llama-3.1-8B"),
+        "32B lora, rows of 4 x 2048": replace(wide, model="Qwen/Qwen3-32B", rows=1),
         "0.6B full 8192": Case("Qwen/Qwen3-0.6B", 8192, rows=4, settings=full),
         "4B full 8192": Case("Qwen/Qwen3-4B", 8192, rows=2, settings=full),
-        "Llama 8B lora": Case("meta-llama/Llama-3.1-8B", rows=4),
-        "32B lora": Case("Qwen/Qwen3-32B", rows=2),
-        "8B lora 32768": Case("Qwen/Qwen3-8B", 32768, rows=1),
     }
 
 

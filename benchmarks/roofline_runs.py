@@ -283,8 +283,7 @@ def _fuse_partitioned(model: Any) -> int:
 
 
 def _pretrainer(case: Case, config: Any, layers: int, on: str) -> Any:
-    from transformers import AutoModelForCausalLM
-
+    from finetune.modeling.scratch import make_unstarted_model
     from finetune.training import build_pretrain
     from finetune.training.prepare_pretrain import Prepared
     from finetune.training.resume import Resume
@@ -296,7 +295,7 @@ def _pretrainer(case: Case, config: Any, layers: int, on: str) -> Any:
 
     def make_model(shape: Any, *, seed: int, attention: str) -> Any:
         with torch.device(on):
-            return AutoModelForCausalLM.from_config(shape, attn_implementation=attention, dtype=torch.float32).train()
+            return make_unstarted_model(shape, attention).train()
 
     with (
         patch.object(build_pretrain, "make_model", make_model),

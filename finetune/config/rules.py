@@ -65,7 +65,8 @@ def resolve_batch(resolution: Resolution) -> None:
     what fits into memory, the global batch is the training itself, accumulation is only how the one makes the other.
     """
     if resolution.value(ACCUMULATION) is not None and resolution.precedence(MICRO) == Precedence.DEFAULT:
-        resolution.derive(MICRO, 1, f"1 with {ACCUMULATION}")  # auto is for a number of microbatches that follows from it
+        # auto is for where the number of microbatches follows from their size.
+        resolution.derive(MICRO, 1, f"1 with {ACCUMULATION}")
     values = {name: resolution.value(name) for name in (MICRO, GLOBAL, ACCUMULATION)}
     if not all(is_count(value) or (value is None and name == ACCUMULATION) for name, value in values.items()):
         return

@@ -137,10 +137,15 @@ def isolated_attention(
     return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)).transpose(1, 2).contiguous(), None
 
 
-@cache
+@torch.compiler.assume_constant_result  # else the compiler traces the question, and warns of the cache
 def has_flash(device: torch.device) -> bool:
     """Whether torch's flash kernels run on a device: a CUDA device from Ampere on."""
-    return device.type == "cuda" and capabilities(device.type).flash
+    return device.type == "cuda" and _cuda_has_flash()
+
+
+@cache
+def _cuda_has_flash() -> bool:
+    return capabilities("cuda").flash
 
 
 def computes_on_cpu(device: torch.device) -> bool:

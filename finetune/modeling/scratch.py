@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
 )
+from transformers.activations import ReLUSquaredActivation
 
 ASPECT = 64  # width per layer
 HEAD_DIM = 128
@@ -104,9 +105,31 @@ def scratch_config(
 def make_model(config: PretrainedConfig, *, seed: int, attention: str = "sdpa") -> PreTrainedModel:
     """The model of a configuration in float32 on the CPU, its start a pure function of (seed, parameter name)."""
     with torch.random.fork_rng(devices=[]):  # the start that transformers draws is replaced
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+        model = make_unstarted_model(config, attention)
     initialise(model, seed)
     return model
+
+
+def make_unstarted_model(config: PretrainedConfig, attention: str) -> PreTrainedModel:
+    """The model in float32 on torch's default device, with transformers' own start."""
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    for parent in list(model.modules()):
+        for name, module in parent.named_children():
+            if isinstance(module, ReLUSquaredActivation):
+                setattr(parent, name, SquaredReLU())
+    return model
+
+
+class SquaredReLU(torch.nn.Module):
+    """relu(x)^2 in the dtype of x, to the bit what transformers' is without autocast.
+
+    That squares by torch.square, a power: CUDA's autocast computes it, and keeps what it needs for the backward pass,
+    in float32. An H100 held 9 GiB more for 12 layers of width 768 and 65,536 tokens (not compiled).
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        positive = torch.nn.functional.relu(x)
+        return positive * positive
 
 
 def make_empty_model(config: PretrainedConfig) -> PreTrainedModel:

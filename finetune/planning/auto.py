@@ -162,10 +162,11 @@ def _ways(
 
 
 def _useful(config: BaseConfig, work: Workload, size: int, step_tokens: float) -> bool:
-    """Whether a microbatch of this size is one that the rule of the batch allows and that a step can fill."""
+    """Whether a microbatch of this size is one that the rule of the batch allows, and half of it would not do."""
     if size == 1:
         return True
-    filled = work.microbatch_tokens * work.processes <= max(step_tokens, work.longest * work.processes)
+    # Of those that hold a whole step the smallest is of use too: then a step is one microbatch.
+    filled = work.microbatch_tokens * work.processes < 2 * step_tokens
     divides = config.tokens_per_step // work.longest % size == 0
     return divides and filled and work.microbatch_tokens <= MOST_MICROBATCH_TOKENS
 

@@ -189,7 +189,7 @@ def choose_device_type(requested: str) -> str:
             fix="leave --device-type out to take the best one, or install the driver and package it needs",
         )
     # DeepSpeed detects on its own (an importable torch_npu is enough for it); tell it.
-    os.environ.setdefault("DS_ACCELERATOR", chosen)
+    os.environ["DS_ACCELERATOR"] = chosen
     return chosen
 
 

@@ -42,6 +42,8 @@ KNOWN_WARNINGS = (
     (r"`broadcast_buffers` is deprecated", FutureWarning),
     # peft 0.21 asks transformers 5.23 by the old name, once per model.
     (r"`is_gradient_checkpointing` is deprecated", FutureWarning),
+    # DeepSpeed's init_distributed, whose process group knows no device; each rank has chosen its own by then.
+    (r"barrier\(\): using the device under current context", UserWarning),
 )
 
 AnyTrainer = TypeVar("AnyTrainer", bound=RunTrainer)

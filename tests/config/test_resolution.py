@@ -69,7 +69,7 @@ def only_problem(*files: str, **more: Any) -> FinetuneError:
 def test_the_later_source_wins_and_says_so() -> None:
     ds = deepspeed(own={"seed": 1, "lora_r": 8, "cutoff_len": 100}, gradient_clipping=0.5)
     run = file("run.yaml", {"seed": 2, "lora_r": 4})
-    resolved = command(ds, run, flags="--seed 3")
+    resolved = command(ds, run, flags="--seed 3 --micro-batch-size 1")
     assert (resolved.config.seed, resolved.config.lora_r, resolved.config.cutoff_len) == (3, 4, 100)
     origins = resolved.origins
     assert (origins["seed"], origins["lora_r"], origins["cutoff_len"]) == ("--seed", "run.yaml", "ds.json")
@@ -415,12 +415,14 @@ MICRO, ACCUMULATION, GLOBAL = "micro_batch_size", "gradient_accumulation_steps",
 @pytest.mark.parametrize(
     ("own", "flags", "world_size", "expected", "note"),
     [
-        ({}, "", 1, (1, 32, 32), "gradient_accumulation_steps 32"),
-        ({}, "", 4, (1, 8, 32), "gradient_accumulation_steps 8"),
-        ({}, "", 5, (1, 7, 32), "uneven"),
-        ({}, "", 64, (1, 1, 32), "uneven"),
+        ({}, "", 4, ("auto", None, 32), ""),
+        ({MICRO: 1}, "", 1, (1, 32, 32), "gradient_accumulation_steps 32"),
+        ({MICRO: 1}, "", 4, (1, 8, 32), "gradient_accumulation_steps 8"),
+        ({MICRO: 1}, "", 5, (1, 7, 32), "uneven"),
+        ({MICRO: 1}, "", 64, (1, 1, 32), "uneven"),
         ({MICRO: 4}, "", 2, (4, 4, 32), "gradient_accumulation_steps 4"),
-        ({GLOBAL: 10}, "", 4, (1, 3, 10), "uneven"),
+        ({GLOBAL: 10}, "", 4, ("auto", None, 10), ""),
+        ({GLOBAL: 10, MICRO: 1}, "", 4, (1, 3, 10), "uneven"),
         ({GLOBAL: 128, MICRO: 1}, "", 16, (1, 8, 128), "gradient_accumulation_steps 8"),
         ({ACCUMULATION: 8}, "", 16, (1, 8, 128), "global_batch_size 128 instead of 32 (default)"),
         ({MICRO: 2, ACCUMULATION: 8}, "", 4, (2, 8, 64), "global_batch_size 64"),
@@ -477,6 +479,9 @@ def test_batch_numbers_agree_whatever_is_given(
         assert "nearest that agree" in str(error)
         return
     final = {name: getattr(config, name) for name in values}
+    if given_levels[MICRO] == given_levels[ACCUMULATION] == 0:
+        assert final[MICRO] == "auto" and final[ACCUMULATION] is None
+        return
     assert final[GLOBAL] % final[MICRO] == 0
     assert final[ACCUMULATION] == ceil(final[GLOBAL] / (final[MICRO] * world_size))
     said = [name for name in values if given_levels[name] > 0]
@@ -573,11 +578,12 @@ def test_problems_of_all_sources_come_together() -> None:
 
 
 def test_resolve_object_takes_a_config_a_dict_and_a_path() -> None:
-    content = {**NEEDED, "global_batch_size": 8, "deepspeed": {**ZERO3, "gradient_clipping": 0.5}}
+    batch = {"global_batch_size": 8, "micro_batch_size": 1}
+    content = {**NEEDED, **batch, "deepspeed": {**ZERO3, "gradient_clipping": 0.5}}
     a = resolve_object(RunConfig(**content), world_size=2)
     b = resolve_object({**content, "output_dir": Path("o")}, world_size=2)
     c = resolve_object(Path(file("a.yaml", content)), world_size=2)
-    d = resolve_object({**ZERO3, "gradient_clipping": 0.5, "finetune": {**NEEDED, "global_batch_size": 8}}, 2)
+    d = resolve_object({**ZERO3, "gradient_clipping": 0.5, "finetune": {**NEEDED, **batch}}, 2)
     assert a.config == b.config == c.config == d.config
     assert a.config.max_grad_norm == 0.5 and a.config.gradient_accumulation_steps == 4
     assert (a.origins["model"], b.origins["model"], c.origins["model"]) == ("RunConfig", "the dict", "a.yaml")

@@ -32,7 +32,7 @@ def test_defaults_are_those_that_were_agreed() -> None:
         "valid_data": (),
         "output_dir": "runs/x",
         "cutoff_len": 2048,
-        "micro_batch_size": 1,
+        "micro_batch_size": "auto",
         "gradient_accumulation_steps": None,
         "global_batch_size": 32,
         "max_steps": None,

@@ -335,13 +335,13 @@ def test_dropout_and_wide_heads_do_not_reach_the_flash_kernel(kernel):
 
 
 def test_before_ampere_there_is_no_flash_kernel(monkeypatch):
-    attention.has_flash.cache_clear()
+    attention._cuda_has_flash.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     for capability, flash in (((7, 0), False), ((7, 5), False), ((8, 0), True), ((9, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
         assert attention.has_flash(torch.device("cuda", 0)) is flash
-        attention.has_flash.cache_clear()
+        attention._cuda_has_flash.cache_clear()
     assert not attention.has_flash(torch.device("cpu"))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -156,6 +157,12 @@ def test_microbatches_are_no_larger_than_a_step_fills():
     shape, config = known_shape("Qwen/Qwen3-0.6B"), config_of(global_batch_size=16)
     chosen = choose_execution(config, shape, cluster_of(80), step_tokens=16 * 500.0)
     assert chosen.config.micro_batch_size == 1  # 8,000 tokens on eight devices
+
+
+def test_of_the_sizes_that_hold_a_whole_step_the_smallest_is_of_use():
+    shape, one = known_shape("Qwen/Qwen3-0.6B"), replace(cluster_of(80), nodes=1, devices_per_node=1)
+    chosen = choose_execution(config_of(global_batch_size=8), shape, one, step_tokens=8 * 640.0)
+    assert chosen.config.micro_batch_size == 4  # 8,192 tokens, where 4,096 do not hold 5,120 and 16,384 gain nothing
 
 
 def test_the_number_of_microbatches_cannot_be_given_too():
