@@ -3,6 +3,7 @@
     python benchmarks/roofline_device.py --json build/h100.json            # the cases below
     python benchmarks/roofline_device.py --only 8B --profile               # those named so, and what takes time
     python benchmarks/roofline_device.py --device cpu --tiny               # whether it runs, on two small models
+    python benchmarks/roofline_device.py --compare benchmarks/results/roofline_h100.json   # beside what was predicted
 
 The model has random weights, made on the device; all else is the product's own, built as in roofline_runs.py: adapter,
 attention, fused layers, loss, executor, optimizer. Seconds are the median of the steps after the first two, the host
@@ -197,6 +198,34 @@ def _train(trainer: Any, made: Measured, case: Case, device: torch.device, profi
         _profiled(made, made_profiles[0])
 
 
+def compare(path: Path, device: str) -> None:
+    """Print what was measured beside the roofline's prediction and the planner's; needs no device."""
+    from roofline import DEVICES, planned, step
+
+    from finetune.planning.memory import memory_of
+
+    print("| case | tokens | busy ms | predicted | step ms | tok/s | peak GiB | traced | planned | kernels | traced |")
+    print("|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
+    for entry in json.loads(path.read_text(encoding="utf-8")):
+        case, rows = Case(**{**entry["case"], "steps": 2}), entry["rows"]
+        # The compiler is not traced: a whole step has the bound by perfect fusion, layers a kernel each.
+        whole, layers = case.settings.get("compile"), case.settings.get("fused_layers") == "compile"
+        without = ("compile",) if whole else ("fused_layers",) if layers else ()
+        case = replace(case, settings={name: value for name, value in case.settings.items() if name not in without})
+        found = step(case, DEVICES[device], rows, (2, 4))["step"]
+        busy = f"{1e3 * entry['busy_seconds']:,.0f}" if entry["kernels"] else "-"
+        cells = [entry["name"], f"{entry['tokens']:,}", busy]
+        cells += [f"{1e3 * found['fused_seconds' if whole else 'seconds']:,.0f}"]
+        cells += [f"{1e3 * entry['step_seconds']:,.0f}", f"{entry['tokens'] / entry['step_seconds']:,.0f}"]
+        cells += [f"{size / 2**30:.1f}" for size in (entry["peak_bytes"], found["peak_bytes"])]
+        cells += [
+            f"{memory_of(planned(Case(**entry['case']), rows)).device() / 2**30:.1f}",
+            f"{entry['kernels']:,}" if entry["kernels"] else "-",
+        ]
+        cells += ["-" if whole else f"{found['kernels']:,.0f}"]
+        print("| " + " | ".join(cells) + " |", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", help="a device type of torch")
@@ -205,7 +234,12 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="two small models in place of the cases")
     parser.add_argument("--minutes", type=float, default=60.0, help="no case begins later than this")
     parser.add_argument("--json", type=Path, help="write all numbers there, after every case")
+    parser.add_argument("--compare", type=Path, help="print these results beside the predictions; runs nothing here")
+    parser.add_argument("--named", default="H100", help="the device that --compare predicts for: one of roofline.py's")
     options = parser.parse_args()
+    if options.compare is not None:
+        compare(options.compare, options.named)
+        return 0
     os.environ["DS_ACCELERATOR"] = options.device
     device, started, found = torch.device(options.device), time.monotonic(), []
     name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
