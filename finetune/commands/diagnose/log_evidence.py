@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from finetune.commands.diagnose.log_facts import FACT_WORDS, facts_in
-from finetune.commands.diagnose.log_reading import LineKind, LogFile, LogLine
+from finetune.commands.diagnose.log_reading import LineKind, LogFile, LogLine, Moment
 from finetune.commands.diagnose.log_words import (
     BOILERPLATE,
     CASCADE_EXCEPTIONS,
@@ -89,15 +89,19 @@ class LogEvidence:
         evidence: in the order of the log.
         facts: settings and sizes that the log mentions: the run's own numbers.
         steps: logged training steps, by rank.
+        trained_until: since when each rank logged as many steps as show that it survived what came before.
         finished: how many of `evidence` came before the run reported that it was done.
-        ended_well: whether anything in it says that a process ended as it should.
+        done: when that was; None where it did not.
+        ended: how many came before anything in it said that a process ended as it should; -1 where nothing did.
     """
 
     evidence: list[Evidence] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
     steps: Mapping[int | None, int] = field(default_factory=dict)
+    trained_until: Mapping[int | None, Moment] = field(default_factory=dict)
     finished: int = 0
-    ended_well: bool = False
+    done: Moment | None = None
+    ended: int = -1
 
 
 class _Process:
@@ -118,7 +122,7 @@ def scan_log(file: LogFile) -> LogEvidence:
     scan = _Scan()
     for line in file.lines(scan.kind_of):
         scan.take(line)
-    scan.found.steps = file.steps
+    scan.found.steps, scan.found.trained_until = file.steps, file.trained_until()
     if not scan.of_a_run:
         scan.found.evidence.clear()
     return scan.found
@@ -157,12 +161,15 @@ class _Scan:
         self._in_diagnosis = bool(quoted or DIAGNOSIS_TITLE.match(text))
         if self._in_diagnosis:
             return
-        self.found.ended_well = self.found.ended_well or ENDED_WELL.search(text) is not None
+        if finished := FINISHED.search(text):
+            self.found.finished, self.found.done = len(self.found.evidence), Moment(line.seconds, line.year_known)
+        if finished or ENDED_WELL.search(text):
+            self.found.ended = len(self.found.evidence)
         if RESTART.search(text):
             self._attempt += 1
             self._processes.clear()
-        elif FINISHED.search(text):
-            self.found.finished, self.found.ended_well = len(self.found.evidence), True
+        elif finished:
+            return
         elif match := SUMMARY_RANK.match(text):
             self._summary_rank = int(match["rank"])
         elif text.startswith((OWN_WHERE, OWN_FIX)):

@@ -1,0 +1,69 @@
+"""What a run survived is no failure: it trained on, or reported that it was done, in the same log or in another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from finetune.commands.diagnose.log_evidence import Evidence, LogEvidence
+from finetune.commands.diagnose.log_reading import SURVIVED_STEPS, LogLine, Moment
+from finetune.commands.diagnose.symptoms.base import Kind
+
+# Clocks of nodes and the buffers of their outputs differ by less than this, as a rule.
+CLOCK_SLACK_SECONDS = 10.0
+# So many logged steps of other processes: they do not go on for that long without one that died.
+SURVIVED_STEPS_OF_OTHERS = 10
+
+
+def standing_evidence(logs: Sequence[LogEvidence]) -> list[Evidence]:
+    """Evidence that the run did not survive, in the order of the logs."""
+    return [
+        evidence
+        for log in logs
+        for number, evidence in enumerate(log.evidence)
+        if not _survived_here(evidence, number, log) and not _survived_elsewhere(evidence, number, log, logs)
+    ]
+
+
+def _survived_here(evidence: Evidence, number: int, log: LogEvidence) -> bool:
+    """Whether its own log goes on: with steps of that process if it logs any, or with the end of the run."""
+    rank, before = evidence.line.rank, evidence.line.steps_before
+    after = {logging: count - before.get(logging, 0) for logging, count in log.steps.items()}
+    most = max(after.values(), default=0)
+    if after.get(rank, most) >= SURVIVED_STEPS or most >= SURVIVED_STEPS_OF_OTHERS:
+        return True
+    return not evidence.symptom.lasting and (number < log.finished or (most > 0 and number < log.ended))
+
+
+def _survived_elsewhere(evidence: Evidence, number: int, own: LogEvidence, logs: Sequence[LogEvidence]) -> bool:
+    """Whether another log goes on: by time with steps, or by time or its role with the end of the run."""
+    line, kind = evidence.line, evidence.symptom.kind
+    others = [log for log in logs if log is not own and log.steps]
+    tells = line.rank is not None and any(line.rank in log.steps for log in logs)
+    later = [at for log in others for rank, at in log.trained_until.items() if not tells or rank == line.rank]
+    if any(_is_before(line, moment, -CLOCK_SLACK_SECONDS) for moment in later):
+        return True
+    ends = [log.done for log in others if log.done is not None and log.finished == len(log.evidence)]
+    if evidence.symptom.lasting or not ends:
+        return False
+    timed = [done for done in ends if line.seconds is not None and done.seconds is not None]
+    if timed:  # who looks on reports what happened to others, too, and what was stopped because the run was done
+        slack = CLOCK_SLACK_SECONDS if kind in (Kind.MACHINE, Kind.KILLED) else 0.0
+        return any(_is_before(line, done, slack) for done in timed)
+    return not own.steps and (kind == Kind.MACHINE or number < own.ended)
+
+
+def _is_before(line: LogLine, moment: Moment, slack: float) -> bool:
+    if line.seconds is None or moment.seconds is None:
+        return False
+    latest = line.bounds[1]
+    if not (line.year_known and moment.year_known):
+        latest = nearest_year(latest, moment.seconds)
+    return latest <= moment.seconds + slack
+
+
+def nearest_year(seconds: float, reference: float) -> float:
+    """The time on the same day and hour of the year in which it is nearest to another."""
+    year, *rest = time.localtime(reference)[:1] + time.localtime(seconds)[1:8]
+    made = [time.mktime((near, *rest, -1)) + seconds % 1 for near in (year - 1, year, year + 1)]  # type: ignore[arg-type]
+    return min(made, key=lambda when: abs(when - reference))
