@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import re
 
-STEP = re.compile(r"""\bloss['"]?(?:\s*[:=]\s*|\s+)['"]?-?\d""")
-NOT_A_NUMBER = re.compile(r"\b(?:nan|inf)\b", re.IGNORECASE)
+# A loss; or the number of a step with something that was measured in it.
+STEP = re.compile(
+    r"""(?:\b|_)loss['"]?(?:\s*[:=]\s*|\s+)['"]?-?\d|损失\S{0,2}\s*[:=：]?\s*-?\d"""
+    r"|(?i:(?<![a-z])(?:step|iter(?:ation)?|update)s?\W{0,3}\d+\b"
+    r".*\b(?:lr|learning.rate|tok(?:en)?s?/s|samples?/s|reward\w*|g(?:rad)?_?norm|ppl|tflops|mfu|\d ?ms)\b)"
+)
+NOT_A_NUMBER = re.compile(r"\b(?:nan|inf)\b(?! (?:iteration|step|batch|count))", re.IGNORECASE)
 FINISHED = re.compile(
-    r"^\[SUCCESS\] done: |['\"]?train_runtime['\"]?\s*[:=]|Training completed\. Do not forget to share"
-    r"|worker group successfully finished|^Training[\w ]*: 100%\|"
+    r"^\[SUCCESS\] done: |['\"]?train_runtime['\"]?\s*[:=]|worker group successfully finished|^Training[\w ]*: 100%\|"
+    r"|(?i:\b(?:training|fine-?tuning)(?: run| job)?(?: is| was| has)?(?: now)? (?:completed?|done|finished|ended)\b(?! with))"
+    r"|(?i:\b(?:done|finished|completed|end of)(?: with)? training\b|\bmax_\w+(?:=\d+)?`? (?:was )?reached|reached max_)"
+    r"|(?i:\b(?:saved?|wrote|written)\b.*\bfinal\b|\bfinal (?:model|weights|checkpoint)\b.* (?:in|to|saved|written)\b)"
+    r"|训练\S{0,6}(?<!异常)(?:完成|结束|成功)"
 )
 # Said by a process, or by who started it: less than that the training is done.
 ENDED_WELL = re.compile(
-    r"\bexit(?:ed|s)?(?: with)?(?: code| status)?[:= ]{1,3}0\b|[Tt]raining (?:is )?(?:done|finished|complete[d]?)\b"
-    r"|^finished\b|\bfinished successfully|completed successfully|reason: Completed\b|State[=:] ?COMPLETED\b"
+    r"(?i:\b(?:exit(?:ed|s|ing)?|left|leaving|ended|status)(?: with)?(?: code| status)?[:= (]{1,3}0\b|退出码\W{0,2}0\b)"
+    r"|^(?i:all )?(?i:done|complete|finished)\b|\bfinished successfully|completed successfully|reason: Completed\b"
+    r"|State[=:] ?COMPLETED\b|\b(?:[Cc]onnection|[Ll]ink|[Ss]ervice) (?:was |is )?(?:restored|recovered|up again)|\b(?i:success(?:ful)?|succeeded|finished)(?: after \d+|[.!)]*$)"
 )
 RESTART = re.compile(r"will restart worker group|\[(?:INFO|WARNING)\] (?:starting again|restart)")
 SUMMARY_RANK = re.compile(r"^ +rank +: (?P<rank>\d+) \(local_rank: \d+\)")
@@ -84,7 +93,9 @@ DATA = re.compile(
     r"(?:instruction|input|output|prompt|completion|response|question|answer|content|text|messages|conversations?"
     r"|generated(?: text)?|generation|prediction|reference|target|sample|example|user|assistant|human"
     r"|提示词?|回答|参考|问题|答案|指令|输入|输出|样本|用户|助手|预测)"
-    r"(?: ?#?\d+)?[\"']? ?[:=|：].*\w|[\"'](?:role|messages|conversations|instruction)[\"']: ",
+    r"(?: ?#?\d+)?[\"']? ?[:=|：].*\w|[\"'](?:role|messages|conversations|instruction)[\"']: "
+    # Quoted text, comments of source code that is printed, and what was looked for and not found.
+    r"|^(?:>|#|//) \S|[:=] *0 (?:lines?|times|events?|hits|matches|found|occurrences|errors?)\W*$",
     re.IGNORECASE,
 )
 # A log without any of these is another program's: what its lines say of disks and connections is not about a run.

@@ -48,7 +48,7 @@ def _survived_elsewhere(evidence: Evidence, number: int, own: LogEvidence, logs:
         return False
     timed = [done for done in ends if line.seconds is not None and done.seconds is not None]
     if timed:  # who looks on reports what happened to others, too, and what was stopped because the run was done
-        slack = CLOCK_SLACK_SECONDS if kind in (Kind.MACHINE, Kind.KILLED) else 0.0
+        slack = CLOCK_SLACK_SECONDS if kind in (Kind.MACHINE, Kind.KILLED, Kind.CASCADE) else 0.0
         return any(_is_before(line, done, slack) for done in timed)
     return not own.steps and (kind == Kind.MACHINE or number < own.ended)
 
@@ -56,7 +56,7 @@ def _survived_elsewhere(evidence: Evidence, number: int, own: LogEvidence, logs:
 def _is_before(line: LogLine, moment: Moment, slack: float) -> bool:
     if line.seconds is None or moment.seconds is None:
         return False
-    latest = line.bounds[1]
+    latest = line.seconds if slack > 0 else line.bounds[1]
     if not (line.year_known and moment.year_known):
         latest = nearest_year(latest, moment.seconds)
     return latest <= moment.seconds + slack
