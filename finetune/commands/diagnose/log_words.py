@@ -6,7 +6,7 @@ import re
 
 # A loss; or the number of a step with something that was measured in it.
 STEP = re.compile(
-    r"""(?:\b|_)loss['"]?(?:\s*[:=]\s*|\s+)['"]?-?\d|损失\S{0,2}\s*[:=：]?\s*-?\d"""
+    r"""(?:\b|_)loss['"]?(?:[/ ](?!scal)\w+){0,2}(?:\s*[:=]\s*|\s+)['"]?-?\d|损失\S{0,2}\s*[:=：]?\s*-?\d"""
     r"|(?i:(?<![a-z])(?:step|iter(?:ation)?|update)s?\W{0,3}\d+\b"
     r".*\b(?:lr|learning.rate|tok(?:en)?s?/s|samples?/s|reward\w*|g(?:rad)?_?norm|ppl|tflops|mfu|\d ?ms)\b)"
 )
@@ -16,7 +16,7 @@ FINISHED = re.compile(
     r"|(?i:\b(?:training|fine-?tuning)(?: run| job)?(?: is| was| has)?(?: now)? (?:completed?|done|finished|ended)\b(?! with))"
     r"|(?i:\b(?:done|finished|completed|end of)(?: with)? training\b|\bmax_\w+(?:=\d+)?`? (?:was )?reached|reached max_)"
     r"|(?i:\b(?:saved?|wrote|written)\b.*\bfinal\b|\bfinal (?:model|weights|checkpoint)\b.* (?:in|to|saved|written)\b)"
-    r"|训练\S{0,6}(?<!异常)(?:完成|结束|成功)"
+    r"|(?:^|(?i:train\w*)[\]:] )(?i:all )?(?i:done|completed?|finished)\W*$|训练\S{0,6}(?<!异常)(?:完成|结束|成功)"
 )
 # Said by a process, or by who started it: less than that the training is done.
 ENDED_WELL = re.compile(
@@ -81,7 +81,7 @@ CHAT_BEGINS = re.compile(r"<\|(?:im_start|start_header_id|user|system)\|>|\[INST
 CHAT_ENDS = re.compile(r"<\|(?:im_end|eot_id|endoftext|end)\|>|\[/INST\]|<end_of_turn>|</s>")
 # ``` around a piece of text, a row of a table, and a heading over the lines of an example.
 FENCE = re.compile(r"^\W{0,3}(?:```|~~~)[\w+-]*\s*$")
-TABLE_ROW = re.compile(r"^\|(?:[^|]*\|){2,}\s*$")
+TABLE_ROW = re.compile(r"^[|│┃](?:[^|│┃]*[|│┃]){2,}\s*$")
 HEADING = re.compile(
     r"^(?:#{1,4} ?(?:instruction|input|output|response|question|answer|prompt|completion)\b.{0,3}"
     r"|(?:output|response|answer|prompt|completion|prediction|generation)s?:)\s*$",
