@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from finetune.commands.diagnose.log_facts import FACT_WORDS, facts_in
-from finetune.commands.diagnose.log_reading import LineKind, LogFile, LogLine, Moment
+from finetune.commands.diagnose.log_reading import SURVIVED_STEPS, LineKind, LogFile, LogLine, Moment
 from finetune.commands.diagnose.log_words import (
     BOILERPLATE,
     CASCADE_EXCEPTIONS,
@@ -115,6 +115,7 @@ class _Process:
         self.chained: Evidence | None = None  # an unknown error that the next one is said to come from
         self.chat_until = 0  # the line up to which a conversation is quoted
         self.fence_until = 0  # and what stands between ``` and ```
+        self.steps: Mapping[int | None, int] = {}  # logged before its last line
 
 
 def scan_log(file: LogFile) -> LogEvidence:
@@ -150,7 +151,7 @@ class _Scan:
 
     def take(self, line: LogLine) -> None:
         """Take what a line tells."""
-        text, process = line.text, self._processes[line.node, line.rank]
+        text, process = line.text, self._process_of(line)
         if OTHER_PROGRAM.search(text) or _is_data(process, line):
             return
         for name, value in facts_in(text).items():
@@ -180,6 +181,14 @@ class _Scan:
             process.ignored = True
         elif text := _relevant_part(process, line):
             self._match(process, line, text)
+
+    def _process_of(self, line: LogLine) -> _Process:
+        """What its process has been about; nothing any more where training has gone on since."""
+        process = self._processes[line.node, line.rank]
+        if line.steps_since(process.steps) >= SURVIVED_STEPS:
+            process = self._processes[line.node, line.rank] = _Process()
+        process.steps = line.steps_before
+        return process
 
     def _match(self, process: _Process, line: LogLine, text: str) -> None:
         quiet = QUIET_LEVEL.search(text) is not None

@@ -63,6 +63,10 @@ class LogLine:
     bounds: tuple[float, float] = (-math.inf, math.inf)
     year_known: bool = True
 
+    def steps_since(self, earlier: Mapping[int | None, int]) -> int:
+        """The most steps that a rank logged between an earlier place in the log and this line."""
+        return max((count - earlier.get(rank, 0) for rank, count in self.steps_before.items()), default=0)
+
 
 def raw_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Number and bytes of every line, cut in the middle where it is too long; a carriage return ends one too."""

@@ -26,11 +26,11 @@ def standing_evidence(logs: Sequence[LogEvidence]) -> list[Evidence]:
 
 
 def _survived_here(evidence: Evidence, number: int, log: LogEvidence) -> bool:
-    """Whether its own log goes on: with steps of that process if it logs any, or with the end of the run."""
+    """Whether its own log goes on: with steps, of that process too if it logs any, or with the end of the run."""
     rank, before = evidence.line.rank, evidence.line.steps_before
     after = {logging: count - before.get(logging, 0) for logging, count in log.steps.items()}
     most = max(after.values(), default=0)
-    if after.get(rank, most) >= SURVIVED_STEPS or most >= SURVIVED_STEPS_OF_OTHERS:
+    if most >= (SURVIVED_STEPS if after.get(rank, most) > 0 else SURVIVED_STEPS_OF_OTHERS):
         return True
     return not evidence.symptom.lasting and (number < log.finished or (most > 0 and number < log.ended))
 
