@@ -17,6 +17,7 @@ from finetune.commands.diagnose.log_words import (
     CHAT_ENDS,
     CODE_ONLY,
     DATA,
+    DENIED,
     DIAGNOSIS_LINE,
     DIAGNOSIS_TITLE,
     ENDED_WELL,
@@ -162,7 +163,8 @@ class _Scan:
         self._in_diagnosis = bool(quoted or DIAGNOSIS_TITLE.match(text))
         if self._in_diagnosis:
             return
-        if finished := FINISHED.search(text):
+        finished = (said := FINISHED.search(text)) is not None and not DENIED.search(text, 0, said.start())
+        if finished:
             self.found.finished, self.found.done = len(self.found.evidence), Moment(line.seconds, line.year_known)
         if finished or ENDED_WELL.search(text):
             self.found.ended = len(self.found.evidence)
@@ -310,7 +312,7 @@ def _relevant_part(process: _Process, line: LogLine) -> str:
 
 def line_kind(text: str) -> LineKind:
     """Whether any rule, or anything that rules depend on, is in a line."""
-    if STEP.search(text) and not NOT_A_NUMBER.search(text):
+    if STEP.search(text) and not NOT_A_NUMBER.search(text) and not FINISHED.search(text):
         return "step"
     if _matching_symptom(text) is not None or _is_failure(text) or any(form.search(text) for form in STRUCTURE):
         return "line"

@@ -11,18 +11,28 @@ STEP = re.compile(
     r".*\b(?:lr|learning.rate|tok(?:en)?s?/s|samples?/s|reward\w*|g(?:rad)?_?norm|ppl|tflops|mfu|\d ?ms)\b)"
 )
 NOT_A_NUMBER = re.compile(r"\b(?:nan|inf)\b(?! (?:iteration|step|batch|count))", re.IGNORECASE)
+# The training is done, as trainers say it. What stands around these words on the line may deny it.
+_NOT_BADLY = r"(?! (?:\w+ing\b|with (?:err|fail|ex)|un|ab|by\b|prem|early|due|because))"
 FINISHED = re.compile(
     r"^\[SUCCESS\] done: |['\"]?train_runtime['\"]?\s*[:=]|worker group successfully finished|^Training[\w ]*: 100%\|"
-    r"|(?i:\b(?:training|fine-?tuning)(?: run| job)?(?: is| was| has)?(?: now)? (?:completed?|done|finished|ended)\b(?! with))"
-    r"|(?i:\b(?:done|finished|completed|end of)(?: with)? training\b|\bmax_\w+(?:=\d+)?`? (?:was )?reached|reached max_)"
-    r"|(?i:\b(?:saved?|wrote|written)\b.*\bfinal\b|\bfinal (?:model|weights|checkpoint)\b.* (?:in|to|saved|written)\b)"
-    r"|(?:^|(?i:train\w*)[\]:] )(?i:all )?(?i:done|completed?|finished)\W*$|训练\S{0,6}(?<!异常)(?:完成|结束|成功)"
+    r"|(?i:\b(?:training|fine-?tuning)(?: run| job)?(?: is| was| has)?(?: now)? (?:completed?|done|finished|ended|over)\b"
+    rf"{_NOT_BADLY}|\btrain\w*[\]:] (?:all )?(?:done|completed?|finished)\b{_NOT_BADLY}|^(?:total )?training time:? \d"
+    r"|\b(?:done|finished|completed|end of)(?: with)? training\b|\bmax_\w+(?:=\d+)?`? (?:was )?reached|reached max_"
+    r"|\b(\d+) ?(?:of|/) ?\1 (?:step|epoch|iter)\w*|\b\d+ (?:steps|epochs|iterations) (?:done|finished|completed)\b"
+    r"|\b(?:finished|completed)(?: all)? \d+ (?:steps|epochs|iterations)\b|^(?:all )?(?:done|completed?|finished)\W*$"
+    r"|\b(?:saved|wrote|written)\b.*[/ ]final\b(?! checkpoint)|\bfinal (?:model|weights)\b.* (?:in|to|saved|written)\b)"
+    r"|训练\S{0,6}(?<!异常)(?:完成|结束|成功)"
+)
+DENIED = re.compile(
+    r"\b(?i:not|fail\w*|errors?|unable|cannot|abort\w*|before|until|unless|if|when|will)\b|n't\b|失败|未|异常"
 )
 # Said by a process, or by who started it: less than that the training is done.
 ENDED_WELL = re.compile(
-    r"(?i:\b(?:exit(?:ed|s|ing)?|left|leaving|ended|status)(?: with)?(?: code| status)?[:= (]{1,3}0\b|退出码\W{0,2}0\b)"
-    r"|^(?i:all )?(?i:done|complete|finished)\b|\bfinished successfully|completed successfully|reason: Completed\b"
-    r"|State[=:] ?COMPLETED\b|\b(?:[Cc]onnection|[Ll]ink|[Ss]ervice) (?:was |is )?(?:restored|recovered|up again)|\b(?i:success(?:ful)?|succeeded|finished)(?: after \d+|[.!)]*$)"
+    r"(?i:\b(?:exit(?:ed|s|ing)?|return|left|leav(?:es|ing)|ended|status|rc)(?: with)?(?: code| status)?[:= (]{1,3}0\b"
+    r"|退出码\W{0,2}0\b|^(?:all )?(?:done|complete|finished)\b|\b(?:finished|completed|exits) successfully"
+    r"|\b(?:job|run|attempt|task|status)\b.{0,12}\b(?:succeeded|success|finished|completed)\b"
+    r"|\bsuccess(?:ful)? after \d|\b(?:connection|link|service) (?:was |is )?(?:restored|recovered|up again))"
+    r"|reason: Completed\b|State[=:] ?COMPLETED\b"
 )
 RESTART = re.compile(r"will restart worker group|\[(?:INFO|WARNING)\] (?:starting again|restart)")
 SUMMARY_RANK = re.compile(r"^ +rank +: (?P<rank>\d+) \(local_rank: \d+\)")
@@ -38,7 +48,7 @@ LEAVES_BOILERPLATE = re.compile(
 QUIET_LEVEL = re.compile(
     r"^\[?[IWD]\d{3,4} \d\d:\d\d:|\[(?:INFO|DEBUG|WARNING|SUCCESS|NOTICE|TRACE)\]|\bNCCL INFO\b"
     r"|[ |](?:INFO|WARNING|DEBUG) *(?:-|\|)|^(?:INFO|WARNING|DEBUG)[: ]|\b\w*Warning: |(?i:\bwarning: )|\[warn\]"
-    r"|\[notice\]|retry loop|will retry|[Rr]etrying\b|[Cc]onsider installing|[Ff]alling back to"
+    r"|\[notice\]|retry loop|will retry|[Rr]etrying\b|(?i:\b(?:re)?try|attempt) (\d+) ?(?:of|/) ?(?!\1\b)\d+\b|[Cc]onsider installing|[Ff]alling back to"
     r"|pip's dependency resolver|but you have \S+ "
     r"|^(?:\$|\++) (?=[\w./-])"  # a command that a shell repeats
 )
