@@ -45,6 +45,7 @@ from finetune.commands.diagnose.log_words import (
     STRUCTURE,
     SUMMARY_RANK,
     TABLE_ROW,
+    TRAINED,
 )
 from finetune.commands.diagnose.symptoms.base import Kind, Symptom
 from finetune.commands.diagnose.symptoms.rules import ENDED_BADLY, EXPLAINED_BY_RUN, UNEXPLAINED, possible
@@ -92,8 +93,8 @@ class LogEvidence:
         steps: logged training steps, by rank.
         trained_until: since when each rank logged as many steps as show that it survived what came before.
         finished: how many of `evidence` came before the run reported that it was done.
-        done: when that was; None where it did not.
-        ended: how many came before anything in it said that a process ended as it should; -1 where nothing did.
+        done: when it, or a script around it, said so; None where none did.
+        ended: how many came before anything in it said that something ended or went on well; -1 where nothing did.
     """
 
     evidence: list[Evidence] = field(default_factory=list)
@@ -163,12 +164,16 @@ class _Scan:
         self._in_diagnosis = bool(quoted or DIAGNOSIS_TITLE.match(text))
         if self._in_diagnosis:
             return
-        finished = (said := FINISHED.search(text)) is not None and not DENIED.search(text, 0, said.start())
+        finished, said = FINISHED.search(text), TRAINED.search(text)
+        trained = finished or (said and not DENIED.search(text, 0, said.start()))
+        if trained:
+            self.found.done = Moment(line.seconds, line.year_known)
         if finished:
-            self.found.finished, self.found.done = len(self.found.evidence), Moment(line.seconds, line.year_known)
-        if finished or ENDED_WELL.search(text):
+            self.found.finished = len(self.found.evidence)
+        restarted = RESTART.search(text) is not None and _matching_symptom(text) is None
+        if trained or restarted or ENDED_WELL.search(text):
             self.found.ended = len(self.found.evidence)
-        if RESTART.search(text):
+        if restarted:
             self._attempt += 1
             self._processes.clear()
         elif finished:
@@ -312,7 +317,7 @@ def _relevant_part(process: _Process, line: LogLine) -> str:
 
 def line_kind(text: str) -> LineKind:
     """Whether any rule, or anything that rules depend on, is in a line."""
-    if STEP.search(text) and not NOT_A_NUMBER.search(text) and not FINISHED.search(text):
+    if STEP.search(text) and not NOT_A_NUMBER.search(text) and not TRAINED.search(text):
         return "step"
     if _matching_symptom(text) is not None or _is_failure(text) or any(form.search(text) for form in STRUCTURE):
         return "line"

@@ -128,7 +128,9 @@ class LogFile:
                 self._timed = raw
                 self._dated = raw if clock == "date" else self._dated
             if waiting and (clock or len(waiting) >= WAITING_LIMIT):
-                until, told = (self._time(self._timed, self._dated), strip_prefixes(decode(raw))[1]) if clock else (None, None)
+                until, told = (
+                    (self._time(self._timed, self._dated), strip_prefixes(decode(raw))[1]) if clock else (None, None)
+                )
                 yield from (_placed(line, until, goes_on=line.rank == told) for line in waiting)
                 waiting.clear()
             if not kind:

@@ -8,33 +8,43 @@ import re
 STEP = re.compile(
     r"""(?:\b|_)loss['"]?(?:[/ ](?!scal)\w+){0,2}(?:\s*[:=]\s*|\s+)['"]?-?\d|损失\S{0,2}\s*[:=：]?\s*-?\d"""
     r"|(?i:(?<![a-z])(?:step|iter(?:ation)?|update)s?\W{0,3}\d+\b"
-    r".*\b(?:lr|learning.rate|tok(?:en)?s?/s|samples?/s|reward\w*|g(?:rad)?_?norm|ppl|tflops|mfu|\d ?ms)\b)"
+    r".{0,200}\b(?:lr|learning.rate|tok(?:en)?s?/s|samples?/s|reward\w*|g(?:rad)?_?norm|ppl|tflops|mfu|\d ?ms)\b)"
 )
 NOT_A_NUMBER = re.compile(r"\b(?:nan|inf)\b(?! (?:iteration|step|batch|count))", re.IGNORECASE)
-# The training is done, as trainers say it. What stands around these words on the line may deny it.
-_NOT_BADLY = r"(?! (?:\w+ing\b|with (?:err|fail|ex)|un|ab|by\b|prem|early|due|because))"
 FINISHED = re.compile(
-    r"^\[SUCCESS\] done: |['\"]?train_runtime['\"]?\s*[:=]|worker group successfully finished|^Training[\w ]*: 100%\|"
-    r"|(?i:\b(?:training|fine-?tuning)(?: run| job)?(?: is| was| has)?(?: now)? (?:completed?|done|finished|ended|over)\b"
+    r"^\[SUCCESS\] done: |['\"]?train_runtime['\"]?\s*[:=]|Training completed\. Do not forget to share"
+    r"|worker group successfully finished|^Training[\w ]*: 100%\|"
+)
+# The same as other trainers say it, and scripts that do not look. What stands around these words may deny it.
+_NOT_BADLY = r"(?! (?:\w+ing\b|with (?:err|fail|ex)|un|ab|by\b|prem|early|due|because))"
+TRAINED = re.compile(
+    r"(?i:\b(?:training|fine-?tuning)(?: run| job)?(?: is| was| has)? (?:completed?|done|finished|ended|over)\b"
     rf"{_NOT_BADLY}|\btrain\w*[\]:] (?:all )?(?:done|completed?|finished)\b{_NOT_BADLY}|^(?:total )?training time:? \d"
     r"|\b(?:done|finished|completed|end of)(?: with)? training\b|\bmax_\w+(?:=\d+)?`? (?:was )?reached|reached max_"
     r"|\b(\d+) ?(?:of|/) ?\1 (?:step|epoch|iter)\w*|\b\d+ (?:steps|epochs|iterations) (?:done|finished|completed)\b"
-    r"|\b(?:finished|completed)(?: all)? \d+ (?:steps|epochs|iterations)\b|^(?:all )?(?:done|completed?|finished)\W*$"
-    r"|\b(?:saved|wrote|written)\b.*[/ ]final\b(?! checkpoint)|\bfinal (?:model|weights)\b.* (?:in|to|saved|written)\b)"
-    r"|训练\S{0,6}(?<!异常)(?:完成|结束|成功)"
+    r"|\b(?:finished|completed)(?: all)? \d+ (?:steps|epochs|iterations)\b"
+    r"|\b(?:saved|wrote|written)\b.{0,200}[/ ]final\b(?! checkpoint)"
+    r"|\bfinal (?:model|weights)\b.{0,200} (?:in|to|saved|written)\b)"
+    r"|train_runtime['\"]?\s*[:=]|训练\S{0,6}(?<!异常)(?:完成|结束|成功)"
 )
 DENIED = re.compile(
     r"\b(?i:not|fail\w*|errors?|unable|cannot|abort\w*|before|until|unless|if|when|will)\b|n't\b|失败|未|异常"
 )
-# Said by a process, or by who started it: less than that the training is done.
+# Said by a process, or by who started it.
 ENDED_WELL = re.compile(
     r"(?i:\b(?:exit(?:ed|s|ing)?|return|left|leav(?:es|ing)|ended|status|rc)(?: with)?(?: code| status)?[:= (]{1,3}0\b"
     r"|退出码\W{0,2}0\b|^(?:all )?(?:done|complete|finished)\b|\b(?:finished|completed|exits) successfully"
     r"|\b(?:job|run|attempt|task|status)\b.{0,12}\b(?:succeeded|success|finished|completed)\b"
-    r"|\bsuccess(?:ful)? after \d|\b(?:connection|link|service) (?:was |is )?(?:restored|recovered|up again))"
+    r"|\bsuccess(?:ful)? after \d)"
     r"|reason: Completed\b|State[=:] ?COMPLETED\b"
 )
-RESTART = re.compile(r"will restart worker group|\[(?:INFO|WARNING)\] (?:starting again|restart)")
+# A new start, or something that was got over: what came before counts only where nothing after it failed by itself.
+RESTART = re.compile(
+    r"will restart worker group|\[(?:INFO|WARNING)\] (?:starting again|restart)"
+    r"|(?i:\bresum(?:ing|ed) (?:\w+ )?from\b|\brestart count [1-9]|\b(?:attempt|try|retry) [2-9]\b(?!.*fail)"
+    r"|\b(?:connection|link|service|server \S+) (?:was |is )?(?:restored|recovered|up again|OK\b)"
+    r"|\b(?:using|going on with) \S+(?: instead)?$)"
+)
 SUMMARY_RANK = re.compile(r"^ +rank +: (?P<rank>\d+) \(local_rank: \d+\)")
 OWN_WHERE, OWN_FIX = "  where: ", "  fix:   "
 # A diagnosis that the launcher wrote into the log, in any language: it quotes lines and speaks of other causes.
@@ -48,7 +58,8 @@ LEAVES_BOILERPLATE = re.compile(
 QUIET_LEVEL = re.compile(
     r"^\[?[IWD]\d{3,4} \d\d:\d\d:|\[(?:INFO|DEBUG|WARNING|SUCCESS|NOTICE|TRACE)\]|\bNCCL INFO\b"
     r"|[ |](?:INFO|WARNING|DEBUG) *(?:-|\|)|^(?:INFO|WARNING|DEBUG)[: ]|\b\w*Warning: |(?i:\bwarning: )|\[warn\]"
-    r"|\[notice\]|retry loop|will retry|[Rr]etrying\b|(?i:\b(?:re)?try|attempt) (\d+) ?(?:of|/) ?(?!\1\b)\d+\b|[Cc]onsider installing|[Ff]alling back to"
+    r"|\[notice\]|retry loop|will retry|[Rr]etrying\b|(?i:\b(?:re)?try|attempt) (\d+) ?(?:of|/) ?(?!\1\b)\d+\b"
+    r"|[Cc]onsider installing|[Ff]alling back to"
     r"|pip's dependency resolver|but you have \S+ "
     r"|^(?:\$|\++) (?=[\w./-])"  # a command that a shell repeats
 )
@@ -136,7 +147,7 @@ SERVICE = re.compile(
 
 # What tells how to read other lines.
 STRUCTURE = (
-    *(FRAME, BOILERPLATE, FINISHED, ENDED_WELL, RESTART, SUMMARY_RANK, IGNORED, DIAGNOSIS_TITLE),
+    *(FRAME, BOILERPLATE, FINISHED, TRAINED, ENDED_WELL, RESTART, SUMMARY_RANK, IGNORED, DIAGNOSIS_TITLE),
     *(FORCED_KILL, CHAINED, CHAT_BEGINS, CHAT_ENDS, ENDS_TRACEBACK, FENCE, HEADING),
     re.compile(f"TraceBack|^{OWN_WHERE}|^{OWN_FIX}"),
 )

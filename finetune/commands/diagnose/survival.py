@@ -17,11 +17,10 @@ SURVIVED_STEPS_OF_OTHERS = 10
 
 def standing_evidence(logs: Sequence[LogEvidence]) -> list[Evidence]:
     """Evidence that the run did not survive, in the order of the logs."""
+    left = [[e for number, e in enumerate(log.evidence) if not _survived_here(e, number, log)] for log in logs]
+    ends = [log.done for log, of_log in zip(logs, left, strict=True) if log.done and log.steps and not of_log]
     return [
-        evidence
-        for log in logs
-        for number, evidence in enumerate(log.evidence)
-        if not _survived_here(evidence, number, log) and not _survived_elsewhere(evidence, number, log, logs)
+        e for log, of_log in zip(logs, left, strict=True) for e in of_log if not _survived_elsewhere(e, log, logs, ends)
     ]
 
 
@@ -35,22 +34,27 @@ def _survived_here(evidence: Evidence, number: int, log: LogEvidence) -> bool:
     return not evidence.symptom.lasting and (number < log.finished or (most > 0 and number < log.ended))
 
 
-def _survived_elsewhere(evidence: Evidence, number: int, own: LogEvidence, logs: Sequence[LogEvidence]) -> bool:
-    """Whether another log goes on: by time with steps, or by time or its role with the end of the run."""
+def _survived_elsewhere(
+    evidence: Evidence, own: LogEvidence, logs: Sequence[LogEvidence], ends: Sequence[Moment]
+) -> bool:
+    """Whether another log goes on: by time with steps, or by time or its role with the end of the run.
+
+    Args:
+        ends: when logs of training ended well; none of them is the evidence's own.
+    """
     line, kind = evidence.line, evidence.symptom.kind
-    others = [log for log in logs if log is not own and log.steps]
     tells = line.rank is not None and any(line.rank in log.steps for log in logs)
-    later = [at for log in others for rank, at in log.trained_until.items() if not tells or rank == line.rank]
+    others = [log.trained_until.items() for log in logs if log is not own]
+    later = [moment for moments in others for rank, moment in moments if not tells or rank == line.rank]
     if any(_is_before(line, moment, -CLOCK_SLACK_SECONDS) for moment in later):
         return True
-    ends = [log.done for log in others if log.done is not None and log.finished == len(log.evidence)]
     if evidence.symptom.lasting or not ends:
         return False
     timed = [done for done in ends if line.seconds is not None and done.seconds is not None]
     if timed:  # who looks on reports what happened to others, too, and what was stopped because the run was done
         slack = CLOCK_SLACK_SECONDS if kind in (Kind.MACHINE, Kind.KILLED, Kind.CASCADE) else 0.0
         return any(_is_before(line, done, slack) for done in timed)
-    return not own.steps and (kind == Kind.MACHINE or number < own.ended)
+    return not own.steps and (kind == Kind.MACHINE or own.evidence.index(evidence) < own.ended)
 
 
 def _is_before(line: LogLine, moment: Moment, slack: float) -> bool:
