@@ -43,7 +43,7 @@ RESTART = re.compile(
     r"will restart worker group|\[(?:INFO|WARNING)\] (?:starting again|restart)"
     r"|(?i:\bresum(?:ing|ed) (?:\w+ )?from\b|\brestart count [1-9]|\b(?:attempt|try|retry) [2-9]\b(?!.*fail)"
     r"|\b(?:connection|link|service|server \S+) (?:was |is )?(?:restored|recovered|up again|OK\b)"
-    r"|\b(?:using|going on with) \S+(?: instead)?$)"
+    r"|\b(?:using|going on with) \S+(?: instead)?$|\brestart(?:ing|ed) (?:the )?(?:engine|worker|server|process|job)\b)"
 )
 SUMMARY_RANK = re.compile(r"^ +rank +: (?P<rank>\d+) \(local_rank: \d+\)")
 OWN_WHERE, OWN_FIX = "  where: ", "  fix:   "
