@@ -17,11 +17,9 @@ SURVIVED_STEPS_OF_OTHERS = 10
 
 def standing_evidence(logs: Sequence[LogEvidence]) -> list[Evidence]:
     """Evidence that the run did not survive, in the order of the logs."""
-    left = [[e for number, e in enumerate(log.evidence) if not _survived_here(e, number, log)] for log in logs]
-    ends = [log.done for log, of_log in zip(logs, left, strict=True) if log.done and log.steps and not of_log]
-    return [
-        e for log, of_log in zip(logs, left, strict=True) for e in of_log if not _survived_elsewhere(e, log, logs, ends)
-    ]
+    left = [(log, [e for number, e in enumerate(log.evidence) if not _survived_here(e, number, log)]) for log in logs]
+    ends = [log.done for log, of_log in left if log.done and log.steps and not of_log]
+    return [e for log, of_log in left for e in of_log if not _survived_elsewhere(e, log, logs, ends)]
 
 
 def _survived_here(evidence: Evidence, number: int, log: LogEvidence) -> bool:
