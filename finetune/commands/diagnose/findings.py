@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import re
-import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from finetune.commands.diagnose.log_evidence import Evidence, LogEvidence
 from finetune.commands.diagnose.log_facts import with_next_values
+from finetune.commands.diagnose.survival import CLOCK_SLACK_SECONDS, nearest_year, standing_evidence
 from finetune.commands.diagnose.symptoms.base import Kind, fill
 from finetune.commands.diagnose.symptoms.processes import INTERRUPTED
 from finetune.commands.diagnose.symptoms.rules import ENDED_BADLY, EXPLAINED_BY_RUN, UNEXPLAINED
 from finetune.plain_text import plain_text
 from finetune.runtime.language import _
 
-# Clocks of nodes and the buffers of their outputs differ by less than this, as a rule.
-CLOCK_SLACK_SECONDS = 10.0
 # Lines of other processes between those of one error.
 SAME_ERROR_LINES = 100
 # A log without times: lines of several processes that belong together are not farther apart.
 ORDER_SLACK_LINES = 400
-# Logged steps after which a process is taken to have survived an error.
-SURVIVED_STEPS = 3
 # Who watches from outside reports that much later, at most: a scheduler that a node failed, a pod that it was killed.
 LATE_SECONDS = 600.0
 # What the machine said longer ago than this did not bring about what failed now.
@@ -77,9 +73,9 @@ def rank_findings(logs: Sequence[LogEvidence], facts: dict[str, str] | None = No
         facts: settings of the run that are known from elsewhere.
     """
     known = {name: value for log in reversed(logs) for name, value in log.facts.items()} | (facts or {})
-    standing = [e for log in logs for e in _standing(log)]
+    standing = standing_evidence(logs)
     _give_years(standing)
-    if any(log.ended_well for log in logs) and all(e.quiet and e.symptom.kind == Kind.CASCADE for e in standing):
+    if any(log.ended >= 0 for log in logs) and all(e.quiet and e.symptom.kind == Kind.CASCADE for e in standing):
         return []  # processes that end one after the other warn of it
     standing = _without_bare_codes(standing)
     last = [e for e in standing if e.attempt == max(o.attempt for o in standing if o.line.source == e.line.source)]
@@ -104,32 +100,9 @@ def _give_years(evidence: Sequence[Evidence]) -> None:
     for piece in evidence if dated else ():
         line = piece.line
         if line.seconds is not None and not line.year_known:
-            moved = _nearest_year(line.seconds, dated[0]) - line.seconds
+            moved = nearest_year(line.seconds, dated[0]) - line.seconds
             earliest, latest = line.bounds
             piece.line = replace(line, seconds=line.seconds + moved, bounds=(earliest + moved, latest + moved))
-
-
-def _nearest_year(seconds: float, reference: float) -> float:
-    year, *rest = time.localtime(reference)[:1] + time.localtime(seconds)[1:8]
-    made = [time.mktime((near, *rest, -1)) + seconds % 1 for near in (year - 1, year, year + 1)]  # type: ignore[arg-type]
-    return min(made, key=lambda when: abs(when - reference))
-
-
-def _standing(log: LogEvidence) -> list[Evidence]:
-    """Evidence that the run did not survive: it neither trained on after it nor reported that it was done."""
-
-    return [
-        evidence
-        for number, evidence in enumerate(log.evidence)
-        if not _survived(evidence, log.steps) and (evidence.symptom.lasting or number >= log.finished)
-    ]
-
-
-def _survived(evidence: Evidence, steps: Mapping[int | None, int]) -> bool:
-    """Whether training went on: in that process if it logs steps, otherwise in any."""
-    rank, before = evidence.line.rank, evidence.line.steps_before
-    ranks = [rank] if rank in steps else list(steps)
-    return any(steps[logging] - before.get(logging, 0) >= SURVIVED_STEPS for logging in ranks)
 
 
 def _without_bare_codes(evidence: Sequence[Evidence]) -> list[Evidence]:

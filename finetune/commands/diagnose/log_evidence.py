@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from finetune.commands.diagnose.log_facts import FACT_WORDS, facts_in
-from finetune.commands.diagnose.log_reading import LineKind, LogFile, LogLine
+from finetune.commands.diagnose.log_reading import SURVIVED_STEPS, LineKind, LogFile, LogLine, Moment
 from finetune.commands.diagnose.log_words import (
     BOILERPLATE,
     CASCADE_EXCEPTIONS,
@@ -17,6 +17,7 @@ from finetune.commands.diagnose.log_words import (
     CHAT_ENDS,
     CODE_ONLY,
     DATA,
+    DENIED,
     DIAGNOSIS_LINE,
     DIAGNOSIS_TITLE,
     ENDED_WELL,
@@ -44,6 +45,7 @@ from finetune.commands.diagnose.log_words import (
     STRUCTURE,
     SUMMARY_RANK,
     TABLE_ROW,
+    TRAINED,
 )
 from finetune.commands.diagnose.symptoms.base import Kind, Symptom
 from finetune.commands.diagnose.symptoms.rules import ENDED_BADLY, EXPLAINED_BY_RUN, UNEXPLAINED, possible
@@ -89,15 +91,19 @@ class LogEvidence:
         evidence: in the order of the log.
         facts: settings and sizes that the log mentions: the run's own numbers.
         steps: logged training steps, by rank.
+        trained_until: since when each rank logged as many steps as show that it survived what came before.
         finished: how many of `evidence` came before the run reported that it was done.
-        ended_well: whether anything in it says that a process ended as it should.
+        done: when it, or a script around it, said so; None where none did.
+        ended: how many came before anything in it said that something ended or went on well; -1 where nothing did.
     """
 
     evidence: list[Evidence] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
     steps: Mapping[int | None, int] = field(default_factory=dict)
+    trained_until: Mapping[int | None, Moment] = field(default_factory=dict)
     finished: int = 0
-    ended_well: bool = False
+    done: Moment | None = None
+    ended: int = -1
 
 
 class _Process:
@@ -111,6 +117,7 @@ class _Process:
         self.chained: Evidence | None = None  # an unknown error that the next one is said to come from
         self.chat_until = 0  # the line up to which a conversation is quoted
         self.fence_until = 0  # and what stands between ``` and ```
+        self.steps: Mapping[int | None, int] = {}  # logged before its last line
 
 
 def scan_log(file: LogFile) -> LogEvidence:
@@ -118,7 +125,7 @@ def scan_log(file: LogFile) -> LogEvidence:
     scan = _Scan()
     for line in file.lines(scan.kind_of):
         scan.take(line)
-    scan.found.steps = file.steps
+    scan.found.steps, scan.found.trained_until = file.steps, file.trained_until()
     if not scan.of_a_run:
         scan.found.evidence.clear()
     return scan.found
@@ -146,7 +153,7 @@ class _Scan:
 
     def take(self, line: LogLine) -> None:
         """Take what a line tells."""
-        text, process = line.text, self._processes[line.node, line.rank]
+        text, process = line.text, self._process_of(line)
         if OTHER_PROGRAM.search(text) or _is_data(process, line):
             return
         for name, value in facts_in(text).items():
@@ -157,12 +164,20 @@ class _Scan:
         self._in_diagnosis = bool(quoted or DIAGNOSIS_TITLE.match(text))
         if self._in_diagnosis:
             return
-        self.found.ended_well = self.found.ended_well or ENDED_WELL.search(text) is not None
-        if RESTART.search(text):
+        finished, said = FINISHED.search(text), TRAINED.search(text)
+        trained = finished or (said and not DENIED.search(text, 0, said.start()))
+        if trained:
+            self.found.done = Moment(line.seconds, line.year_known)
+        if finished:
+            self.found.finished = len(self.found.evidence)
+        restarted = RESTART.search(text) is not None and _matching_symptom(text) is None
+        if trained or restarted or ENDED_WELL.search(text):
+            self.found.ended = len(self.found.evidence)
+        if restarted:
             self._attempt += 1
             self._processes.clear()
-        elif FINISHED.search(text):
-            self.found.finished, self.found.ended_well = len(self.found.evidence), True
+        elif finished:
+            return
         elif match := SUMMARY_RANK.match(text):
             self._summary_rank = int(match["rank"])
         elif text.startswith((OWN_WHERE, OWN_FIX)):
@@ -173,6 +188,14 @@ class _Scan:
             process.ignored = True
         elif text := _relevant_part(process, line):
             self._match(process, line, text)
+
+    def _process_of(self, line: LogLine) -> _Process:
+        """What its process has been about; nothing any more where training has gone on since."""
+        process = self._processes[line.node, line.rank]
+        if line.steps_since(process.steps) >= SURVIVED_STEPS:
+            process = self._processes[line.node, line.rank] = _Process()
+        process.steps = line.steps_before
+        return process
 
     def _match(self, process: _Process, line: LogLine, text: str) -> None:
         quiet = QUIET_LEVEL.search(text) is not None
@@ -294,7 +317,7 @@ def _relevant_part(process: _Process, line: LogLine) -> str:
 
 def line_kind(text: str) -> LineKind:
     """Whether any rule, or anything that rules depend on, is in a line."""
-    if STEP.search(text) and not NOT_A_NUMBER.search(text):
+    if STEP.search(text) and not NOT_A_NUMBER.search(text) and not TRAINED.search(text):
         return "step"
     if _matching_symptom(text) is not None or _is_failure(text) or any(form.search(text) for form in STRUCTURE):
         return "line"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,9 +21,19 @@ SHAPE_BYTES = 1 << 10
 # Lines without a time that wait for the next time in their log, and how long after the last time one may be.
 WAITING_LIMIT = 200
 UNTIMED_SECONDS = 600.0
+# Logged steps after which a process is taken to have survived an error.
+SURVIVED_STEPS = 3
 
 # Not worth a look, a logged training step, or a line to look at.
 LineKind = Literal["", "step", "line"]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A time that a log tells: seconds since the epoch, None where it tells none; of its year or the present one."""
+
+    seconds: float | None
+    year_known: bool
 
 
 @dataclass(frozen=True)
@@ -51,6 +62,10 @@ class LogLine:
     node: str = ""
     bounds: tuple[float, float] = (-math.inf, math.inf)
     year_known: bool = True
+
+    def steps_since(self, earlier: Mapping[int | None, int]) -> int:
+        """The most steps that a rank logged between an earlier place in the log and this line."""
+        return max((count - earlier.get(rank, 0) for rank, count in self.steps_before.items()), default=0)
 
 
 def raw_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
@@ -102,6 +117,7 @@ class LogFile:
         self._shapes: dict[bytes, tuple[LineKind, Clock]] = {}
         self._timed: bytes | None = None  # the last line with a time
         self._dated: bytes | None = None  # the last one that tells the year too
+        self._step_times: dict[int | None, deque[tuple[bytes | None, bytes | None]]] = {}
 
     def lines(self, kind_of: Callable[[str], LineKind]) -> Iterator[LogLine]:
         """The lines to look at. Lines that differ in digits only are classified once, unless they speak of errors."""
@@ -112,7 +128,9 @@ class LogFile:
                 self._timed = raw
                 self._dated = raw if clock == "date" else self._dated
             if waiting and (clock or len(waiting) >= WAITING_LIMIT):
-                until, told = (self._time(), strip_prefixes(decode(raw))[1]) if clock else (None, None)
+                until, told = (
+                    (self._time(self._timed, self._dated), strip_prefixes(decode(raw))[1]) if clock else (None, None)
+                )
                 yield from (_placed(line, until, goes_on=line.rank == told) for line in waiting)
                 waiting.clear()
             if not kind:
@@ -121,8 +139,10 @@ class LogFile:
             rank = self.rank if rank is None else rank
             if kind == "step":
                 self.steps[rank] = self.steps.get(rank, 0) + 1
+                times = self._step_times.setdefault(rank, deque(maxlen=SURVIVED_STEPS))
+                times.append((self._timed, self._dated))
                 continue
-            seconds, steps = self._time(), dict(self.steps)
+            seconds, steps = self._time(self._timed, self._dated), dict(self.steps)
             line = LogLine(self.source, number, text, rank, seconds, steps, node, year_known=self._dated is not None)
             if clock and seconds is not None:
                 yield replace(line, bounds=(seconds, seconds))
@@ -138,12 +158,17 @@ class LogFile:
             self._remember(key, known)
         return known
 
-    def _time(self) -> float | None:
-        """The last time so far; its year is the last one that a line told."""
-        if self._timed is None:
+    def trained_until(self) -> dict[int | None, Moment]:
+        """By rank the time since which it logged as many steps as show that it survived what came before."""
+        times = {rank: of_rank[0] for rank, of_rank in self._step_times.items() if len(of_rank) == SURVIVED_STEPS}
+        return {rank: Moment(self._time(*first), first[1] is not None) for rank, first in times.items()}
+
+    def _time(self, timed: bytes | None, dated: bytes | None) -> float | None:
+        """The time of a line; its year is the last one that a line told."""
+        if timed is None:
             return None
-        year = self._year if self._dated is None else int(YEAR.findall(decode(self._dated[:200]))[0])
-        return read_time(decode(self._timed[:200]), year)
+        year = self._year if dated is None else int(YEAR.findall(decode(dated[:200]))[0])
+        return read_time(decode(timed[:200]), year)
 
     def _remember(self, key: bytes, known: tuple[LineKind, Clock]) -> None:
         if len(self._shapes) >= SHAPES_LIMIT:

@@ -4,18 +4,47 @@ from __future__ import annotations
 
 import re
 
-STEP = re.compile(r"""\bloss['"]?(?:\s*[:=]\s*|\s+)['"]?-?\d""")
-NOT_A_NUMBER = re.compile(r"\b(?:nan|inf)\b", re.IGNORECASE)
+# A loss; or the number of a step with something that was measured in it.
+STEP = re.compile(
+    r"""(?:\b|_)loss['"]?(?:[/ ](?!scal)\w+){0,2}(?:\s*[:=]\s*|\s+)['"]?-?\d|损失\S{0,2}\s*[:=：]?\s*-?\d"""
+    r"|(?i:(?<![a-z])(?:step|iter(?:ation)?|update)s?\W{0,3}\d+\b"
+    r".{0,200}\b(?:lr|learning.rate|tok(?:en)?s?/s|samples?/s|reward\w*|g(?:rad)?_?norm|ppl|tflops|mfu|\d ?ms)\b)"
+)
+NOT_A_NUMBER = re.compile(r"\b(?:nan|inf)\b(?! (?:iteration|step|batch|count))", re.IGNORECASE)
 FINISHED = re.compile(
     r"^\[SUCCESS\] done: |['\"]?train_runtime['\"]?\s*[:=]|Training completed\. Do not forget to share"
     r"|worker group successfully finished|^Training[\w ]*: 100%\|"
 )
-# Said by a process, or by who started it: less than that the training is done.
-ENDED_WELL = re.compile(
-    r"\bexit(?:ed|s)?(?: with)?(?: code| status)?[:= ]{1,3}0\b|[Tt]raining (?:is )?(?:done|finished|complete[d]?)\b"
-    r"|^finished\b|\bfinished successfully|completed successfully|reason: Completed\b|State[=:] ?COMPLETED\b"
+# The same as other trainers say it, and scripts that do not look. What stands around these words may deny it.
+_NOT_BADLY = r"(?! (?:\w+ing\b|with (?:err|fail|ex)|un|ab|by\b|prem|early|due|because))"
+TRAINED = re.compile(
+    r"(?i:\b(?:training|fine-?tuning)(?: run| job)?(?: is| was| has)? (?:completed?|done|finished|ended|over)\b"
+    rf"{_NOT_BADLY}|\btrain\w*[\]:] (?:all )?(?:done|completed?|finished)\b{_NOT_BADLY}|^(?:total )?training time:? \d"
+    r"|\b(?:done|finished|completed|end of)(?: with)? training\b|\bmax_\w+(?:=\d+)?`? (?:was )?reached|reached max_"
+    r"|\b(\d+) ?(?:of|/) ?\1 (?:step|epoch|iter)\w*|\b\d+ (?:steps|epochs|iterations) (?:done|finished|completed)\b"
+    r"|\b(?:finished|completed)(?: all)? \d+ (?:steps|epochs|iterations)\b"
+    r"|\b(?:saved|wrote|written)\b.{0,200}[/ ]final\b(?! checkpoint)"
+    r"|\bfinal (?:model|weights)\b.{0,200} (?:in|to|saved|written)\b)"
+    r"|train_runtime['\"]?\s*[:=]|训练\S{0,6}(?<!异常)(?:完成|结束|成功)"
 )
-RESTART = re.compile(r"will restart worker group|\[(?:INFO|WARNING)\] (?:starting again|restart)")
+DENIED = re.compile(
+    r"\b(?i:not|fail\w*|errors?|unable|cannot|abort\w*|before|until|unless|if|when|will)\b|n't\b|失败|未|异常"
+)
+# Said by a process, or by who started it.
+ENDED_WELL = re.compile(
+    r"(?i:\b(?:exit(?:ed|s|ing)?|return|left|leav(?:es|ing)|ended|status|rc)(?: with)?(?: code| status)?[:= (]{1,3}0\b"
+    r"|退出码\W{0,2}0\b|^(?:all )?(?:done|complete|finished)\b|\b(?:finished|completed|exits) successfully"
+    r"|\b(?:job|run|attempt|task|status)\b.{0,12}\b(?:succeeded|success|finished|completed)\b"
+    r"|\bsuccess(?:ful)? after \d)"
+    r"|reason: Completed\b|State[=:] ?COMPLETED\b"
+)
+# A new start, or something that was got over: what came before counts only where nothing after it failed by itself.
+RESTART = re.compile(
+    r"will restart worker group|\[(?:INFO|WARNING)\] (?:starting again|restart)"
+    r"|(?i:\bresum(?:ing|ed) (?:\w+ )?from\b|\brestart count [1-9]|\b(?:attempt|try|retry) [2-9]\b(?!.*fail)"
+    r"|\b(?:connection|link|service|server \S+) (?:was |is )?(?:restored|recovered|up again|OK\b)"
+    r"|\b(?:using|going on with) \S+(?: instead)?$|\brestart(?:ing|ed) (?:the )?(?:engine|worker|server|process|job)\b)"
+)
 SUMMARY_RANK = re.compile(r"^ +rank +: (?P<rank>\d+) \(local_rank: \d+\)")
 OWN_WHERE, OWN_FIX = "  where: ", "  fix:   "
 # A diagnosis that the launcher wrote into the log, in any language: it quotes lines and speaks of other causes.
@@ -29,7 +58,8 @@ LEAVES_BOILERPLATE = re.compile(
 QUIET_LEVEL = re.compile(
     r"^\[?[IWD]\d{3,4} \d\d:\d\d:|\[(?:INFO|DEBUG|WARNING|SUCCESS|NOTICE|TRACE)\]|\bNCCL INFO\b"
     r"|[ |](?:INFO|WARNING|DEBUG) *(?:-|\|)|^(?:INFO|WARNING|DEBUG)[: ]|\b\w*Warning: |(?i:\bwarning: )|\[warn\]"
-    r"|\[notice\]|retry loop|will retry|[Rr]etrying\b|[Cc]onsider installing|[Ff]alling back to"
+    r"|\[notice\]|retry loop|will retry|[Rr]etrying\b|(?i:\b(?:re)?try|attempt) (\d+) ?(?:of|/) ?(?!\1\b)\d+\b"
+    r"|[Cc]onsider installing|[Ff]alling back to"
     r"|pip's dependency resolver|but you have \S+ "
     r"|^(?:\$|\++) (?=[\w./-])"  # a command that a shell repeats
 )
@@ -72,7 +102,7 @@ CHAT_BEGINS = re.compile(r"<\|(?:im_start|start_header_id|user|system)\|>|\[INST
 CHAT_ENDS = re.compile(r"<\|(?:im_end|eot_id|endoftext|end)\|>|\[/INST\]|<end_of_turn>|</s>")
 # ``` around a piece of text, a row of a table, and a heading over the lines of an example.
 FENCE = re.compile(r"^\W{0,3}(?:```|~~~)[\w+-]*\s*$")
-TABLE_ROW = re.compile(r"^\|(?:[^|]*\|){2,}\s*$")
+TABLE_ROW = re.compile(r"^[|│┃](?:[^|│┃]*[|│┃]){2,}\s*$")
 HEADING = re.compile(
     r"^(?:#{1,4} ?(?:instruction|input|output|response|question|answer|prompt|completion)\b.{0,3}"
     r"|(?:output|response|answer|prompt|completion|prediction|generation)s?:)\s*$",
@@ -84,7 +114,9 @@ DATA = re.compile(
     r"(?:instruction|input|output|prompt|completion|response|question|answer|content|text|messages|conversations?"
     r"|generated(?: text)?|generation|prediction|reference|target|sample|example|user|assistant|human"
     r"|提示词?|回答|参考|问题|答案|指令|输入|输出|样本|用户|助手|预测)"
-    r"(?: ?#?\d+)?[\"']? ?[:=|：].*\w|[\"'](?:role|messages|conversations|instruction)[\"']: ",
+    r"(?: ?#?\d+)?[\"']? ?[:=|：].*\w|[\"'](?:role|messages|conversations|instruction)[\"']: "
+    # Quoted text, comments of source code that is printed, and what was looked for and not found.
+    r"|^(?:>|#|//) \S|[:=] *0 (?:lines?|times|events?|hits|matches|found|occurrences|errors?)\W*$",
     re.IGNORECASE,
 )
 # A log without any of these is another program's: what its lines say of disks and connections is not about a run.
@@ -115,7 +147,7 @@ SERVICE = re.compile(
 
 # What tells how to read other lines.
 STRUCTURE = (
-    *(FRAME, BOILERPLATE, FINISHED, ENDED_WELL, RESTART, SUMMARY_RANK, IGNORED, DIAGNOSIS_TITLE),
+    *(FRAME, BOILERPLATE, FINISHED, TRAINED, ENDED_WELL, RESTART, SUMMARY_RANK, IGNORED, DIAGNOSIS_TITLE),
     *(FORCED_KILL, CHAINED, CHAT_BEGINS, CHAT_ENDS, ENDS_TRACEBACK, FENCE, HEADING),
     re.compile(f"TraceBack|^{OWN_WHERE}|^{OWN_FIX}"),
 )

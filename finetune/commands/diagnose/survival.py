@@ -1,0 +1,71 @@
+"""What a run survived is no failure: it trained on, or reported that it was done, in the same log or in another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from finetune.commands.diagnose.log_evidence import Evidence, LogEvidence
+from finetune.commands.diagnose.log_reading import SURVIVED_STEPS, LogLine, Moment
+from finetune.commands.diagnose.symptoms.base import Kind
+
+# Clocks of nodes and the buffers of their outputs differ by less than this, as a rule.
+CLOCK_SLACK_SECONDS = 10.0
+# So many logged steps of other processes: they do not go on for that long without one that died.
+SURVIVED_STEPS_OF_OTHERS = 10
+
+
+def standing_evidence(logs: Sequence[LogEvidence]) -> list[Evidence]:
+    """Evidence that the run did not survive, in the order of the logs."""
+    left = [(log, [e for number, e in enumerate(log.evidence) if not _survived_here(e, number, log)]) for log in logs]
+    ends = [log.done for log, of_log in left if log.done and log.steps and not of_log]
+    return [e for log, of_log in left for e in of_log if not _survived_elsewhere(e, log, logs, ends)]
+
+
+def _survived_here(evidence: Evidence, number: int, log: LogEvidence) -> bool:
+    """Whether its own log goes on: with steps, of that process too if it logs any, or with the end of the run."""
+    rank, before = evidence.line.rank, evidence.line.steps_before
+    after = {logging: count - before.get(logging, 0) for logging, count in log.steps.items()}
+    most = max(after.values(), default=0)
+    if most >= (SURVIVED_STEPS if after.get(rank, most) > 0 else SURVIVED_STEPS_OF_OTHERS):
+        return True
+    return not evidence.symptom.lasting and (number < log.finished or (most > 0 and number < log.ended))
+
+
+def _survived_elsewhere(
+    evidence: Evidence, own: LogEvidence, logs: Sequence[LogEvidence], ends: Sequence[Moment]
+) -> bool:
+    """Whether another log goes on: by time with steps, or by time or its role with the end of the run.
+
+    Args:
+        ends: when logs of training ended well; none of them is the evidence's own.
+    """
+    line, kind = evidence.line, evidence.symptom.kind
+    tells = line.rank is not None and any(line.rank in log.steps for log in logs)
+    others = [log.trained_until.items() for log in logs if log is not own]
+    later = [moment for moments in others for rank, moment in moments if not tells or rank == line.rank]
+    if any(_is_before(line, moment, -CLOCK_SLACK_SECONDS) for moment in later):
+        return True
+    if evidence.symptom.lasting or not ends:
+        return False
+    timed = [done for done in ends if line.seconds is not None and done.seconds is not None]
+    if timed:  # who looks on reports what happened to others, too, and what was stopped because the run was done
+        slack = CLOCK_SLACK_SECONDS if kind in (Kind.MACHINE, Kind.KILLED, Kind.CASCADE) else 0.0
+        return any(_is_before(line, done, slack) for done in timed)
+    return not own.steps and (kind == Kind.MACHINE or own.evidence.index(evidence) < own.ended)
+
+
+def _is_before(line: LogLine, moment: Moment, slack: float) -> bool:
+    if line.seconds is None or moment.seconds is None:
+        return False
+    latest = line.seconds if slack > 0 else line.bounds[1]
+    if not (line.year_known and moment.year_known):
+        latest = nearest_year(latest, moment.seconds)
+    return latest <= moment.seconds + slack
+
+
+def nearest_year(seconds: float, reference: float) -> float:
+    """The time on the same day and hour of the year in which it is nearest to another."""
+    year, *rest = time.localtime(reference)[:1] + time.localtime(seconds)[1:8]
+    made = [time.mktime((near, *rest, -1)) + seconds % 1 for near in (year - 1, year, year + 1)]  # type: ignore[arg-type]
+    return min(made, key=lambda when: abs(when - reference))
