@@ -94,6 +94,7 @@ class LogEvidence:
         trained_until: since when each rank logged as many steps as show that it survived what came before.
         finished: how many of `evidence` came before the run reported that it was done.
         done: when it, or a script around it, said so; None where none did.
+        trained: how many came before it said so; -1 where nothing did.
         ended: how many came before anything in it said that something ended or went on well; -1 where nothing did.
     """
 
@@ -103,6 +104,7 @@ class LogEvidence:
     trained_until: Mapping[int | None, Moment] = field(default_factory=dict)
     finished: int = 0
     done: Moment | None = None
+    trained: int = -1
     ended: int = -1
 
 
@@ -168,6 +170,7 @@ class _Scan:
         trained = finished or (said and not DENIED.search(text, 0, said.start()))
         if trained:
             self.found.done = Moment(line.seconds, line.year_known)
+            self.found.trained = len(self.found.evidence)
         if finished:
             self.found.finished = len(self.found.evidence)
         restarted = RESTART.search(text) is not None and _matching_symptom(text) is None

@@ -19,7 +19,8 @@ FINISHED = re.compile(
 _NOT_BADLY = r"(?! (?:\w+ing\b|with (?:err|fail|ex)|un|ab|by\b|prem|early|due|because))"
 TRAINED = re.compile(
     r"(?i:\b(?:training|fine-?tuning)(?: run| job)?(?: is| was| has)? (?:completed?|done|finished|ended|over)\b"
-    rf"{_NOT_BADLY}|\btrain\w*[\]:] (?:all )?(?:done|completed?|finished)\b{_NOT_BADLY}|^(?:total )?training time:? \d"
+    rf"{_NOT_BADLY}|\btrain\w*(?:[\]:]| ) {{0,3}}(?:all )?(?:done|completed?|finished)\b{_NOT_BADLY}"
+    r"|^(?:total )?training time:? \d"
     r"|\b(?:done|finished|completed|end of)(?: with)? training\b|\bmax_\w+(?:=\d+)?`? (?:was )?reached|reached max_"
     r"|\b(\d+) ?(?:of|/) ?\1 (?:step|epoch|iter)\w*|\b\d+ (?:steps|epochs|iterations) (?:done|finished|completed)\b"
     r"|\b(?:finished|completed)(?: all)? \d+ (?:steps|epochs|iterations)\b"
@@ -115,8 +116,8 @@ DATA = re.compile(
     r"|generated(?: text)?|generation|prediction|reference|target|sample|example|user|assistant|human"
     r"|提示词?|回答|参考|问题|答案|指令|输入|输出|样本|用户|助手|预测)"
     r"(?: ?#?\d+)?[\"']? ?[:=|：].*\w|[\"'](?:role|messages|conversations|instruction)[\"']: "
-    # Quoted text, comments of source code that is printed, and what was looked for and not found.
-    r"|^(?:>|#|//) \S|[:=] *0 (?:lines?|times|events?|hits|matches|found|occurrences|errors?)\W*$",
+    # Quoted text, comments of source code that is printed, templates, and what was looked for and not found.
+    r"|^(?:>|#|//) \S|\{\{ ?[$.\w]|[:=] *0 (?:lines?|times|events?|hits|matches|found|occurrences|errors?)\W*$",
     re.IGNORECASE,
 )
 # A log without any of these is another program's: what its lines say of disks and connections is not about a run.

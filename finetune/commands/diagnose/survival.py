@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 from finetune.commands.diagnose.log_evidence import Evidence, LogEvidence
 from finetune.commands.diagnose.log_reading import SURVIVED_STEPS, LogLine, Moment
+from finetune.commands.diagnose.log_words import EXCEPTION
 from finetune.commands.diagnose.symptoms.base import Kind
 
 # Clocks of nodes and the buffers of their outputs differ by less than this, as a rule.
 CLOCK_SLACK_SECONDS = 10.0
 # So many logged steps of other processes: they do not go on for that long without one that died.
 SURVIVED_STEPS_OF_OTHERS = 10
+AFTER_THE_END = (Kind.MACHINE, Kind.KILLED, Kind.UNEXPLAINED, Kind.CASCADE)
 
 
 def standing_evidence(logs: Sequence[LogEvidence]) -> list[Evidence]:
@@ -29,7 +31,18 @@ def _survived_here(evidence: Evidence, number: int, log: LogEvidence) -> bool:
     most = max(after.values(), default=0)
     if most >= (SURVIVED_STEPS if after.get(rank, most) > 0 else SURVIVED_STEPS_OF_OTHERS):
         return True
-    return not evidence.symptom.lasting and (number < log.finished or (most > 0 and number < log.ended))
+    if evidence.symptom.lasting:
+        return False
+    # What is stopped or complains when the training is over, and whoever ran it says that all went well.
+    after_its_end = 0 <= log.trained <= number and log.steps
+    if after_its_end and evidence.symptom.kind in AFTER_THE_END and (number < log.ended or not _is_an_end(evidence)):
+        return True
+    return number < log.finished or (most > 0 and number < log.ended)
+
+
+def _is_an_end(evidence: Evidence) -> bool:
+    """Whether it tells of a process that ended, and not only that something complained."""
+    return evidence.symptom.kind in (Kind.MACHINE, Kind.KILLED) or EXCEPTION.match(evidence.line.text) is not None
 
 
 def _survived_elsewhere(
@@ -52,7 +65,10 @@ def _survived_elsewhere(
     if timed:  # who looks on reports what happened to others, too, and what was stopped because the run was done
         slack = CLOCK_SLACK_SECONDS if kind in (Kind.MACHINE, Kind.KILLED, Kind.CASCADE) else 0.0
         return any(_is_before(line, done, slack) for done in timed)
-    return not own.steps and (kind == Kind.MACHINE or own.evidence.index(evidence) < own.ended)
+    # Without times to compare, of a log that trains nothing: what no rank says and no program of Python ended with is
+    # about something else, or got over.
+    told = kind == Kind.MACHINE or own.evidence.index(evidence) < own.ended
+    return not own.steps and (told or (line.rank is None and not EXCEPTION.match(line.text)))
 
 
 def _is_before(line: LogLine, moment: Moment, slack: float) -> bool:
