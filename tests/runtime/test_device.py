@@ -259,13 +259,12 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are(monkeypatch: 
     assert caught.value.where == "--device-type"
 
 
-def test_deepspeed_is_told_the_device_unless_the_user_did(monkeypatch: pytest.MonkeyPatch):
-    pretend(monkeypatch)
-    devices.choose_device_type("auto")
-    assert os.environ["DS_ACCELERATOR"] == "cpu"
-    os.environ["DS_ACCELERATOR"] = "xpu"
-    devices.choose_device_type("auto")
-    assert os.environ["DS_ACCELERATOR"] == "xpu"
+def test_deepspeed_is_told_the_device_whatever_was_said_before(monkeypatch: pytest.MonkeyPatch):
+    """Else ZeRO-3 loads the model onto another device than the run's."""
+    for cuda, device_type in ((0, "cpu"), (1, "cuda")):
+        pretend(monkeypatch, cuda=cuda)
+        devices.choose_device_type("auto")
+        assert os.environ["DS_ACCELERATOR"] == device_type
 
 
 @pytest.mark.parametrize(

@@ -207,3 +207,16 @@ def _untrained_adapter(settings: dict) -> dict[str, torch.Tensor]:
     config = RunConfig(**{**settings, "data": (settings["data"],), "report_to": ("none",), "output_dir": "unused"})
     model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
     return get_peft_model_state_dict(add_adapter(model, config, one_dtype=False))
+
+
+@pytest.mark.parametrize("finetuning", ["lora", "full"])
+def test_a_second_copy_of_the_weights_on_each_machine_changes_nothing(finetuning, tmp_path):
+    """hpZ: `zero_hpz_partition_size`, the devices of a machine; here two processes that share one copy."""
+    materials = run_helpers.make_materials(tmp_path, layers=2)
+    keys = run_helpers.deepspeed_keys(3)
+    keys["zero_optimization"]["zero_hpz_partition_size"] = 2
+    settings = {"finetuning": finetuning, "max_steps": STEPS}
+    for name, more in (("plain", {}), ("hpz", {"deepspeed": keys})):
+        run_helpers.train(materials.settings(tmp_path / name, **settings, **more), 2)
+    plain, hpz = (run_helpers.losses(tmp_path / name) for name in ("plain", "hpz"))
+    assert len(plain) == STEPS and run_helpers.largest_relative_difference(plain, hpz) < 1e-5
