@@ -20,7 +20,7 @@ _NOT_BADLY = r"(?! (?:\w+ing\b|with (?:err|fail|ex)|un|ab|by\b|prem|early|due|be
 TRAINED = re.compile(
     r"(?i:\b(?:training|fine-?tuning)(?: run| job)?(?: is| was| has)? (?:completed?|done|finished|ended|over)\b"
     rf"{_NOT_BADLY}|\btrain\w*(?:[\]:]| ) {{0,3}}(?:all )?(?:done|completed?|finished)\b{_NOT_BADLY}"
-    r"|^(?:total )?training time:? \d"
+    r"|^(?:total )?training time:? \d|^(?:all )?done (?:in|after) \d"
     r"|\b(?:done|finished|completed|end of)(?: with)? training\b|\bmax_\w+(?:=\d+)?`? (?:was )?reached|reached max_"
     r"|\b(\d+) ?(?:of|/) ?\1 (?:step|epoch|iter)\w*|\b\d+ (?:steps|epochs|iterations) (?:done|finished|completed)\b"
     r"|\b(?:finished|completed)(?: all)? \d+ (?:steps|epochs|iterations)\b"
@@ -62,7 +62,8 @@ QUIET_LEVEL = re.compile(
     r"|\[notice\]|retry loop|will retry|[Rr]etrying\b|(?i:\b(?:re)?try|attempt) (\d+) ?(?:of|/) ?(?!\1\b)\d+\b"
     r"|[Cc]onsider installing|[Ff]alling back to"
     r"|pip's dependency resolver|but you have \S+ "
-    r"|^(?:\$|\++) (?=[\w./-])"  # a command that a shell repeats
+    r"|^(?:\$|\++) (?=[\w./-])|^(?:#\d+ (?:\[[^\]]*\] )?|Step \d+/\d+ : )RUN\b"  # commands, repeated
+    r"|(?:->|=>|→) ?(?:dropp|skipp|ignor|discard)(?:ed|ing)\b"  # and what was done about an error
 )
 EXCEPTION = re.compile(
     r"^(?P<exception>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Timeout|Failure|Expired|NotFound|Group)"
