@@ -140,6 +140,7 @@ OTHER_PROGRAM = re.compile(
     r"|NetworkManager|chronyd|ntpd|dhclient|rsyslogd|snapd|postfix\S*|named|smbd|zabbix_\w+|puppet\S*|filebeat|telegraf"
     r"|fluentd|prometheus|node_exporter|grafana\S*|avahi-daemon|polkitd|dbus-daemon|auditd|CROND|systemd-(?:resolved"
     r"|logind|networkd|timesyncd|udevd))(?:\(\w+\))?(?:\[\d+\])?: |TBE Subprocess\[\w+\] raise error"
+    r"|^\d+:(?:signal-handler|[CMSX] \d)"  # Redis
     r"|^.{0,12}\[\d+\] (?:\S+ )?(?:LOG|DETAIL|STATEMENT|HINT|ERROR|FATAL|PANIC): +\S"  # PostgreSQL
 )
 SERVICE = re.compile(

@@ -13,6 +13,8 @@ from finetune.runtime.language import _
 # Every alternative of a pattern has this many fixed characters in a row: a line without them never meets the regular
 # expression. 8 MB of log lines that all differ, a third of them about failures, take 7 s on one core.
 SHORTEST_WORD = 3
+# Names under which the kernel knows the processes of a run; it kills others too, and reports their faults.
+OURS = r"(?:[Pp]ython|pt_|torchrun|deepspeed|accelerate|ray|train|finetune|conda|node_?\d|bash\b|sh\b)"
 
 
 class Kind(IntEnum):

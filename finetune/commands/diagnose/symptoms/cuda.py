@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from finetune.commands.diagnose.symptoms.base import Kind, Symptom
+from finetune.commands.diagnose.symptoms.base import OURS, Kind, Symptom
 from finetune.runtime.language import N_
 
 _CUDA_BUILD_FIX = N_(
@@ -158,7 +158,7 @@ SYMPTOMS = (
         "illegal_memory_or_ecc",
         (
             r"an illegal memory access was encountered|CUDA_ERROR_(?:ILLEGAL_ADDRESS|LAUNCH_FAILED|MISALIGNED_ADDRESS)",
-            r"NVRM: Xid \([^)]*\): (?P<xid>\d+)",
+            rf"NVRM: Xid \([^)]*\): (?P<xid>\d+)(?!.*\bname=(?!{OURS}))",
             r"CUDA error: (?:unspecified launch failure|misaligned address|an illegal instruction"
             r"|invalid program counter|unknown error)|Invalid access of peer GPU memory",
             r"(?:CUBLAS|CUDNN|CUSOLVER|CUFFT)_STATUS_(?:EXECUTION_FAILED|INTERNAL_ERROR|MAPPING_ERROR|NOT_INITIALIZED)",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from finetune.commands.diagnose.symptoms.base import Kind, Symptom, cann, ended_by, returned
+from finetune.commands.diagnose.symptoms.base import OURS, Kind, Symptom, cann, ended_by, returned
 from finetune.runtime.language import N_
 
 _DEVICE_OOM_FIX = N_(
@@ -23,9 +23,6 @@ _SHM_FIX = N_(
     "medium: Memory on /dev/shm), check `df -h /dev/shm`, or lower --dataloader-num-workers[[ (now "
     "{dataloader_num_workers})]] to 0."
 )
-
-# Names under which the kernel knows the processes of a run; it kills others too.
-_OURS = r"(?:[Pp]ython|pt_|torchrun|deepspeed|accelerate|ray|train|finetune|conda|node_?\d|bash\b|sh\b)"
 
 SYMPTOMS = (
     Symptom(
@@ -101,10 +98,11 @@ SYMPTOMS = (
     Symptom(
         "host_oom",
         (
-            rf"[Oo]ut of memory: Kill(?:ed)? process (?P<pid>\d+)(?!\d)(?!,? \((?!{_OURS}))",
-            rf"oom-kill:(?!.*task=(?!{_OURS}))|oom_reaper: reaped process (?P<pid>\d+) \({_OURS}",
+            rf"[Oo]ut of memory: Kill(?:ed)? process (?P<pid>\d+)(?!\d)(?!,? \((?!{OURS}))",
+            rf"oom-kill:(?!.*task=(?!{OURS}))|oom_reaper: reaped process (?P<pid>\d+) \({OURS}",
             r"oom[-_]kill event|Detected \d+ oom[_-]kill|OOMKilled|OOM[- ]?[Kk]illed|[Kk]illed by (?:the )?(?:OOM"
-            r"|oom)|oom-killer",
+            r"|oom)|(?<!invoked )oom-killer",
+            rf"\b{OURS}\S* invoked oom-killer",
             r"earlyoom\[?.*sending SIG\w+ to process (?P<pid>\d+)",
             r"Some of your (?:processes|step tasks) (?:may )?have been (?:OOM )?[Kk]illed|systemd-oomd?\[.*[Kk]illed",
             r"task \d+: Out Of Memory|(?:State|state)[=:] ?OUT_OF_ME|Exceeded (?:job|step) memory limit",
