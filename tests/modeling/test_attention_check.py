@@ -254,3 +254,23 @@ def test_documents_fill_the_tokens_and_the_first_ones_are_whole(tokens):
     lengths = document_lengths(tokens)
     assert sum(lengths) == tokens and min(lengths) > 0
     assert lengths[: len(LENGTHS)] == LENGTHS or tokens < sum(LENGTHS)
+
+
+# ---------------------------------------------------------------- the kernels themselves
+
+
+def on_hopper() -> bool:
+    there = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return there and find_spec("flash_attn_interface") is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not on_hopper(), reason="needs an NVIDIA GPU of compute capability 9.0 and flash_attn_interface")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model_type", ["qwen3", "mistral", "deepseek_v3"])
+def test_it_agrees_on_hopper(model_type, dtype, caplog):
+    try:
+        assert check(model_of(model_type), dtype=dtype, tokens=4096) == USED and not caplog.records
+    finally:
+        check(model_of(), setting="off")
+    assert hook.current_flash_attention_impl() is None
