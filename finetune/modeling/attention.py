@@ -6,7 +6,7 @@ A packed sequence holds several documents one after another, `(1, T)`; a padded 
 | device             | packed sequences                                         | padded microbatches                |
 |--------------------|----------------------------------------------------------|------------------------------------|
 | CUDA sm80, 16-bit  | torch's flash kernels over document bounds               | SDPA, causal                       |
-| CUDA sm90, 16-bit  | the same, FlashAttention 3 if there (attention_check) | SDPA, causal                       |
+| CUDA sm90, 16-bit  | the same, FlashAttention 3 if there (attention_check)    | SDPA, causal                       |
 | NPU, 16-bit        | npu_fusion_attention over document ends (npu_attention)  | the same, one document a line      |
 | CPU                | SDPA per document, in float32 (see `_causal`)            | the same, causal                   |
 | everything else    | SDPA per document: O(sum of squares), no mask is built   | SDPA, causal                       |
@@ -112,12 +112,12 @@ def isolated_attention(
     Returns:
         `(samples, T, H, D)` and None (no attention weights).
     """
-    if kernels and softcap is None and (has_flash(query.device) or query.device.type == "npu"):
+    if softcap is None and (has_flash(query.device) or query.device.type == "npu"):
         # Under autocast with float32 weights, norm and rotation leave query and key in float32: cast as SDPA would be.
         if torch.is_autocast_enabled(query.device.type):
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = (states.to(dtype) for states in (query, key, value))
-        if query.device.type == "npu" and npu_takes(query, key):
+        if kernels and query.device.type == "npu" and npu_takes(query, key):
             return npu_attention(
                 query,
                 key,
@@ -127,7 +127,7 @@ def isolated_attention(
                 sliding_window=sliding_window,
                 document_lengths=document_lengths,
             ), None
-        packed = document_lengths is not None and dropout == 0.0
+        packed = kernels and document_lengths is not None and dropout == 0.0
         if packed and query.dtype in HALF and query.shape[-1] <= FLASH_WIDEST_HEAD and has_flash(query.device):
             return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window), None
     # Lengths as numbers of Python beside cu_seq_lens: to cut by a tensor's values the host would have to wait for the
