@@ -271,6 +271,14 @@ FAULTS = (
         "wrong_operation_is_refused",
     ),
     Fault(
+        "attention kernels used whatever they compute",
+        "modeling/attention_check.py",
+        "problem = problem or problem_of(comparison, device, dtype, min(tokens, most))",
+        "problem_of(comparison, device, dtype, min(tokens, most))",
+        "modeling/test_attention_check.py",
+        "torchs_own_is_restored",
+    ),
+    Fault(
         "a sum of gradients over ranks",
         "config/deepspeed_settings.py",
         '"gradient_allreduce_op": ("mean",),',

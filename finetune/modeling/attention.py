@@ -6,6 +6,7 @@ A packed sequence holds several documents one after another, `(1, T)`; a padded 
 | device             | packed sequences                                         | padded microbatches                |
 |--------------------|----------------------------------------------------------|------------------------------------|
 | CUDA sm80, 16-bit  | torch's flash kernels over document bounds               | SDPA, causal                       |
+| CUDA sm90, 16-bit  | the same, FlashAttention 3 if there (attention_check)    | SDPA, causal                       |
 | NPU, 16-bit        | npu_fusion_attention over document ends (npu_attention)  | the same, one document a line      |
 | CPU                | SDPA per document, in float32 (see `_causal`)            | the same, causal                   |
 | everything else    | SDPA per document: O(sum of squares), no mask is built   | SDPA, causal                       |
@@ -21,7 +22,7 @@ others is of transformers 5.23 and torch 2.13.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from finetune.modeling.npu_attention import npu_attention, npu_takes
 from finetune.runtime.device import capabilities
 
 ISOLATED = "finetune_isolated"
+BY_DOCUMENT = "finetune_by_document"  # the same without kernels of ours
 # Model types whose packed documents stay apart and whose logits here equal transformers' own: each is tested
 # (tests/modeling/test_attention.py). Others are trained padded, with transformers' attention: they may build
 # ALiBi or a window into a mask that we do not see (Bloom, Llama 4, Phi-3.5-MoE), call attention by themselves
@@ -62,6 +64,7 @@ def choose_attention(config: PretrainedConfig) -> str | None:
     # it that no mask is needed, and builds none (masking_utils._preprocess_mask_arguments). A mask of T x T numbers for
     # a packed sequence is what ours exists to do without. Registering twice does no harm.
     AttentionInterface.register(ISOLATED, isolated_attention)
+    AttentionInterface.register(BY_DOCUMENT, partial(isolated_attention, kernels=False))
     return ISOLATED
 
 
@@ -93,6 +96,7 @@ def isolated_attention(
     document_lengths: tuple[int, ...] | None = None,
     cu_seq_lens_q: Any = None,
     max_length_q: Any = None,
+    kernels: bool = True,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within documents, with the signature of a transformers attention function.
@@ -103,6 +107,7 @@ def isolated_attention(
         document_lengths: tokens of each document of a packed sequence, in order; None: every line is one document.
             It and the next two come from `Microbatch.model_inputs`: models pass on keyword arguments they do not know.
         cu_seq_lens_q: `(documents + 1,)` int32, running sum of the lengths, on the device of `query`.
+        kernels: whether the device's own may be taken; without, SDPA computes document by document.
 
     Returns:
         `(samples, T, H, D)` and None (no attention weights).
@@ -112,7 +117,7 @@ def isolated_attention(
         if torch.is_autocast_enabled(query.device.type):
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = (states.to(dtype) for states in (query, key, value))
-        if query.device.type == "npu" and npu_takes(query, key):
+        if kernels and query.device.type == "npu" and npu_takes(query, key):
             return npu_attention(
                 query,
                 key,
@@ -122,7 +127,7 @@ def isolated_attention(
                 sliding_window=sliding_window,
                 document_lengths=document_lengths,
             ), None
-        packed = document_lengths is not None and dropout == 0.0
+        packed = kernels and document_lengths is not None and dropout == 0.0
         if packed and query.dtype in HALF and query.shape[-1] <= FLASH_WIDEST_HEAD and has_flash(query.device):
             return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window), None
     # Lengths as numbers of Python beside cu_seq_lens: to cut by a tensor's values the host would have to wait for the

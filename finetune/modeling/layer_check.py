@@ -59,17 +59,23 @@ class Input:
         return made * sizes.view(1, -1, *[1 for _ in self.shape]) if self.per_token else made
 
 
+def _spread(tokens: int) -> Tensor:
+    return torch.linspace(0, tokens - 1, min(tokens, CHOSEN_TOKENS)).round().long()
+
+
 @dataclass(frozen=True)
 class Comparison:
     """One operation at one width. Its outputs have a row for each token, as its first inputs have."""
 
-    kind: str  # field of FusedOps
+    kind: str  # field of FusedOps, or attention
     what: str
     fused: Function
     plain: Function
     inputs: tuple[Input, ...]
     outputs: int = 1
     smallest: float = 0.1  # size of the smallest rows
+    by_largest: bool = False  # errors as parts of the largest row: rows of a result may be zero
+    chosen: Callable[[int], Tensor] = _spread  # of so many tokens, those that are computed in float64 by themselves
 
 
 def agreeing_ops(
@@ -84,7 +90,7 @@ def agreeing_ops(
     refused: set[str] = set()
     for comparison in comparisons:
         for dtype in dtypes:
-            if comparison.kind not in refused and (problem := _problem(comparison, device, dtype, tokens)):
+            if comparison.kind not in refused and (problem := problem_of(comparison, device, dtype, tokens)):
                 refused.add(comparison.kind)
                 logger.warning(
                     "%s of %s is not used: %s. torch's own is. Fix: another version of its package, or "
@@ -167,7 +173,7 @@ def _there(function: Function | None) -> Function:
 # ---------------------------------------------------------------- one comparison
 
 
-def _problem(comparison: Comparison, device: torch.device, dtype: torch.dtype, tokens: int) -> str | None:
+def problem_of(comparison: Comparison, device: torch.device, dtype: torch.dtype, tokens: int) -> str | None:
     """What is wrong with the fused operation, in words; None where nothing is."""
     # Twice the same size with other numbers: what a kernel leaves in a buffer of its own would show in the second.
     sizes = (min(FEW_TOKENS, tokens), min(FEW_TOKENS, tokens), tokens)
@@ -176,11 +182,16 @@ def _problem(comparison: Comparison, device: torch.device, dtype: torch.dtype, t
         draws = [_draw(comparison, size, device, dtype, seed) for seed, size in enumerate(sizes)]
         fused = [_results(comparison.fused, comparison, *draw) for draw in draws]
     except Exception as error:  # whatever a kernel, its compiler or its driver raises: it is told, and not used
-        return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
+        return first_line(error)
     for size, draw, found in zip(sizes, draws, fused, strict=True):
         if difference := _difference(comparison, draw, found, dtype):
             return f"{difference}, at {size:,} tokens in {str(dtype).removeprefix('torch.')}"
     return None
+
+
+def first_line(error: Exception) -> str:
+    """The error's type and the first line of what it says."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
 
 
 def _filled(shape: tuple[int, ...], pool: Tensor) -> Tensor:
@@ -236,18 +247,19 @@ def _difference(
         own = unit
         if right is not None:
             sample, own_sample = (_at(x, chosen) if right.dim() > 1 else x.cpu().double() for x in (mine, theirs))
-            own = max(unit, _off(own_sample, right))
-            if not (off := _off(sample, right)) <= FACTOR * own:
+            own = max(unit, _off(comparison, own_sample, right))
+            if not (off := _off(comparison, sample, right)) <= FACTOR * own:
                 return f"{name} is off by {off:.1e} of its size, torch's own by {own:.1e}"
-        if not (off := _off(mine.float(), theirs.float())) <= 2 * FACTOR * own:
+        if not (off := _off(comparison, mine.float(), theirs.float())) <= 2 * FACTOR * own:
             return f"{name} differs by {off:.1e} of its size from torch's own, which is off by {own:.1e}"
     return None
 
 
-def _off(found: Tensor, right: Tensor) -> float:
+def _off(comparison: Comparison, found: Tensor, right: Tensor) -> float:
     """Largest distance of a row from what it should be, as a part of its norm; not a number if any number is none."""
-    distance = (found - right).norm(dim=-1)
-    return float((distance / right.norm(dim=-1).clamp_min(torch.finfo(right.dtype).tiny)).max())
+    distance, size = (found - right).norm(dim=-1), right.norm(dim=-1)
+    size = size.max() if comparison.by_largest else size
+    return float((distance / size.clamp_min(torch.finfo(right.dtype).tiny)).max())
 
 
 def _exact(comparison: Comparison, inputs: list[Tensor], gradients: list[Tensor]) -> tuple[list[Tensor | None], Tensor]:
@@ -256,7 +268,7 @@ def _exact(comparison: Comparison, inputs: list[Tensor], gradients: list[Tensor]
     The gradient of a weight is a sum over tokens: it is None where not all are chosen.
     """
     tokens = inputs[0].shape[1]
-    chosen = torch.linspace(0, tokens - 1, min(tokens, CHOSEN_TOKENS)).round().long()
+    chosen = comparison.chosen(tokens)
     few = [
         _at(x, chosen) if given.per_token else x.cpu().double()
         for x, given in zip(inputs, comparison.inputs, strict=True)

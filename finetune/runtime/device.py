@@ -236,6 +236,7 @@ class Capabilities:
     bfloat16: bool  # arithmetic in hardware (on a CPU: supported, though it pays only compiled)
     fp8: bool  # matrix products of float8 numbers
     flash: bool  # fused attention without a matrix of scores
+    hopper: bool  # what FlashAttention 3's kernels are written for
     compile: bool  # whether torch.compile pays without being asked for
     peak_flops: float | None  # dense 16-bit matrix operations per second; None where it is unknown
 
@@ -251,6 +252,7 @@ def capabilities(device_type: str) -> Capabilities:
             bfloat16=torch.cuda.is_bf16_supported(including_emulation=False),
             fp8=generation >= (8, 9),  # Ada and Hopper on
             flash=generation >= (8, 0),
+            hopper=generation == (9, 0),
             compile=generation >= (7, 0),  # Triton's least
             peak_flops=peak_flops(name),
         )
@@ -259,8 +261,12 @@ def capabilities(device_type: str) -> Capabilities:
         name = str(getattr(npu, "get_device_name", lambda: "npu")())
         # Dynamo has backends there, but they are young: asked for by name only.
         bfloat16 = npu.is_bf16_supported()
-        return Capabilities(name, bfloat16, fp8=False, flash=True, compile=False, peak_flops=peak_flops(name))
-    return Capabilities(device_type, device_type == "cpu", fp8=False, flash=False, compile=False, peak_flops=None)
+        return Capabilities(
+            name, bfloat16, fp8=False, flash=True, hopper=False, compile=False, peak_flops=peak_flops(name)
+        )
+    return Capabilities(
+        device_type, device_type == "cpu", fp8=False, flash=False, hopper=False, compile=False, peak_flops=None
+    )
 
 
 def choose_backend(requested: str, device_type: str) -> str:

@@ -44,6 +44,8 @@ KNOWN_WARNINGS = (
     (r"`is_gradient_checkpointing` is deprecated", FutureWarning),
     # DeepSpeed's init_distributed, whose process group knows no device; each rank has chosen its own by then.
     (r"barrier\(\): using the device under current context", UserWarning),
+    # FlashAttention 3 takes the place of torch's kernels by torch's own switch (modeling/attention_check.py).
+    (r"Warning only once for all operators", UserWarning),
 )
 
 AnyTrainer = TypeVar("AnyTrainer", bound=RunTrainer)

@@ -15,6 +15,7 @@ from finetune.data.corpus.windows import Windows
 from finetune.data.steps import InOrder, StepBatches
 from finetune.errors import ConfigError
 from finetune.modeling.attention import choose_attention
+from finetune.modeling.attention_check import check_attention
 from finetune.modeling.layer_check import fuse_layers
 from finetune.modeling.loss import make_chunked_head
 from finetune.modeling.pretrained import DTYPES, count_parameters
@@ -89,6 +90,13 @@ def build_trainer(
         dtypes=[DTYPES[dtype], torch.float32],
         tokens=config.device_batch_size * config.max_seq_len,
     )
+    attention = check_attention(
+        model,
+        config.fused_layers,
+        device_type=device_type,
+        dtype=DTYPES[dtype],
+        tokens=config.device_batch_size * config.max_seq_len,
+    )
     step_batches, eval_step_batches = _step_batches(config, world, data, session)
     trainer = make_trainer(
         PretrainTrainer,
@@ -111,7 +119,7 @@ def build_trainer(
         bytes_per_token=_padded(data.bytes_per_token, data.model_config.vocab_size),
         fused=devices.DEVICE_KINDS[device_type].fused_adamw,
     )
-    execution = {"compiled": compiled, "fp8": fp8, "fused_layers": fused}
+    execution = {"compiled": compiled, "fp8": fp8, "fused_layers": fused, "attention": attention}
     _say_start(trainer, config, world, data, able, dtype, cost, execution)
     return trainer
 
@@ -226,6 +234,7 @@ def _say_start(
         "processes": f"{world.world_size} on {able.name}, {dtype}"
         + "".join(f", {name}" for name, used in execution.items() if used is True),
         "fused layers": execution["fused_layers"],
+        "attention": execution["attention"],
         "gradient accumulation": f"{config.gradient_accumulation_steps} microbatches of "
         f"{config.device_batch_size} windows",
         "learning rates": f"matrices {rates.matrix:.3g} ({config.optimizer}), embedding {rates.embedding:.3g}, "

@@ -17,6 +17,7 @@ from finetune.config.run_config import RunConfig
 from finetune.config.schedules import ScheduleSettings, learning_rate_schedule, warmup_count
 from finetune.data.dataset import Samples
 from finetune.data.steps import InOrder, StepBatches
+from finetune.modeling.attention_check import check_attention
 from finetune.modeling.layer_check import fuse_layers
 from finetune.modeling.lora import fuse_lora
 from finetune.modeling.loss import make_chunked_head
@@ -81,6 +82,13 @@ def build_trainer(
         dtypes=[DTYPES[dtype], next(model.parameters()).dtype],
         tokens=config.samples_per_microbatch * config.cutoff_len,
     )
+    attention = check_attention(
+        model,
+        config.fused_layers,
+        device_type=device_type,
+        dtype=DTYPES[dtype],
+        tokens=config.samples_per_microbatch * config.cutoff_len,
+    )
     # Before Trainer wraps the model: DeepSpeed copies its float32 masters from these weights (see state.py).
     if start.folder is not None:
         TrainingState(model).load_weights(start.folder)
@@ -105,7 +113,7 @@ def build_trainer(
         # LoRA's trainable weights are small enough to be saved whole, and peft can then read a checkpoint as it is.
         sliced_state=not lora and zero_stage(config) == 3,
     )
-    _say_start(trainer, config, world, data, device_type, dtype, fused)
+    _say_start(trainer, config, world, data, device_type, dtype, fused, attention)
     return trainer
 
 
@@ -206,6 +214,7 @@ def _say_start(
     device_type: str,
     dtype: str,
     fused_layers: str,
+    attention: str,
 ) -> None:
     parameters, start = count_parameters(trainer.model), trainer.context.start_step
     sharding = f"ZeRO-{zero_stage(config)}" if config.deepspeed else "DDP" if world.world_size > 1 else "none"
@@ -224,6 +233,7 @@ def _say_start(
             "steps": f"{start + 1} to {trainer.context.total_steps}, {config.global_batch_size} samples each",
             "processes": f"{world.world_size} on {device_type}, {dtype}, sharding {sharding}",
             "fused layers": fused_layers,
+            "attention": attention,
             "trained parameters": f"{parameters['trainable']:,} of {parameters['total']:,}",
             "microbatches": trainer.step_batches.execution.describe(),
         },

@@ -145,6 +145,8 @@ class StepExecutor:
                 detached = losses.detach().to(loss.dtype)
                 loss += detached.sum() * (self.accelerator.num_processes / batch.supervised_tokens)
                 difficulty_losses += sums_by_difficulty(detached, microbatch.difficulties, len(difficulty_losses))
+            # Else they, and what their graph holds on to, would live through the next forward.
+            del microbatch, losses, microbatch_loss
         return StepResult(loss, difficulty_losses)
 
     @contextlib.contextmanager

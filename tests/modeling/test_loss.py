@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from finetune.modeling.loss import (
     sums_by_difficulty,
     token_losses,
 )
+from finetune.training import executor as executor_module
 from finetune.training.control import Control
 from finetune.training.executor import REHEARSAL, StepExecutor, largest_microbatch, microbatch_seed
 
@@ -154,6 +156,22 @@ EXECUTIONS = {
     "packed, more ranks than samples": Execution(0, 30, 60, None),
     "padded, more ranks than microbatches": Execution(0, 9, None, 6),
 }
+
+
+@pytest.mark.parametrize("name", ["packed", "padded"])
+def test_nothing_of_a_microbatch_lives_into_the_next_forward(model, name, monkeypatch):
+    """Losses hold on to their graph, and that to tensors as large as hidden states."""
+    earlier: list[weakref.ref] = []
+
+    def watched(*arguments: object) -> torch.Tensor:
+        assert all(losses() is None for losses in earlier), f"{len(earlier)} microbatches before this one"
+        losses = microbatch_losses(*arguments)
+        earlier.append(weakref.ref(losses))
+        return losses
+
+    monkeypatch.setattr(executor_module, "microbatch_losses", watched)
+    _loss, _sums, count = execute(model, FakeSamples(23, seed=3), EXECUTIONS[name], rehearsal=True)
+    assert count > 2 and len(earlier) == count + 1
 
 
 @pytest.mark.parametrize("rehearsal", [False, True], ids=["", "rehearsed"])

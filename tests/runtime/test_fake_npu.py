@@ -444,6 +444,71 @@ def test_the_npus_attention_is_called_as_documented_and_right(tmp_path: Path):
     assert result.returncode == 0 and "fine" in result.stdout, result.stderr
 
 
+CHECKED_CALL = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import logging
+import torch, torch_npu
+from tiny_models import make_model, tiny_config
+from finetune.modeling.attention import BY_DOCUMENT, ISOLATED, choose_attention
+from finetune.modeling.attention_check import check_attention
+
+logging.basicConfig(format="%(message)s")
+kernel = torch_npu.npu_fusion_attention
+calls = []
+
+def check(model_type="mistral", setting="auto", dtype=torch.bfloat16, tokens=700, **changes):
+    config = tiny_config(model_type, **changes)
+    model = make_model(config, choose_attention(config))
+    calls.clear()
+    said = check_attention(model, setting, device_type="npu", dtype=dtype, tokens=tokens)
+    return said, model.config._attn_implementation
+
+def faulty(change):
+    def call(*args, **kwargs):
+        calls.append(kwargs["sparse_mode"])
+        return kernel(*args, **{**kwargs, **change(args[0], kwargs)})
+    torch_npu.npu_fusion_attention = call
+
+def whole(query, kwargs):
+    return {"actual_seq_qlen": (len(query),), "actual_seq_kvlen": (len(query),)}
+
+def raises(query, kwargs):
+    raise RuntimeError("EZ9999: Inner Error")
+
+used, refused = ("npu_fusion_attention", ISOLATED), ("torch's", BY_DOCUMENT)
+faulty(lambda query, kwargs: {})
+for model_type in ("mistral", "qwen3", "deepseek_v3"):  # windows, none, multi-head latent attention
+    for dtype in (torch.bfloat16, torch.float16):
+        assert check(model_type, dtype=dtype) == used
+        assert set(calls) == ({3, 4} if model_type == "mistral" else {3})
+faulty(whole)
+assert check("qwen3") == refused and check("qwen3", tokens=9) == refused
+faulty(lambda query, kwargs: {"sparse_mode": 3, "pre_tockens": 2147483647, "next_tockens": 2147483647})
+assert check("qwen3") == used and check() == refused  # no window, and one that is ignored
+faulty(lambda query, kwargs: {"pre_tockens": kwargs["pre_tockens"] + 1} if "pre_tockens" in kwargs else {})
+assert check() == refused
+faulty(lambda query, kwargs: {"scale": query.shape[-1] ** -0.5})
+assert check("qwen3") == refused
+faulty(raises)
+assert check("qwen3") == refused
+for given in ({"setting": "off"}, {"dtype": torch.float32}, {"model_type": "gemma2"}, {"head_dim": 520}):
+    assert check(**given) == ("torch's", ISOLATED) and not calls, given
+"""
+
+
+def test_an_npu_attention_that_differs_is_not_used(tmp_path: Path):
+    """Ends of documents, a window or the scale ignored, a window one too wide, an error: SDPA per document instead."""
+    paths = os.pathsep.join([str(FAKE_NPU), str(ROOT)])
+    result = run_command(
+        [sys.executable, "-c", CHECKED_CALL, str(ROOT / "tests")], env={"PYTHONPATH": paths}, cwd=tmp_path
+    )
+    assert result.returncode == 0, result.stderr
+    warnings = [line for line in result.stderr.splitlines() if "npu_fusion_attention is not used: " in line]
+    assert len(warnings) == 6 and sum("RuntimeError: EZ9999: Inner Error." in line for line in warnings) == 1
+    assert all("Fix: " in line and "--fused-layers off" in line for line in warnings)
+
+
 FUSED_CALL = """
 import sys
 sys.path.insert(0, sys.argv[1])

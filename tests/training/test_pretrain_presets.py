@@ -96,14 +96,20 @@ def test_peaks_by_name():
 
 
 @pytest.mark.parametrize(
-    ("generation", "fp8", "flash"), [((7, 0), False, False), ((8, 0), False, True), ((9, 0), True, True)]
+    ("generation", "fp8", "flash", "hopper"),
+    [
+        ((7, 0), False, False, False),
+        ((8, 0), False, True, False),
+        ((9, 0), True, True, True),
+        ((10, 0), True, True, False),
+    ],
 )
-def test_capabilities_of_cuda(generation, fp8: bool, flash: bool, monkeypatch):
+def test_capabilities_of_cuda(generation, fp8: bool, flash: bool, hopper: bool, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: generation)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "some GPU")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: generation >= (8, 0))
     able = devices.capabilities("cuda")
-    assert (able.fp8, able.flash, able.compile, able.peak_flops) == (fp8, flash, True, None)
+    assert (able.fp8, able.flash, able.hopper, able.compile, able.peak_flops) == (fp8, flash, hopper, True, None)
 
 
 def test_capabilities_elsewhere(monkeypatch):

@@ -22,6 +22,7 @@ import peft
 import pytest
 import torch
 import torch._utils
+import torch.nn.attention
 from accelerate.state import AcceleratorState, GradientState
 from deepspeed import utils as deepspeed_utils
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -391,6 +392,23 @@ def test_the_flash_operator_takes_scale_and_windows_and_has_a_derivative():
     bounds = torch.empty(3, dtype=torch.int32, device="meta")
     found = operator(query.requires_grad_(), key, key, bounds, bounds, 6, 6, 0.0, False, False, window_size_left=3)
     assert found[0].shape == query.shape and found[0].requires_grad
+
+
+def test_torch_switches_between_flash_kernels():
+    """Used by finetune/modeling/attention_check.py; where the names are missing, FlashAttention 3 is left alone."""
+    attention = torch.nn.attention
+    assert "FA3" in attention.list_flash_attention_impls() and attention.current_flash_attention_impl() is None
+    assert parameters_of(attention, "activate_flash_attention_impl") == ["impl"]
+    assert all(
+        parameter.default is not parameter.empty
+        for parameter in inspect.signature(attention.restore_flash_attention_impl).parameters.values()
+    )
+    # Of the registration of FlashAttention 3 in torch: what it imports, which operators it takes, what it refuses.
+    source = inspect.getsource(attention._fa3)
+    for taken in ('"flash_attn_interface"', '"_flash_attention_forward"', '"_flash_attention_backward"'):
+        assert taken in source
+    refused = "dropout_p must be 0", "FA3 requires compute capability 9.0", "inputs must be one of"
+    assert all(text in source for text in refused) and source.count("window_size_left") > 10
 
 
 def test_fused_adam_asks_found_inf():

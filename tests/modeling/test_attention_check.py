@@ -1,0 +1,276 @@
+"""The attention kernel of a device, compared before it is used: FlashAttention 3 here, the NPU's in test_fake_npu.py.
+
+There is no GPU: a kernel for the CPU stands behind torch's operator, so that torch's dispatcher, derivative and switch
+between flash kernels are the real ones. As FlashAttention 3 it refuses what torch's own checks for it refuse.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import CPU, documents, make_microbatch, make_model, tiny_config
+from torch.nn import attention as hook
+from torch.nn.attention import _fa3, _registry
+
+from finetune.modeling import attention, attention_check, layer_check
+from finetune.modeling.attention import ISOLATED, ISOLATED_MODEL_TYPES, choose_attention
+from finetune.modeling.attention_check import LENGTHS, check_attention, document_lengths
+
+USED = "FlashAttention 3"
+
+
+class OnHopper:
+    """What torch's checks ask of a tensor, of one that lies on a CUDA device."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype, self.dim, self.is_cuda, self.device = tensor.dtype, tensor.dim, True, "cuda:0"
+
+
+class Kernels:
+    """FlashAttention 2, and 3 while torch's switch says so, which may have a fault."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.patch, self.fault, self.calls = patch, "", []
+        self.library = torch.library.Library("aten", "IMPL")
+        self.library.impl("_flash_attention_forward", self.forward, "CPU")
+        self.library.impl("_flash_attention_backward", self.backward, "CPU")
+
+    def register(self) -> SimpleNamespace:
+        if self.fault == "no package for this torch":
+            raise ImportError("flash_attn_3/_C.so: undefined symbol")
+        return SimpleNamespace(remove=lambda: None)
+
+    def is_3(self) -> bool:
+        return hook.current_flash_attention_impl() == "FA3"
+
+    def check(self, error: Any, *given: Any) -> None:
+        with self.patch.context() as patch:
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            patch.setattr(_fa3, "_get_device_major", lambda device: 9)
+            refused = error(*(OnHopper(x) if isinstance(x, torch.Tensor) else x for x in given))
+        assert refused is None, refused
+
+    def weights(self, query, key, bounds, scale, window_size_left):
+        """Softmax of a document's tokens over those before them, `(H, T, T)`, and the scale; in float64."""
+        if self.is_3():
+            if self.fault == "cannot be launched":
+                raise RuntimeError("this build has no kernels for heads of 16\nmore")
+            bounds = bounds[[0, -1]] if self.fault == "ignores ends" else bounds
+            scale = query.shape[-1] ** -0.5 if self.fault == "ignores the scale" else scale
+            window_size_left = -1 if self.fault == "ignores windows" else window_size_left
+        place = torch.arange(len(query))
+        distance, document = place[:, None] - place[None, :], torch.bucketize(place, bounds[1:], right=True)
+        seen = (distance >= 0) & ((window_size_left < 0) | (distance <= window_size_left))
+        scores = torch.einsum("thd,shd->hts", query.double(), repeated(key, query)) * scale
+        return scores.masked_fill(~seen | (document[:, None] != document), float("-inf")).softmax(-1), scale
+
+    def forward(self, query, key, value, bounds, bounds_k, max_q, max_k, dropout, causal, debug, **given):
+        self.calls.append(("forward", self.is_3()))
+        if self.is_3():
+            self.check(
+                _fa3._fa3_forward_support_error, query, key, value, dropout, debug, None, None, bounds, *[None] * 3
+            )
+        weights, _ = self.weights(query, key, bounds, given["scale"], given["window_size_left"])
+        output = torch.einsum("hts,shd->thd", weights, repeated(value, query)).to(query.dtype)
+        numbers = torch.zeros(query.shape[1], len(query))
+        return output, numbers, torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64), output[:0]
+
+    def backward(self, direction, query, key, value, output, numbers, bounds, bounds_k, *others, **given):
+        self.calls.append(("backward", self.is_3()))
+        if self.is_3():
+            tensors = (direction, query, key, value, output, numbers)
+            self.check(_fa3._fa3_backward_support_error, *tensors, others[2], bounds, None, None)
+        weights, scale = self.weights(query, key, bounds, given["scale"], given["window_size_left"])
+        of_weights = torch.einsum("thd,shd->hts", direction.double(), repeated(value, query))
+        of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True)) * scale
+        of_query = torch.einsum("hts,shd->thd", of_scores, repeated(key, query))
+        of_key = torch.einsum("hts,thd->shd", of_scores, query.double())
+        of_value = torch.einsum("hts,thd->shd", weights, direction.double())
+        of_key, of_value = (x.unflatten(1, (key.shape[1], -1)).sum(2).to(key.dtype) for x in (of_key, of_value))
+        wrong = self.is_3() and self.fault == "wrong gradient"
+        return of_query.to(query.dtype), of_key * 1.05 if wrong else of_key, of_value
+
+
+def repeated(states: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    return states.double().repeat_interleave(query.shape[1] // states.shape[1], dim=1)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """On a CUDA device of capability 9.0, with the package installed; its computation is the CPU's."""
+    made = Kernels(monkeypatch)
+    monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA3", made.register)
+    installed(monkeypatch, True)
+    on_card(monkeypatch, (9, 0))
+    monkeypatch.setattr(attention, "has_flash", lambda device: True)
+    monkeypatch.setattr(attention_check, "empty_cache", lambda device: None)
+    monkeypatch.setattr(
+        attention_check,
+        "problem_of",
+        lambda comparison, device, dtype, tokens: layer_check.problem_of(comparison, CPU, dtype, tokens),
+    )
+    yield made
+    if _registry.current_flash_attention_impl() is not None:
+        _registry.restore_flash_attention_impl()
+    made.library._destroy()
+
+
+def installed(monkeypatch, there: bool) -> None:
+    def find(name: str) -> Any:
+        return there or None if name == "flash_attn_interface" else find_spec(name)
+
+    monkeypatch.setattr(attention_check.importlib.util, "find_spec", find)
+
+
+def on_card(monkeypatch, generation: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: generation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+
+
+def model_of(model_type: str = "qwen3", **changes: Any) -> torch.nn.Module:
+    config = tiny_config(model_type, **({} if model_type == "deepseek_v3" else {"head_dim": 16, **changes}))
+    return make_model(config, choose_attention(config))
+
+
+def check(model: torch.nn.Module, setting: str = "auto", dtype: torch.dtype = torch.bfloat16, tokens: int = 700) -> str:
+    return check_attention(model, setting, device_type="cuda", dtype=dtype, tokens=tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model_type", ["qwen3", "mistral", "deepseek_v3"])  # mistral has windows, deepseek_v3 MLA
+def test_where_it_agrees_it_is_used_forward_and_backward(model_type, dtype, kernels, caplog):
+    model = model_of(model_type)
+    before = torch.get_rng_state()
+    assert check(model, dtype=dtype) == USED and not caplog.records
+    assert hook.current_flash_attention_impl() == "FA3" and model.config._attn_implementation == ISOLATED
+    assert set(kernels.calls) == {("forward", True), ("backward", True)}, "compared in both directions"
+    assert torch.equal(torch.get_rng_state(), before), "the run's random numbers are as they would be without"
+    kernels.calls.clear()
+    model.to(dtype).requires_grad_(True).train()
+    model(**make_microbatch(documents(), packing=True).model_inputs(CPU)).logits.float().sum().backward()
+    assert set(kernels.calls) == {("forward", True), ("backward", True)}, "training takes it"
+    assert all(bool(torch.isfinite(weight.grad).all()) for weight in model.parameters() if weight.grad is not None)
+
+
+FAULTS = {
+    "no package for this torch": "ImportError: flash_attn_3/_C.so: undefined symbol",
+    "cannot be launched": "RuntimeError: this build has no kernels for heads of 16.",
+    "ignores ends": "output 1 is off by",
+    "ignores the scale": "output 1 is off by",
+    "ignores windows": "output 1 is off by",
+    "wrong gradient": "the gradient of input 2 is off by",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_where_it_differs_or_raises_torchs_own_is_restored_with_one_warning(fault, kernels, caplog):
+    kernels.fault = fault
+    model = model_of("mistral")
+    with caplog.at_level(logging.WARNING):
+        assert check(model) == "torch's"
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert f"{USED} is not used: {FAULTS[fault]}" in text and "--fused-layers off" in text
+    assert hook.current_flash_attention_impl() is None and model.config._attn_implementation == ISOLATED
+    kernels.calls.clear()
+    model.to(torch.bfloat16)(**make_microbatch(documents(), packing=True).model_inputs(CPU))
+    assert set(kernels.calls) == {("forward", False)}, "FlashAttention 2"
+
+
+def test_a_document_that_sees_its_neighbour_is_caught_in_one_microbatch_of_few_tokens(kernels, caplog):
+    kernels.fault = "ignores ends"
+    assert check(model_of(), tokens=9) == "torch's" and len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    "without", ["package", "Ampere", "Blackwell", "hook", "FA3 in torch", "off", "float32", "dropout", "wide heads"]
+    + ["softcap", "not packed"],
+)  # fmt: skip
+def test_where_it_is_not_here_or_refuses_nothing_is_said(without, kernels, monkeypatch, caplog):
+    given: dict[str, Any] = {"model": model_of()}
+    if without == "package":
+        installed(monkeypatch, False)
+    elif without in ("Ampere", "Blackwell"):
+        on_card(monkeypatch, {"Ampere": (8, 0), "Blackwell": (10, 0)}[without])
+    elif without == "hook":  # as in torch 2.10
+        for name in attention_check.HOOK:
+            monkeypatch.delattr(hook, name)
+    elif without == "FA3 in torch":
+        monkeypatch.delitem(_registry._FLASH_ATTENTION_IMPLS, "FA3")
+    elif without == "off":
+        given["setting"] = "off"
+    elif without == "float32":
+        given["dtype"] = torch.float32
+    elif without == "dropout":
+        given["model"] = model_of(attention_dropout=0.1)
+    elif without == "wide heads":
+        given["model"] = model_of(head_dim=264)
+    else:
+        given["model"] = model_of({"softcap": "gemma2", "not packed": "stablelm"}[without])
+    assert check(**given) == "torch's"
+    assert not caplog.records and not kernels.calls and _registry.current_flash_attention_impl() is None
+
+
+def test_an_earlier_runs_kernel_does_not_reach_a_run_that_wants_none(kernels):
+    assert check(model_of()) == USED
+    assert check(model_of(), setting="off") == "torch's" and hook.current_flash_attention_impl() is None
+    assert check(model_of()) == USED
+    assert check(model_of(attention_dropout=0.1)) == "torch's" and hook.current_flash_attention_impl() is None
+
+
+@pytest.mark.parametrize("model_type", sorted(ISOLATED_MODEL_TYPES))
+def test_heads_and_dropout_of_every_type_are_those_that_attention_gets(model_type, monkeypatch):
+    """Whether attention drops anything must be known before: FlashAttention 3 would end the run at the first step."""
+    seen: set[tuple[int, int, int, int]] = set()
+    dropped: list[float] = []
+    plain = attention.isolated_attention
+
+    def watched(module, query, key, value, *arguments, dropout=0.0, **given):
+        seen.add((query.shape[1], key.shape[1], query.shape[3], value.shape[3]))
+        dropped.append(dropout)
+        return plain(module, query, key, value, *arguments, dropout=dropout, **given)
+
+    monkeypatch.setattr(attention, "isolated_attention", watched)
+    given = {} if model_type == "diffllama" else tiny_config(model_type).to_dict()  # which refuses dropout
+    changes = {name: 0.1 for name, value in given.items() if "drop" in name and isinstance(value, int | float)}
+    config = tiny_config(model_type, **changes)
+    model = make_model(config, choose_attention(config)).train()
+    model(**make_microbatch(documents(), packing=True).model_inputs(CPU))
+    heads, keys, *widths = attention_check._heads(config.get_text_config())
+    keys = {"gpt_bigcode": 1, "jetmoe": heads}.get(model_type, keys)  # no configuration says these in others' words
+    assert seen == {(heads, keys, *widths)}
+    assert attention_check._drops_attention(config.get_text_config()) >= (max(dropped) > 0)
+    assert not attention_check._drops_attention(tiny_config(model_type, **dict.fromkeys(changes, 0.0)))
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 33, 512, 513, 1300])
+def test_documents_fill_the_tokens_and_the_first_ones_are_whole(tokens):
+    lengths = document_lengths(tokens)
+    assert sum(lengths) == tokens and min(lengths) > 0
+    assert lengths[: len(LENGTHS)] == LENGTHS or tokens < sum(LENGTHS)
+
+
+# ---------------------------------------------------------------- the kernels themselves
+
+
+def on_hopper() -> bool:
+    there = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return there and find_spec("flash_attn_interface") is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not on_hopper(), reason="needs an NVIDIA GPU of compute capability 9.0 and flash_attn_interface")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model_type", ["qwen3", "mistral", "deepseek_v3"])
+def test_it_agrees_on_hopper(model_type, dtype, caplog):
+    try:
+        assert check(model_of(model_type), dtype=dtype, tokens=4096) == USED and not caplog.records
+    finally:
+        check(model_of(), setting="off")
+    assert hook.current_flash_attention_impl() is None
