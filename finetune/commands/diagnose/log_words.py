@@ -82,7 +82,7 @@ CASCADE_EXCEPTIONS = re.compile(
 ENDS_TRACEBACK = re.compile(r"^(?:[A-Za-z_]\w*\.)+_?[A-Z]\w*(?::\s|:?$)|^[A-Z][a-z]+[A-Z]\w+(?::\s|:?$)|^Unsupported: ")
 # A call that failed, and the number that it returned: why is said by other lines of the same process, if by any.
 CODE_ONLY = re.compile(
-    r"(?:NPU|HCCL|OPS|GRAPH) function error|error code is \(?\d+\)?\W*$|call (?:acl|hccl) api failed"
+    r"(?:NPU|HCCL|OPS|GRAPH) function error|error code(?: is|:) ?\(?\d+\)?\W*$|call (?:acl|hccl) api failed"
     r"|^RuntimeError: (?:HCCL|NPU|ACL) error\b"
 )
 IGNORED = re.compile(r"^Exception ignored in|^--- Logging error ---|^Exception in thread (?!MainThread)")

@@ -187,6 +187,7 @@ SYMPTOMS = (
             cann("EJ0002") + r"|[Nn]etwork port is down|HCCS LINK ERROR|Reason: .{0,40}(?:port|link) is down",
             r"(?:link|port) (?:status )?(?:is )?[Dd][Oo][Ww][Nn]\b.*(?:hccn|npu|device|eth\d|roce)"
             r"|net health status: (?!Success|Init)",
+            r"(?:npu|NPU|dev|device|port).{0,60}link status\W{0,3}(?:change\W+UP\W+)?DOWN\b",
             returned("507056"),
         ),
         N_("A network port or link of an NPU is down[[ (rank {rank})]]."),
