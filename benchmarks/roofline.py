@@ -81,8 +81,9 @@ def totals(segment: Any, device: Device) -> dict[str, float]:
         "attention_flops": sum(k.flops for k in kernels if k.kind == "attention"),
         "waits": sum(segment.waits.values()),
         "uploads": sum(segment.uploads.values()),
-        "collectives": sum(segment.collectives.values()),
-        "collective_bytes": segment.collective_bytes,
+        "collectives": segment.collectives.number,
+        "collective_bytes": sum(segment.collectives.bytes.values()),
+        "sent_bytes": segment.collectives.sent,
         "peak_bytes": segment.peak_bytes,
     }
     for prefix, some in (("", kernels), ("fused_", fused(kernels))):
