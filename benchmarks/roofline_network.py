@@ -119,7 +119,7 @@ def fake_group(processes: int) -> Iterator[None]:
     try:
         with (
             patch.dict(os.environ, environment),
-            patch.object(dist, "new_group", lambda **options: new_group(backend="fake")),
+            patch.object(dist, "new_group", lambda *ranks, **options: new_group(*ranks, backend="fake")),
             # It compares numbers of tensors that have none.
             patch("torch.nn.parallel.distributed._verify_param_shape_across_processes", lambda *a, **k: None),
             # It says cpu:0, which a fake tensor takes for another device than cpu.

@@ -264,7 +264,7 @@ def _to_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _plain_value(dtype: torch.dtype) -> bool | int | float:
-    if dtype == torch.bool:
+    if dtype in (torch.bool, torch.uint8):  # flags
         return False
     return 1.0 if dtype.is_floating_point else 1
 
