@@ -1,7 +1,7 @@
 """What a step sends between processes: collectives, seen as the operators `c10d::*` that everything comes to.
 
 A trace is of rank 0 of a group of so many processes, which torch's fake process group stands for: it has the size and
-sends nothing. The same count of a real run, whose processes send (`listen`), is what it is checked against.
+sends nothing. A real run, whose processes send, is counted in the same way (`Listener`), and the two are compared.
 """
 
 from __future__ import annotations
@@ -44,9 +44,15 @@ class Collectives:
         inputs = next((value for name, value in arguments.items() if name.startswith("input")), args[0])
         given = sum(t.numel() * t.element_size() for t in tree_leaves(inputs) if isinstance(t, torch.Tensor))
         if kind != "barrier":
-            self.sent += sent_bytes(kind, given, torch.distributed.ProcessGroup.unbox(arguments["process_group"]).size())
+            self.sent += sent_bytes(
+                kind, given, torch.distributed.ProcessGroup.unbox(arguments["process_group"]).size()
+            )
             self.bytes[AGREEMENT if agreement else kind] += given
         self.numbers[AGREEMENT if agreement else kind] += 1
+
+    def plain(self) -> dict[str, dict[str, int]]:
+        """Numbers and bytes by kind."""
+        return {"numbers": dict(self.numbers), "bytes": dict(self.bytes)}
 
     @property
     def number(self) -> int:

@@ -187,7 +187,11 @@ def run_config(case: Case) -> BaseConfig:
         values["total_batch_size"] = processes * case.rows * int(values["device_batch_size"]) * case.tokens
         return resolve_object({**common, **values}, processes, run_kind("pretrain").config_class).config
     values = {"model": case.model, "data": ["unused"], "cutoff_len": case.tokens, "gradient_checkpointing": True}
-    values |= {"global_batch_size": processes * case.rows * case.documents, "max_steps": case.steps + 1, "use_curriculum": False}
+    values |= {
+        "global_batch_size": processes * case.rows * case.documents,
+        "max_steps": case.steps + 1,
+        "use_curriculum": False,
+    }
     return resolve_object({**common, **values, **case.settings}, processes).config
 
 
@@ -253,7 +257,9 @@ def _session(case: Case, folder: str) -> Any:
     from finetune.storage.run_log import RunLog
     from finetune.training.control import Control
 
-    return SimpleNamespace(control=Control(case.world.world_size), runlog=RunLog(None), sample_log=None, output_dir=Path(folder))
+    return SimpleNamespace(
+        control=Control(case.world.world_size), runlog=RunLog(None), sample_log=None, output_dir=Path(folder)
+    )
 
 
 def _fine_tuner(case: Case, config: Any, layers: int, on: str) -> Any:
