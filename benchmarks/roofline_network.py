@@ -141,7 +141,7 @@ def replicas() -> Any:
     """DDP whose buckets are reduced by a hook.
 
     DDP's own reduction takes its result from the work's future, and FakeWork's is empty (torch 2.13,
-    distributed/c10d/comm.cpp, parseHookResult). As many bytes: a hook's bucket is filled by a copy instead of a product.
+    distributed/c10d/comm.cpp, parseHookResult). As many bytes: a bucket is filled by a copy instead of a product.
     """
 
     class Replicas(torch.nn.parallel.DistributedDataParallel):

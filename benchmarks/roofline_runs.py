@@ -22,6 +22,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from roofline_data import Documents, EveryStep, Windows
 from roofline_network import agreements, fake_group
 from roofline_ops import use_stand_ins
 from roofline_trace import Crossings, Recorder, Segment
@@ -85,7 +86,7 @@ class Case:
 
     @property
     def world(self) -> LaunchWorld:
-        """Rank 0 of the replicas; DeepSpeed's engine is not run, so partitioned weights are looked at in one process."""
+        """Rank 0 of the replicas; partitioned weights are looked at in one process."""
         count = 1 if self.zero3 else self.processes
         return LaunchWorld(0, 0, count, min(count, MACHINE), launched=count > 1)
 
@@ -101,8 +102,8 @@ class Trace:
     """Microbatches of a step and what the step does beside them.
 
     Attributes:
-        first: makes gradients; `second` adds to them. last: of the step, where DDP reduces them; `second` where there are
-            no more. rest: norm, optimizer, log.
+        first: makes gradients; `second` adds to them; `last`, which may be one of them, is where DDP reduces them.
+        rest: norm, optimizer, log.
         static_bytes: alive between two steps: weights and moments.
     """
 
@@ -112,59 +113,6 @@ class Trace:
     rest: Segment
     static_bytes: int
     trained: int
-
-
-def _some_tokens(count: int) -> np.ndarray:
-    """Different ones: a device computes faster with equal numbers."""
-    return np.random.default_rng(0).integers(0, 1000, count, dtype=np.int32)
-
-
-class Documents:
-    """Samples of one length, for training's data."""
-
-    def __init__(self, count: int, tokens: int, supervised: float) -> None:
-        self.lengths = np.full(count, tokens)
-        mask = np.arange(tokens) >= round((1 - supervised) * tokens)
-        mask[0] = False  # the first token is no target
-        self.sample = (_some_tokens(tokens), mask)
-        self.supervised_counts = np.full(count, int(mask.sum()))
-        self.record_ids = np.arange(count)
-        self.difficulties = np.full(count, -1)
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.sample
-
-
-class Windows(Documents):
-    """Windows of pretraining: one token more than targets, all of them targets."""
-
-    cut_tokens, stream = 0, SimpleNamespace(tokens=1)
-
-    def __init__(self, count: int, tokens: int) -> None:
-        super().__init__(count, tokens, 1.0)
-        self.sample = (_some_tokens(tokens + 1), None)
-        self.supervised_counts = self.lengths
-
-
-@dataclass(frozen=True)
-class EveryStep:
-    """All samples in every step."""
-
-    samples: int
-    total_steps: int
-
-    @property
-    def global_batch_size(self) -> int:
-        return self.samples
-
-    def indices(self, step: int) -> np.ndarray:
-        return np.arange(self.samples)
-
-    def stage(self, step: int) -> int:
-        return 0
 
 
 class StepsAreDone(Exception):
