@@ -211,7 +211,7 @@ def cases() -> list[tuple[Any, int]]:
 
 HEADER = (
     "| model | training | row | kernels a row | GB a row | TFLOP a row | waits | row ms | step ms | tok/s | peak GiB | "
-    "fused: kernels | row ms | tok/s |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+    "collectives: number, GB | fused: kernels | row ms | tok/s |\n" + "|---" * 15 + "|"
 )
 
 
@@ -233,11 +233,18 @@ def line(case: Any, found: dict[str, Any]) -> str:
         f"{1e3 * (whole['seconds'] + found['network_seconds']):,.0f}",
         f"{found['tokens_per_second']:,.0f}",
         f"{whole['peak_bytes'] / 2**30:,.1f}",
+        sent_in(found),
         f"{row['fused_kernels']:,.0f}",
         f"{1e3 * row['fused_seconds']:,.0f}",
         f"{found['fused_tokens_per_second']:,.0f}",
     ]
     return "| " + " | ".join(cells) + " |"
+
+
+def sent_in(found: dict[str, Any]) -> str:
+    """Collectives of a step and what a device sends; of ZeRO-3 the planner has no number."""
+    number = "" if found["zero3"] else f"{found['step']['collectives']:,.0f}, "
+    return f"{number}{found['network_bytes'] / GB:,.2f}" if found["processes"] > 1 else "0"
 
 
 # ---------------------------------------------------------------- committed counts
@@ -257,7 +264,8 @@ def counted_cases() -> dict[str, tuple[Any, int]]:
 
 
 def counts() -> dict[str, dict[str, dict[str, int]]]:
-    """Kernels, bytes, waits, uploads and peak of the counted cases, per part of a step."""
+    """Kernels, bytes, waits, uploads, peak and collectives of the counted cases, per part of a step."""
+    from roofline_network import counted_collectives
     from roofline_runs import trace
 
     found = {}
@@ -266,7 +274,7 @@ def counts() -> dict[str, dict[str, dict[str, int]]]:
         names = ("kernels", "bytes", "waits", "uploads", "peak_bytes")
         parts = {part: totals(getattr(made, part), DEVICES["H100"]) for part in ("first", "rest")}
         found[name] = {part: {n: int(values[n]) for n in names} for part, values in parts.items()}
-    return found
+    return found | counted_collectives()
 
 
 def main() -> int:

@@ -190,7 +190,7 @@ def trace(case: Case, layers: int) -> Trace:
     ):
         config = config.model_copy(update={"output_dir": folder})
         trainer = build(case, config, layers)
-        return _record(trainer, recorder, case)
+        return record(trainer, recorder, case)
 
 
 def build(case: Case, config: BaseConfig, layers: int, *, on: str = "cpu") -> Any:
@@ -201,7 +201,7 @@ def build(case: Case, config: BaseConfig, layers: int, *, on: str = "cpu") -> An
     return made
 
 
-def _session(case: Case, folder: str) -> Any:
+def session_of(case: Case, folder: str) -> Any:
     from finetune.storage.run_log import RunLog
     from finetune.training.control import Control
 
@@ -210,13 +210,21 @@ def _session(case: Case, folder: str) -> Any:
     )
 
 
+def documents(case: Case, config: Any) -> Any:
+    """What a run of fine-tuning would have prepared."""
+    from finetune.training.prepare_sft import Prepared
+
+    samples = Documents(config.global_batch_size, case.tokens // case.documents, case.supervised)
+    batches = EveryStep(len(samples), case.steps + 1)
+    return Prepared(None, samples, None, batches, (), (1.0,), config.packing, 0, {})  # type: ignore[arg-type]
+
+
 def _fine_tuner(case: Case, config: Any, layers: int, on: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     from finetune.modeling.attention import choose_attention
     from finetune.modeling.loss import let_choose_logits
     from finetune.training import build_sft
-    from finetune.training.prepare_sft import Prepared
     from finetune.training.resume import Resume
 
     def load_model(config: Any, *, model_dtype: torch.dtype, zero3: bool) -> Any:
@@ -228,9 +236,7 @@ def _fine_tuner(case: Case, config: Any, layers: int, on: str) -> Any:
         let_choose_logits(model)
         return model.train()
 
-    samples = Documents(config.global_batch_size, case.tokens // case.documents, case.supervised)
-    batches = EveryStep(len(samples), case.steps + 1)
-    data = Prepared(None, samples, None, batches, (), (1.0,), config.packing, 0, {})  # type: ignore[arg-type]
+    data = documents(case, config)
     adapt, arguments = build_sft.add_adapter, build_sft.training_arguments
     with contextlib.ExitStack() as stack:
         replaced = {"load_model": load_model, "_say_start": lambda *a, **k: None}
@@ -240,7 +246,7 @@ def _fine_tuner(case: Case, config: Any, layers: int, on: str) -> Any:
             replaced["fuse_lora"] = _fuse_partitioned
         for name, value in replaced.items():
             stack.enter_context(patch.object(build_sft, name, value))
-        session = _session(case, config.output_dir)
+        session = session_of(case, config.output_dir)
         return build_sft.build_trainer(
             config, case.world, data, Resume(None, 0), session, device_type=on, dtype=dtype_of(config)
         )
@@ -273,7 +279,7 @@ def _pretrainer(case: Case, config: Any, layers: int, on: str) -> Any:
         patch.object(build_pretrain, "make_model", make_model),
         patch.object(build_pretrain, "_say_start", lambda *a, **k: None),
     ):
-        session = _session(case, config.output_dir)
+        session = session_of(case, config.output_dir)
         return build_pretrain.build_trainer(
             config, case.world, data, Resume(None, 0), session, device_type=on, dtype=dtype_of(config)
         )
@@ -336,7 +342,7 @@ def on_host(make: Callable[[np.ndarray], torch.Tensor]) -> Callable[[np.ndarray]
     return made
 
 
-def _record(trainer: Any, recorder: Recorder, case: Case) -> Trace:
+def record(trainer: Any, recorder: Recorder, case: Case) -> Trace:
     """Train, and cut what is recorded of the last step at its microbatches."""
     segments: list[Segment] = []
     static = 0

@@ -71,10 +71,23 @@ def network_traffic(work: Workload) -> Traffic:
         formula = "across nodes only: (N-1)/N x microbatches x (" + ("" if work.adapter else "P + ") + "P_t)"
         source = "ZeRO++ (Wang et al. 2023), hpZ: the backward pass gathers within a node"
         return Traffic(int(part * count * (across + c * work.trained)), formula, source)
-    gathered = 2 * c * whole
-    formula = "(N-1)/N x microbatches x (2 P + P_t)"
-    source = "ZeRO paper, sec. 7.2.2: gathered for forward and backward"
-    return Traffic(int(part * count * (gathered + c * work.trained)), formula, source)
+    again = _gathered_again(work)
+    formula = "(N-1)/N x microbatches x (2 P + P_t" + (" + blocks" if again else "") + " - max_reuse_distance)"
+    source = "ZeRO paper, sec. 7.2.2: gathered for forward and backward; deepspeed partitioned_param_coordinator.py"
+    kept = min(whole, work.sharding.max_reuse_distance, work.sharding.max_live)
+    return Traffic(int(part * count * c * (2 * whole - kept + again + work.trained)), formula, source)
+
+
+def _gathered_again(work: Workload) -> int:
+    """Numbers that ZeRO-3 gathers a third time: of frozen blocks that are checkpointed.
+
+    What a block computes again belongs to the module whose backward pass comes first, its last, and frozen weights are
+    released with that (deepspeed 0.19.8, partitioned_param_coordinator.py: update_recompute_parameters).
+    """
+    if not (work.adapter and work.computing.checkpointing):
+        return 0
+    last = sum(n * writer.numbers for block, n in work.shape.blocks if (writer := block.parts[-1].writer))
+    return work.shape.block_matrices - last
 
 
 def _muon_gathered(work: Workload) -> int:
