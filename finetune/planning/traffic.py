@@ -74,7 +74,11 @@ def network_traffic(work: Workload) -> Traffic:
     again = _gathered_again(work)
     formula = "(N-1)/N x microbatches x (2 P + P_t" + (" + blocks" if again else "") + " - max_reuse_distance)"
     source = "ZeRO paper, sec. 7.2.2: gathered for forward and backward; deepspeed partitioned_param_coordinator.py"
-    kept = min(whole, work.sharding.max_reuse_distance, work.sharding.max_live)
+    kept = min(work.sharding.max_reuse_distance, work.sharding.max_live)
+    if whole <= kept:
+        kept = whole
+    elif work.shape.tied:  # traced: a head that is the embedding is gathered for both once more
+        kept = max(0, kept - 2 * work.shape.embedding)
     return Traffic(int(part * count * c * (2 * whole - kept + again + work.trained)), formula, source)
 
 
