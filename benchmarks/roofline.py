@@ -10,8 +10,9 @@ The step is the product's own (roofline_runs.py), recorded operator by operator 
 blocks and of four; the whole model's figures follow from the two linearly, unless --layers all. A kernel takes the
 longest of its operations at the rate of products, its bytes at the rate of memory, and the least time of a kernel;
 kernels run one after another, the host keeps ahead, and nothing overlaps the network. `fused` is the same trace with
-neighbours that are no products and no attention fused perfectly: what a compiler can reach at best. Collectives are
-not traced: what is sent, gathered and reduced, and ZeRO-3's state and update, are finetune/planning's.
+neighbours that are no products and no attention fused perfectly: what a compiler can reach at best. Of several
+replicas (--processes) the collectives are traced (roofline_network.py); what ZeRO-3 gathers and reduces, its state and
+its update are finetune/planning's.
 """
 
 from __future__ import annotations
@@ -81,8 +82,9 @@ def totals(segment: Any, device: Device) -> dict[str, float]:
         "attention_flops": sum(k.flops for k in kernels if k.kind == "attention"),
         "waits": sum(segment.waits.values()),
         "uploads": sum(segment.uploads.values()),
-        "collectives": sum(segment.collectives.values()),
-        "collective_bytes": segment.collective_bytes,
+        "collectives": segment.collectives.number,
+        "collective_bytes": sum(segment.collectives.bytes.values()),
+        "sent_bytes": segment.collectives.sent,
         "peak_bytes": segment.peak_bytes,
     }
     for prefix, some in (("", kernels), ("fused_", fused(kernels))):
@@ -93,13 +95,13 @@ def totals(segment: Any, device: Device) -> dict[str, float]:
 
 
 def measure(case: Any, device: Device, layers: tuple[int, ...]) -> dict[str, dict[str, float]]:
-    """Numbers of the first and of a further microbatch and of the rest of the step, of the whole model."""
+    """Numbers of the first, a further and the last microbatch and of the rest of the step, of the whole model."""
     from roofline_runs import trace
 
     found = []
     for count in layers:
         made = trace(case, count)
-        parts = {name: totals(getattr(made, name), device) for name in ("first", "second", "rest")}
+        parts = {name: totals(getattr(made, name), device) for name in ("first", "second", "last", "rest")}
         parts["state"] = {"bytes": made.static_bytes, "trained": made.trained}
         found.append(parts)
     if len(layers) == 1:
@@ -115,19 +117,19 @@ def measure(case: Any, device: Device, layers: tuple[int, ...]) -> dict[str, dic
 
 def step(case: Any, device: Device, rows: int, layers: tuple[int, ...]) -> dict[str, Any]:
     """One optimizer step of so many microbatches on one device: numbers for people and machines."""
-    from finetune.planning.traffic import network_traffic
-
-    parts = measure(case, device, layers)
-    first, second, rest = parts["first"], parts["second"], parts["rest"]
+    # DDP makes its buckets anew in the second step, and reduces them in the last microbatch.
+    traced = replace(case, rows=min(rows, 3), steps=3) if case.world.launched else case
+    parts = measure(traced, device, layers)
+    first, second, last, rest = (parts[name] for name in ("first", "second", "last", "rest"))
     state = parts["state"]["bytes"]
-    work = planned(case, rows)
-    network = network_traffic(work).bytes
     if case.zero3:
-        rest, state = zero3(work, device)
+        rest, state = zero3(planned(case, rows), device)
+    between = max(0, rows - 2)
+    whole = {name: first[name] + between * second[name] + (rows > 1) * last[name] + rest[name] for name in first}
+    network = whole["sent_bytes"]
     network_seconds = network / (device.network if case.processes <= MACHINE else device.between)
-    whole = {name: first[name] + (rows - 1) * second[name] + rest[name] for name in first}
     # The activations of a microbatch lie above what is there between steps.
-    kept = max(first["peak_bytes"], second["peak_bytes"]) - parts["state"]["bytes"]
+    kept = max(part["peak_bytes"] for part in (first, second, last)) - parts["state"]["bytes"]
     whole["peak_bytes"] = max(state + kept, rest["peak_bytes"])
     return {
         "model": case.model,
@@ -138,6 +140,7 @@ def step(case: Any, device: Device, rows: int, layers: tuple[int, ...]) -> dict[
         "rows": rows,
         "row": first,
         "further_row": second,
+        "last_row": last,
         "rest": rest,
         "step": whole,
         "network_bytes": network,
@@ -170,6 +173,7 @@ def planned(case: Any, rows: int) -> Any:
 def zero3(work: Any, device: Device) -> tuple[dict[str, float], float]:
     """The rest of the step and the state's bytes under ZeRO-3, by the planner's formulas."""
     from finetune.planning.state import state_terms
+    from finetune.planning.traffic import network_traffic
 
     state = sum(term.bytes for term in state_terms(work) if term.location == "device" and "rows" in term.phases)
     # AdamW reads and writes masters and two moments, reads gradients, writes the 16-bit weights.
@@ -177,6 +181,7 @@ def zero3(work: Any, device: Device) -> tuple[dict[str, float], float]:
     launches = max(1, work.share // (320 * 65536))
     spent = max(update / device.memory, launches * device.kernel)
     rest = dict.fromkeys(("product_flops", "attention_flops", "uploads", "collectives", "collective_bytes"), 0.0)
+    rest |= {"sent_bytes": network_traffic(work).bytes}
     rest |= {"waits": 2.0, "peak_bytes": 0.0}  # the norm and the overflow check
     for prefix in ("", "fused_"):
         rest |= {f"{prefix}kernels": launches, f"{prefix}bytes": update, f"{prefix}seconds": spent}
@@ -206,7 +211,7 @@ def cases() -> list[tuple[Any, int]]:
 
 HEADER = (
     "| model | training | row | kernels a row | GB a row | TFLOP a row | waits | row ms | step ms | tok/s | peak GiB | "
-    "fused: kernels | row ms | tok/s |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+    "collectives: number, GB | fused: kernels | row ms | tok/s |\n" + "|---" * 15 + "|"
 )
 
 
@@ -228,11 +233,18 @@ def line(case: Any, found: dict[str, Any]) -> str:
         f"{1e3 * (whole['seconds'] + found['network_seconds']):,.0f}",
         f"{found['tokens_per_second']:,.0f}",
         f"{whole['peak_bytes'] / 2**30:,.1f}",
+        sent_in(found),
         f"{row['fused_kernels']:,.0f}",
         f"{1e3 * row['fused_seconds']:,.0f}",
         f"{found['fused_tokens_per_second']:,.0f}",
     ]
     return "| " + " | ".join(cells) + " |"
+
+
+def sent_in(found: dict[str, Any]) -> str:
+    """Collectives of a step and what a device sends; of ZeRO-3 the planner has no number."""
+    number = "" if found["zero3"] else f"{found['step']['collectives']:,.0f}, "
+    return f"{number}{found['network_bytes'] / GB:,.2f}" if found["processes"] > 1 else "0"
 
 
 # ---------------------------------------------------------------- committed counts
@@ -252,7 +264,8 @@ def counted_cases() -> dict[str, tuple[Any, int]]:
 
 
 def counts() -> dict[str, dict[str, dict[str, int]]]:
-    """Kernels, bytes, waits, uploads and peak of the counted cases, per part of a step."""
+    """Kernels, bytes, waits, uploads, peak and collectives of the counted cases, per part of a step."""
+    from roofline_network import counted_collectives
     from roofline_runs import trace
 
     found = {}
@@ -261,7 +274,7 @@ def counts() -> dict[str, dict[str, dict[str, int]]]:
         names = ("kernels", "bytes", "waits", "uploads", "peak_bytes")
         parts = {part: totals(getattr(made, part), DEVICES["H100"]) for part in ("first", "rest")}
         found[name] = {part: {n: int(values[n]) for n in names} for part, values in parts.items()}
-    return found
+    return found | counted_collectives()
 
 
 def main() -> int:

@@ -22,6 +22,8 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from roofline_data import Documents, EveryStep, Windows
+from roofline_network import agreements, fake_group
 from roofline_ops import use_stand_ins
 from roofline_trace import Crossings, Recorder, Segment
 
@@ -31,7 +33,6 @@ from finetune.config.run_config import BaseConfig
 from finetune.planning.shapes import KNOWN_MODELS, known_config
 from finetune.runtime.device import LaunchWorld
 
-ONE = LaunchWorld(0, 0, 1, 1, launched=False)
 # From the public config.json; Qwen's are in finetune/planning/shapes.py.
 LLAMA_8B = {
     "model_type": "llama",
@@ -46,6 +47,7 @@ LLAMA_8B = {
 }
 MODELS: dict[str, dict[str, Any]] = {name: known_config(name) or {} for name in KNOWN_MODELS}
 MODELS["meta-llama/Llama-3.1-8B"] = LLAMA_8B
+MACHINE = 8  # devices of one
 NANOCHAT = "nanochat-d12"  # pretraining from scratch; -dN for other depths
 
 
@@ -61,7 +63,7 @@ class Case:
         zero3: weights are 16-bit and partitioned; the engine is not run.
         device_type: cuda or npu: which attention and optimizer would run; cpu for no accelerator's branch.
         config: a model's configuration instead of that of `model`.
-        processes: that the weights are partitioned over.
+        processes: that have replicas of the model, or its parts.
         steps: to run; the last is recorded, because the optimizer makes its moments in the first.
         rows: microbatches of a step.
     """
@@ -82,6 +84,12 @@ class Case:
     def pretraining(self) -> bool:
         return self.model.startswith("nanochat-d")
 
+    @property
+    def world(self) -> LaunchWorld:
+        """Rank 0 of the replicas; partitioned weights are looked at in one process."""
+        count = 1 if self.zero3 else self.processes
+        return LaunchWorld(0, 0, count, min(count, MACHINE), launched=count > 1)
+
     def layers(self) -> int:
         """Blocks of the whole model."""
         if self.pretraining:
@@ -91,71 +99,20 @@ class Case:
 
 @dataclass
 class Trace:
-    """Two microbatches of a step and what the step does beside them.
+    """Microbatches of a step and what the step does beside them.
 
     Attributes:
-        first: makes gradients; `second` adds to them. rest: norm, optimizer, log.
+        first: makes gradients; `second` adds to them; `last`, which may be one of them, is where DDP reduces them.
+        rest: norm, optimizer, log.
         static_bytes: alive between two steps: weights and moments.
     """
 
     first: Segment
     second: Segment
+    last: Segment
     rest: Segment
     static_bytes: int
     trained: int
-
-
-def _some_tokens(count: int) -> np.ndarray:
-    """Different ones: a device computes faster with equal numbers."""
-    return np.random.default_rng(0).integers(0, 1000, count, dtype=np.int32)
-
-
-class Documents:
-    """Samples of one length, for training's data."""
-
-    def __init__(self, count: int, tokens: int, supervised: float) -> None:
-        self.lengths = np.full(count, tokens)
-        mask = np.arange(tokens) >= round((1 - supervised) * tokens)
-        mask[0] = False  # the first token is no target
-        self.sample = (_some_tokens(tokens), mask)
-        self.supervised_counts = np.full(count, int(mask.sum()))
-        self.record_ids = np.arange(count)
-        self.difficulties = np.full(count, -1)
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.sample
-
-
-class Windows(Documents):
-    """Windows of pretraining: one token more than targets, all of them targets."""
-
-    cut_tokens, stream = 0, SimpleNamespace(tokens=1)
-
-    def __init__(self, count: int, tokens: int) -> None:
-        super().__init__(count, tokens, 1.0)
-        self.sample = (_some_tokens(tokens + 1), None)
-        self.supervised_counts = self.lengths
-
-
-@dataclass(frozen=True)
-class EveryStep:
-    """All samples in every step."""
-
-    samples: int
-    total_steps: int
-
-    @property
-    def global_batch_size(self) -> int:
-        return self.samples
-
-    def indices(self, step: int) -> np.ndarray:
-        return np.arange(self.samples)
-
-    def stage(self, step: int) -> int:
-        return 0
 
 
 class StepsAreDone(Exception):
@@ -164,6 +121,7 @@ class StepsAreDone(Exception):
 
 def run_config(case: Case) -> BaseConfig:
     """The settings of such a step, by the product's own rules."""
+    processes = case.world.world_size
     common = {"output_dir": "unused", "report_to": ["none"], "save_steps": 10**6}
     if case.pretraining:
         values = {"train_data_path": ["unused"], "depth": case.layers(), "max_seq_len": case.tokens}
@@ -174,11 +132,15 @@ def run_config(case: Case) -> BaseConfig:
             "gradient_checkpointing": False,
         }
         values |= {"device_batch_size": 1, **case.settings}
-        values["total_batch_size"] = case.rows * int(values["device_batch_size"]) * case.tokens
-        return resolve_object({**common, **values}, 1, run_kind("pretrain").config_class).config
+        values["total_batch_size"] = processes * case.rows * int(values["device_batch_size"]) * case.tokens
+        return resolve_object({**common, **values}, processes, run_kind("pretrain").config_class).config
     values = {"model": case.model, "data": ["unused"], "cutoff_len": case.tokens, "gradient_checkpointing": True}
-    values |= {"global_batch_size": case.rows * case.documents, "max_steps": case.steps + 1, "use_curriculum": False}
-    return resolve_object({**common, **values, **case.settings}, 1).config
+    values |= {
+        "global_batch_size": processes * case.rows * case.documents,
+        "max_steps": case.steps + 1,
+        "use_curriculum": False,
+    }
+    return resolve_object({**common, **values, **case.settings}, processes).config
 
 
 def dtype_of(config: BaseConfig) -> str:
@@ -217,10 +179,18 @@ def trace(case: Case, layers: int) -> Trace:
 
     config = run_config(case)
     fake, recorder = FakeTensorMode(allow_non_fake_inputs=True), Recorder()
-    with tempfile.TemporaryDirectory() as folder, device_branch(case), fake, recorder, Crossings(recorder, fake):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        device_branch(case),
+        fake_group(case.world.world_size),
+        agreements(lambda: recorder.segment.collectives),
+        fake,
+        recorder,
+        Crossings(recorder, fake),
+    ):
         config = config.model_copy(update={"output_dir": folder})
         trainer = build(case, config, layers)
-        return _record(trainer, recorder, case)
+        return record(trainer, recorder, case)
 
 
 def build(case: Case, config: BaseConfig, layers: int, *, on: str = "cpu") -> Any:
@@ -231,11 +201,22 @@ def build(case: Case, config: BaseConfig, layers: int, *, on: str = "cpu") -> An
     return made
 
 
-def _session(folder: str) -> Any:
+def session_of(case: Case, folder: str) -> Any:
     from finetune.storage.run_log import RunLog
     from finetune.training.control import Control
 
-    return SimpleNamespace(control=Control(1), runlog=RunLog(None), sample_log=None, output_dir=Path(folder))
+    return SimpleNamespace(
+        control=Control(case.world.world_size), runlog=RunLog(None), sample_log=None, output_dir=Path(folder)
+    )
+
+
+def documents(case: Case, config: Any) -> Any:
+    """What a run of fine-tuning would have prepared."""
+    from finetune.training.prepare_sft import Prepared
+
+    samples = Documents(config.global_batch_size, case.tokens // case.documents, case.supervised)
+    batches = EveryStep(len(samples), case.steps + 1)
+    return Prepared(None, samples, None, batches, (), (1.0,), config.packing, 0, {})  # type: ignore[arg-type]
 
 
 def _fine_tuner(case: Case, config: Any, layers: int, on: str) -> Any:
@@ -244,7 +225,6 @@ def _fine_tuner(case: Case, config: Any, layers: int, on: str) -> Any:
     from finetune.modeling.attention import choose_attention
     from finetune.modeling.loss import let_choose_logits
     from finetune.training import build_sft
-    from finetune.training.prepare_sft import Prepared
     from finetune.training.resume import Resume
 
     def load_model(config: Any, *, model_dtype: torch.dtype, zero3: bool) -> Any:
@@ -256,9 +236,7 @@ def _fine_tuner(case: Case, config: Any, layers: int, on: str) -> Any:
         let_choose_logits(model)
         return model.train()
 
-    samples = Documents(config.global_batch_size, case.tokens // case.documents, case.supervised)
-    batches = EveryStep(len(samples), case.steps + 1)
-    data = Prepared(None, samples, None, batches, (), (1.0,), config.packing, 0, {})  # type: ignore[arg-type]
+    data = documents(case, config)
     adapt, arguments = build_sft.add_adapter, build_sft.training_arguments
     with contextlib.ExitStack() as stack:
         replaced = {"load_model": load_model, "_say_start": lambda *a, **k: None}
@@ -268,9 +246,9 @@ def _fine_tuner(case: Case, config: Any, layers: int, on: str) -> Any:
             replaced["fuse_lora"] = _fuse_partitioned
         for name, value in replaced.items():
             stack.enter_context(patch.object(build_sft, name, value))
-        session = _session(config.output_dir)
+        session = session_of(case, config.output_dir)
         return build_sft.build_trainer(
-            config, ONE, data, Resume(None, 0), session, device_type=on, dtype=dtype_of(config)
+            config, case.world, data, Resume(None, 0), session, device_type=on, dtype=dtype_of(config)
         )
 
 
@@ -301,9 +279,9 @@ def _pretrainer(case: Case, config: Any, layers: int, on: str) -> Any:
         patch.object(build_pretrain, "make_model", make_model),
         patch.object(build_pretrain, "_say_start", lambda *a, **k: None),
     ):
-        session = _session(config.output_dir)
+        session = session_of(case, config.output_dir)
         return build_pretrain.build_trainer(
-            config, ONE, data, Resume(None, 0), session, device_type=on, dtype=dtype_of(config)
+            config, case.world, data, Resume(None, 0), session, device_type=on, dtype=dtype_of(config)
         )
 
 
@@ -364,7 +342,7 @@ def on_host(make: Callable[[np.ndarray], torch.Tensor]) -> Callable[[np.ndarray]
     return made
 
 
-def _record(trainer: Any, recorder: Recorder, case: Case) -> Trace:
+def record(trainer: Any, recorder: Recorder, case: Case) -> Trace:
     """Train, and cut what is recorded of the last step at its microbatches."""
     segments: list[Segment] = []
     static = 0
@@ -394,6 +372,7 @@ def _record(trainer: Any, recorder: Recorder, case: Case) -> Trace:
     executor.run, executor._microbatch, trainer.training_step = run_step, microbatch, training_step
     with contextlib.suppress(StepsAreDone):
         trainer.train()
-    first, *_further, second, rest = segments if case.rows > 1 else [segments[0], *segments]
+    *microbatches, rest = segments
+    first, second, last = microbatches[0], microbatches[:2][-1], microbatches[-1]
     trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
-    return Trace(first, second, rest, static, trained)
+    return Trace(first, second, last, rest, static, trained)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from roofline_network import Collectives, without_sending
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -95,8 +96,7 @@ class Segment:
     kernels: list[Kernel] = field(default_factory=list)
     waits: Counter[str] = field(default_factory=Counter)
     uploads: Counter[str] = field(default_factory=Counter)
-    collectives: Counter[str] = field(default_factory=Counter)
-    collective_bytes: int = 0
+    collectives: Collectives = field(default_factory=Collectives)
     peak_bytes: int = 0
     start_bytes: int = 0
 
@@ -165,7 +165,8 @@ class Recorder(TorchDispatchMode):
                 self.segment.waits["item"] += 1
             return _plain_value(args[0].dtype)
         if func.namespace == "c10d":
-            return self._collective(func, name, args, kwargs)
+            self.segment.collectives.note(func, args)
+            return without_sending(func, args)
         if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
             args = (args[0], self._without_masks(args[1]), *args[2:])
         elif name == "nonzero":
@@ -191,15 +192,6 @@ class Recorder(TorchDispatchMode):
             self.segment.kernels.append(Kernel("nonzero", "other", read, {}, launches=NONZERO_KERNELS))
             found += [torch.empty(self.targets, dtype=torch.int64) for _ in range(index.dim())]
         return found
-
-    def _collective(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        from torch._C._distributed_c10d import FakeWork
-
-        sent = max((sum(map(tensor_bytes, _tensors(part))) for part in args), default=0)
-        self.segment.collectives[name.strip("_")] += 1
-        self.segment.collective_bytes += sent
-        first = args[0] if args else []
-        return FakeWork() if name in ("barrier", "monitored_barrier_") else (first, FakeWork())
 
     def _add(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
         outputs, inputs = _tensors(out), _tensors((args, kwargs))
@@ -272,7 +264,7 @@ def _to_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _plain_value(dtype: torch.dtype) -> bool | int | float:
-    if dtype == torch.bool:
+    if dtype in (torch.bool, torch.uint8):  # flags
         return False
     return 1.0 if dtype.is_floating_point else 1
 

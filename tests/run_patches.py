@@ -296,3 +296,38 @@ def exchange(rank: int, folder: str) -> None:
     found += [control.sum([0.1 * (rank + 1), rank]), control.token()]
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
     os._exit(0)
+
+
+def note_collectives(rank: int, benchmarks: str, record: str) -> None:
+    """Write down what rank 0 sends in each microbatch and in the rest of each step, of all steps but the last."""
+    import contextlib
+    import sys
+
+    if rank:
+        return
+    sys.path.insert(0, benchmarks)
+    from roofline_network import Collectives, Listener, agreements
+
+    from finetune.training.executor import StepExecutor
+
+    parts = [Collectives()]
+    running = contextlib.ExitStack()
+    original, enter = StepExecutor.run, StepExecutor._microbatch
+
+    def microbatch(self: StepExecutor, *arguments: Any, **options: Any) -> Any:
+        parts.append(Collectives())
+        return enter(self, *arguments, **options)
+
+    def run(self: StepExecutor, model: torch.nn.Module, batch: Any) -> Any:
+        if batch.step:
+            with open(record, "a") as file:
+                file.write(json.dumps([part.plain() for part in parts]) + "\n")
+        else:
+            running.enter_context(agreements(lambda: parts[-1]))
+            running.enter_context(Listener(lambda: parts[-1]))
+        parts.clear()
+        result = original(self, model, batch)
+        parts.append(Collectives())
+        return result
+
+    StepExecutor.run, StepExecutor._microbatch = run, microbatch

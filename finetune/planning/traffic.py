@@ -6,6 +6,7 @@ no gradient of its own, 4 operations per number instead of 6.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from math import ceil
 
@@ -14,6 +15,8 @@ from finetune.planning.workload import Cluster, Workload
 # Share of the peak that training reaches. Published for dense models: 33-50% (torchtitan Llama-3.1-8B 33-39% on H100;
 # nanochat d24 50%; QwenLM 72B LoRA with ZeRO-3 33-38%).
 EFFICIENCY = 0.4
+# Numbers of the matrices that Muon takes at once: 128 MiB in float32, a few times over.
+MUON_AT_ONCE = 32 * 2**20
 
 
 def forward_flops_per_token(work: Workload) -> int:
@@ -51,8 +54,10 @@ def network_traffic(work: Workload) -> Traffic:
     if n == 1:
         return Traffic(0, "one process")
     if not work.sharding.engine:
-        source = "ring all-reduce (Patarasuk and Yuan 2009)"
-        return Traffic(int(2 * part * 4 * work.trained), "2 (N-1)/N x 4 B x P_t, once a step", source)
+        source, formula = "ring all-reduce (Patarasuk and Yuan 2009)", "2 (N-1)/N x 4 B x P_t, once a step"
+        if work.muon:
+            source, formula = f"{source}; ours: training/optimizers.py", f"{formula} + Muon: (N-1)/N x 2 B x matrices"
+        return Traffic(int(part * (2 * 4 * work.trained + 2 * _muon_gathered(work))), formula, source)
     if work.sharding.stage < 3:
         reductions = count if work.sharding.stage == 2 else 1
         source = "ZeRO paper, sec. 7.2.1; a reduction per microbatch"
@@ -66,10 +71,40 @@ def network_traffic(work: Workload) -> Traffic:
         formula = "across nodes only: (N-1)/N x microbatches x (" + ("" if work.adapter else "P + ") + "P_t)"
         source = "ZeRO++ (Wang et al. 2023), hpZ: the backward pass gathers within a node"
         return Traffic(int(part * count * (across + c * work.trained)), formula, source)
-    gathered = 2 * c * whole
-    formula = "(N-1)/N x microbatches x (2 P + P_t)"
-    source = "ZeRO paper, sec. 7.2.2: gathered for forward and backward"
-    return Traffic(int(part * count * (gathered + c * work.trained)), formula, source)
+    again = _gathered_again(work)
+    formula = "(N-1)/N x microbatches x (2 P + P_t" + (" + blocks" if again else "") + " - max_reuse_distance)"
+    source = "ZeRO paper, sec. 7.2.2: gathered for forward and backward; deepspeed partitioned_param_coordinator.py"
+    kept = min(work.sharding.max_reuse_distance, work.sharding.max_live)
+    if whole <= kept:
+        kept = whole
+    elif work.shape.tied:  # traced: a head that is the embedding is gathered for both once more
+        kept = max(0, kept - 2 * work.shape.embedding)
+    return Traffic(int(part * count * c * (2 * whole - kept + again + work.trained)), formula, source)
+
+
+def _gathered_again(work: Workload) -> int:
+    """Numbers that ZeRO-3 gathers a third time: of frozen blocks that are checkpointed.
+
+    What a block computes again belongs to the module whose backward pass comes first, its last, and frozen weights are
+    released with that (deepspeed 0.19.8, partitioned_param_coordinator.py: update_recompute_parameters).
+    """
+    if not (work.adapter and work.computing.checkpointing):
+        return 0
+    last = sum(n * writer.numbers for block, n in work.shape.blocks if (writer := block.parts[-1].writer))
+    return work.shape.block_matrices - last
+
+
+def _muon_gathered(work: Workload) -> int:
+    """Numbers of the updates that ranks give each other: some matrices of one shape at a time, as many of each rank."""
+    counts: Counter[tuple[int, int]] = Counter()
+    for matrix, count in work.shape.in_blocks if work.muon else ():
+        counts[matrix.inputs, matrix.outputs] += count
+    gathered = 0
+    for (inputs, outputs), count in counts.items():
+        at_once = max(1, MUON_AT_ONCE // (inputs * outputs))
+        groups = [at_once] * (count // at_once) + [count % at_once]
+        gathered += inputs * outputs * work.processes * sum(ceil(group / work.processes) for group in groups)
+    return gathered
 
 
 def host_traffic(work: Workload) -> Traffic:

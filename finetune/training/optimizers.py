@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from finetune.planning.traffic import MUON_AT_ONCE
+
 if TYPE_CHECKING:
     from finetune.config.pretrain_config import PretrainConfig
 
@@ -32,8 +34,6 @@ LARGEST_HORIZON_FACTOR = 4.0  # of a run of a seventy-sixth of the tokens; short
 EMBEDDING_BETA2 = 0.995
 EMBEDDING_DECAY, HEAD_DECAY = 0.001, 0.01
 MOMENTUM_START, MOMENTUM_TOP, MOMENTUM_END, MOMENTUM_STEPS = 0.85, 0.97, 0.90, 400
-# Numbers of the matrices that Muon takes at once: 128 MiB in float32, a few times over.
-NUMBERS_AT_ONCE = 32 * 2**20
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class BatchedMuon(torch.optim.Muon):
                 if parameter.grad is not None:
                     shapes.setdefault(parameter.shape, []).append(parameter)
             for shape, members in shapes.items():
-                count = max(1, NUMBERS_AT_ONCE // shape.numel())
+                count = max(1, MUON_AT_ONCE // shape.numel())
                 for start in range(0, len(members), count):
                     self._update(members[start : start + count], group)
         return loss

@@ -221,8 +221,7 @@ class RunTrainer(Trainer):
         for number, trained, skipped in self.outcomes.read(all_of_them=due or stopping):
             self._note_outcome(number, trained, skipped=skipped)
         if stopping:
-            names = self.context.control.gather(self.context.signals.name)
-            self.stopped_by = next(str(name) for name in names if name)
+            self.stopped_by = next(str(name) for name in self.context.control.gather(self.context.signals.name) if name)
             self.context.runlog.event("signal", step=step, name=self.stopped_by)
             self.control.should_save = self.control.should_training_stop = True
             self.control.should_evaluate = False  # a batch system gives seconds, not an evaluation's minutes
@@ -241,6 +240,9 @@ class RunTrainer(Trainer):
 
     def floating_point_ops(self, inputs: Any) -> int:
         return 0  # Trainer's own count is 6N whatever is trained; ours is in planning/flops.py
+
+    def store_flos(self) -> None:
+        pass  # Trainer's own gathers that count from all ranks, and waits for the device, at every line of the log
 
     # ------------------------------------------------------------------ evaluation
 

@@ -312,7 +312,7 @@ def test_batched_muon_is_as_near_to_float64_as_torchs(monkeypatch):
     truth, before = muon_in_float64(4, 0.05, 0.1, 0.9), matrices()
     errors, moments = {}, {}
     for kind, at_once in ((torch.optim.Muon, 0), (BatchedMuon, 2**25), (BatchedMuon, 2 * 24 * 24)):
-        monkeypatch.setattr("finetune.training.optimizers.NUMBERS_AT_ONCE", at_once)
+        monkeypatch.setattr("finetune.training.optimizers.MUON_AT_ONCE", at_once)
         parameters = matrices()
         optimizer = kind(parameters, **settings)
         for step in range(4):

@@ -62,6 +62,7 @@ SIGNATURES: tuple[tuple[Any, str, str, str], ...] = (
     (Trainer, "training_step", "model inputs num_items_in_batch", f"{TRAINER}: training_step"),
     (Trainer, "_get_grad_norm", "model grad_norm", f"{TRAINER}: _get_grad_norm"),
     (Trainer, "floating_point_ops", "inputs", f"{TRAINER}: floating_point_ops"),
+    (Trainer, "store_flos", "", f"{TRAINER}: store_flos"),
     (Trainer, "evaluate", "eval_dataset ignore_keys metric_key_prefix", f"{TRAINER}: evaluate"),
     (Trainer, "log", "logs start_time", f"{TRAINER}: log"),
     (Trainer, "_save_checkpoint", "model trial", f"{TRAINER}: _save_checkpoint"),

@@ -1,0 +1,147 @@
+"""What a step sends between processes: traced with a group that is fake, run by two processes, planned."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import run_helpers
+import run_patches
+
+from finetune.planning.inputs import workload_of
+from finetune.planning.shapes import shape_of_model
+from finetune.planning.traffic import network_traffic
+from finetune.planning.workload import Cluster
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+FULL = {"finetuning": "full"}
+ZERO3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {"model": "Qwen/Qwen3-0.6B", "tokens": 512},
+    "full": {"model": "Qwen/Qwen3-0.6B", "tokens": 512, "settings": FULL},
+    "pretraining": {"model": "nanochat-d2", "tokens": 512},
+}
+
+
+@pytest.fixture(autouse=True)
+def benchmarks(monkeypatch):
+    """The folder of the programs, which is no package."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+@pytest.mark.parametrize("processes", [2, 8, 16, 64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_replicas_send_is_planned_and_only_the_last_microbatch_sends(kind, processes):
+    from roofline import planned
+    from roofline_runs import Case, trace
+
+    layers = 2
+    case = Case(**KINDS[kind], processes=processes, rows=3, steps=3)
+    made = trace(case, layers)
+    assert made.first.collectives.plain() == made.second.collectives.plain() == {"numbers": {}, "bytes": {}}
+    sent = made.last.collectives.sent + made.rest.collectives.sent
+
+    if not case.pretraining:
+        shape = {**roofline_config(case.model), "num_hidden_layers": layers}
+        case = replace(case, config=shape)
+    assert sent == pytest.approx(network_traffic(planned(case, 3)).bytes, rel=0.01)
+    if kind == "lora":
+        assert made.last.collectives.numbers["allreduce"] == 1
+
+
+def roofline_config(model: str) -> dict[str, Any]:
+    from roofline_runs import MODELS
+
+    return MODELS[model]
+
+
+@pytest.mark.parametrize("processes", [2, 16])
+@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": False}, FULL], ids=["lora", "kept", "full"])
+def test_what_zero3_gathers_and_reduces_is_planned(settings, processes):
+    """By DeepSpeed's engine: 2 P + P_t in each microbatch, less what it keeps, more what frozen blocks are gathered."""
+    from roofline_runs import Case, empty_model
+    from roofline_zero3 import zero3_config, zero3_trace
+
+    case = Case("Qwen/Qwen3-0.6B", 512, processes=processes, settings=settings)
+    made = zero3_trace(case, 2)
+    assert made.first.collectives.plain() == made.last.collectives.plain()
+    sent = sum(part.collectives.sent for part in (made.first, made.last, made.rest))
+    shape = shape_of_model(empty_model(case, 2))
+    work = workload_of(zero3_config(case, {}), shape, Cluster(1, processes, "cuda"))
+    assert sent == pytest.approx(network_traffic(replace(work, microbatches=2)).bytes, rel=0.01)
+
+
+def without_difficulties(data: Path, to: Path) -> Path:
+    """The same records: a step sends no losses of difficulties."""
+    with to.open("w", encoding="utf-8") as file:
+        for record in run_helpers.lines(data):
+            file.write(json.dumps({name: value for name, value in record.items() if name != "difficulty"}) + "\n")
+    return to
+
+
+def tokens_file(to: Path) -> Path:
+    np.random.default_rng(0).integers(0, 64, 4000).astype(np.uint16).tofile(to)
+    return to
+
+
+PRETRAINING = {"vocab_size": 64, "device_batch_size": 2, "dtype": "float32"}
+
+
+def fine_tuning(tmp_path: Path, own: dict[str, Any], **more: Any) -> tuple[Any, dict[str, Any]]:
+    """The same small run, to be traced and to be run by two processes."""
+    from roofline_runs import Case
+
+    materials = run_helpers.make_materials(tmp_path / "made", layers=2)
+    data = without_difficulties(materials.data, tmp_path / "data.jsonl")
+    settings = materials.settings(tmp_path / "run", data=str(data), max_steps=4, packing=False, **own, **more)
+    shape = json.loads((materials.model / "config.json").read_text())
+    own = {"lora_r": 4, "dtype": "float32", **own}
+    return Case("tiny", 96, config=shape, settings=own, processes=2, rows=2, steps=3, device_type="cpu"), settings
+
+
+def pretraining(tmp_path: Path) -> tuple[Any, dict[str, Any]]:
+    from roofline_runs import Case
+
+    settings = PRETRAINING | {"train_data_path": str(tokens_file(tmp_path / "tokens.bin")), "max_seq_len": 32}
+    settings |= {"output_dir": str(tmp_path / "run"), "depth": 2, "total_batch_size": 384, "num_iterations": 4}
+    settings |= {"report_to": "none", "device_type": "cpu", "sample_every": 0}
+    return Case("nanochat-d2", 32, settings=PRETRAINING, processes=2, rows=3, steps=3, device_type="cpu"), settings
+
+
+def sent_by_two(settings: dict[str, Any], record: Path, module: str = "finetune.sft") -> list[dict[str, Any]]:
+    """What rank 0 sends in each microbatch and the rest of the third step."""
+    told = (str(BENCHMARKS), str(record))
+    run_helpers.train(settings, 2, patch=run_patches.note_collectives, patch_arguments=told, module=module)
+    return [json.loads(line) for line in record.read_text().splitlines()][2]
+
+
+def parts_of(made: Any) -> list[dict[str, Any]]:
+    return [part.collectives.plain() for part in (made.first, made.last, made.rest)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_fake_group_sees_what_two_processes_send(tmp_path, kind):
+    """Each microbatch and the rest of a step, by kind: numbers and bytes."""
+    from roofline_runs import trace
+
+    own = KINDS[kind].get("settings", {})
+    case, settings = pretraining(tmp_path) if kind == "pretraining" else fine_tuning(tmp_path, own)
+    module = "finetune.pretrain" if kind == "pretraining" else "finetune.sft"
+    *microbatches, rest = sent_by_two(settings, tmp_path / "collectives", module)
+    assert len(microbatches) == case.rows and rest["numbers"]["allgather"] >= 1
+    assert parts_of(trace(case, 2)) == [microbatches[0], microbatches[-1], rest]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [{}, FULL], ids=["lora", "full"])
+def test_the_fake_group_sees_what_two_processes_of_zero3_send(tmp_path, own):
+    from roofline_zero3 import zero3_trace
+
+    own = own | {"gradient_checkpointing": True}
+    case, settings = fine_tuning(tmp_path, own, deepspeed={"zero_optimization": ZERO3})
+    microbatches = sent_by_two(settings, tmp_path / "collectives")
+    assert parts_of(zero3_trace(case, 2, ZERO3 | {"reduce_bucket_size": 500_000_000})) == microbatches
