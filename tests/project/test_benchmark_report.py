@@ -121,6 +121,13 @@ def test_the_order_of_conversations_may_differ_but_not_the_loss_of_the_same_batc
     assert not scripts.differences(grouped, PLAN, run("bare"), "float32")
 
 
+def test_beside_a_reference_in_float32_bfloat16_holds_its_own(scripts: ModuleType) -> None:
+    ours = run("ours", "bfloat16") | {"frozen_dtype": "bfloat16"}
+    assert not scripts.differences(ours, PLAN, run("bare"), "bfloat16")
+    wrong = run("ours", "bfloat16")
+    assert "frozen dtype float32, not bfloat16" in scripts.differences(wrong, PLAN, run("bare"), "bfloat16")[0]
+
+
 def test_nothing_is_compared_without_the_reference(scripts: ModuleType) -> None:
     with pytest.raises(ValueError, match="no run of bare"):
         scripts.make_table("fp32", result(run("ours"), run("trl")))
