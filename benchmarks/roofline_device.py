@@ -162,7 +162,7 @@ def measure(name: str, case: Case, device: torch.device, *, profile: bool) -> Me
 def _train(trainer: Any, made: Measured, case: Case, device: torch.device, profile: bool) -> None:
     step, marks, waits = trainer.training_step, [], Counter[str]()
     watched = WARM_UP_STEPS + MEASURED_STEPS
-    running = contextlib.ExitStack()
+    running, made_profiles = contextlib.ExitStack(), []
 
     def mark() -> None:
         if device.type == "cuda":
@@ -187,7 +187,6 @@ def _train(trainer: Any, made: Measured, case: Case, device: torch.device, profi
             raise StepsAreDone
         return step(model, inputs, *arguments)
 
-    made_profiles: list[Any] = []
     trainer.training_step = training_step
     with contextlib.suppress(StepsAreDone), running:
         trainer.train()

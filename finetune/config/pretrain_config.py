@@ -171,6 +171,10 @@ class PretrainConfig(BaseConfig):
     def tokens_per_step(self) -> int:
         return self.total_batch_size
 
+    @property
+    def tokens_per_microbatch(self) -> int:
+        return self.device_batch_size * self.max_seq_len
+
     def describe_batch(self, world_size: int) -> tuple[str, dict[str, int]]:
         accumulation = self.gradient_accumulation_steps or 1
         text = _("{tokens:,} tokens a step = {windows} x {length} x {processes} processes x {accumulation}").format(

@@ -145,6 +145,11 @@ class BaseConfig(Strict):
         """Most tokens of an optimizer step, over all devices."""
         raise AttributeError(f"{type(self).__name__} does not say how many tokens a step has")
 
+    @property
+    def tokens_per_microbatch(self) -> int:
+        """Most tokens that one device holds at a time."""
+        raise AttributeError(f"{type(self).__name__} does not say how many tokens a microbatch has")
+
     def describe_batch(self, world_size: int) -> tuple[str, dict[str, int]]:
         """How a global batch comes out on so many processes: in words, and the numbers behind them."""
         raise AttributeError(f"{type(self).__name__} does not describe its batch")
@@ -249,6 +254,10 @@ class RunConfig(BaseConfig):
     @property
     def tokens_per_step(self) -> int:
         return self.global_batch_size * self.cutoff_len
+
+    @property
+    def tokens_per_microbatch(self) -> int:
+        return self.samples_per_microbatch * self.cutoff_len
 
     def describe_batch(self, world_size: int) -> tuple[str, dict[str, int]]:
         accumulation = self.gradient_accumulation_steps or 1

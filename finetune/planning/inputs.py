@@ -121,7 +121,7 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
     adapter = sum(shape.lora_tensors(config.lora_r, adapted))
     sharding = sharding_of(config.deepspeed, shape, config.lora_r if lora else 0)
     accelerator = cluster.device_type in ("cuda", "npu")
-    tokens = config.samples_per_microbatch * config.cutoff_len
+    tokens = config.tokens_per_microbatch
     return Workload(
         shape=shape,
         computing=Computing(
@@ -162,7 +162,7 @@ def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Clu
     """What a process of a pretraining run has in memory."""
     size = element_bytes(config, cluster.device_type)
     compiled = cluster.device_type == "cuda" if config.compile is None else config.compile
-    tokens = config.device_batch_size * config.max_seq_len
+    tokens = config.tokens_per_microbatch
     return Workload(
         shape=shape,
         computing=Computing(

@@ -88,14 +88,14 @@ def build_trainer(
         device_type=device_type,
         compiles=able.compile,
         dtypes=[DTYPES[dtype], torch.float32],
-        tokens=config.device_batch_size * config.max_seq_len,
+        tokens=config.tokens_per_microbatch,
     )
     attention = check_attention(
         model,
         config.fused_layers,
         device_type=device_type,
         dtype=DTYPES[dtype],
-        tokens=config.device_batch_size * config.max_seq_len,
+        tokens=config.tokens_per_microbatch,
     )
     step_batches, eval_step_batches = _step_batches(config, world, data, session)
     trainer = make_trainer(

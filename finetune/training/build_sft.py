@@ -80,14 +80,14 @@ def build_trainer(
         device_type=device_type,
         compiles=devices.capabilities(device_type).compile,
         dtypes=[DTYPES[dtype], next(model.parameters()).dtype],
-        tokens=config.samples_per_microbatch * config.cutoff_len,
+        tokens=config.tokens_per_microbatch,
     )
     attention = check_attention(
         model,
         config.fused_layers,
         device_type=device_type,
         dtype=DTYPES[dtype],
-        tokens=config.samples_per_microbatch * config.cutoff_len,
+        tokens=config.tokens_per_microbatch,
     )
     # Before Trainer wraps the model: DeepSpeed copies its float32 masters from these weights (see state.py).
     if start.folder is not None:
@@ -188,7 +188,7 @@ def _step_batches(
         world,
         session,
         packing=data.packing,
-        token_budget=config.samples_per_microbatch * config.cutoff_len,
+        token_budget=config.tokens_per_microbatch,
         samples_per_microbatch=config.samples_per_microbatch,
     )
 
@@ -220,7 +220,7 @@ def _say_start(
     sharding = f"ZeRO-{zero_stage(config)}" if config.deepspeed else "DDP" if world.world_size > 1 else "none"
     summary = plan_summary(
         trainer.step_batches,
-        token_budget=config.samples_per_microbatch * config.cutoff_len,
+        token_budget=config.tokens_per_microbatch,
         samples_per_microbatch=config.samples_per_microbatch,
     )
     reports = (("training data", data.train), ("validation data", data.valid))
