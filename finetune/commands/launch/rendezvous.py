@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 PREFIX = "finetune/"
 CONNECT_SECONDS = 10.0
+OPEN_SECONDS = 60.0  # node 0 to its own store, which nothing else can answer: longer, for where the machine is busy
 POLL_SECONDS = 0.3
 
 _T = TypeVar("_T")
@@ -170,7 +171,7 @@ class Rendezvous:
             self.port,
             is_master=True,
             wait_for_workers=False,
-            timeout=timedelta(seconds=CONNECT_SECONDS),
+            timeout=timedelta(seconds=OPEN_SECONDS),
             use_libuv=self.libuv,
             master_listen_fd=node.listener,
         )
