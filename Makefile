@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo pretrain-demo test test-slow test-gpu check lock translations grid grid-cuda crash faults roofline bench clean-venv
+.PHONY: demo pretrain-demo test test-slow test-gpu check lock translations grid grid-cuda crash faults roofline scale bench clean-venv
 
 # All but torch has its hash in requirements.lock, and --no-deps keeps anything else out. What builds DeepSpeed goes first. torch and
 # what comes with its build are the machine's own (TORCH says which); the rest of what torch needs is there by then.
@@ -90,6 +90,11 @@ faults: $(READY)
 # What a step asks of devices that are not here, counted on fake tensors; the table is committed in docs/roofline.md.
 roofline: $(READY)
 	$(BIN)/python benchmarks/roofline.py
+
+# Sizes that users have, shown on a small machine: PART=checkpoints|data|start|long|storage|plan writes its section of docs/scale.md.
+scale: $(READY)
+	$(BIN)/python tests/scale/$(PART).py
+
 # Fine-tuning beside TRL and LLaMA-Factory, on a quiet machine: docs/benchmarks_sft.md. Ends within 9 minutes (making the peers'
 # environments, once, is apart from that) and goes on when called again. PART=fp32|bf16|vocab runs one; BENCH=... are more flags.
 PEERS := build/bench-venv
