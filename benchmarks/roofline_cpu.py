@@ -1,21 +1,25 @@
-"""The roofline's prediction beside a real step: a small model on one core of this CPU, with peaks measured beside it.
+"""The roofline beside a real step on one core of this CPU: a small model, with peaks measured beside it.
 
 Measured are each product and each attention of the step at its own shape and dtype, a copy into new memory, and an
 operator on one number; predicted is the sum over the recorded operators. Seconds are those of the thread's own CPU
 time, the least of several, because other programs may run here.
+
+`fused`, the bound of what a compiler can reach, stands beside what Inductor makes of the same microbatch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from roofline_runs import Case, StepsAreDone, build, device_branch, run_config, trace
-from roofline_trace import Kernel
+from roofline_trace import Kernel, fused
 from torch.nn.functional import scaled_dot_product_attention
 
 SMALL = {
@@ -112,4 +116,25 @@ def check() -> int:
         real = min(measured(case)[1:])
         cells = f"{finetuning} | {len(kernels):,} | {1e3 * predicted:,.0f} | {1e3 * real:,.0f}"
         print(f"| {cells} | {predicted / real - 1:+.0%} |", flush=True)
+    return 0
+
+
+def check_compiled() -> int:
+    """Print kernels and bytes of a pretraining microbatch: operators, `fused`, and as Inductor schedules it here."""
+    from torch._inductor import metrics
+
+    torch.set_num_threads(1)
+    settings = {"device_batch_size": 2, "dtype": "float32", "vocab_size": 8192}
+    case = Case("nanochat-d4", 512, rows=1, settings=settings, device_type="cpu")
+    operators = trace(case, case.layers()).first.kernels
+    torch._logging.set_logs(inductor_metrics=True)
+    metrics.reset()
+    logging.getLogger("torch._inductor").setLevel(logging.ERROR)  # it is counted, not shown
+    seen = set(metrics.node_runtimes)
+    measured(replace(case, settings={**settings, "compile": True}))
+    scheduled = [node for node, _ in metrics.nodes_num_elem if node not in seen]
+    print("| microbatch | kernels | GB |\n|---|---|---|")
+    for name, kernels in (("operators", operators), ("fused", fused(operators))):
+        print(f"| {name} | {sum(k.launches for k in kernels):,} | {sum(k.bytes for k in kernels) / 1e9:.3f} |")
+    print(f"| Inductor | {len(scheduled):,} | {metrics.num_bytes_accessed / 1e9:.3f} |")
     return 0
