@@ -88,7 +88,14 @@ def prepare_data(config: RunConfig) -> Prepared:
     models.warn_of_missing_embeddings(model_config, tokenizer)
     schedule, difficulty_ids = build_schedule(config, train.difficulties, train.record_ids)
     total_steps = count_steps(len(train), config.global_batch_size, config.num_epochs, config.max_steps)
-    batches = GlobalBatches(difficulty_ids, schedule, config.global_batch_size, total_steps, config.curriculum_seed)
+    batches = GlobalBatches(
+        difficulty_ids,
+        schedule,
+        config.global_batch_size,
+        total_steps,
+        config.curriculum_seed,
+        by_difficulty=train.by_difficulty,
+    )
     for name, samples in batches.unused.items():
         logger.warning("difficulty %s has weight 0 in every stage: its %d samples are not trained on", name, samples)
     packing = config.packing
