@@ -26,7 +26,6 @@ import pytest
 from chat_models import family
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_dataset import LEVELS, rows_of, write
 
 from finetune.batching.curriculum import choose_schedule
 from finetune.batching.sampler import GlobalBatches
@@ -42,6 +41,22 @@ from finetune.errors import DataError
 from finetune.storage import durable_files
 
 CUTOFF = 40
+LEVELS = ("explain", "reasoning", "topology")
+
+
+def rows_of(count: int, labelled: bool = True) -> list[dict[str, Any]]:
+    rows = [{"instruction": f"{number} What is a router?", "output": "because " * (number % 7)} for number in range(count)]
+    for number, row in enumerate(rows):
+        row["output"] += f"answer {number}"
+        if labelled:
+            row["difficulty"] = LEVELS[number % 3]
+    return rows
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    lines = (row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows)
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return path
 
 
 @pytest.fixture
@@ -259,17 +274,35 @@ def test_parts_and_processes_change_nothing(tiny_parts: None, contents: list[tup
         assert not left, "neither what was made nor what was refused leaves anything"
 
 
-def test_an_array_of_lines_and_a_line_of_arrays(tiny_parts: None, tmp_path: Path) -> None:
-    """Parts end with lines, however long: a line that is longer than a part is one."""
+def test_parts_end_with_lines(tiny_parts: None, tmp_path: Path) -> None:
+    """However long: a line that is longer than a part is one."""
     long = {"instruction": "q", "output": "because " * 100}
-    path = write(tmp_path / "a.jsonl", [long, "", *rows_of(3, difficulty=False), long])
+    path = write(tmp_path / "a.jsonl", [long, "", *rows_of(3, labelled=False), long])
     spans = [part.span for part in parts.parts_of([path])]
     raw = path.read_bytes()
     assert [begin for begin, _ in spans[1:]] == [end for _, end in spans[:-1]] and spans[-1][1] == len(raw)
-    assert all(raw[end - 1 : end] == b"\n" for _, end in spans) and len(spans) > 3
+    assert all(raw[end - 1 : end] == b"\n" for _, end in spans) and len(spans) == 3
     read = [part.read() for part in parts.parts_of([path])]
     assert sum(lines for _, lines in read) == 6
     assert [record for records, _ in read for _, record in records] == [record for _, record in read_records(path)]
+
+
+# Fingerprints by the way of before there were parts; a run that is resumed compares them.
+FINGERPRINTS = {
+    "chatml": "d103c6b5f684ecccebf7a62c7a9546602dbd18cdbd32e32584c6ab33b099a270",
+    "gemma": "b1cde0a90b08fac5c0aeafc9e86d9e769c695cce6f37a4f525aec885b98fb625",
+    "qwen3": "692fc6c8e95330f7fdded71d59e9c2f9f34082d5faf7d2b2650f238a7796584b",
+    "mistral": "ea3b5b94c993d92e271d4a25797f9474e5a32eddc831d8a7b359c106e7b08e10",
+}
+
+
+@pytest.mark.parametrize("name", FINGERPRINTS)
+def test_fingerprints_are_those_of_before(tiny_parts: None, tmp_path: Path, name: str) -> None:
+    rows = [*rows_of(20), {**rows_of(1)[0], "system": "Be brief."}, "{broken", *rows_of(9, labelled=False)]
+    path = write(tmp_path / "a.jsonl", rows)
+    options = {"cutoff_len": 48, "difficulties": LEVELS, "on_bad_row": "drop", "num_proc": 1}
+    samples = prepare_samples([path], family(name), cache_dir=tmp_path / "cache", **options)
+    assert samples.fingerprint == FINGERPRINTS[name]
 
 
 # After a kill ---------------------------------------------------------------------------------------------------------
@@ -373,7 +406,7 @@ def _rank(rank: int, path: Path, cache_dir: Path, log: Path) -> None:
     """Opens the samples as a rank does; what it hashes and which files it opens is noted."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "8"}
     source_hashes.YOUNG_SECONDS = 0
-    sample_shards.SHARD_TOKENS = 500
+    parts.PART_BYTES, sample_shards.SHARD_TOKENS = 2000, 500
     plain = durable_files.hash_file
 
     def hashed(file: Path) -> str:
@@ -419,7 +452,7 @@ def test_eight_ranks_read_each_file_once_and_no_data_file_again(tmp_path: Path) 
 
 def test_hashes_are_remembered_as_long_as_a_file_is_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, other = write(tmp_path / "a.jsonl", ["x"]), write(tmp_path / "b.jsonl", ["y"])
-    expected = [hashlib.sha256(file.read_bytes()).hexdigest() for file in (path, other)]
+    expected = [hashlib.sha256(file.read_bytes()).hexdigest() for file in (path, other, path)]
     hashed: list[str] = []
     plain = durable_files.hash_file
     monkeypatch.setattr(durable_files, "hash_file", lambda file: hashed.append(file.name) or plain(file))
@@ -435,7 +468,7 @@ def test_hashes_are_remembered_as_long_as_a_file_is_as_it_was(tmp_path: Path, mo
     state = path.stat()
     write(path, ["z"])
     os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
-    expected[0] = hashlib.sha256(b"z\n").hexdigest()
+    expected[0] = expected[2] = hashlib.sha256(b"z\n").hexdigest()
     assert now_hashed() == ["a.jsonl"], "the same size and time of change, put back"
     for notes in tmp_path.glob("sources.*.json"):
         notes.write_text('{"a": 1')
