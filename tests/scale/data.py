@@ -30,20 +30,18 @@ from document import write_section  # noqa: E402
 SUBJECTS = ("router", "switch", "bridge", "gateway", "firewall", "packet", "frame", "segment", "route", "port")
 WORDS = ("forwards", "drops", "marks", "counts", "queues", "reads", "tags", "sends", "keeps", "checks")
 CUTOFF_LEN, PROCESSES, LOCAL_RANKS = 128, 2, 8
+LOST_SECONDS = 20  # of work on a shard that is not finished, when the process is killed
 PROCESS = ROOT / "tests" / "scale" / "data_process.py"
 
 
 def write_rows(path: Path, rows: int) -> None:
-    """Short conversations: a question of about 8 words, an answer of about 12."""
+    """Short conversations: a question of five words, an answer of four."""
     with path.open("w", encoding="ascii") as file:
         for row in range(rows):
-            one, two, three = row % 10, row // 10 % 10, row // 100 % 10
-            question = f"What does {SUBJECTS[one]} {row} do with the {SUBJECTS[two]}?"
-            answer = f"It {WORDS[three]} the {SUBJECTS[two]} {row % 977} times and {WORDS[two]} the {SUBJECTS[three]}."
-            file.write(
-                '{"messages": [{"role": "user", "content": "%s"}, {"role": "assistant", "content": "%s"}]}\n'
-                % (question, answer)
-            )
+            one, two = SUBJECTS[row % 10], SUBJECTS[row // 10 % 10]
+            question, answer = f"What does {one} {row} do?", f"It {WORDS[row // 100 % 10]} the {two}."
+            turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"messages": turns}) + "\n")
 
 
 def write_model(folder: Path) -> None:
@@ -154,6 +152,7 @@ class Work:
             if process.poll() is not None:
                 raise SystemExit(f"ended too early: {(self.folder / 'killed.out').read_text()[-2000:]}")
             time.sleep(1)
+        time.sleep(LOST_SECONDS)
         children = psutil.Process(process.pid).children(recursive=True)
         process.kill()
         process.wait()
@@ -202,23 +201,26 @@ HEADER = """| | rows | seconds | rows/s | peak memory, GiB | of it private, GiB 
 |---|---:|---:|---:|---:|---:|---:|"""
 
 
-def measure(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    """What was found, by name; each as soon as it is."""
+def measure(options: argparse.Namespace, found: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What is not found yet, by name; each as soon as it is."""
     folder = options.folder
     write_model(folder / "model")
+    if "eight" not in found:
+        work = Work(folder, options.rows, options.peers)
+        yield "rows", {"rows": options.rows, "bytes": work.data.stat().st_size}
+        yield "large", work.killed_and_resumed(0.3)
+        yield "entry", disk_bytes(work.cache("ours"))
+        yield "one", work.ranks(1)
+        yield "eight", work.ranks(LOCAL_RANKS)
+        shutil.rmtree(work.cache("ours"))
+        work.data.unlink()
     for rows in options.peer_rows:
         work = Work(folder, rows, options.peers)
         for contender in ("ours", "trl", "llamafactory"):
-            yield f"{contender} {rows}", work.whole(contender, contender)
-            shutil.rmtree(work.cache(contender))
+            if f"{contender} {rows}" not in found:
+                yield f"{contender} {rows}", work.whole(contender, contender) | {"rows": rows}
+                shutil.rmtree(work.cache(contender))
         work.data.unlink()
-    work = Work(folder, options.rows, options.peers)
-    yield "data bytes", work.data.stat().st_size
-    yield "large", work.killed_and_resumed(0.4)
-    yield "entry bytes", disk_bytes(work.cache("ours"))
-    yield "cold", work.ranks(1)
-    yield "one", work.ranks(1)
-    yield "eight", work.ranks(LOCAL_RANKS)
 
 
 def main() -> None:
@@ -229,20 +231,19 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "scale-data")
     parser.add_argument("--peers", type=Path, default=ROOT / "build" / "bench-venv")
-    parser.add_argument("--found", type=Path, help="keep what was found here, and go on from it")
+    parser.add_argument("--found", type=Path, default=ROOT / "build" / "scale-data.json", help="what is there is kept")
     options = parser.parse_args()
     shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = json.loads(options.found.read_text()) if options.found.exists() else {}
     try:
-        for name, value in measure(options):
-            found[name] = value
-            print(name, json.dumps(value), flush=True)
-    finally:
-        if options.found:
+        for name, value in measure(options, found):
+            found[name] = {"found": value, "load": os.getloadavg()[2]}
             options.found.write_text(json.dumps(found, indent=1), encoding="utf-8")
+            print(name, json.dumps(found[name]), flush=True)
+    finally:
         shutil.rmtree(options.folder)
-    write_section("Data", "todo")
+    write_section("Data", section(found))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,12 @@ def memory(*names: str) -> dict[str, int]:
 
 def ours(work: dict[str, Any]) -> dict[str, Any]:
     """`prepare_data` of a run, as each of its processes calls it."""
+    # Whatever it imports is there before, so that it is no memory of the data's.
+    import finetune.batching.sampler
+    import finetune.data.dataset
+    import finetune.data.templates
+    import finetune.modeling.attention
+    import finetune.modeling.model_config  # noqa: F401
     from finetune.config.run_config import RunConfig
     from finetune.training.prepare_sft import prepare_data
 
@@ -40,8 +46,6 @@ def ours(work: dict[str, Any]) -> dict[str, Any]:
         report_to=("none",),
         preprocessing_num_workers=work["processes"],
     )
-    from finetune.modeling import model_config  # noqa: F401  (what prepare_data imports is not its memory)
-
     private = ("Private_Dirty", "Pss")
     before, begin = memory(*private), time.perf_counter()
     data = prepare_data(config)
