@@ -195,10 +195,10 @@ def choose_schedule(
 
 def count_difficulties(difficulties: np.ndarray, count: int) -> np.ndarray:
     """Samples of each of so many difficulties, int64[difficulties], from their indices, int[N]."""
-    return sum(
-        (np.bincount(part.astype(np.int64), minlength=count) for part in portions(difficulties)),
-        np.zeros(count, dtype=np.int64),
-    )
+    counts = np.zeros(count, dtype=np.int64)
+    for portion in portions(difficulties):
+        counts += np.bincount(portion.astype(np.int64), minlength=count)
+    return counts
 
 
 def portions(values: np.ndarray) -> Iterator[np.ndarray]:

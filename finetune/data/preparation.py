@@ -84,15 +84,14 @@ class Preparation:
         content = write_arrays(folder, writer.states)
         shutil.rmtree(folder / SCRATCH)
         names = list(self.difficulties or ())
+        hashes = {name: digest for state in writer.states for name, digest in state["files"].items()}
         return {
             "fingerprint": hashlib.sha256(json.dumps([content, names]).encode()).hexdigest(),
             "level_names": names,
             "report": asdict(report),
             "highest_id": done.highest_id,
             "shards": [[state["samples"], state["tokens"]] for state in writer.states],
-            "files": {
-                name: digest for state in writer.states for name, digest in state["files"].items() if "/" not in name
-            },
+            "files": {name: digest for name, digest in hashes.items() if not name.startswith(SCRATCH)},
         }
 
     def _processes(self) -> int:

@@ -35,6 +35,7 @@ SAMPLE_ARRAYS = {
     "supervised_counts": np.int32,
     "order": np.int64,
 }
+_COLUMNS = {"row_ids": "row", "levels": "level", "supervised_counts": "targets", "lengths": "length"}
 _HASHED = ("levels", "offsets", "row_ids", "supervised", "supervised_counts", "tokens")  # the content, in this order
 
 
@@ -125,15 +126,10 @@ def _finished(folder: Path) -> list[dict[str, Any]]:
     states: list[dict[str, Any]] = []
     while (path := _state_file(folder, len(states))).is_file():
         states.append(json.loads(path.read_bytes()))
-    files = [
-        (number, folder / name, digest)
-        for number, state in enumerate(states)
-        for name, digest in state["files"].items()
-    ]
-    there = [file for file in files if file[1].is_file()]
-    found = dict(zip((path for _, path, _ in there), hash_files([path for _, path, _ in there]), strict=True))
-    bad = [number for number, path, digest in files if found.get(path) != digest]
-    kept = states[: min(bad, default=len(states))]
+    there = [path for state in states for name in state["files"] if (path := folder / name).is_file()]
+    found = dict(zip(there, hash_files(there), strict=True))
+    whole = [all(found.get(folder / name) == digest for name, digest in state["files"].items()) for state in states]
+    kept = states[: [*whole, False].index(False)]
     for number in range(len(kept), len(states)):
         _state_file(folder, number).unlink()
     return kept
@@ -155,12 +151,7 @@ def write_arrays(folder: Path, states: Sequence[dict[str, Any]]) -> str:
         facts = np.load(_facts_file(folder, number), mmap_mode="r", allow_pickle=False)
         assert facts.dtype == SAMPLE_FACTS
         here = slice(done, done + len(facts))
-        for name, column in (
-            ("row_ids", "row"),
-            ("levels", "level"),
-            ("supervised_counts", "targets"),
-            ("lengths", "length"),
-        ):
+        for name, column in _COLUMNS.items():
             arrays[name][here] = facts[column]
         arrays["places"][here, 0], arrays["places"][here, 1] = facts["file"], facts["line"]
         arrays["offsets"][done + 1 : done + len(facts) + 1] = tokens + np.cumsum(facts["length"], dtype=np.int64)

@@ -21,7 +21,7 @@ from finetune.storage.durable_files import hash_files, replace_file
 # More than the ticks of file systems' clocks (two seconds on FAT), and some seconds for a server whose clock is late.
 YOUNG_SECONDS = 10
 
-# name of a file -> [its state, SHA-256, what the processes of the start that hashed it have in common while it is young]
+# Name of a file -> [its state, SHA-256, "old" or, of a young one, what the processes of that start have in common].
 Notes = dict[str, list[Any]]
 
 
@@ -77,7 +77,8 @@ def _read(notes: Path) -> Notes:
         written = json.loads(notes.read_bytes())
     except (OSError, ValueError):
         return {}
-    return written if isinstance(written, dict) else {}
+    notes_of_files = written.items() if isinstance(written, dict) else ()
+    return {name: note for name, note in notes_of_files if isinstance(note, list) and len(note) == 3}
 
 
 def _known(notes: Notes, paths: Sequence[Path]) -> dict[Path, str]:
@@ -86,7 +87,7 @@ def _known(notes: Notes, paths: Sequence[Path]) -> dict[Path, str]:
     found = {}
     for path in paths:
         state, digest, hashed_by = notes.get(str(path), (None, "", None))
-        if state == state_of(path) and (hashed_by == "old" or (hashed_by is not None and hashed_by == start)):
+        if state == state_of(path) and hashed_by is not None and hashed_by in ("old", start):
             found[path] = digest
     return found
 

@@ -45,12 +45,11 @@ LEVELS = ("explain", "reasoning", "topology")
 
 
 def rows_of(count: int, labelled: bool = True) -> list[dict[str, Any]]:
-    rows = [{"instruction": f"{number} What is a router?", "output": "because " * (number % 7)} for number in range(count)]
-    for number, row in enumerate(rows):
-        row["output"] += f"answer {number}"
-        if labelled:
-            row["difficulty"] = LEVELS[number % 3]
-    return rows
+    return [
+        {"instruction": f"{number} What is a router?", "output": "because " * (number % 7) + f"answer {number}"}
+        | ({"difficulty": LEVELS[number % 3]} if labelled else {})
+        for number in range(count)
+    ]
 
 
 def write(path: Path, rows: list[Any]) -> Path:
@@ -259,7 +258,7 @@ def files_of_records(draw: st.DrawFn) -> list[tuple[str, bytes]]:
     return files
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(contents=files_of_records(), drop=st.booleans())
 def test_parts_and_processes_change_nothing(tiny_parts: None, contents: list[tuple[str, bytes]], drop: bool) -> None:
     with tempfile.TemporaryDirectory() as name:

@@ -116,18 +116,23 @@ class Work:
             "cache": str(cache),
         }
         work |= {"result": str(self.folder / f"{name}.json"), "log": str(self.folder / f"{name}.log")}
-        work |= {"cutoff_len": CUTOFF_LEN, "processes": PROCESSES}
+        work |= {"cutoff_len": CUTOFF_LEN, "processes": PROCESSES, "rows": self.rows}
         settings = self.folder / f"{name}.settings.json"
         settings.write_text(json.dumps(work), encoding="utf-8")
-        python = sys.executable if contender == "ours" else str(self.peers / contender / "bin" / "python")
-        given = {**os.environ, "PYTHONPATH": str(ROOT) if contender == "ours" else "", "OMP_NUM_THREADS": "1"}
+        is_ours = contender in ("ours", "invented")
+        python = sys.executable if is_ours else str(self.peers / contender / "bin" / "python")
+        given = {**os.environ, "PYTHONPATH": str(ROOT) if is_ours else "", "OMP_NUM_THREADS": "1"}
         output = (self.folder / f"{name}.out").open("wb")
         return subprocess.Popen(
             [python, str(PROCESS), str(settings)], env=given | environment, stdout=output, stderr=output
         )
 
     def cache(self, contender: str) -> Path:
-        return self.folder / f"cache-{contender}-{self.rows}"
+        return self.folder / f"cache-{contender.replace('invented', 'ours')}-{self.rows}"
+
+    def remove(self, contender: str) -> None:
+        shutil.rmtree(self.cache(contender), ignore_errors=True)
+        self.data.unlink()
 
     def result(self, name: str) -> dict[str, Any]:
         return json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8"))
@@ -201,26 +206,24 @@ HEADER = """| | rows | seconds | rows/s | peak memory, GiB | of it private, GiB 
 |---|---:|---:|---:|---:|---:|---:|"""
 
 
-def measure(options: argparse.Namespace, found: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What is not found yet, by name; each as soon as it is."""
+def measure(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """What is found, by name; each as soon as it is."""
     folder = options.folder
     write_model(folder / "model")
-    if "eight" not in found:
-        work = Work(folder, options.rows, options.peers)
-        yield "rows", {"rows": options.rows, "bytes": work.data.stat().st_size}
-        yield "large", work.killed_and_resumed(0.3)
-        yield "entry", disk_bytes(work.cache("ours"))
-        yield "one", work.ranks(1)
-        yield "eight", work.ranks(LOCAL_RANKS)
-        shutil.rmtree(work.cache("ours"))
-        work.data.unlink()
+    work = Work(folder, options.start_rows, options.peers)
+    made = work.whole("invented", "invented")
+    yield "entry", {"rows": options.start_rows, "bytes": disk_bytes(work.cache("ours")), "code": made["code"]}
+    for ranks in (1, LOCAL_RANKS):
+        yield f"start {ranks}", work.ranks(ranks)
+    work.remove("ours")
     for rows in options.peer_rows:
         work = Work(folder, rows, options.peers)
         for contender in ("ours", "trl", "llamafactory"):
-            if f"{contender} {rows}" not in found:
-                yield f"{contender} {rows}", work.whole(contender, contender) | {"rows": rows}
-                shutil.rmtree(work.cache(contender))
-        work.data.unlink()
+            yield f"{contender} {rows}", work.whole(contender, contender) | {"rows": rows}
+            shutil.rmtree(work.cache(contender))
+        work.remove("ours")
+    work = Work(folder, options.rows, options.peers)
+    yield "large", work.killed_and_resumed(0.3) | {"rows": options.rows, "bytes": work.data.stat().st_size}
 
 
 def main() -> None:
@@ -231,15 +234,14 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "scale-data")
     parser.add_argument("--peers", type=Path, default=ROOT / "build" / "bench-venv")
-    parser.add_argument("--found", type=Path, default=ROOT / "build" / "scale-data.json", help="what is there is kept")
+    parser.add_argument("--start-rows", type=int, default=10_000_000)
     options = parser.parse_args()
     shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True)
-    found: dict[str, Any] = json.loads(options.found.read_text()) if options.found.exists() else {}
+    found: dict[str, Any] = {}
     try:
-        for name, value in measure(options, found):
+        for name, value in measure(options):
             found[name] = {"found": value, "load": os.getloadavg()[2]}
-            options.found.write_text(json.dumps(found, indent=1), encoding="utf-8")
             print(name, json.dumps(found[name]), flush=True)
     finally:
         shutil.rmtree(options.folder)

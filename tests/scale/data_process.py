@@ -59,6 +59,39 @@ def ours(work: dict[str, Any]) -> dict[str, Any]:
     return facts | {"tokens": data.train.report.tokens, "fingerprint": data.train.fingerprint}
 
 
+def invented(work: dict[str, Any]) -> dict[str, Any]:
+    """As ours, but the tokens are random numbers: what is large on the disk, without the hours that make it."""
+    import numpy as np
+
+    from finetune.data.passes import SAMPLE_FACTS
+    from finetune.data.preparation import Preparation
+    from finetune.data.report import DataReport
+    from finetune.data.sample_shards import ShardWriter, write_arrays
+
+    def write_samples(self: Preparation, folder: Path) -> dict[str, Any]:
+        choose, portion = np.random.default_rng(1), 100_000
+        writer = ShardWriter(folder)
+        for first in range(0, work["rows"], portion):
+            facts = np.zeros(portion, SAMPLE_FACTS)
+            facts["row"] = facts["line"] = np.arange(first, first + portion)
+            facts["level"] = choose.integers(0, 3, portion)
+            facts["length"], facts["targets"] = choose.integers(20, 36, portion), 7
+            tokens = choose.integers(0, 4096, int(facts["length"].sum()), dtype=np.int32)
+            writer.add(facts, tokens=tokens, supervised=tokens % 4 == 0)
+            if writer.is_full:
+                writer.finish({})
+        writer.finish({})
+        fingerprint = write_arrays(folder, writer.states)
+        shards = [[state["samples"], state["tokens"]] for state in writer.states]
+        report = vars(DataReport(work["rows"], work["rows"], work["rows"], difficulty_field_found=True))
+        names = ["explain", "reasoning", "topology"]
+        facts = {"fingerprint": fingerprint, "level_names": names, "report": report, "highest_id": 4095}
+        return facts | {"shards": shards}
+
+    Preparation.write_samples = write_samples  # type: ignore[method-assign]
+    return ours(work)
+
+
 def trl(work: dict[str, Any]) -> dict[str, Any]:
     from datasets import load_dataset
     from transformers import AutoTokenizer
@@ -114,7 +147,7 @@ def llamafactory(work: dict[str, Any]) -> dict[str, Any]:
     return {"seconds": time.perf_counter() - begin, "samples": len(module["train_dataset"])}
 
 
-CONTENDERS = {"ours": ours, "trl": trl, "llamafactory": llamafactory}
+CONTENDERS = {"ours": ours, "invented": invented, "trl": trl, "llamafactory": llamafactory}
 
 
 def main() -> None:
