@@ -18,7 +18,7 @@ import numpy as np
 from finetune.data.passes import SAMPLE_FACTS
 from finetune.storage.durable_files import hash_files, replace_file
 
-SHARD_TOKENS = 32 << 20  # at most, but for the last part that goes into it
+SHARD_TOKENS = 16 << 20  # at most, but for the last part that goes into it
 SCRATCH = "scratch"  # folder of what is removed at the end
 TOKEN_ARRAYS = {"tokens": np.int32, "supervised": np.bool_}  # one file a shard: samples one after another
 TOKEN_BYTES = 5  # in both

@@ -2,8 +2,8 @@
 
     python tests/scale/data.py [--rows N] [--peer-rows N,N] [--folder FOLDER] [--peers FOLDER]
 
-Memory is the sum over all processes of their share of each page (Pss), looked at every half second; "of them private" is
-without the pages of files, which the system takes back when it needs them. What is made lies in FOLDER and is removed.
+Memory is the sum over all processes of their share of each page (Pss), looked at every half second; "private" leaves out
+the pages of files, which the system takes back when it needs them. What is made lies in FOLDER and is removed.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from document import write_section  # noqa: E402
 SUBJECTS = ("router", "switch", "bridge", "gateway", "firewall", "packet", "frame", "segment", "route", "port")
 WORDS = ("forwards", "drops", "marks", "counts", "queues", "reads", "tags", "sends", "keeps", "checks")
 CUTOFF_LEN, PROCESSES, LOCAL_RANKS = 128, 2, 8
+ROWS_AT_ONCE = 10_000
+LOOK_SECONDS = 0.5
 LOST_SECONDS = 20  # of work on a shard that is not finished, when the process is killed
 PROCESS = ROOT / "tests" / "scale" / "data_process.py"
 
@@ -37,11 +39,17 @@ PROCESS = ROOT / "tests" / "scale" / "data_process.py"
 def write_rows(path: Path, rows: int) -> None:
     """Short conversations: a question of five words, an answer of four."""
     with path.open("w", encoding="ascii") as file:
-        for row in range(rows):
-            one, two = SUBJECTS[row % 10], SUBJECTS[row // 10 % 10]
-            question, answer = f"What does {one} {row} do?", f"It {WORDS[row // 100 % 10]} the {two}."
-            turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            file.write(json.dumps({"messages": turns}) + "\n")
+        for first in range(0, rows, ROWS_AT_ONCE):
+            file.write("".join(map(_row, range(first, min(rows, first + ROWS_AT_ONCE)))))
+
+
+def _row(row: int) -> str:
+    one, two = SUBJECTS[row % 10], SUBJECTS[row // 10 % 10]
+    question, answer = f"What does {one} {row} do?", f"It {WORDS[row // 100 % 10]} the {two}."
+    return (
+        f'{{"messages": [{{"role": "user", "content": "{question}"}}, '
+        f'{{"role": "assistant", "content": "{answer}"}}]}}\n'
+    )
 
 
 def write_model(folder: Path) -> None:
@@ -66,7 +74,7 @@ class Watch:
         self._thread.join()
 
     def _look(self) -> None:
-        while not self._end.wait(0.5):
+        while not self._end.wait(LOOK_SECONDS):
             with contextlib.suppress(psutil.NoSuchProcess):
                 processes = [self._process, *self._process.children(recursive=True)]
                 shares = [_shares(process.pid) for process in processes]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -66,7 +67,7 @@ def invented(work: dict[str, Any]) -> dict[str, Any]:
     from finetune.data.passes import SAMPLE_FACTS
     from finetune.data.preparation import Preparation
     from finetune.data.report import DataReport
-    from finetune.data.sample_shards import ShardWriter, write_arrays
+    from finetune.data.sample_shards import SCRATCH, ShardWriter, write_arrays
 
     def write_samples(self: Preparation, folder: Path) -> dict[str, Any]:
         choose, portion = np.random.default_rng(1), 100_000
@@ -82,6 +83,7 @@ def invented(work: dict[str, Any]) -> dict[str, Any]:
                 writer.finish({})
         writer.finish({})
         fingerprint = write_arrays(folder, writer.states)
+        shutil.rmtree(folder / SCRATCH)
         shards = [[state["samples"], state["tokens"]] for state in writer.states]
         report = vars(DataReport(work["rows"], work["rows"], work["rows"], difficulty_field_found=True))
         names = ["explain", "reasoning", "topology"]
