@@ -2,8 +2,8 @@
 
     python tests/scale/data.py [--rows N] [--peer-rows N,N] [--folder FOLDER] [--peers FOLDER]
 
-Memory is the sum over all processes of their share of each page (Pss), looked at every half second; "private" leaves out
-the pages of files, which the system takes back when it needs them. What is made lies in FOLDER and is removed.
+Memory is the sum over all processes of their share of each page (Pss), looked at every half second; "private" leaves
+out the pages of files, which the system takes back when it needs them. What is made lies in FOLDER and is removed.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "tests" / "scale")]
 
 import psutil  # noqa: E402
+from data_document import section  # noqa: E402
 from document import write_section  # noqa: E402
 
 SUBJECTS = ("router", "switch", "bridge", "gateway", "firewall", "packet", "frame", "segment", "route", "port")
@@ -191,27 +192,6 @@ class Work:
         if any(process.wait() for process in started):
             raise SystemExit((self.folder / "rank0.out").read_text()[-2000:])
         return [self.result(f"rank{n}") for n in range(count)]
-
-
-def gib(size_bytes: float) -> str:
-    return f"{size_bytes / 2**30:.2f}"
-
-
-def mib(size_bytes: float) -> str:
-    return f"{size_bytes / 2**20:,.0f}"
-
-
-def line(name: str, rows: int, found: dict[str, Any]) -> str:
-    if found["code"]:
-        return f"| {name} | {rows:,} | did not end: exit code {found['code']} | | | | |"
-    rate = rows / found["seconds"]
-    disk = found["disk"] / rows
-    sizes = f"{gib(found['peak'])} | {gib(found['private'])} | {disk:,.0f}"
-    return f"| {name} | {rows:,} | {found['seconds']:,.0f} | {rate:,.0f} | {sizes} |"
-
-
-HEADER = """| | rows | seconds | rows/s | peak memory, GiB | of it private, GiB | disk, B a row |
-|---|---:|---:|---:|---:|---:|---:|"""
 
 
 def measure(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
