@@ -30,7 +30,7 @@ STARTED = """
 A start with {rows:,} samples that are there ({gib:.1f} GiB; their tokens were drawn at random instead of tokenized, all
 else is what a run finds), until `prepare_data` returns, and 100 global batches of 128 read after it. Private is what
 the data added to a process (Private_Dirty); before, the arrays of lengths, counts, record ids and difficulties and the
-plan's order were 275 MiB in each. Of a node one process reads the entry and, where its hash is not remembered, the rows.
+plan's order were 275 MiB in each. One process of a node reads the entry and, where their hash is not known, the rows.
 
 | processes of a node | seconds until all were ready | private of each, MiB | after 100 global batches, MiB | load |
 |---|---:|---:|---:|---:|
@@ -60,8 +60,9 @@ def _extrapolated(found: dict[str, Any]) -> str:
     """From the most rows that all contenders prepared."""
     runs = [one["found"] | {"name": name.split()[0]} for name, one in found.items() if name.split()[0] in NAMES]
     rows = max(run["rows"] for run in runs)
+    times = 10_000_000 / rows
     each = (
-        f"{NAMES[run['name']]} {run['seconds'] * 1e7 / rows / 3600:.1f} h and {run['disk'] * 1e7 / rows / 2**30:.0f} GiB"
+        f"{NAMES[run['name']]} {run['seconds'] * times / 3600:.1f} h and {run['disk'] * times / 2**30:.0f} GiB of disk"
         for run in runs
         if run["rows"] == rows and not run["code"]
     )
