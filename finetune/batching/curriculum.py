@@ -25,7 +25,7 @@ FEW_SAMPLES = 1000  # a difficulty with fewer is warned about
 UNIFORM_DIFFICULTY = "all"
 RAMPS = ("step", "linear")
 _INT64_ROOM = 1 << 61
-_PORTION = 1 << 20
+_PORTION = 1 << 18
 
 logger = logging.getLogger("finetune")
 
@@ -167,13 +167,13 @@ def choose_schedule(
     difficulties = np.asarray(difficulties)
     if not len(difficulties):
         raise DataError("there are no samples to train on", fix="give --data files with records that are kept")
-    field, missing = config.difficulty_field, difficulties < 0
+    field, missing = config.difficulty_field, sum(int((portion < 0).sum()) for portion in portions(difficulties))
     uniform = uniform_schedule(), np.broadcast_to(np.int64(0), difficulties.shape)  # takes no memory
     if not config.use_curriculum:
         return *uniform, []
     stages = tuple(Stage(stage.until, tuple(stage.mix), stage.ramp) for stage in config.curriculum.stages)
     schedule = Schedule(tuple(config.curriculum.levels), stages)
-    if missing.all():
+    if missing == len(difficulties):
         names = " | ".join(schedule.difficulties)
         warning = (
             f"'{field}' field not found: none of the {len(difficulties):,} samples has a difficulty, so training is "
@@ -181,11 +181,12 @@ def choose_schedule(
             "has it as difficulty_field, or set use_curriculum to false)"
         )
         return *uniform, [warning]
-    if missing.any():
-        records = np.unique(np.flatnonzero(missing) if record_ids is None else np.asarray(record_ids)[missing])
+    if missing:
+        samples = np.flatnonzero(difficulties < 0)
+        records = np.unique(samples if record_ids is None else np.asarray(record_ids)[samples])
         more = ", ..." if len(records) > 10 else ""
         raise DataError(
-            f"{missing.sum():,} of {len(difficulties):,} samples have no '{field}': every record needs one, or none",
+            f"{missing:,} of {len(difficulties):,} samples have no '{field}': every record needs one, or none",
             where=f"records {', '.join(map(str, records[:10]))}{more} (counted from 0)",
             fix=f"add '{field}' to these records, remove them, or set use_curriculum to false",
         )

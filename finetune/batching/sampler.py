@@ -159,8 +159,8 @@ def count_steps(samples: int, global_batch_size: int, num_epochs: float, max_ste
 def _samples_per_difficulty(difficulty_of_sample: np.ndarray, schedule: Schedule) -> np.ndarray:
     """Samples of each difficulty, int64[difficulties], checked against the schedule."""
     count = len(schedule.difficulties)
-    outside = np.flatnonzero((difficulty_of_sample < 0) | (difficulty_of_sample >= count))
-    if len(outside):
+    if not all(((portion >= 0) & (portion < count)).all() for portion in portions(difficulty_of_sample)):
+        outside = np.flatnonzero((difficulty_of_sample < 0) | (difficulty_of_sample >= count))
         first = int(outside[0])
         raise DataError(
             f"{len(outside):,} samples have a difficulty that is not one of 0..{count - 1}",

@@ -111,7 +111,7 @@ def prepare_data(config: RunConfig) -> Prepared:
         train=train,
         valid=valid,
         batches=batches,
-        difficulty_names=difficulties if difficulties and (train.difficulties >= 0).any() else (),
+        difficulty_names=difficulties if difficulties and train.report.difficulty_field_found else (),
         stages=tuple(stage.until for stage in schedule.stages),
         packing=packing,
         padding_id=models.padding_id(model_config, tokenizer),

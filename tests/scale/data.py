@@ -201,6 +201,7 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     work = Work(folder, options.start_rows, options.peers)
     made = work.whole("invented", "invented")
     yield "entry", {"rows": options.start_rows, "bytes": disk_bytes(work.cache("ours")), "code": made["code"]}
+    os.sync()  # what is mapped and not yet written out would count as private
     for ranks in (1, LOCAL_RANKS):
         yield f"start {ranks}", work.ranks(ranks)
     work.remove("ours")
