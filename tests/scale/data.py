@@ -168,6 +168,7 @@ class Work:
             time.sleep(1)
         time.sleep(LOST_SECONDS)
         children = psutil.Process(process.pid).children(recursive=True)
+        cpu = sum(sum(one.cpu_times()[:2]) for one in [psutil.Process(process.pid), *children])
         process.kill()
         process.wait()
         watch.stop()
@@ -177,6 +178,7 @@ class Work:
         after = self.whole("ours", "resumed")
         peaks = {"peak": watch.peak_bytes, "private": watch.peak_private_bytes, "disk": watch.peak_disk_bytes}
         joined = {name: max(value, after[name]) for name, value in peaks.items()}
+        joined["cpu_seconds"] = cpu + after["cpu_seconds"]
         return after | joined | {"before_kill": before, "kept_records": finished, "after_kill": after["wall_seconds"]}
 
     def _finished_records(self) -> int:
@@ -198,43 +200,58 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     """What is found, by name; each as soon as it is."""
     folder = options.folder
     write_model(folder / "model")
-    work = Work(folder, options.start_rows, options.peers)
-    made = work.whole("invented", "invented")
-    yield "entry", {"rows": options.start_rows, "bytes": disk_bytes(work.cache("ours")), "code": made["code"]}
-    os.sync()  # what is mapped and not yet written out would count as private
-    for ranks in (1, LOCAL_RANKS):
-        yield f"start {ranks}", work.ranks(ranks)
-    work.remove("ours")
+    if options.start_rows:
+        yield from start(options)
     for rows in options.peer_rows:
         work = Work(folder, rows, options.peers)
         for contender in ("ours", "trl", "llamafactory"):
             yield f"{contender} {rows}", work.whole(contender, contender) | {"rows": rows}
             shutil.rmtree(work.cache(contender))
         work.remove("ours")
-    work = Work(folder, options.rows, options.peers)
-    yield "large", work.killed_and_resumed(0.3) | {"rows": options.rows, "bytes": work.data.stat().st_size}
+    if options.rows:
+        work = Work(folder, options.rows, options.peers)
+        yield "large", work.killed_and_resumed(0.3) | {"rows": options.rows, "bytes": work.data.stat().st_size}
+
+
+def start(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """The start with samples that are there."""
+    work = Work(options.folder, options.start_rows, options.peers)
+    made = work.whole("invented", "invented")
+    yield "entry", {"rows": options.start_rows, "bytes": disk_bytes(work.cache("ours")), "code": made["code"]}
+    os.sync()  # what is mapped and not yet written out would count as private
+    for ranks in (1, LOCAL_RANKS):
+        yield f"start {ranks}", work.ranks(ranks)
+    work.remove("ours")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument(
-        "--peer-rows", type=lambda text: [int(word) for word in text.split(",")], default=[100_000, 1_000_000]
+        "--peer-rows",
+        type=lambda text: [int(word) for word in text.split(",") if word != "0"],
+        default=[100_000, 1_000_000],
     )
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "scale-data")
     parser.add_argument("--peers", type=Path, default=ROOT / "build" / "bench-venv")
     parser.add_argument("--start-rows", type=int, default=10_000_000)
+    parser.add_argument("--found", type=Path, help="JSON of what was found before, for a part at a time (0 rows: none)")
     options = parser.parse_args()
     shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True)
     found: dict[str, Any] = {}
+    if options.found and options.found.exists():
+        found = json.loads(options.found.read_text(encoding="utf-8"))
     try:
         for name, value in measure(options):
             found[name] = {"found": value, "load": os.getloadavg()[2]}
             print(name, json.dumps(found[name]), flush=True)
+            if options.found:
+                options.found.write_text(json.dumps(found, indent=1), encoding="utf-8")
     finally:
         shutil.rmtree(options.folder)
-    write_section("Data", section(found))
+    if {"large", "entry"} <= set(found):
+        write_section("Data", section(found))
 
 
 if __name__ == "__main__":

@@ -10,17 +10,17 @@ Short conversations (a question of five words, an answer of four; {tokens:.0f} t
 made locally, 2 processes on 2 cores. Memory is the sum over all processes of their share of each page (Pss), highest
 of looks every half second; "private" leaves out the pages of files. Disk is all that was written at the highest, the
 rows themselves apart. The load is the machine's average over 15 minutes: above 3, other work ran beside it, and
-seconds are too many by as much; memory and disk do not depend on it.
+seconds are too many by as much; rows per core second (of processor time, imports apart), memory and disk hold.
 
 TRL: `load_dataset("json")` and the constructor of SFTTrainer with `assistant_only_loss`. LLaMA-Factory: its own
 `get_dataset`. Both with 2 processes, as they come in the environments of `make bench`.
 """
 PREPARED = """
-| | rows | seconds | rows/s | peak memory, GiB | private, GiB | disk, B a row | load |
-|---|---:|---:|---:|---:|---:|---:|---:|
+| | rows | seconds | rows/s | rows per core second | peak memory, GiB | private, GiB | disk, B a row | load |
+|---|---:|---:|---:|---:|---:|---:|---:|---:|
 """
 EXTRAPOLATED = """
-Extrapolated to 10 million rows from {rows:,} each, not run: {each}.
+Extrapolated to 10 million rows on two free cores from {rows:,} each, not run: {each}.
 """
 KILLED = """
 Killed (SIGKILL) {before:,.0f} s after its start, with {kept:,} of {rows:,} rows in finished shards, and started again:
@@ -62,7 +62,7 @@ def _extrapolated(found: dict[str, Any]) -> str:
     rows = max(run["rows"] for run in runs)
     times = 10_000_000 / rows
     each = (
-        f"{NAMES[run['name']]} {run['seconds'] * times / 3600:.1f} h and {run['disk'] * times / 2**30:.0f} GiB of disk"
+        f"{NAMES[run['name']]} {run['cpu_seconds'] * times / 2 / 3600:.1f} h and {run['disk'] * times / 2**30:.0f} GiB of disk"
         for run in runs
         if run["rows"] == rows and not run["code"]
     )
@@ -74,11 +74,11 @@ def _line(name: str, found: dict[str, Any], load: float) -> str:
     title = NAMES[contender.split()[0]] + (f",{more}" if more else "")
     rows = found["rows"]
     if found["code"]:
-        return f"| {title} | {rows:,} | ended with exit code {found['code']} | | | | | {load:.0f} |\n"
+        return f"| {title} | {rows:,} | ended with exit code {found['code']} | | | | | | {load:.0f} |\n"
     seconds = found["before_kill"] + found["after_kill"] if "before_kill" in found else found["seconds"]
     memory = f"{found['peak'] / 2**30:.2f} | {found['private'] / 2**30:.2f}"
     return (
-        f"| {title} | {rows:,} | {seconds:,.0f} | {rows / seconds:,.0f} | {memory} | "
+        f"| {title} | {rows:,} | {seconds:,.0f} | {rows / seconds:,.0f} | {rows / found['cpu_seconds']:,.0f} | {memory} | "
         f"{found['disk'] / rows:,.0f} | {load:.0f} |\n"
     )
 
