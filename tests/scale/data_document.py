@@ -62,11 +62,11 @@ def _extrapolated(found: dict[str, Any]) -> str:
     rows = max(run["rows"] for run in runs)
     times = 10_000_000 / rows
     each = (
-        f"{NAMES[run['name']]} {run['cpu_seconds'] * times / 2 / 3600:.1f} h and {run['disk'] * times / 2**30:.0f} GiB of disk"
+        f"{NAMES[run['name']]} {run['cpu_seconds'] * times / 2 / 3600:.1f} h, {run['disk'] * times / 2**30:.0f} GiB of disk"
         for run in runs
         if run["rows"] == rows and not run["code"]
     )
-    return EXTRAPOLATED.format(rows=rows, each=", ".join(each))
+    return EXTRAPOLATED.format(rows=rows, each="; ".join(each))
 
 
 def _line(name: str, found: dict[str, Any], load: float) -> str:
@@ -77,10 +77,8 @@ def _line(name: str, found: dict[str, Any], load: float) -> str:
         return f"| {title} | {rows:,} | ended with exit code {found['code']} | | | | | | {load:.0f} |\n"
     seconds = found["before_kill"] + found["after_kill"] if "before_kill" in found else found["seconds"]
     memory = f"{found['peak'] / 2**30:.2f} | {found['private'] / 2**30:.2f}"
-    return (
-        f"| {title} | {rows:,} | {seconds:,.0f} | {rows / seconds:,.0f} | {rows / found['cpu_seconds']:,.0f} | {memory} | "
-        f"{found['disk'] / rows:,.0f} | {load:.0f} |\n"
-    )
+    rates = f"{rows / seconds:,.0f} | {rows / found['cpu_seconds']:,.0f}"
+    return f"| {title} | {rows:,} | {seconds:,.0f} | {rates} | {memory} | {found['disk'] / rows:,.0f} | {load:.0f} |\n"
 
 
 def _start(ranks: str, found: list[dict[str, Any]], load: float) -> str:
