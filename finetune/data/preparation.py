@@ -25,7 +25,7 @@ from finetune.data.corpus.worker_pool import ordered_map
 from finetune.data.pace import Pace
 from finetune.data.parts import Part, parts_of
 from finetune.data.passes import NO_ROOM, Checked, Lines, PartJob, Tokenized
-from finetune.data.problems import ProblemLog, RecordProblem
+from finetune.data.problems import LISTED_RECORDS, ProblemLog, RecordProblem
 from finetune.data.render import Renderer
 from finetune.data.report import DataReport
 from finetune.data.sample_shards import SCRATCH, TOKEN_BYTES, ShardWriter, write_arrays
@@ -105,16 +105,17 @@ class Preparation:
         if kept.is_file():
             return DataReport(**json.loads(kept.read_bytes()))
         report, problems, unlabelled = DataReport(), ProblemLog(), ProblemLog()
+        missing = RecordProblem("no difficulty", f"other records have a '{self.difficulty_field}', this one has none")
         pace = Pace("checking data", sum(path.stat().st_size for path in self.sources))
         place, input_bytes = _Place(), 0
         for checked in apply((part, None) for part in parts_of(self.sources)):
             before = place.at(checked)
             report.add(checked.report)
             self._note(problems, checked.part, before, checked.problems)
-            if self.difficulties is not None:
-                detail = f"other records have a '{self.difficulty_field}', this one has none"
-                missing = RecordProblem("no difficulty", detail)
-                self._note(unlabelled, checked.part, before, [(line, missing) for line in checked.unlabelled])
+            if self.difficulties is not None and checked.unlabelled:
+                listed, rest = checked.unlabelled[:LISTED_RECORDS], checked.unlabelled[LISTED_RECORDS:]
+                self._note(unlabelled, checked.part, before, [(line, missing) for line in listed])
+                unlabelled.counts[missing.kind] += len(rest)  # of data without difficulties that is every record
             input_bytes += checked.part.size_bytes
             pace.at(input_bytes, report.records_read)
         if report.difficulty_field_found:

@@ -61,11 +61,11 @@ def _extrapolated(found: dict[str, Any]) -> str:
     runs = [one["found"] | {"name": name.split()[0]} for name, one in found.items() if name.split()[0] in NAMES]
     rows = max(run["rows"] for run in runs)
     times = 10_000_000 / rows
-    each = (
-        f"{NAMES[run['name']]} {run['cpu_seconds'] * times / 2 / 3600:.1f} h, {run['disk'] * times / 2**30:.0f} GiB of disk"
-        for run in runs
-        if run["rows"] == rows and not run["code"]
-    )
+    each = []
+    for run in runs:
+        if run["rows"] == rows and not run["code"]:
+            hours, gib = run["cpu_seconds"] * times / 2 / 3600, run["disk"] * times / 2**30
+            each.append(f"{NAMES[run['name']]} {hours:.1f} h, {gib:.0f} GiB of disk")
     return EXTRAPOLATED.format(rows=rows, each="; ".join(each))
 
 
