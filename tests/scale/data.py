@@ -33,7 +33,7 @@ WORDS = ("forwards", "drops", "marks", "counts", "queues", "reads", "tags", "sen
 CUTOFF_LEN, PROCESSES, LOCAL_RANKS = 128, 2, 8
 ROWS_AT_ONCE = 10_000
 LOOK_SECONDS = 0.5
-LOST_SECONDS = 20  # of work on a shard that is not finished, when the process is killed
+LOST_SECONDS = 10  # of work on a shard that is not finished, when the process is killed
 PROCESS = ROOT / "tests" / "scale" / "data_process.py"
 
 
