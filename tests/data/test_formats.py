@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from finetune.config.names import did_you_mean
-from finetune.data.files import expand_paths, file_sha256, read_records
+from finetune.data.files import expand_paths, read_records
 from finetune.data.formats import Conversation, Message, detect_format, to_conversation
 from finetune.data.problems import ProblemLog, RecordProblem
 from finetune.errors import DataError, Problems
@@ -277,11 +277,6 @@ def test_a_file_given_twice_is_said(tmp_path: Path, caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING, "finetune"):
         assert len(expand_paths([str(path), str(tmp_path)])) == 2
     assert "read more than once" in caplog.text
-
-
-def test_file_hash_is_of_the_content(tmp_path: Path) -> None:
-    assert file_sha256(write(tmp_path / "a", "x")) == file_sha256(write(tmp_path / "b", "x"))
-    assert file_sha256(write(tmp_path / "a", "x")) != file_sha256(write(tmp_path / "b", "y"))
 
 
 def test_the_log_lists_the_first_ten_in_order_whatever_the_order_of_finding() -> None:
