@@ -93,30 +93,22 @@ def to_conversation(
     if record.get(key) is None:
         raise RecordProblem("unknown format", f"no '{key}', which the records before it in this file have")
     _refuse_unread(record, _NOT_READ_OF_RECORD, "the record")
-    messages = checked_messages(reader(record, key))
+    messages = reader(record, key)
+    _check_order(messages)
+    _check_contents(messages)
+    messages = with_matched_results(messages)
     tools = [read_tools(record.get(name), f"'{name}'") for name in ("tools", "functions")]
     if all(tools):
         raise RecordProblem("unsupported key", "the record has 'tools' and 'functions'")
     return Conversation(tuple(messages), _difficulty(record, difficulties, difficulty_field), tools[0] or tools[1])
 
 
-def checked_messages(messages: Sequence[Message], *, answered: bool = True) -> list[Message]:
-    """Turns in a legal order, results with the calls that they answer.
-
-    Args:
-        answered: the last turn must be an answer, as in training; else it must not be one with calls.
+def with_matched_results(messages: Sequence[Message]) -> list[Message]:
+    """Results with the id and name of their call; the calls of the last turn have no results yet.
 
     Raises:
-        RecordProblem: an order that says nothing, an empty turn, a call without result or the other way round.
+        RecordProblem: a call without result, a result of no call, an id that comes twice.
     """
-    if answered:
-        _check_order(messages)
-    _check_contents(messages)
-    return _with_matched_results(messages)
-
-
-def _with_matched_results(messages: Sequence[Message]) -> list[Message]:
-    """Results with the id and name of their call; the calls of the last turn have no results yet."""
     found = list(messages)
     for number, message in enumerate(messages):
         results = list(itertools.takewhile(lambda other: other.role == "tool", messages[number + 1 :]))
@@ -156,19 +148,14 @@ def _turns(record: Mapping[str, Any], key: str) -> list[Message]:
         raise RecordProblem("wrong type", f"'{key}' is {_kind(turns)}, not a list of turns")
     if not turns:
         raise RecordProblem("no answer", f"'{key}' is empty")
-    messages = [read_turn(turn, f"{key}[{number}]", number) for number, turn in enumerate(turns)]
+    messages = [_turn(turn, f"{key}[{number}]", number) for number, turn in enumerate(turns)]
     leading = _leading_system(record)
     if leading and messages[0].role == "system":
         raise RecordProblem("two system texts", f"a 'system' column and a system turn in '{key}'")
     return leading + messages
 
 
-def read_turn(turn: Any, where: str, number: int = 0) -> Message:
-    """One turn of a conversation, `number` of it from 0.
-
-    Raises:
-        RecordProblem: it is not one.
-    """
+def _turn(turn: Any, where: str, number: int) -> Message:
     if not isinstance(turn, Mapping):
         raise RecordProblem("wrong type", f"{where} is {_kind(turn)}, not an object")
     role_key, content_key = ("role", "content") if turn.get("role") is not None else ("from", "value")
