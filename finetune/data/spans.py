@@ -265,6 +265,9 @@ def _by_marks(
     """Step 2. What the template writes between prompt and answer, and after it, is taken from the answer's own end."""
     if messages[answer].reasoning or messages[answer].calls:  # the marks would show only where the content is
         return None
+    # Mistral's tools stand before the last question: an earlier answer would be trained without them.
+    if template.tools and answer < len(messages) - 1 and not text.startswith(prompt):
+        return None
     span = content_span(template, text, messages, answer)
     span_alone = content_span(template, alone, messages[: answer + 1], answer)
     if span is None or span_alone is None:
