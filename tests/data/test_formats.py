@@ -118,24 +118,19 @@ BAD = [
     (sharegpt(("human", "q"), ("gpt", "a"), ("gpt", "a")), "roles out of order: turn 3 is assistant, after assistant"),
     (sharegpt(("human", "q"), ("system", "s"), ("gpt", "a")), "roles out of order: turn 2 is system, after user"),
     (sharegpt(("human", "q"), ("gtp", "a")), "unknown role: .* is by 'gtp'; did you mean 'gpt'"),
-    (sharegpt(("human", "q"), ("function_call", "{}")), "unknown role"),
     (sharegpt(("human", 5), ("gpt", "a")), "wrong type: conversations.0.: 'value' is a number"),
     ({"conversations": ["q", "a"]}, r"wrong type: conversations\[0\] is a text, not an object"),
     ({"messages": [{"content": "q"}]}, r"wrong type: messages\[0\] has no role"),
     (messages(("user", "q"), ("assistant", None)), r"no answer: messages\[1\] has no 'content'"),
     (messages(("user", [{"type": "image_url"}]), ("assistant", "a")), "wrong type: .* a content part is 'image_url'"),
-    (
-        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [{}]}]},
-        r"unsupported key: messages\[1\] has 'tool_calls'",
-    ),
     *(
         ({**row, key: value}, rf"unsupported key: the record has '{key}'")
         for row in (ALPACA, sharegpt(("human", "q"), ("gpt", "a")), messages(("user", "q"), ("assistant", "a")))
-        for key, value in (("tools", [{"name": "f"}]), ("tools", '[{"name": "f"}]'), ("images", ["a.png"]))
+        for key, value in (("images", ["a.png"]), ("videos", ["a.mp4"]))
     ),
     *(
         ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **key}]}, "unsupported")
-        for key in ({"thinking": "t"}, {"function_call": {"name": "f"}}, {"images": [b"png"]})
+        for key in ({"thinking": "t"}, {"images": [b"png"]})
     ),
     (
         {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0}]},
