@@ -27,6 +27,7 @@ from finetune.data import (
     sample_shards,
     samples,
     spans,
+    tools,
     truncate,
 )
 from finetune.data.files import expand_paths
@@ -134,7 +135,7 @@ def _code_hash() -> str:
     """The source of the modules that turn records into samples, and the versions of the libraries that they lean on."""
     modules = (
         *(files, json_array, problems, formats, spans, encode, truncate, render, report),
-        *(parts, passes, preparation, sample_shards, samples),
+        *(parts, passes, preparation, sample_shards, samples, tools),
     )
     sources = (Path(str(module.__file__)).read_text(encoding="utf-8") for module in modules)
     return _hash(*sources, *(version(library) for library in ("tokenizers", "transformers", "jinja2")))
