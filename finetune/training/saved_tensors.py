@@ -106,11 +106,14 @@ class SavedTensors:
         self._slices: int = self.description["slices"]
         self._writers: dict[str, int] = self.description.get("writers", {})
         self._opened: dict[str, Any] = {}
+        self._names: dict[str, frozenset[str]] = {}
 
     def __contains__(self, name: str) -> bool:
         file = self._name_of_file(0 if self._slices else self._writers.get(self._parameter(name)))
-        # A rank that had nothing to write wrote no file.
-        return (self.folder / file).exists() and name in set(self._open(file).keys())
+        if file not in self._names:
+            # A rank that had nothing to write wrote no file.
+            self._names[file] = frozenset(self._open(file).keys() if (self.folder / file).exists() else ())
+        return name in self._names[file]
 
     def _name_of_file(self, rank: int | None) -> str:
         return f"{self.kind}.safetensors" if rank is None else f"{self.kind}-{rank:05d}.safetensors"

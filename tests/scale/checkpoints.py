@@ -284,7 +284,7 @@ they load. Weights are loaded twice (for the model, and for DeepSpeed's float32 
 {rule[: 4 * 8 + 1]}
 {NEWLINE.join(resumes)}
 
-Real files: {PROCESSES} processes on {real["cores"]:.0f} cores and one disk, 1.07 GB each at the same time:
+Real files: {PROCESSES} processes on {real["cores"]:.0f} cores and one disk, 0.54 GB each at the same time:
 {real["old"]:.0f} MB/s a process by safetensors' `save_file`, fsync and reading back, as it was; {real["new"]:.0f} MB/s
 hashed as it is written, the same bytes. A checkpoint of {gb:.1f} GB (all parameters, DDP): saved in
 {real["save_seconds"]:.1f} s, verified by all together in {real["verify_seconds"]:.1f} s, and no rank was longer than
