@@ -234,22 +234,21 @@ FORMS = {"slices": "ZeRO-3", "parts": "DDP, ZeRO-1/2"}
 def rows_of(case: Case, folder: Path) -> tuple[list[str], list[str]]:
     """Lines of the tables of saves and of resumes."""
     layout = Layout(case.model, case.ranks, case.form, folder)
-    counted = layout.save(list(range(1, case.keep + 3)), case.keep)[-1]  # one that removes another
+    counted = layout.save(list(range(1, case.keep + 2)), case.keep)[-1]  # one that removes another
     name = f"{case.model.name}, {FORMS[case.form]}, {case.ranks}"
     written, hashed = most(counted, "written"), most(counted, "hashed")
     moved = f"{in_all(counted, 'written') / GB:,.0f} | {written / GB:.1f} | {hashed / GB:.1f}"
     read = f"{in_all(counted, 'read') / 1e6:.1f} | {most(counted, 'main') / 1e6:.1f}"
-    messages = layout.meeting.sent_bytes[1] / (case.keep + 2) / 1e3
+    messages = layout.meeting.sent_bytes[1] / (case.keep + 1) / 1e3
     saves = [f"| {name} | {case.keep} | {moved} | {read} | {messages:.1f} | {seconds(written)} |"]
     resumes = []
     for ranks in case.resuming:
-        found = Layout(case.model, ranks, case.form, folder).resume(case.keep + 2)
+        found = Layout(case.model, ranks, case.form, folder).resume(case.keep + 1)
         content, loaded = most(found, "read"), most(found, "loaded")
-        # As many ranks as have saved find in memory what they have verified.
-        disk = content if ranks == case.ranks else content + loaded
+        disk = max(counter["read"] + counter["loaded"] - counter["again"] for counter in found.values())
         all_read = in_all(found, "read") / GB
         files = most(found, "loaded_files")
-        numbers = f"{all_read:,.0f} | {content / GB:.1f} | {loaded / GB:.1f} | {files}"
+        numbers = f"{all_read:,.0f} | {content / GB:.1f} | {loaded / GB:.1f} | {disk / GB:.1f} | {files}"
         resumes.append(f"| {name} | {ranks} | {numbers} | {seconds(disk)} |")
     return saves, resumes
 
@@ -276,12 +275,12 @@ threads write, the ranks ask one another every {POLL_SECONDS:.0f} s whether all 
 {rule}
 {NEWLINE.join(saves)}
 
-A resume: each file is read and hashed once, by one rank. As many ranks as have saved verify the very files that they
-load, which their nodes then hold in memory; other numbers of ranks may read from the disk what they verify and what
-they load. Weights are loaded twice (for the model, and for DeepSpeed's float32 masters).
+A resume: each file is read and hashed once, by one rank. As many ranks as have saved, or fewer that divide them, verify
+the very files that they load, which their nodes then hold in memory. Weights are loaded twice (for the model, and for
+DeepSpeed's float32 masters). From the disk comes what a rank has not read before.
 
-| saved by | ranks | verified, all | verified | loaded | files opened to load | 50 MB/s | 1 GB/s |
-{rule[: 4 * 8 + 1]}
+| saved by | ranks | verified, all | verified | loaded | from the disk | files opened to load | 50 MB/s | 1 GB/s |
+{rule[: 4 * 9 + 1]}
 {NEWLINE.join(resumes)}
 
 Real files: {PROCESSES} processes on {real["cores"]:.0f} cores and one disk, 0.54 GB each at the same time:

@@ -12,10 +12,15 @@ import os
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from safetensors import safe_open
 
 # Below this, bytes are real, and so is the beginning of a file: JSON, and the headers of tensors.
 REAL_BYTES = 64 << 10
@@ -25,13 +30,15 @@ class CountingDisk:
     """Counts, by rank.
 
     Attributes:
-        moved: bytes `written`, `hashed`, `read` and `loaded`, files `hashed_files`, `loaded_files` (opened for their
-            tensors), `syncs`; `main`: of the bytes, those that the thread moved that meets the other ranks.
+        moved: bytes `written`, `hashed`, `read` and `loaded`, of these `again`: what the rank has read or loaded before
+            and its node may hold in memory; files `loaded_files` (opened for their tensors), `syncs`; `main`: of the
+            bytes, those that the thread moved that meets the other ranks.
     """
 
     def __init__(self) -> None:
         self.moved: dict[int, Counter[str]] = defaultdict(Counter)
         self._lock = threading.Lock()
+        self._seen: set[tuple[Any, ...]] = set()
 
     def count(self, what: str, size: int = 1, *, is_bytes: bool = False) -> None:
         thread = threading.current_thread()
@@ -50,6 +57,10 @@ class CountingDisk:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
+
+    def open(self, path: Path, flags: int, *mode: int) -> int:
+        self._seen.add((self.get_rank(), str(path)))
+        return os.open(path, flags, *mode)
 
     def write(self, descriptor: int, data: memoryview) -> int:
         self.count("written", len(data), is_bytes=True)
@@ -73,29 +84,29 @@ class CountingDisk:
         self.count("syncs")
 
     def sha256(self) -> _Digest:
-        self.count("hashed_files")
         return _Digest(self)
 
     # ------------------------------------------------------------------ tensors
 
-    def flat_of(self, part: Any, shape: list[int], start: int, stop: int) -> torch.Tensor:
+    def safe_open(self, path: Path, framework: str) -> _File:
+        self.count("loaded_files")
+        # Mapped, a file of more than this machine's memory is refused.
+        return _File(str(path), safe_open(path, framework=framework, backend="pread"))
+
+    def flat_of(self, part: _Part, shape: list[int], start: int, stop: int) -> torch.Tensor:
         """As saved_tensors._flat_of, with whole lines of the first axis, which it reads."""
-        line = 1
-        for size in shape[1:]:
-            line *= size
-        self.count("loaded", 4 * line * (-(-stop // line) - start // line))
+        line, rank = prod(shape[1:]), self.get_rank()
+        size = 4 * line * (-(-stop // line) - start // line)
+        self.count("loaded", size)
+        here = (rank, part.path, part.name, start)
+        if (rank, part.path) in self._seen or here in self._seen:
+            self.count("again", size)
+        self._seen.add(here)
         return torch.empty(stop - start)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Everything in this process that goes through durable_files and saved_tensors."""
-        from safetensors import safe_open
-
-        def counted_open(*arguments: Any, **options: Any) -> Any:
-            self.count("loaded_files")
-            # Mapped, a file of more than this machine's memory is refused.
-            return safe_open(*arguments, **options, backend="pread")
-
         files, tensors = "finetune.storage.durable_files", "finetune.training.saved_tensors"
         plain_start = threading.Thread.start
 
@@ -107,9 +118,10 @@ class CountingDisk:
             for target, new in (
                 (f"{files}.os", self),
                 (f"{files}.hashlib", self),
+                (f"{files}.ThreadPoolExecutor", _Inline),
                 (f"{files}.CHUNK_BYTES", 1 << 30),
                 (f"{files}.SYNC_EVERY_BYTES", 16 << 30),
-                (f"{tensors}.safe_open", counted_open),
+                (f"{tensors}.safe_open", self.safe_open),
                 (f"{tensors}._flat_of", self.flat_of),
                 (f"{tensors}.dist", self),
                 ("threading.Thread.start", start),
@@ -120,6 +132,46 @@ class CountingDisk:
     def get_rank(self, group: object = None) -> int:
         """torch.distributed's."""
         return rank_of(threading.current_thread())
+
+
+@dataclass(frozen=True)
+class _Part:
+    path: str
+    name: str
+    part: Any
+
+    def get_shape(self) -> list[int]:
+        return list(self.part.get_shape())
+
+
+@dataclass(frozen=True)
+class _File:
+    path: str
+    file: Any
+
+    def get_slice(self, name: str) -> _Part:
+        return _Part(self.path, name, self.file.get_slice(name))
+
+
+class _Inline:
+    """A pool that does what it is given at once: handing over nothing would take most of the time."""
+
+    def __init__(self, max_workers: int) -> None:
+        pass
+
+    def __enter__(self) -> _Inline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def submit(self, work: Any, *arguments: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(work(*arguments))
+        return done
+
+    def map(self, work: Any, items: Any) -> Iterator[Any]:
+        return map(work, items)
 
 
 class _Digest:
