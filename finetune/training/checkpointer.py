@@ -113,7 +113,7 @@ class Checkpointer:
         self.last = last
         self._verified = set() if verified is None else {verified}
         self._behind, self._memory_asked = behind, False
-        self._copies = HostCopies()
+        self._copies, self._copies_made = HostCopies(), False
         self._saving: _Saving | None = None
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         durable_files.new_file_mode()
@@ -135,7 +135,9 @@ class Checkpointer:
         with contextlib.ExitStack() as entered:
             writer = entered.enter_context(CheckpointWriter(self.run_folder, step, token))
             # Memory that there is for copies is used, also where nothing goes on meanwhile: `save` would ask for more.
-            if behind or self._copies:
+            # Whether there is any on this rank does not matter: each way has its own questions between ranks.
+            self._copies_made |= behind
+            if self._copies_made:
                 work = self._do(behind, self._copied(state), writer)
             else:
                 work = self._write_state(writer, state)

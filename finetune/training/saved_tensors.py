@@ -41,7 +41,7 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any
         header[name] = {"dtype": "F32", "shape": list(tensors[name].shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    contents = (memoryview(tensors[name].contiguous().view(-1).view(torch.uint8).numpy()) for name in names)
+    contents = (tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data for name in names)
     return durable_files.write_hashed(path, itertools.chain([len(text).to_bytes(8, "little") + text], contents))
 
 
@@ -58,9 +58,6 @@ class HostCopies:
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
         self._devices: set[torch.device] = set()
-
-    def __bool__(self) -> bool:
-        return bool(self._buffers)
 
     def copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A float32 copy, to be waited for (`wait`)."""

@@ -22,7 +22,7 @@ they are pickles, and belong to one ZeRO stage and one number of processes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -129,7 +129,8 @@ class TrainingState:
     def _sizes(self) -> dict[str, int]:
         """Numbers of each parameter that a file holds."""
         if self.form == "slices":
-            return {name: parameter.ds_tensor.numel() for name, parameter in trainable(self.model)}
+            partitioned: Iterable[tuple[str, Any]] = trainable(self.model)
+            return {name: parameter.ds_tensor.numel() for name, parameter in partitioned}
         return {name: getattr(p, "ds_numel", p.numel()) for name, p in trainable(self.model)}
 
     def _writers(self, world_size: int) -> dict[str, int]:

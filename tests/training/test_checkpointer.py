@@ -222,7 +222,7 @@ def test_a_host_without_memory_for_the_copies_lets_training_wait(
     for step in (1, 2):
         with caplog.at_level(logging.WARNING, "finetune"):
             saver.save(step, training.train(step).state())
-        assert saver.last == f"checkpoint-{step}" and not saver._copies
+        assert saver.last == f"checkpoint-{step}" and not saver._copies_made
     assert caplog.text.count("no memory for a copy of the state") == 1
 
 
@@ -298,6 +298,41 @@ def test_ranks_agree_at_the_same_step(tmp_path: Path, monkeypatch: pytest.Monkey
         assert failed.startswith("checkpoint-1 could not be written")
         assert f"rank {int(fails == 'write')} could not save the checkpoint" in other
         assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("form", ["whole", "parts"])
+@pytest.mark.parametrize("behind", [True, False])
+def test_ranks_with_nothing_to_write_meet_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Any, behind: bool
+) -> None:
+    """Of two tensors the third rank writes none, and of an adapter rank 0 writes all; each has as many questions."""
+    monkeypatch.setattr(Checkpointer, "_has_memory", lambda self, state: True)
+    meeting = Meeting(3)
+
+    def rank(number: int) -> str | None:
+        saver = checkpointer(
+            tmp_path,
+            ThreadControl(meeting),
+            rank=number,
+            behind=behind,
+            model_files=lambda weights: lambda folder: (folder / "tokenizer.json").write_text("{}"),
+        )
+        training = Training()
+        with saver:
+            for step in (1, 2, 3):
+                saver.save(step, TrainingState(training.train(step).model, optimizer=training.optimizer, form=form))
+                saver.poll()
+            saver.save(4, TrainingState(training.train(4).model, optimizer=training.optimizer, form=form), wait=True)
+        return saver.last
+
+    assert meeting.run(rank) == ["checkpoint-4"] * 3
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == ["checkpoint-3", "checkpoint-4"]
+    for folder in list_checkpoints(tmp_path):
+        assert verify(folder).valid
+        loaded = Training()
+        loaded.state().load_weights(folder)
+        expected = Training().train(int(folder.name[-1])).model.state_dict()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.model.state_dict().items())
 
 
 @pytest.mark.parametrize("torn", [False, True])
