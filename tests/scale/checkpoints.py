@@ -283,10 +283,11 @@ DeepSpeed's float32 masters). From the disk comes what a rank has not read befor
 {rule[: 4 * 9 + 1]}
 {NEWLINE.join(resumes)}
 
-Real files: {PROCESSES} processes on {real["cores"]:.0f} cores and one disk, 0.54 GB each at the same time:
-{real["old"]:.0f} MB/s a process by safetensors' `save_file`, fsync and reading back, as it was; {real["new"]:.0f} MB/s
-hashed as it is written, the same bytes. A checkpoint of {gb:.1f} GB (all parameters, DDP): saved in
-{real["save_seconds"]:.1f} s, verified by all together in {real["verify_seconds"]:.1f} s, and no rank was longer than
+Real files, on {real["cores"]:.0f} cores and one disk that had other work: {PROCESSES} processes that write 0.54 GB
+each at the same time get {real["old"]:.0f} MB/s each by safetensors' `save_file`, fsync and reading back
+({real["old_core"]:.0f} MB in a second of a core), as it was, and {real["new"]:.0f} MB/s hashed as it is written
+({real["new_core"]:.0f} MB), the same bytes. A checkpoint of {gb:.1f} GB (all parameters, DDP) is saved in
+{real["save_seconds"]:.1f} s and verified by all together in {real["verify_seconds"]:.1f} s; no rank was longer than
 {real["longest_wait_seconds"]:.1f} s in a collective.
 
 Largest case that was really run: {gb:.1f} GB written, hashed, published, verified and loaded by {PROCESSES} processes.

@@ -12,7 +12,6 @@ import os
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -154,7 +153,7 @@ class _File:
 
 
 class _Inline:
-    """A pool that does what it is given at once: handing over nothing would take most of the time."""
+    """A pool of one thread, the caller's: handing over nothing would take most of the time."""
 
     def __init__(self, max_workers: int) -> None:
         pass
@@ -164,11 +163,6 @@ class _Inline:
 
     def __exit__(self, *_: object) -> None:
         pass
-
-    def submit(self, work: Any, *arguments: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        done.set_result(work(*arguments))
-        return done
 
     def map(self, work: Any, items: Any) -> Iterator[Any]:
         return map(work, items)
