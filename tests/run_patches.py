@@ -212,15 +212,14 @@ def slow_saves(rank: int, seconds: float) -> None:
 
     from finetune.storage import durable_files
 
-    def slow(plain: Callable[[Path], None]) -> Callable[[Path], None]:
-        def sync(path: Path) -> None:
-            plain(path)
-            if threading.current_thread().name.startswith("save"):
-                time.sleep(seconds)
+    plain = durable_files._sync_descriptor
 
-        return sync
+    def sync(descriptor: int) -> None:
+        plain(descriptor)
+        if threading.current_thread().name.startswith("save"):
+            time.sleep(seconds)
 
-    durable_files.sync_file, durable_files.sync_folder = slow(durable_files.sync_file), slow(durable_files.sync_folder)
+    durable_files._sync_descriptor = sync
 
 
 def note_hashes(rank: int, record: str) -> None:

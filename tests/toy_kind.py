@@ -192,7 +192,7 @@ def build_trainer(config: ToyConfig, world: Any, data: Prepared, start: Any, ses
         head=None,
         flat_reduce=False,
         device_type=where["device_type"],
-        sliced_state=False,
+        state_form="parts",
     )
     summary = build.plan_summary(step_batches, token_budget=0, samples_per_microbatch=1)
     build.say_start(trainer, world, summary, tables={}, facts={}, dtype=where["dtype"], zero_stage=0)

@@ -156,9 +156,10 @@ def _saving(work: Workload) -> list[Term]:
     """Copies on the host: of the state for a checkpoint, then of the whole model for the result of full training."""
     sharding = work.sharding
     sliced = sharding.stage == 3 and not work.adapter
+    shared = not work.adapter and work.processes > 1
     on_host = work.device_type == "cpu" or sharding.offload_optimizer
     written_in_place = on_host and (sliced or not sharding.engine)  # float32 on the host already
-    numbers, of_ranks = work.share if sliced else work.trained, " / N" if sliced else ""
+    numbers, of_ranks = work.share if shared else work.trained, " / N" if shared else ""
     formula, source = f"8 B x P_t{of_ranks}: moments, after the weights", "ours: training/state.py, save"
     state, phases = 0 if written_in_place else 8 * numbers, ONLY_SAVE
     if work.saves_behind:
@@ -167,6 +168,6 @@ def _saving(work: Workload) -> list[Term]:
         state, phases = 12 * numbers, (*STEP, *ONLY_SAVE)
     result = 0 if work.adapter else work.computing.element_bytes * work.shape.total
     return [
-        Term("save", state, "host", formula, source, phases, not sliced),
+        Term("save", state, "host", formula, source, phases, not shared),
         Term("save", result, "host", "c x P: whole", "ours: training/state.py, whole_weights", ("result",), True),
     ]

@@ -32,13 +32,21 @@ class Progress:
     """When this process last got on with its work, and how long it may take until it does again."""
 
     def __init__(self) -> None:
-        self._at = self._step_at = time.monotonic()
+        self._at = self._step_at = self._moved_at = time.monotonic()
         self._patience_seconds = PARENT_GRACE_SECONDS
         self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
 
     def mark(self) -> None:
         """Something was done."""
         self._at = time.monotonic()
+
+    def mark_moved(self) -> None:
+        """Bytes of a file were read or written, by any thread."""
+        self._at = self._moved_at = time.monotonic()
+
+    def seconds_unmoved(self, since: float) -> float:
+        """For how long no bytes were, counted from a moment of `time.monotonic` on."""
+        return time.monotonic() - max(since, self._moved_at)
 
     def begin_step(self, limit_seconds: float) -> None:
         """A step begins. The first, which may compile, may take as long as its collectives would wait."""

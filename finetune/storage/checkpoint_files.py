@@ -1,9 +1,10 @@
 """Checkpoint folders as files: staged, published by one rename, verified, rotated. Needs no torch.
 
-A save is: every rank writes its files into one staging folder and seals them (fsync, SHA-256 of what the disk gives
-back); then one rank writes the manifest, syncs the folder and renames it to `checkpoint-<step>`. No rank reads what
-another has written. Killed or powered off at any moment, the run folder
-holds the previous valid checkpoint, the new one, or both. What else may be left carries a name that starts with a dot:
+A save is: every rank writes its files into one staging folder, hashed (SHA-256) on the way and synced; then one rank
+writes the manifest, syncs the folder and renames it to `checkpoint-<step>`. Files that others write (a tokenizer's, an
+adapter's) are read back for their hash. No rank reads what another has written. Killed or powered off at any moment,
+the run folder holds the previous valid checkpoint, the new one, or both. What else may be left carries a name that
+starts with a dot:
 
     .staging-<step>-<token>           a save that did not finish; `clean_staging` removes it
     .removing-checkpoint-<step>       a removal that did not finish; `clean_staging` removes it
@@ -52,9 +53,10 @@ class CheckpointWriter:
     """One save. Every rank enters it; an error inside removes the staging folder and is explained.
 
         with CheckpointWriter(run_folder, step, token) as writer:
-            save_file(tensors, writer.folder / f"slices-{rank}.safetensors")
-            records = writer.seal([f"slices-{rank}.safetensors"])
-            ...                                   # gather the records of all ranks on rank 0
+            name = f"slices-{rank}.safetensors"
+            records = {name: write_tensors(writer.folder / name, tensors)}
+            records |= writer.seal(["tokenizer.json"])  # written by something else
+            ...                                         # gather the records of all ranks on rank 0
             if rank == 0:
                 writer.publish(all_records, metadata)
 
@@ -98,7 +100,7 @@ class CheckpointWriter:
             raise explained from error
 
     def seal(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Sync the files that this rank wrote and return their records: `{"size_bytes", "sha256"}` by name.
+        """Sync and read files that this rank has written; return their records: `{"size_bytes", "sha256"}` by name.
 
         Args:
             names: relative to the staging folder, with forward slashes.
@@ -119,7 +121,7 @@ class CheckpointWriter:
         holds the same training); an invalid one is moved aside.
 
         Args:
-            records: of the files of all ranks, as `seal` returned them.
+            records: of the files of all ranks, as `seal` and `durable_files.write_hashed` return them.
             metadata: plain JSON facts, without paths of this machine: global batch size, seed, schedule hash, data
                 fingerprint, package versions.
 
@@ -143,7 +145,7 @@ class CheckpointWriter:
             set_aside(target, found.why)
         os.rename(self.folder, target)
         durable_files.sync_folder(self.run_folder)
-        written = verify(target, hashes=False)  # each rank has read its own files, in `seal`
+        written = verify(target, hashes=False)  # each rank has hashed its own files
         if not written.valid:
             raise FinetuneError(
                 f"{target.name} was written but does not verify: {written.why}",
@@ -232,17 +234,17 @@ def set_aside(folder: Path, why: str) -> Path:
     return aside
 
 
-def rotate(run_folder: Path | str, keep: int, *, known_valid: Collection[str] = ()) -> list[str]:
+def rotate(run_folder: Path | str, keep: int, *, known_valid: Collection[str]) -> list[str]:
     """Remove checkpoints older than the `keep` newest valid ones; return the names of the removed ones.
 
-    Nothing is removed before the content of two newer ones was verified: those of this start, mostly, in `known_valid`.
-    Of the others that are kept, names and sizes are looked at: reading them would take longer with each one kept. What
-    does not even look like a checkpoint of this package (by manifest, names and sizes) is left where it is.
+    No content is read: a save would take longer with each one kept. Nothing is removed before two newer ones are known
+    to be valid. What does not even look like a checkpoint of this package (by manifest, names and sizes) is left where
+    it is.
 
     Args:
         run_folder: locked by this run.
         keep: at least 2, because the newest may turn out broken.
-        known_valid: names whose content this process has verified already; only their names and sizes are looked at.
+        known_valid: names of those that this start has written, or verified when it resumed.
 
     Raises:
         ConfigError: `keep` is below 2.
@@ -250,23 +252,21 @@ def rotate(run_folder: Path | str, keep: int, *, known_valid: Collection[str] = 
     if keep < KEEP_AT_LEAST:
         raise ConfigError(f"save_total_limit is {keep}, below {KEEP_AT_LEAST}", "save_total_limit", "give 2 or more")
     removed: list[str] = []
-    kept = read = 0
+    kept = known = 0
     try:
         checkpoints = list_checkpoints(run_folder)
     except StateError as error:  # the save itself went well: no reason to stop the run
         logger.warning("no old checkpoint is removed: %s", error)
         return removed
     for folder in reversed(checkpoints):
-        enough = kept >= keep
-        known = folder.name in known_valid
-        reads = not enough and not known and read < KEEP_AT_LEAST
-        validity = verify(folder, hashes=reads)
+        enough = kept >= keep and known >= KEEP_AT_LEAST
+        validity = verify(folder, hashes=False)
         if not validity.valid:
             if not enough:  # else it was reported when it was new
                 logger.warning("%s is invalid and left as it is: %s", folder.name, validity.why)
         elif not enough:
             kept += 1
-            read += known or reads
+            known += folder.name in known_valid
         elif _removed(folder, _remove_checkpoint):
             removed.append(folder.name)
     return removed

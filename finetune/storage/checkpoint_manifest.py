@@ -11,7 +11,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ ALLOWED_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".md")
 
 _CHECKPOINT_NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,17})")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_OF_RANK = re.compile(r".*-([0-9]{5})\.safetensors")  # training/state.py: a file that one rank wrote
 
 
 @dataclass(frozen=True)
@@ -112,14 +113,42 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return content
 
 
-def _share(files: Mapping[str, Mapping[str, Any]], reader: int, readers: int) -> list[str]:
-    """The files whose content one of several readers looks at: largest first, to whoever has least so far."""
-    taken_bytes, taken = [0] * readers, [[] for _ in range(readers)]  # type: tuple[list[int], list[list[str]]]
-    for name in sorted(files, key=lambda name: (-files[name]["size_bytes"], name)):
-        least = taken_bytes.index(min(taken_bytes))
-        taken_bytes[least] += files[name]["size_bytes"]
-        taken[least].append(name)
-    return taken[reader]
+def share_out(
+    sizes: Mapping[str, int], shares: int, wanted: Callable[[str], range] = lambda name: range(0)
+) -> dict[str, int]:
+    """Which of several shares each thing goes to: largest first, to whoever has least so far.
+
+    Args:
+        wanted: the shares that have a use for it: one of them has it as long as that makes none larger than the mean.
+    """
+    taken, found, mean = [0] * shares, {}, sum(sizes.values()) / shares
+    for name in sorted(sizes, key=lambda name: (not wanted(name), -sizes[name], name)):
+        share = least = taken.index(min(taken))
+        if wanted(name):
+            best = min(wanted(name), key=taken.__getitem__)
+            if taken[best] == taken[least] or taken[best] + sizes[name] <= mean:
+                share = best
+        taken[share] += sizes[name]
+        found[name] = share
+    return found
+
+
+def reading_shares(files: Mapping[str, Mapping[str, Any]], readers: int) -> dict[str, int]:
+    """Which of the ranks that resume looks at the content of each file.
+
+    As far as that shares the bytes evenly, a rank looks at those that it will load, which its node then holds in
+    memory: as many ranks as have written, at theirs.
+    """
+    numbers = {name: int(found.group(1)) for name in files if (found := _OF_RANK.fullmatch(name))}
+    writers = max(numbers.values(), default=0) + 1
+
+    def wanted(name: str) -> range:
+        if name not in numbers:
+            return range(0)
+        first = numbers[name] * readers // writers
+        return range(first, -(-(numbers[name] + 1) * readers // writers))
+
+    return share_out({name: record["size_bytes"] for name, record in files.items()}, readers, wanted)
 
 
 def _check(folder: Path, hashes: bool, reader: int, readers: int) -> dict[str, Any]:
@@ -146,7 +175,7 @@ def _check(folder: Path, hashes: bool, reader: int, readers: int) -> dict[str, A
         if sizes[name] != record["size_bytes"]:
             raise _Invalid(f"{name!a} has {sizes[name]} bytes, not {record['size_bytes']}")
     if hashes:
-        names = _share(files, reader, readers)
+        names = [name for name, share in reading_shares(files, readers).items() if share == reader]
         found = durable_files.hash_files([folder / name for name in names])
         if changed := [name for name, sha256 in zip(names, found, strict=True) if sha256 != files[name]["sha256"]]:
             raise _Invalid(f"content changed (SHA-256 differs): {_some(changed)}")

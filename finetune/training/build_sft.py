@@ -111,7 +111,7 @@ def build_trainer(
         lora=lora,
         compute_dtype=dtype,
         # LoRA's trainable weights are small enough to be saved whole, and peft can then read a checkpoint as it is.
-        sliced_state=not lora and zero_stage(config) == 3,
+        state_form="whole" if lora else "slices" if zero_stage(config) == 3 else "parts",
     )
     _say_start(trainer, config, world, data, device_type, dtype, fused, attention)
     return trainer

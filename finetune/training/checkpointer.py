@@ -4,12 +4,13 @@ What is inside `checkpoint-<step>`: the training state (training/state.py), for 
 and the manifest (storage/checkpoint_manifest.py). The sampler, the schedule and the random numbers have no state: they
 are functions of the step.
 
-A save has two parts. Each rank writes its files and seals them (synced, hashed); when all have, rank 0 publishes them,
-verifies and rotates. Behind the training both are the work of a thread, from a copy of the state that is made at the
-end of the step. The threads run no collective: two threads on one group mix up its messages, and a group of their own
-could not tell the main threads of a failure at a step that is the same for all. Tensors are gathered while they are
-copied, by the main thread, and ranks agree in `poll`, which every rank calls at the end of every step: the save goes on
-when the threads of all ranks are done. So what is written is published at the end of a step, at most one step late.
+A save has two parts. Each rank writes its files (hashed, synced); when all have, rank 0 publishes them, verifies and
+rotates. Both are the work of a thread, behind the training from a copy of the state that is made at the end of the
+step. The threads run no collective: two threads on one group mix up its messages, and a group of their own could not
+tell the main threads of a failure at a step that is the same for all. Tensors are gathered while they are copied, by
+the main thread, and ranks agree in `poll`, which every rank calls at the end of every step: the save goes on when the
+threads of all ranks are done. So what is written is published at the end of a step, at most one step late. Where
+training waits, the ranks ask one another every second: no collective takes as long as a file.
 
 Every failure is caught, told to all ranks and then raised on all: one that raised at once would leave the others
 waiting in a collective until its timeout, and the run would end with their error instead of the cause.
@@ -41,7 +42,7 @@ from finetune.storage.checkpoint_files import CheckpointWriter, rotate
 from finetune.storage.run_folder import SampleLog
 from finetune.storage.run_log import RunLog
 from finetune.training.control import Control
-from finetune.training.saved_tensors import HostCopies
+from finetune.training.saved_tensors import HostCopies, Records
 from finetune.training.state import TrainingState
 
 logger = logging.getLogger("finetune")
@@ -51,6 +52,7 @@ MODEL_FILES_NAME = ".model-files"
 NOTED_WAIT_SECONDS = 0.1
 
 WriteFiles = Callable[[Path], None]
+Write = Callable[[CheckpointWriter], Records]
 
 
 @dataclass
@@ -59,8 +61,8 @@ class _Saving:
 
     Attributes:
         entered: holds the entered writer, which explains an error and removes the staging folder.
-        work: of this rank: records of its sealed files, by name; then (`publishing`) the checkpoint's name, on rank 0.
-        behind: the work is a thread's.
+        work: of this rank: records of its files; then (`publishing`) the checkpoint's name, on rank 0.
+        behind: training goes on meanwhile.
     """
 
     writer: CheckpointWriter
@@ -111,7 +113,7 @@ class Checkpointer:
         self.last = last
         self._verified = set() if verified is None else {verified}
         self._behind, self._memory_asked = behind, False
-        self._copies = HostCopies()
+        self._copies, self._copies_made = HostCopies(), False
         self._saving: _Saving | None = None
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         durable_files.new_file_mode()
@@ -133,8 +135,13 @@ class Checkpointer:
         with contextlib.ExitStack() as entered:
             writer = entered.enter_context(CheckpointWriter(self.run_folder, step, token))
             # Memory that there is for copies is used, also where nothing goes on meanwhile: `save` would ask for more.
-            write = self._copied(state) if behind or self._copies else partial(self._write_state, state)
-            self._saving = _Saving(writer, entered, self._do(behind, self._write, writer, write), behind)
+            # Whether there is any on this rank does not matter: each way has its own questions between ranks.
+            self._copies_made |= behind
+            if self._copies_made:
+                work = self._do(behind, self._copied(state), writer)
+            else:
+                work = self._write_state(writer, state)
+            self._saving = _Saving(writer, entered, work, behind)
             self._saving.entered = entered.pop_all()
         if not behind:
             self.finish()
@@ -147,8 +154,7 @@ class Checkpointer:
     def finish(self) -> None:
         """Wait until the save under way has ended. Raises as `save` does."""
         while self._saving is not None:
-            progress.begin_save(self.control.timeout_seconds)
-            wait([self._saving.work])
+            self.control.wait_for(self._saving.work)
             self._go_on(self._saving)
 
     def __enter__(self) -> Checkpointer:
@@ -178,7 +184,8 @@ class Checkpointer:
             # What a plan calls usable, of what is free while training: what a step needs was used and is still held, or
             # is needed again.
             free = host.memory_total_bytes * USABLE_SHARE - host.memory_used_bytes
-            needed = state.snapshot_bytes(self.rank) * (self.local_world_size if state.sliced else 1)
+            needed = state.snapshot_bytes(self.rank, self.world_size)
+            needed *= 1 if state.form == "whole" else self.local_world_size
             if self.control.any(needed > free):
                 self._behind = False
                 logger.warning(
@@ -189,40 +196,39 @@ class Checkpointer:
                 )
         return self._behind
 
-    def _copied(self, state: TrainingState) -> Callable[[Path], list[str]]:
-        """Copy the state; what writes it into a folder, with rank 0's model files."""
+    def _copied(self, state: TrainingState) -> Write:
+        """Copy the state; what writes it, with rank 0's model files."""
         snapshot = state.snapshot(self._copies, rank=self.rank, world_size=self.world_size)
         if self.rank != 0:
-            return snapshot.write
+            return lambda writer: snapshot.write(writer.folder)
         write_model = self.model_files(lambda: snapshot.files["weights.safetensors"])
+        return lambda writer: snapshot.write(writer.folder) | self._add_model_files(writer, write_model)
 
-        def write(folder: Path) -> list[str]:
-            return snapshot.write(folder) + self._add_model_files(folder, write_model)
-
-        return write
-
-    def _write_state(self, state: TrainingState, folder: Path) -> list[str]:
-        # Every rank, though not every rank writes: tensors are gathered inside.
-        names = state.save(folder, rank=self.rank, world_size=self.world_size)
-        if self.rank == 0:
-            names += self._add_model_files(folder, self.model_files(lambda: load_file(folder / "weights.safetensors")))
-        return names
-
-    def _do(self, behind: bool, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Let the thread do it, or do it."""
-        if behind:
-            return self._threads.submit(work, *arguments)
-        done: Future[Any] = Future()
+    def _write_state(self, writer: CheckpointWriter, state: TrainingState) -> Future[Records]:
+        """Write it without a copy: gathered here, as every rank takes part in that, and written by a thread."""
+        done: Future[Records] = Future()
+        weights = writer.folder / "weights.safetensors"
         try:
-            done.set_result(work(*arguments))
+            records = state.save(
+                writer.folder,
+                rank=self.rank,
+                world_size=self.world_size,
+                do=lambda work: self.control.together(work).result(),
+            )
+            if self.rank == 0:
+                records |= self._add_model_files(writer, self.model_files(lambda: load_file(weights)))
+            done.set_result(records)
         except (OSError, SafetensorError, FinetuneError) as error:
             # Raised once the other ranks know. Anything else is a bug: it must end this process at once, because the
             # other ranks are in a collective that this one has left.
             done.set_exception(error)
         return done
 
-    def _write(self, writer: CheckpointWriter, write: Callable[[Path], list[str]]) -> dict[str, Any]:
-        return writer.seal(write(writer.folder))
+    def _do(self, behind: bool, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Let the thread do it, or wait with all ranks until it is done."""
+        if behind:
+            return self._threads.submit(work, *arguments)
+        return self.control.together(partial(work, *arguments))
 
     def _go_on(self, saving: _Saving) -> None:
         """The next part of a save whose last part is done on this rank. Every rank calls."""
@@ -260,20 +266,16 @@ class Checkpointer:
         self.runlog.event("checkpoint", step=writer.step, name=folder.name, size_bytes=size_bytes, removed=removed)
         return folder.name
 
-    def _add_model_files(self, folder: Path, write_model: WriteFiles) -> list[str]:
-        """Write them beside and move them in; returns their names.
-
-        The other ranks write into the same folder at the same time, and safetensors under names that do not stay: what
-        is new in it is not all ours.
-        """
-        own = folder / MODEL_FILES_NAME
+    def _add_model_files(self, writer: CheckpointWriter, write_model: WriteFiles) -> Records:
+        """Write them beside and move them in: others write into the same folder at the same time."""
+        own = writer.folder / MODEL_FILES_NAME
         own.mkdir()
         write_model(own)
         names = sorted(durable_files.walk_files(own)[0])
         for path in sorted(own.iterdir()):
-            os.rename(path, folder / path.name)
+            os.rename(path, writer.folder / path.name)
         own.rmdir()
-        return names
+        return writer.seal(names)
 
     def _leave(self) -> None:
         """Training failed on this rank: the others may be anywhere and cannot be asked.

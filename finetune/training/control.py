@@ -13,11 +13,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,10 @@ logger = logging.getLogger("finetune")
 # Signals that come within this time are one request: a batch system signals every process, and the launcher passes its
 # own on. Longer than it takes a worker to notice that its launcher is gone (runtime/parent_watchdog.py).
 SAME_REQUEST_SECONDS = 3.0
+# How often ranks ask one another whether all are done with their parts of a work; the longest that a collective waits.
+POLL_SECONDS = 1.0
+
+T = TypeVar("T")
 
 
 class Control:
@@ -88,9 +93,50 @@ class Control:
         """A fresh name, the same on every rank; not from the seeded generators, so that training does not notice."""
         return str(self.share(f"{random.SystemRandom().getrandbits(48):012x}"))
 
-    def barrier(self) -> None:
-        if self.group is not None:
-            dist.barrier(group=self.group)
+    def wait_for(self, work: Future[Any]) -> None:
+        """Wait until every rank's work is done, which may take longer than a collective. Every rank must call.
+
+        Raises:
+            FinetuneError: on every rank, where a rank's work has moved no bytes for as long as a collective may take.
+        """
+        began = time.monotonic()
+        while True:
+            wait([work], None if self.world_size == 1 else POLL_SECONDS)
+            if not self.any(not work.done()):
+                return
+            # All have answered just now, so this rank is not stuck; one whose disk has gone is told of below.
+            progress.begin_save(self.timeout_seconds)
+            if self.any(not work.done() and progress.seconds_unmoved(began) > self.timeout_seconds):
+                raise FinetuneError(
+                    f"a rank has neither read nor written anything for {self.timeout_seconds} s",
+                    where="reading or writing a checkpoint",
+                    fix="see whether every node still reaches the run folder's disk, then start the same command again",
+                )
+
+    def together(self, work: Callable[[], T]) -> Future[T]:
+        """Do this rank's part of a work by a thread while the ranks wait for one another. Every rank must call.
+
+        Returns:
+            what is done: the part's result or error.
+
+        Raises:
+            FinetuneError: as for `wait_for`.
+        """
+        done: Future[T] = Future()
+
+        def do() -> None:
+            try:
+                done.set_result(work())
+            except BaseException as error:
+                done.set_exception(error)
+
+        if self.world_size == 1:
+            do()
+        else:
+            # Not a pool's: the process would not end before a thread that waits for a disk.
+            threading.Thread(target=do, name="together", daemon=True).start()
+            self.wait_for(done)
+        return done
 
 
 class StopSignals:

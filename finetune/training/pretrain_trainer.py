@@ -45,7 +45,7 @@ class PretrainTrainer(RunTrainer):
     ) -> None:
         self.settings, self.rates, self.fused = settings, rates, fused
         self.bytes_per_token = None if bytes_per_token is None else torch.from_numpy(np.asarray(bytes_per_token))
-        super().__init__(sliced_state=False, **arguments)
+        super().__init__(state_form="parts", **arguments)
 
     # ------------------------------------------------------------------ optimizer
 

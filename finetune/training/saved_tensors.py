@@ -1,9 +1,11 @@
-"""Tensors of a checkpoint (see state.py): copied and written; read back whole, or the part that a rank holds."""
+"""Tensors of a checkpoint (see state.py): copied and written; read whole, or the part that a rank holds."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from finetune.errors import FinetuneError
 from finetune.runtime import device as devices
@@ -20,6 +21,7 @@ from finetune.storage import durable_files
 MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's
 ALL_MOMENTS = (*MOMENTS, "momentum_buffer")  # and Muon's
 STATE_NAME = "state.json"
+Records = dict[str, dict[str, Any]]  # of files written, by name: size and SHA-256 (durable_files.write_hashed)
 
 
 def read_description(folder: Path) -> dict[str, Any]:
@@ -27,13 +29,24 @@ def read_description(folder: Path) -> dict[str, Any]:
     return description
 
 
-def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    save_file(tensors, path)
-    durable_files.share_file(path)
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Write float32 CPU tensors into a new file, synced; returns its record (durable_files.write_hashed).
+
+    Byte for byte what safetensors' `save_file` writes, which hashes nothing: the length of the header, the header as
+    JSON padded to 8 bytes, then the tensors by name (https://github.com/huggingface/safetensors#format).
+    """
+    names, header, end = sorted(tensors), {}, 0
+    for name in names:
+        begin, end = end, end + tensors[name].nbytes
+        header[name] = {"dtype": "F32", "shape": list(tensors[name].shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    contents = (tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data for name in names)
+    return durable_files.write_hashed(path, itertools.chain([len(text).to_bytes(8, "little") + text], contents))
 
 
-def write_description(folder: Path, description: dict[str, Any]) -> None:
-    (folder / STATE_NAME).write_text(json.dumps(description, indent=1), encoding="utf-8")
+def write_description(folder: Path, description: dict[str, Any]) -> dict[str, Any]:
+    return durable_files.write_hashed(folder / STATE_NAME, [json.dumps(description, indent=1).encode()])
 
 
 class HostCopies:
@@ -45,9 +58,6 @@ class HostCopies:
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
         self._devices: set[torch.device] = set()
-
-    def __bool__(self) -> bool:
-        return bool(self._buffers)
 
     def copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A float32 copy, to be waited for (`wait`)."""
@@ -76,29 +86,39 @@ class Snapshot:
     files: dict[str, dict[str, torch.Tensor]]
     description: dict[str, Any] | None
 
-    def write(self, folder: Path) -> list[str]:
-        """Write the files; returns their names."""
-        for name, tensors in self.files.items():
-            write_tensors(folder / name, tensors)
-        if self.description is None:
-            return list(self.files)
-        write_description(folder, self.description)
-        return [*self.files, STATE_NAME]
+    def write(self, folder: Path) -> Records:
+        """Write the files."""
+        records = {name: write_tensors(folder / name, tensors) for name, tensors in self.files.items()}
+        if self.description is not None:
+            records[STATE_NAME] = write_description(folder, self.description)
+        return records
 
 
 class SavedTensors:
-    """Whole tensors by name from either form on disk, one at a time."""
+    """Tensors by name from any form on disk, one at a time; a file is opened when something in it is asked for."""
 
     def __init__(self, folder: Path, kind: str) -> None:
-        self.folder = folder
+        self.folder, self.kind = folder, kind
         self.description = read_description(folder)
-        slices = self.description["slices"]
-        names = [f"{kind}-{rank:05d}.safetensors" for rank in range(slices)] if slices else [f"{kind}.safetensors"]
-        self.files = [safe_open(folder / name, framework="pt") for name in names]
-        self.names = frozenset(self.files[0].keys())
+        self._slices: int = self.description["slices"]
+        self._writers: dict[str, int] = self.description.get("writers", {})
+        self._opened: dict[str, Any] = {}
+        self._names: dict[str, frozenset[str]] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self.names
+        file = self._name_of_file(0 if self._slices else self._writers.get(self._parameter(name)))
+        if file not in self._names:
+            # A rank that had nothing to write wrote no file.
+            self._names[file] = frozenset(self._open(file).keys() if (self.folder / file).exists() else ())
+        return name in self._names[file]
+
+    def _name_of_file(self, rank: int | None) -> str:
+        return f"{self.kind}.safetensors" if rank is None else f"{self.kind}-{rank:05d}.safetensors"
+
+    def _open(self, file: str) -> Any:
+        if file not in self._opened:
+            self._opened[file] = safe_open(self.folder / file, framework="pt")
+        return self._opened[file]
 
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
         saved = {name: tuple(shape) for name, shape in self.description["shapes"].items()}
@@ -111,10 +131,14 @@ class SavedTensors:
                 fix="resume with the model and LoRA settings that the run was started with",
             )
 
-    def _shape(self, name: str) -> list[int]:
-        # Of moments the name has the key in front, the shapes have not.
+    @staticmethod
+    def _parameter(name: str) -> str:
+        # Of moments the name has the key in front, what describes the parameter has not.
         of_moment = name.startswith(tuple(f"{key}." for key in ALL_MOMENTS))
-        shape: list[int] = self.description["shapes"][name.split(".", 1)[1] if of_moment else name]
+        return name.split(".", 1)[1] if of_moment else name
+
+    def _shape(self, name: str) -> list[int]:
+        shape: list[int] = self.description["shapes"][self._parameter(name)]
         return shape
 
     def get(self, name: str) -> torch.Tensor:
@@ -127,18 +151,23 @@ class SavedTensors:
 
         Only these are read: a rank needs one of hundreds of slices of a large model's state.
         """
-        numel = math.prod(self._shape(name))
         found = torch.zeros(stop - start)
-        begin = 0
-        for file in self.files:
-            part = file.get_slice(name)
-            shape = part.get_shape()
-            end = min(begin + math.prod(shape), numel)  # slices are padded behind the parameter's end
-            low, high = max(start, begin), min(stop, end)
-            if low < high:
-                found[low - start : high - start] = _flat_of(part, shape, low - begin, high - begin)
-            begin += math.prod(shape)
+        for file, begin, low, high in self._places(name, start, stop):
+            part = self._open(file).get_slice(name)
+            found[low - start : high - start] = _flat_of(part, part.get_shape(), low - begin, high - begin)
         return found
+
+    def _places(self, name: str, start: int, stop: int) -> Iterator[tuple[str, int, int, int]]:
+        """Where the numbers `start` to `stop` lie: a file, the number that it begins with, and which of them it has."""
+        stop = min(stop, math.prod(self._shape(name)))
+        if start >= stop:
+            return
+        if not self._slices:
+            yield self._name_of_file(self._writers.get(self._parameter(name))), 0, start, stop
+            return
+        size = -(-math.prod(self._shape(name)) // self._slices)  # of each; the last are padded behind the end
+        for rank in range(start // size, -(-stop // size)):
+            yield self._name_of_file(rank), rank * size, max(start, rank * size), min(stop, (rank + 1) * size)
 
 
 def _flat_of(part: Any, shape: list[int], start: int, stop: int) -> torch.Tensor:

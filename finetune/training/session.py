@@ -14,6 +14,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,9 +142,10 @@ class Session:
     def _problem_in(self, checkpoint: Path) -> str | None:
         """What is wrong with the content of a checkpoint; the same on every rank, which all read their share of it.
 
-        16 ranks that each read all of a 32B model's state would read 6 TB.
+        16 ranks that each read all of a 32B model's state would read 6 TB. What a rank will load is in its share.
         """
-        mine = verify(checkpoint, reader=self.world.rank, readers=self.world.world_size)
+        share = partial(verify, checkpoint, reader=self.world.rank, readers=self.world.world_size)
+        mine = self.control.together(share).result()
         everyone = self.control.gather([mine.why, mine.unread])
         for rank, (why, unread) in enumerate(everyone):
             # A mount that failed on one node says nothing about the checkpoint, and going back would lose steps.

@@ -2,14 +2,16 @@
 
 The moments are Adam's two, or Muon's momentum: what torch's optimizer holds for the parameter.
 
-Two forms on disk, both safetensors plus `state.json`:
+Three forms on disk, all safetensors plus `state.json`:
 
-whole   `weights.safetensors`, `moments.safetensors`: float32, whole tensors by parameter name. Every layout but:
-slices  `weights-<rank>.safetensors`, `moments-<rank>.safetensors`: full-parameter ZeRO-3, where no rank could hold the
-        whole. Each rank's flat slice of each parameter; slices in rank order, cut to the parameter's size, are the
-        parameter.
+whole   `weights.safetensors`, `moments.safetensors`: float32, whole tensors by parameter name. LoRA, which peft reads
+        as it is, and one process.
+parts   `weights-<rank>.safetensors`, `moments-<rank>.safetensors`: whole tensors, each in the files of one rank, which
+        `writers` in `state.json` says. All parameters on several processes, but for ZeRO-3.
+slices  The same names: full-parameter ZeRO-3, where no rank could hold a whole. Each rank's flat slice of each
+        parameter; slices in rank order, cut to the parameter's size, are the parameter.
 
-Either form loads into any layout. Weights enter the model before DeepSpeed makes its engine (setting its float32
+Any form loads into any layout. Weights enter the model before DeepSpeed makes its engine (setting its float32
 masters afterwards is not enough: the first forward would still use the old weights); moments enter after.
 
 Of DeepSpeed (0.19.8) this uses deepspeed.utils.safe_* (documented) and, because its state is empty before the first
@@ -20,20 +22,22 @@ they are pickles, and belong to one ZeRO stage and one number of processes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 
+from finetune.storage.checkpoint_manifest import share_out
 from finetune.training.loss_scale import read_scale, restore_scale
 from finetune.training.saved_tensors import (
     ALL_MOMENTS,
     MOMENTS,
     STATE_NAME,
     HostCopies,
+    Records,
     SavedTensors,
     Snapshot,
     held_part,
@@ -44,6 +48,9 @@ from finetune.training.saved_tensors import (
 )
 
 NUMBER_BYTES = 12  # of a trained number in a checkpoint: float32 weight and Adam's two moments
+
+Form = Literal["whole", "parts", "slices"]
+Work = Callable[[], "dict[str, Any] | None"]
 
 
 def trainable(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -58,7 +65,7 @@ class TrainingState:
         engine: DeepSpeed's engine; None without DeepSpeed.
         optimizer: torch's optimizer; None under DeepSpeed.
         scaler: of float16's losses; None under DeepSpeed and in other dtypes.
-        sliced: full-parameter ZeRO-3.
+        form: on disk.
     """
 
     def __init__(
@@ -68,60 +75,78 @@ class TrainingState:
         engine: Any = None,
         optimizer: Any = None,
         scaler: Any = None,
-        sliced: bool = False,
+        form: Form = "whole",
     ) -> None:
-        self.model, self.engine, self.optimizer, self.sliced = model, engine, optimizer, sliced
-        self.scaler = scaler
+        self.model, self.engine, self.optimizer, self.scaler = model, engine, optimizer, scaler
+        self.form = form
 
     # ------------------------------------------------------------------ write
 
-    def save(self, folder: Path, *, rank: int, world_size: int) -> list[str]:
-        """Write this rank's files; every rank must call (tensors are gathered). Returns the names written here."""
+    def save(
+        self, folder: Path, *, rank: int, world_size: int, do: Callable[[Work], Any] = lambda work: work()
+    ) -> Records:
+        """Write this rank's files. Every rank must call: tensors are gathered.
+
+        Args:
+            do: does this rank's part of a file's writing; called by all ranks alike, as `Control.together` must be.
+        """
         self._link_stage_1_and_2()
-        names: list[str] = []
-        failure: BaseException | None = None
-        for name, keys in self._files(rank).items():
+        own = self._own(rank, world_size)
+        records: Records = {}
+        failure: OSError | None = None
+        for name, keys in self._files(rank, world_size).items():
+            tensors = self._collect(keys, names=own if failure is None else frozenset())
             try:
-                # One kind of tensors is gone again before the next is collected.
-                if tensors := self._collect(keys, keep=self._writes(rank) and failure is None):
-                    write_tensors(folder / name, tensors)
-                    names.append(name)
-            except (OSError, SafetensorError) as error:
+                if record := do(partial(write_tensors, folder / name, tensors) if tensors else lambda: None):
+                    records[name] = record
+            except OSError as error:
                 # The other ranks are in the next gathering already: take part in it to its end, then raise.
                 failure = error
+            del tensors  # one kind is gone again before the next is collected
         if failure is not None:
             raise failure
         if rank == 0:
-            names.append(STATE_NAME)
-            write_description(folder, self._description(world_size))
-        return names
+            records[STATE_NAME] = write_description(folder, self._description(world_size))
+        return records
 
     def snapshot(self, copies: HostCopies, *, rank: int, world_size: int) -> Snapshot:
         """Copy what `save` would write here, and write it later: training may go on. Every rank must call."""
         self._link_stage_1_and_2()
+        own = self._own(rank, world_size)
         files = {
-            name: self._collect(keys, keep=self._writes(rank), copy=copies.copy)
-            for name, keys in self._files(rank).items()
+            name: self._collect(keys, names=own, copy=copies.copy)
+            for name, keys in self._files(rank, world_size).items()
         }
         copies.wait()
         description = self._description(world_size) if rank == 0 else None
         return Snapshot({name: tensors for name, tensors in files.items() if tensors}, description)
 
-    def snapshot_bytes(self, rank: int) -> int:
+    def snapshot_bytes(self, rank: int, world_size: int) -> int:
         """Host memory that a snapshot takes on this rank, with two moments for every weight."""
-        if not self._writes(rank):
-            return 0
-        parameters: list[Any] = [parameter for _, parameter in trainable(self.model)]
-        if self.sliced:
-            return sum(NUMBER_BYTES * parameter.ds_tensor.numel() for parameter in parameters)
-        return sum(NUMBER_BYTES * getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
+        sizes, own = self._sizes(), self._own(rank, world_size)
+        return sum(NUMBER_BYTES * size for name, size in sizes.items() if name in own)
 
-    def _writes(self, rank: int) -> bool:
-        return self.sliced or rank == 0
+    def _sizes(self) -> dict[str, int]:
+        """Numbers of each parameter that a file holds."""
+        if self.form == "slices":
+            partitioned: Iterable[tuple[str, Any]] = trainable(self.model)
+            return {name: parameter.ds_tensor.numel() for name, parameter in partitioned}
+        return {name: getattr(p, "ds_numel", p.numel()) for name, p in trainable(self.model)}
 
-    def _files(self, rank: int) -> dict[str, tuple[str | None, ...]]:
+    def _writers(self, world_size: int) -> dict[str, int]:
+        """Which rank writes a parameter and its moments, where the ranks share them."""
+        return share_out(self._sizes(), world_size) if self.form == "parts" and world_size > 1 else {}
+
+    def _own(self, rank: int, world_size: int) -> frozenset[str]:
+        """The parameters that this rank writes."""
+        writers = self._writers(world_size)
+        everything = self.form == "slices" or (rank == 0 and not writers)
+        return frozenset(name for name, _ in trainable(self.model) if everything or writers.get(name) == rank)
+
+    def _files(self, rank: int, world_size: int) -> dict[str, tuple[str | None, ...]]:
         """Names of this rank's files of tensors, and which tensors of each parameter they hold: None is the weight."""
-        suffix = f"-{rank:05d}" if self.sliced else ""
+        shared = self.form == "slices" or (self.form == "parts" and world_size > 1)
+        suffix = f"-{rank:05d}" if shared else ""
         files: dict[str, tuple[str | None, ...]] = {f"weights{suffix}.safetensors": (None,)}
         # Of step 0 there are no moments: torch and DeepSpeed make them in the first step.
         if self.optimizer_step():
@@ -130,18 +155,18 @@ class TrainingState:
 
     def collect_weights(self, *, keep: bool) -> dict[str, torch.Tensor]:
         """Whole float32 trainable weights by name on ranks that `keep`; every rank must call."""
-        return self._collect((None,), keep=keep)
+        return self._collect((None,), names=frozenset(name for name, _ in trainable(self.model) if keep))
 
     def _collect(
         self,
         keys: tuple[str | None, ...],
         *,
-        keep: bool,
+        names: frozenset[str],
         copy: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, tensor: (
             tensor.detach().float().cpu().contiguous()
         ),
     ) -> dict[str, torch.Tensor]:
-        """Float32 CPU tensors by name; every rank takes part, and only those that write keep them.
+        """Float32 CPU tensors by name; every rank takes part, and keeps those of the parameters named.
 
         Without another `copy` they may be the trained ones themselves, which the next step changes.
         """
@@ -151,7 +176,7 @@ class TrainingState:
             for key in self._held(parameter, keys):
                 tensor = self._get(parameter, key)
                 # Copied out at once where it is kept, and let go where not: one whole tensor on the device at a time.
-                if keep:
+                if name in names:
                     saved_name = name if key is None else f"{key}.{name}"
                     tensors[saved_name] = copy(saved_name, tensor)
         return tensors
@@ -164,7 +189,10 @@ class TrainingState:
 
     def _description(self, world_size: int) -> dict[str, Any]:
         shapes = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in trainable(self.model)}
-        facts = {"slices": world_size if self.sliced else 0, "optimizer_step": self.optimizer_step()}
+        slices = world_size if self.form == "slices" else 0
+        facts: dict[str, Any] = {"slices": slices, "optimizer_step": self.optimizer_step()}
+        if writers := self._writers(world_size):
+            facts["writers"] = writers
         scale = read_scale(self.scaler, self.engine)
         return facts | ({} if scale is None else {"loss_scale": scale}) | {"shapes": shapes}
 
@@ -174,8 +202,8 @@ class TrainingState:
         from deepspeed import utils
 
         # Full-parameter ZeRO-3 reads its own slice, which needs no other rank. With LoRA under ZeRO-3, as under
-        # ZeRO-1/2, the whole is gathered: it is small, and rank 0 writes a file that peft can read.
-        if self.sliced:
+        # ZeRO-1/2, the whole is gathered; an adapter is small, and rank 0 writes a file that peft can read.
+        if self.form == "slices":
             return (
                 utils.safe_get_local_fp32_param(parameter)
                 if key is None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ from finetune.training.executor import StepExecutor
 from finetune.training.guards import NonFiniteGuard, SpikeDetector, StepOutcomes, step_engine
 from finetune.training.metrics import ComputeCost, StepMeter, line_facts, progress_text
 from finetune.training.optimizers import skip_where
-from finetune.training.state import TrainingState, whole_weights
+from finetune.training.state import Form, TrainingState, whole_weights
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -50,7 +51,7 @@ class RunTrainer(Trainer):
         step_batches: the training steps on this rank.
         eval_step_batches: the validation batches on this rank; None without validation data.
         make_executor: makes the step executor once accelerate is there.
-        sliced_state: full-parameter ZeRO-3, whose checkpoints are slices.
+        state_form: of its checkpoints (training/state.py).
         num_workers: loader processes.
         cost: for the utilisation in the log; None where it is not counted.
     """
@@ -71,7 +72,7 @@ class RunTrainer(Trainer):
         context: RunContext,
         make_executor: Callable[[Accelerator], StepExecutor],
         head: ChunkedHead | None,
-        sliced_state: bool,
+        state_form: Form,
         num_workers: int,
         cost: ComputeCost | None = None,
         **trainer_arguments: Any,
@@ -82,7 +83,7 @@ class RunTrainer(Trainer):
         self.remove_callback(ProgressCallback)
         self.add_callback(_StepEnd(self))
         self.step_batches, self.eval_step_batches, self.context = step_batches, eval_step_batches, context
-        self.head, self.sliced_state, self.num_workers = head, sliced_state, num_workers
+        self.head, self.state_form, self.num_workers = head, state_form, num_workers
         self.executor = make_executor(self.accelerator)
         self.executor.on_out_of_memory = self._log_out_of_memory
         self.meter = StepMeter(context.difficulty_names, self.args.device, cost)
@@ -149,7 +150,7 @@ class RunTrainer(Trainer):
             engine=self.model_wrapped if self.is_deepspeed_enabled else None,
             optimizer=None if self.is_deepspeed_enabled else self.optimizer.optimizer,
             scaler=None if self.is_deepspeed_enabled else self.accelerator.scaler,
-            sliced=self.sliced_state,
+            form=self.state_form,
         )
 
     # ------------------------------------------------------------------ a step
@@ -372,11 +373,10 @@ class RunTrainer(Trainer):
     def save_output(self, output_dir: Path) -> None:
         """Put the result into the run folder: written beside, reopened, then moved in. Every rank calls."""
         progress.begin_save(self.context.control.timeout_seconds)
-        weights = self.output_weights()
-        if self.is_world_process_zero():
-            put_output(output_dir, lambda folder: self.write_output(folder, weights))
+        weights, main = self.output_weights(), self.is_world_process_zero()
+        write = partial(put_output, output_dir, lambda folder: self.write_output(folder, weights))
         # The others must not end, and have a launcher tear the run down, while rank 0 writes.
-        self.context.control.barrier()
+        self.context.control.together(write if main else lambda: None).result()
 
     def whole_weights(self, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
         """Whole parameters and buffers on rank 0's CPU, parameters in `dtype` (None: as they are). Every rank calls."""

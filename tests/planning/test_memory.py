@@ -165,12 +165,12 @@ def test_weights_of_the_files_own_dtype_are_the_mapped_files():
     assert memory_of(sliced).process(("load",)) == 4 * shape.total + 4 * -(-shape.total // 2)  # rank 0 reads all of it
 
 
-@pytest.mark.parametrize(("stage", "share"), [(2, 1), (3, 8)])
-def test_the_copy_that_is_saved_behind_the_training_is_there_while_it_trains(stage: int, share: int):
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_copy_that_is_saved_behind_the_training_is_there_while_it_trains(stage: int):
     shape = known_shape("Qwen/Qwen2.5-7B")
     work = workload(shape, lora=False, sharding=Sharding(engine=True, stage=stage), devices=8)
     behind, waited = memory_of(replace(work, saves_behind=True)), memory_of(work)
-    copy = 12 * -(-shape.total // share)
+    copy = 12 * -(-shape.total // 8)  # each process its share
     for phase in ("gather", "rows", "reduce", "update"):
         assert behind.in_phase("host", phase) - waited.in_phase("host", phase) == copy
     assert behind.in_phase("host", "save") - waited.in_phase("host", "save") == copy // 3

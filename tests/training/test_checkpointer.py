@@ -9,7 +9,6 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 import torch
 from file_system_calls import killed_at
 from safetensors.torch import save_file
+from thread_ranks import Meeting, ThreadControl
 
 from finetune.errors import FinetuneError
 from finetune.runtime.host import HostMeter, HostUse
@@ -24,18 +24,19 @@ from finetune.storage import durable_files
 from finetune.storage.checkpoint_files import CheckpointWriter, clean_staging, list_checkpoints, newest_valid, verify
 from finetune.storage.run_folder import SampleLog
 from finetune.storage.run_log import RunLog, read_jsonl_tolerant
+from finetune.training import saved_tensors
 from finetune.training.checkpointer import Checkpointer
 from finetune.training.control import Control
-from finetune.training.saved_tensors import HostCopies
+from finetune.training.saved_tensors import HostCopies, Snapshot, write_tensors
 from finetune.training.state import TrainingState
 
 
 class Saved:
     """A state that writes one file, as rank 0's share of a sliced one."""
 
-    def save(self, folder: Path, *, rank: int, world_size: int) -> list[str]:
-        save_file({"x": torch.zeros(3)}, folder / "weights-00000.safetensors")
-        return ["weights-00000.safetensors"]
+    def save(self, folder: Path, **_: Any) -> dict[str, Any]:
+        name = "weights-00000.safetensors"
+        return {name: write_tensors(folder / name, {"x": torch.zeros(3)})}
 
 
 def test_a_name_of_another_rank_that_does_not_stay_is_nobodys_loss(tmp_path: Path):
@@ -127,14 +128,14 @@ def contents(folder: Path) -> dict[str, bytes]:
 def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Threads of saves wait before they write anything, until this is set."""
     go_on = threading.Event()
-    plain = Checkpointer._write
+    plain = Snapshot.write
 
-    def write(self: Checkpointer, *arguments: Any) -> Any:
+    def write(self: Snapshot, folder: Path) -> Any:
         if threading.current_thread() is not threading.main_thread():
             assert go_on.wait(60)
-        return plain(self, *arguments)
+        return plain(self, folder)
 
-    monkeypatch.setattr(Checkpointer, "_write", write)
+    monkeypatch.setattr(Snapshot, "write", write)
     return go_on
 
 
@@ -213,7 +214,7 @@ def test_a_host_without_memory_for_the_copies_lets_training_wait(
 ) -> None:
     saver, training = checkpointer(tmp_path), Training().train(1)
     state, copies = training.state(), HostCopies()
-    needed = state.snapshot_bytes(0)
+    needed = state.snapshot_bytes(0, 1)
     tensors = state.snapshot(copies, rank=0, world_size=1).files
     assert needed == sum(tensor.nbytes for file in tensors.values() for tensor in file.values())
     host = HostUse(None, 1.0, memory_used_bytes=0, memory_total_bytes=needed)
@@ -221,7 +222,7 @@ def test_a_host_without_memory_for_the_copies_lets_training_wait(
     for step in (1, 2):
         with caplog.at_level(logging.WARNING, "finetune"):
             saver.save(step, training.train(step).state())
-        assert saver.last == f"checkpoint-{step}" and not saver._copies
+        assert saver.last == f"checkpoint-{step}" and not saver._copies_made
     assert caplog.text.count("no memory for a copy of the state") == 1
 
 
@@ -244,69 +245,34 @@ def test_lines_of_later_steps_are_there_when_it_is_published_and_cut_on_resume(
         assert samples.kept_steps == [1, 2]
 
 
-class Meeting:
-    """Where two ranks that are threads meet; a call by any other thread, or of another kind, fails."""
-
-    def __init__(self) -> None:
-        self.barrier, self.items, self.ranks = threading.Barrier(2, timeout=60), [None, None], {}
-
-    def gather(self, kind: str, item: object) -> list[Any]:
-        rank = self.ranks[threading.get_ident()]
-        self.items[rank] = json.loads(json.dumps([kind, item]))
-        self.barrier.wait()
-        found = list(self.items)
-        self.barrier.wait()
-        assert found[0][0] == found[1][0], f"ranks are in different collectives: {found}"
-        return [value for _, value in found]
-
-
-class MeetingControl(Control):
-    def __init__(self, meeting: Meeting) -> None:
-        super().__init__(1)
-        self.world_size, self.meeting = 2, meeting
-
-    def any(self, flag: bool) -> bool:
-        return any(self.meeting.gather("any", flag))
-
-    def gather(self, item: object) -> list[Any]:
-        return self.meeting.gather("gather", item)
-
-
 @pytest.mark.parametrize("fails", [None, "write", "publish"])
 def test_ranks_agree_at_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str | None) -> None:
     """Rank 1's thread takes three steps longer; only the threads that train ever meet."""
-    meeting = Meeting()
-    late, plain = threading.Event(), CheckpointWriter.seal
+    meeting = Meeting(2)
+    late, plain = threading.Event(), write_tensors
 
-    def seal(writer: CheckpointWriter, names: Any) -> Any:
-        if any("00001" in name for name in names):
+    def write(path: Path, tensors: Any) -> Any:
+        if "00001" in path.name:
             assert late.wait(60)
             if fails == "write":
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return plain(writer, names)
+        return plain(path, tensors)
 
     def publish(*arguments: Any) -> Path:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    class Sliced(TrainingState):
-        """Each rank has a file of its own; the model stands in for its slice."""
-
-        def _files(self, rank: int) -> dict[str, Any]:
-            return {f"weights-{rank:05d}.safetensors": (None,)}
-
-    monkeypatch.setattr(CheckpointWriter, "seal", seal)
+    monkeypatch.setattr(saved_tensors, "write_tensors", write)
     if fails == "publish":
         monkeypatch.setattr(CheckpointWriter, "publish", publish)
 
     def rank(number: int) -> list[tuple[int, str]]:
-        meeting.ranks[threading.get_ident()] = number
         heard: list[tuple[int, str]] = []
         saver = checkpointer(
-            tmp_path, MeetingControl(meeting), rank=number, model_files=lambda weights: lambda folder: None
+            tmp_path, ThreadControl(meeting), rank=number, model_files=lambda weights: lambda folder: None
         )
         monkeypatch.setattr(saver, "_has_memory", lambda state: True)
         training = Training().train(1)
-        saver.save(1, Sliced(training.model, optimizer=training.optimizer, sliced=True))
+        saver.save(1, TrainingState(training.model, optimizer=training.optimizer, form="parts"))
         for step in range(2, 40):
             training.train(step)
             if step == 4:
@@ -321,21 +287,52 @@ def test_ranks_agree_at_the_same_step(tmp_path: Path, monkeypatch: pytest.Monkey
                 threading.Event().wait(0.05)
         return heard
 
-    with ThreadPoolExecutor(2) as ranks:
-        first, second = ranks.map(rank, (0, 1))
-    ((step, told),), ((other_step, other_told),) = first, second
+    ((step, told),), ((other_step, other_told),) = meeting.run(rank)
     assert step == other_step and step >= 4
     if fails is None:
         assert told == other_told == "checkpoint-1"
-        assert sorted(contents(tmp_path / "checkpoint-1"))[2:] == [
-            "weights-00000.safetensors",
-            "weights-00001.safetensors",
-        ]
+        names = {f"{kind}-{rank:05d}.safetensors" for kind in ("weights", "moments") for rank in (0, 1)}
+        assert set(contents(tmp_path / "checkpoint-1")) == names | {"manifest.json", "state.json"}
     else:
         failed, other = (told, other_told) if fails == "publish" else (other_told, told)
         assert failed.startswith("checkpoint-1 could not be written")
         assert f"rank {int(fails == 'write')} could not save the checkpoint" in other
         assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("form", ["whole", "parts"])
+@pytest.mark.parametrize("behind", [True, False])
+def test_ranks_with_nothing_to_write_meet_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Any, behind: bool
+) -> None:
+    """Of two tensors the third rank writes none, and of an adapter rank 0 writes all; each has as many questions."""
+    monkeypatch.setattr(Checkpointer, "_has_memory", lambda self, state: True)
+    meeting = Meeting(3)
+
+    def rank(number: int) -> str | None:
+        saver = checkpointer(
+            tmp_path,
+            ThreadControl(meeting),
+            rank=number,
+            behind=behind,
+            model_files=lambda weights: lambda folder: (folder / "tokenizer.json").write_text("{}"),
+        )
+        training = Training()
+        with saver:
+            for step in (1, 2, 3):
+                saver.save(step, TrainingState(training.train(step).model, optimizer=training.optimizer, form=form))
+                saver.poll()
+            saver.save(4, TrainingState(training.train(4).model, optimizer=training.optimizer, form=form), wait=True)
+        return saver.last
+
+    assert meeting.run(rank) == ["checkpoint-4"] * 3
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == ["checkpoint-3", "checkpoint-4"]
+    for folder in list_checkpoints(tmp_path):
+        assert verify(folder).valid
+        loaded = Training()
+        loaded.state().load_weights(folder)
+        expected = Training().train(int(folder.name[-1])).model.state_dict()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.model.state_dict().items())
 
 
 @pytest.mark.parametrize("torn", [False, True])
