@@ -224,7 +224,7 @@ def _take_event(events: list[dict[str, Any]], raw: bytes) -> None:
 
 
 def _merged(sources: Iterable[Sequence[Message]]) -> list[Message]:
-    """The messages of several sources by time; those of one source stay in their order, also where its clock went back."""
+    """The messages of several sources by time; those of one source stay in order, also where its clock went back."""
     timed: list[tuple[float, Message]] = []
     for messages in sources:
         latest = accumulate((message.time or 0.0 for message in messages), max)

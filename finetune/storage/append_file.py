@@ -17,8 +17,8 @@ class AppendFile:
     """Appends pieces to a file, each with a single unbuffered write: a crash tears at most the last.
 
     Where the disk is full, what a piece had taken of it is given back, so that the next one, once there is room again,
-    does not follow half of it. Where another file, or none, has the name (logrotate has renamed it, somebody has removed
-    it), a new one is begun within `LOOK_SECONDS`; one that is copied and cut is simply written on.
+    does not follow half of it. Where another file, or none, has the name (logrotate has renamed it, somebody has
+    removed it), a new one is begun within `LOOK_SECONDS`; one that is copied and cut is simply written on.
 
     Raises:
         OSError: the file cannot be opened; it is a link.

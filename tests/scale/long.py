@@ -299,7 +299,7 @@ def document(plan: Plan, seen: list[dict[str, Any]], found: dict[str, Any], read
     ]
     table = "\n".join(f"| {name} | {first} | {last} |" for name, first, last in rows)
     a_step = {name: size / plan.steps for name, size in found["sizes"].items()}
-    week = 604_800
+    week = a_step["trainer_log.jsonl"] * WEEK_SECONDS / 1e9
     files = "\n".join(
         f"| `{name}` | {found['sizes'][name] / MIB:,.1f} | {a_step[name]:,.0f} |" for name in found["sizes"]
     )
@@ -307,9 +307,9 @@ def document(plan: Plan, seen: list[dict[str, Any]], found: dict[str, Any], read
     return f"""
 {plan.steps:,} optimizer steps through the whole of a run (`make scale PART=long`), with a model that computes nothing:
 Trainer's loop, sampler, curriculum, both logs, the sample log, TensorBoard, {found["evaluations"]} evaluations and
-{found["saves"]} checkpoints of which 2 are kept. {found["nonfinite"]} losses were NaN and {found["spikes"]} were spikes:
-each was skipped or told, and no other. A third of the way on the clock jumped an hour ahead, later two back; the rank's
-log was rotated once by name and once by copying and cutting. It took {found["seconds"] / 60:.0f} minutes on one core.
+{found["saves"]} checkpoints of which 2 are kept. {found["nonfinite"]} losses were NaN and {found["spikes"]} were
+spikes: each was skipped or told, and no other. A third of the way on the clock jumped an hour ahead, later two back;
+the rank's log was rotated once by name, once by copying and cutting. It took {found["seconds"] / 60:.0f} minutes.
 
 | | first steps | last steps |
 |---|---:|---:|
@@ -322,8 +322,9 @@ a step: `tests/scale/test_long.py` counts.
 |---|---:|---:|
 {files}
 
-Nothing is rotated: a step is worth its line, and at a step a second a week is {week:,} steps, {a_step["trainer_log.jsonl"] * week / 1e9:.1f}
-GB of `trainer_log.jsonl`. A rank's log has a line in 10 s, 6 MB a week. `--logging-steps 10` makes a tenth of the lines.
+Nothing is rotated or thinned: a step is worth its line. At a step a second, a week is {WEEK_SECONDS:,} steps and
+{week:.1f} GB of `trainer_log.jsonl`; `--logging-steps 10` makes a tenth of it. A rank's log has a line in 10 s: 6 MB
+a week.
 
 | reader | run of | seconds | memory, MiB | |
 |---|---:|---:|---:|---|

@@ -62,10 +62,13 @@ def test_a_step_makes_as_many_system_calls_as_any_other(looks: list[dict[str, An
 
 
 def test_a_step_leaves_nothing_behind(looks: list[dict[str, Any]]):
-    """Trainer's own log of a run keeps 30 blocks a step."""
-    growth = statistics.linear_regression([look["step"] for look in looks], [look["blocks"] for look in looks]).slope
-    assert growth < 2
-    assert len({(look["open_files"], look["threads"]) for look in looks}) == 1
+    """The lines of the log alone, kept as Trainer keeps them, are 20 blocks of memory a step."""
+    settled = [look for look in looks if look["step"] > SAVE_EVERY + 1]
+    growth = statistics.linear_regression(
+        *zip(*((look["step"], look["blocks"]) for look in settled), strict=True)
+    ).slope
+    assert growth < 5
+    assert len(settled) >= 3 and len({(look["open_files"], look["threads"]) for look in settled}) == 1
 
 
 def test_the_picture_and_the_report_stand_the_clock(run: Path):

@@ -219,7 +219,7 @@ def test_a_long_run_stays_a_small_file(tmp_path: Path):
 
 
 def test_nothing_out_of_the_ordinary_is_thinned_away(tmp_path: Path):
-    """Of 30,000 steps one spike, one dip and a skipped step; the spike and two skips of thrown-away training are not."""
+    """Of 30,000 steps one spike, one dip and a skipped step; what was thrown away with its training is left out."""
     folder = make_run(tmp_path / "one", steps=0)
     losses = {7_001: None, 12_345: 1.9, 23_456: 0.2}
     records = [step(n, loss=losses.get(n, 1.0 + 0.5 * math.sin(n))) for n in range(1, 30_001)]
