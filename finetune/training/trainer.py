@@ -316,7 +316,7 @@ class RunTrainer(Trainer):
             logger.info("step %d  %s", step, "  ".join(f"{k} {v:.4f}" for k, v in logs.items()))
         self.measured.update({} if "train_loss" in logs else {"step": step, **logs})
         super().log(logs, start_time)
-        self.state.log_history.clear()  # Trainer keeps every line, which nothing reads: 2 kB a step for weeks
+        self.state.log_history.clear()  # Trainer keeps every line, which nothing reads: a kilobyte a step for weeks
         self.context.runlog.curves(step, logs)
 
     def _look_for_spike(self, step: int, loss: float) -> None:

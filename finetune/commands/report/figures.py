@@ -83,7 +83,7 @@ def _marked(marks: Sequence[Mark]) -> str:
     spikes = sum(mark.kind == "spike" for mark in marks)
     if not marks:
         return ""
-    return _("Red, at the top: {spikes} spikes; at the bottom: {skipped} steps that were skipped.").format(
+    return _("Red: spikes at the top ({spikes}), skipped steps at the bottom ({skipped}).").format(
         spikes=spikes, skipped=len(marks) - spikes
     )
 

@@ -247,7 +247,7 @@ def test_nothing_out_of_the_ordinary_is_thinned_away(tmp_path: Path):
         assert x == pytest.approx(LEFT + (number - 1) / 29_999 * (WIDTH - LEFT - RIGHT), abs=1.5)
     assert re.findall(r'class="(spike|nonfinite)"', svg) == ["nonfinite", "spike"]
     assert "step 7001 was skipped" in svg and "step 12345: loss 1.9000 is a spike" in svg and "15000" not in svg
-    assert "1 spikes; at the bottom: 1 steps" in page.text
+    assert "spikes at the top (1), skipped steps at the bottom (1)" in page.text
 
 
 def test_a_report_in_chinese_has_no_heading_in_english(tmp_path: Path):
