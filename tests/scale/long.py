@@ -222,23 +222,32 @@ def sizes(output_dir: Path) -> dict[str, int]:
 # ---------------------------------------------------------------- readers
 
 
-def timed(arguments: Sequence[str]) -> tuple[float, float]:
-    """Seconds and the most memory in bytes of a command of the package."""
+# Runs a command of the package; says the processor time and the most memory that its process has taken.
+MEASURED = """
+import sys, time
+from finetune.__main__ import main
+main(sys.argv[1:])
+peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(time.process_time(), int(peak.split()[1]) * 1024, file=sys.stderr)
+"""
+
+
+def measured(arguments: Sequence[str]) -> list[str]:
+    """Seconds by the clock and of the processor, and the most memory in MiB, of a command of the package."""
     began = time.perf_counter()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "finetune", *arguments], stdout=subprocess.DEVNULL, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    _, _, usage = os.wait4(process.pid, 0)
-    process.returncode = 0
-    return time.perf_counter() - began, usage.ru_maxrss * 1024
+    words = [sys.executable, "-c", MEASURED, *arguments]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, check=True)
+    seconds = time.perf_counter() - began
+    processor, peak_bytes = map(float, done.stderr.splitlines()[-1].split())
+    return [f"{seconds:.1f}", f"{processor:.1f}", f"{peak_bytes / MIB:,.0f}"]
 
 
-def refresh_seconds(folder: Path) -> float:
-    """Of the monitor's picture after a line more, the median of several."""
+def refresh_seconds(folder: Path) -> tuple[float, float]:
+    """Of the monitor's picture after a line more, by the clock and of the processor: medians of several."""
     from rich.console import Console
 
-    from finetune.commands.monitor.dashboard import Dashboard
+    from finetune.commands.monitor.dashboard import Dashboard, Machine
     from finetune.runs.reader import open_run
 
     reader = open_run(folder)
@@ -247,10 +256,11 @@ def refresh_seconds(folder: Path) -> float:
     for number in range(1, 8):
         with (folder / "trainer_log.jsonl").open("a") as file:
             file.write(json.dumps(last | {"step": last["step"] + number}) + "\n")
-        began = time.perf_counter()
-        console.print(Dashboard(reader.poll()))
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
+        began, processor_began = time.perf_counter(), time.process_time()
+        console.print(Dashboard(reader.poll(), Machine()))
+        seconds.append((time.perf_counter() - began, time.process_time() - processor_began))
+    by_clock, of_processor = zip(*seconds, strict=True)
+    return statistics.median(by_clock), statistics.median(of_processor)
 
 
 def longer(source: Path, folder: Path, times: int) -> Path:
@@ -326,8 +336,8 @@ Nothing is rotated or thinned: a step is worth its line. At a step a second, a w
 {week:.1f} GB of `trainer_log.jsonl`; `--logging-steps 10` makes a tenth of it. A rank's log has a line in 10 s: 6 MB
 a week.
 
-| reader | run of | seconds | memory, MiB | |
-|---|---:|---:|---:|---|
+| reader | run of | seconds | of the processor | memory, MiB | |
+|---|---:|---:|---:|---:|---|
 {read}
 
 Largest case that was really run: {plan.steps:,} steps in one process on a CPU; the longer runs that are read have its
@@ -341,20 +351,17 @@ def measure_readers(folder: Path, run: Path, steps: int) -> list[list[str]]:
         runs.append((longer(run, folder / "longer", 5), 5 * steps))
     rows = []
     for one, count in runs:
-        seconds, memory = timed(["report", str(one), "--lang", "en"])
-        size = (one / "report.html").stat().st_size
-        rows.append(
-            ["`report`", f"{count:,}", f"{seconds:.1f}", f"{memory / MIB:,.0f}", f"a page of {size / 1e6:.2f} MB"]
-        )
-        seconds, memory = timed(["monitor", str(one), "--once", "--lang", "en"])
-        rows.append(["`monitor`, the first look", f"{count:,}", f"{seconds:.1f}", f"{memory / MIB:,.0f}", ""])
+        numbers = measured(["report", str(one), "--lang", "en"])
+        page = (one / "report.html").stat().st_size / 1e6
+        rows.append(["`report`", f"{count:,}", *numbers, f"a page of {page:.2f} MB"])
+        rows.append(["`monitor`, the first look", f"{count:,}", *measured(["monitor", str(one), "--once"]), ""])
         scratch = shutil.copytree(one, folder / f"refreshed-{count}", ignore=shutil.ignore_patterns("checkpoint-*"))
-        rows.append(["`monitor`, each later look", f"{count:,}", f"{refresh_seconds(scratch):.3f}", "", "a line more"])
+        seconds, processor = refresh_seconds(scratch)
+        rows.append(["`monitor`, each later look", f"{count:,}", f"{seconds:.3f}", f"{processor:.3f}", "", ""])
         shutil.rmtree(scratch)
-    seconds, memory = timed(["diagnose", str(failed(run, folder / "failed"))])
-    rows.append(["`diagnose`", f"{steps:,}", f"{seconds:.1f}", f"{memory / MIB:,.0f}", "a week's log of a rank"])
-    seconds, memory = timed(["checkpoints", str(run)])
-    rows.append(["`checkpoints`", f"{steps:,}", f"{seconds:.1f}", f"{memory / MIB:,.0f}", "2 small ones"])
+    numbers = measured(["diagnose", str(failed(run, folder / "failed"))])
+    rows.append(["`diagnose`", f"{steps:,}", *numbers, "a week's log of a rank"])
+    rows.append(["`checkpoints`", f"{steps:,}", *measured(["checkpoints", str(run)]), "2 small ones"])
     return rows
 
 

@@ -62,7 +62,7 @@ def test_a_step_makes_as_many_system_calls_as_any_other(looks: list[dict[str, An
 
 
 def test_a_step_leaves_nothing_behind(looks: list[dict[str, Any]]):
-    """The lines of the log alone, kept as Trainer keeps them, are 20 blocks of memory a step."""
+    """The lines of the log alone, kept as Trainer keeps them, are 30 blocks of memory a step."""
     settled = [look for look in looks if look["step"] > SAVE_EVERY + 1]
     growth = statistics.linear_regression(
         *zip(*((look["step"], look["blocks"]) for look in settled), strict=True)

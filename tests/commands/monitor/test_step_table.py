@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from finetune.runs import step_table
 from finetune.runs.step_table import MOST_COLUMNS, RECENT_STEPS, Points, StepTable
 
 VALUES = st.one_of(
@@ -25,9 +28,17 @@ def as_listed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
+@pytest.fixture(autouse=True, scope="module")
+def block_lines() -> Iterator[None]:
+    before = step_table.BLOCK_LINES
+    yield
+    step_table.BLOCK_LINES = before
+
+
 @settings(max_examples=200, deadline=None)
-@given(LINES)
-def test_it_has_what_a_list_of_the_lines_has(lines: list[tuple[int, dict[str, Any]]]):
+@given(st.sampled_from((1, 3, 1000)), LINES)
+def test_it_has_what_a_list_of_the_lines_has(block: int, lines: list[tuple[int, dict[str, Any]]]):
+    step_table.BLOCK_LINES = block
     records = [{"step": step, **more} for step, more in lines]
     table, kept = StepTable(records), as_listed(records)
     assert table.steps.tolist() == [record["step"] for record in kept] and len(table) == len(kept)
