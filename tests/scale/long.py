@@ -317,9 +317,9 @@ def document(plan: Plan, seen: list[dict[str, Any]], found: dict[str, Any], read
     return f"""
 {plan.steps:,} optimizer steps through the whole of a run (`make scale PART=long`), with a model that computes nothing:
 Trainer's loop, sampler, curriculum, logs, TensorBoard, {found["evaluations"]} evaluations, {found["saves"]} checkpoints
-of which 2 are kept. {found["nonfinite"]} losses were NaN and {found["spikes"]} were spikes: each was skipped or told, and no other. A third of the way on the clock jumped an hour ahead, later two back;
-the rank's log was rotated once by name, once by copying and cutting. It took {found["seconds"] / 60:.0f} minutes by the
-clock.
+of which 2 are kept. {found["nonfinite"]} losses were NaN and {found["spikes"]} were spikes: each was skipped or told,
+and no other. A third of the way on the clock jumped an hour ahead, later two back; the rank's log was rotated once by
+name, once by copying and cutting. It took {found["seconds"] / 60:.0f} minutes by the clock.
 
 | | first steps | last steps |
 |---|---:|---:|
@@ -340,9 +340,9 @@ a week.
 |---|---:|---:|---:|---:|---|
 {read}
 
-The load average was {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores: it is the processor's time that says what a reader
-costs. Of a finished run's `report`, more than half is torch and transformers, which the memory table needs whatever the
-run's length.
+The load average was {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores: it is the processor's time that tells what a step
+or a reader costs, and that too grows by a third with what else runs. Of a finished run's `report`, more than half is torch and transformers, which the memory table needs
+whatever the run's length.
 
 Largest case that was really run: {plan.steps:,} steps in one process on a CPU; the longer runs that are read have its
 lines several times over.

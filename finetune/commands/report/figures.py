@@ -90,8 +90,9 @@ def _marked(marks: Sequence[Mark]) -> str:
 
 def _smoothed(points: Points) -> Points:
     """Several curves in one frame are readable only as means over some steps."""
-    window = max(1, len(points) // 25)
-    chunks = [points[start : start + window] for start in range(0, len(points), window)]
+    parts = len(points) // max(1, len(points) // 25)
+    ends = [number * len(points) // parts for number in range(1, parts + 1)]  # of one size: a short last one would jump
+    chunks = [points[start:end] for start, end in zip([0, *ends], ends, strict=False)]
     return Points.of([(chunk[len(chunk) // 2][0], float(chunk.y.mean())) for chunk in chunks])
 
 

@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from fake_runs import DIFFICULTIES, line, make_run, start_event, step
@@ -19,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.__main__ import main as finetune
+from finetune.commands.report import figures
 from finetune.commands.report.charts import (
     BOTTOM,
     HEIGHT,
@@ -34,6 +36,7 @@ from finetune.commands.report.charts import (
 )
 from finetune.commands.report.command import build_report
 from finetune.runs.reader import open_run
+from finetune.runs.step_table import Points
 from finetune.runtime.language import speaking
 
 TAGS = frozenset(
@@ -248,6 +251,15 @@ def test_nothing_out_of_the_ordinary_is_thinned_away(tmp_path: Path):
     assert re.findall(r'class="(spike|nonfinite)"', svg) == ["nonfinite", "spike"]
     assert "step 7001 was skipped" in svg and "step 12345: loss 1.9000 is a spike" in svg and "15000" not in svg
     assert "spikes at the top (1), skipped steps at the bottom (1)" in page.text
+
+
+def test_the_last_mean_is_of_as_many_steps_as_the_others():
+    """Of 20,021 steps, 21 would be left over; a spike among them is not the end of the curve."""
+    points = Points(np.arange(20_021), np.ones(20_021))
+    points.y[-1] = 500.0
+    smoothed = figures._smoothed(points)
+    assert len(smoothed) in (25, 26) and smoothed.y[-1] < 2 and figures._smoothed(points[:7]) == points[:7]
+    assert len(figures._smoothed(points[:0])) == 0
 
 
 def test_a_report_in_chinese_has_no_heading_in_english(tmp_path: Path):
