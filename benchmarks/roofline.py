@@ -5,6 +5,7 @@
     python benchmarks/roofline.py --model nanochat-d12 --set device_batch_size=32 --device A100 --json out.json
     python benchmarks/roofline.py --update-counts                     # renew benchmarks/roofline_counts.json
     python benchmarks/roofline.py --check-cpu                         # a small model's real step on this CPU beside it
+    python benchmarks/roofline.py --check-compiled                    # what Inductor makes of a step beside `fused`
 
 The step is the product's own (roofline_runs.py), recorded operator by operator (roofline_trace.py) for a model of two
 blocks and of four; the whole model's figures follow from the two linearly, unless --layers all. A kernel takes the
@@ -292,6 +293,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write all numbers there")
     parser.add_argument("--update-counts", action="store_true", help="write the counts that a test compares with")
     parser.add_argument("--check-cpu", action="store_true", help="predict and measure a small model's step here")
+    parser.add_argument("--check-compiled", action="store_true", help="what Inductor makes of a step, beside `fused`")
     options = parser.parse_args()
     if options.update_counts:
         COUNTS.write_text(json.dumps(counts(), indent=2) + "\n", encoding="utf-8")
@@ -300,6 +302,10 @@ def main() -> int:
         from roofline_cpu import check
 
         return check()
+    if options.check_compiled:
+        from roofline_cpu import check_compiled
+
+        return check_compiled()
     found = []
     print(HEADER)
     for case, rows in chosen(options):

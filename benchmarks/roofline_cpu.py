@@ -1,21 +1,25 @@
-"""The roofline's prediction beside a real step: a small model on one core of this CPU, with peaks measured beside it.
+"""The roofline beside a real step on one core of this CPU: a small model, with peaks measured beside it.
 
 Measured are each product and each attention of the step at its own shape and dtype, a copy into new memory, and an
 operator on one number; predicted is the sum over the recorded operators. Seconds are those of the thread's own CPU
 time, the least of several, because other programs may run here.
+
+`fused`, the bound of what a compiler can reach, stands beside what Inductor makes of the same microbatch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from roofline_runs import Case, StepsAreDone, build, device_branch, run_config, trace
-from roofline_trace import Kernel
+from roofline_trace import Kernel, fused
 from torch.nn.functional import scaled_dot_product_attention
 
 SMALL = {
@@ -56,14 +60,18 @@ class Peaks:
         """Predicted time of one operator."""
         if kernel.kind == "other":
             return max(kernel.bytes / self.bytes_per_second, self.kernel)
-        key = (kernel.name, kernel.shapes, kernel.dtype)
+        key = (kernel.name, kernel.shapes, kernel.strides, kernel.dtype)
         if key not in self._known:
             self._known[key] = least(_attention(kernel) if kernel.kind == "attention" else _product(kernel))
         return self._known[key]
 
 
 def _product(kernel: Kernel) -> Callable[[], Any]:
-    left, right = (torch.rand(shape).to(kernel.dtype) for shape in kernel.shapes[-2:])
+    # Laid out as in the step: 16-bit products of a transposed matrix copy it first.
+    left, right = (
+        torch.empty_strided(shape, strides, dtype=kernel.dtype).uniform_()
+        for shape, strides in zip(kernel.shapes[-2:], kernel.strides[-2:], strict=True)
+    )
     return lambda: left @ right
 
 
@@ -112,4 +120,26 @@ def check() -> int:
         real = min(measured(case)[1:])
         cells = f"{finetuning} | {len(kernels):,} | {1e3 * predicted:,.0f} | {1e3 * real:,.0f}"
         print(f"| {cells} | {predicted / real - 1:+.0%} |", flush=True)
+    return 0
+
+
+def check_compiled() -> int:
+    """Print kernels and bytes of a pretraining microbatch: operators, `fused`, and as Inductor schedules it here."""
+    from torch._inductor import compile_fx, metrics
+
+    torch.set_num_threads(1)
+    settings = {"device_batch_size": 2, "dtype": "float32", "vocab_size": 8192}
+    case = Case("nanochat-d4", 512, rows=1, settings=settings, device_type="cpu")
+    operators = trace(case, case.layers()).first.kernels
+    # Inductor counts only while it logs what it counted, and not what it finds in its cache.
+    torch._logging.set_logs(inductor_metrics=True)
+    for logger in (compile_fx.inductor_metrics_log, compile_fx.inductor_metrics_log.parent):
+        logger.handlers, logger.propagate = [logging.NullHandler()], False
+    torch.compiler.config.force_disable_caches = True
+    metrics.reset()
+    measured(replace(case, settings={**settings, "compile": True}))
+    print("| microbatch | kernels | GB |\n|---|---|---|")
+    for name, kernels in (("operators", operators), ("fused", fused(operators))):
+        print(f"| {name} | {sum(k.launches for k in kernels):,} | {sum(k.bytes for k in kernels) / 1e9:.3f} |")
+    print(f"| Inductor | {len(metrics.nodes_num_elem):,} | {metrics.num_bytes_accessed / 1e9:.3f} |")
     return 0

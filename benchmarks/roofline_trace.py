@@ -68,7 +68,7 @@ class Kernel:
         kind: product, attention or other.
         reads, writes: number of each storage -> bytes.
         launches: kernels that it takes.
-        shapes: of its tensors, for products.
+        shapes, strides: of its tensors, for products.
     """
 
     name: str
@@ -78,6 +78,7 @@ class Kernel:
     flops: int = 0
     launches: int = 1
     shapes: tuple[tuple[int, ...], ...] = ()
+    strides: tuple[tuple[int, ...], ...] = ()
     dtype: torch.dtype = torch.float32
 
     @property
@@ -194,7 +195,9 @@ class Recorder(TorchDispatchMode):
         return found
 
     def _add(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
-        outputs, inputs = _tensors(out), _tensors((args, kwargs))
+        # What is only written to is no input: `out`.
+        inputs = _tensors((args, {key: value for key, value in kwargs.items() if key != "out"}))
+        outputs = _tensors(out)
         numbers = [self.memory.number(tensor) for tensor in outputs]  # also of what is no kernel: it takes memory
         if not (inputs or outputs) or func.is_view or name in NO_KERNEL or func.namespace in ("prim", "profiler"):
             return
@@ -220,7 +223,8 @@ class Recorder(TorchDispatchMode):
             kernel.flops = self._attention_flops(name, inputs[1 if "backward" in name else 0])
         elif kernel.kind == "product":
             kernel.flops = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
-        kernel.shapes, kernel.dtype = tuple(tuple(t.shape) for t in inputs), (inputs or outputs)[0].dtype
+        kernel.shapes, kernel.strides = tuple(tuple(t.shape) for t in inputs), tuple(t.stride() for t in inputs)
+        kernel.dtype = (inputs or outputs)[0].dtype
         if kernel.bytes:  # of no numbers nothing is launched
             self.segment.kernels.append(kernel)
 

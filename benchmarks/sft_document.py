@@ -59,6 +59,8 @@ TAIL = """
 - The vocabulary's part leaves LLaMA-Factory out: whole float32 logits of a padded batch, their softmax and gradients
   are more than 10 GB [estimate].
 - What TRL and LLaMA-Factory can do better than as they come is in `-tuned`.
+- In float32 LLaMA-Factory grouped by length computes as many tokens a second as ours, padding counted: padding is all
+  that is left between the two.
 
 """
 DEVICE_HEAD = f"""{ON_A_DEVICE}

@@ -5,6 +5,8 @@ slow N          writes N words, 20 a second
 die             the process ends by SIGKILL
 refuse          refuses the prompt as too long
 fail            the answer fails
+call NAME JSON  calls the tool NAME with these arguments
+history         writes the prompt and the tools that it was given, as JSON
 anything else   comes back as it is
 """
 
@@ -32,9 +34,16 @@ def last_words(prompt: object) -> str:
     return prompt[-1]["content"] if isinstance(prompt, list) else str(prompt)
 
 
-def answer(identity: str, prompt: object, sampling: dict) -> None:
+def answer(identity: str, prompt: object, sampling: dict, tools: list) -> None:
     words = last_words(prompt)
     kind, _, rest = words.partition(" ")
+    calls = []
+    if kind == "call" and tools:
+        name, _, arguments = rest.partition(" ")
+        calls = [{"id": "c00000001", "type": "function", "function": {"name": name, "arguments": arguments}}]
+        words = ""
+    if kind == "history":
+        words = json.dumps({"prompt": prompt, "tools": tools})
     if kind == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "refuse":
@@ -63,7 +72,8 @@ def answer(identity: str, prompt: object, sampling: dict) -> None:
             "is": "end",
             "id": identity,
             "text": text,
-            "finish_reason": "stop",
+            "finish_reason": "tool_calls" if calls else "stop",
+            "calls": calls,
             "prompt_tokens": 5,
             "completion_tokens": len(pieces),
         }
@@ -90,7 +100,7 @@ def main() -> None:
         if message["do"] == "cancel":
             _cancelled.add(message["id"])
         else:
-            arguments = (message["id"], message["prompt"], message["sampling"])
+            arguments = (message["id"], message["prompt"], message["sampling"], message["tools"])
             threading.Thread(target=answer, args=arguments, daemon=True).start()
     os._exit(0)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -24,6 +25,7 @@ FEW_SAMPLES = 1000  # a difficulty with fewer is warned about
 UNIFORM_DIFFICULTY = "all"
 RAMPS = ("step", "linear")
 _INT64_ROOM = 1 << 61
+_PORTION = 1 << 18
 
 logger = logging.getLogger("finetune")
 
@@ -155,23 +157,23 @@ def choose_schedule(
         record_ids: int[N], the input record of each sample, for messages; by default its position.
 
     Returns:
-        The schedule; int64[N], the index of each sample's difficulty in `schedule.difficulties`; warnings.
+        The schedule; int[N], the index of each sample's difficulty in `schedule.difficulties`, read-only; warnings.
 
     Raises:
         DataError: no samples; a sample without difficulty among samples with one; a difficulty with weight but
             without samples.
         ConfigError: the schedule breaks a rule.
     """
-    difficulties = np.asarray(difficulties, dtype=np.int64)
+    difficulties = np.asarray(difficulties)
     if not len(difficulties):
         raise DataError("there are no samples to train on", fix="give --data files with records that are kept")
-    field, missing = config.difficulty_field, difficulties < 0
-    uniform = uniform_schedule(), np.zeros(len(difficulties), dtype=np.int64)
+    field, missing = config.difficulty_field, sum(int((portion < 0).sum()) for portion in portions(difficulties))
+    uniform = uniform_schedule(), np.broadcast_to(np.int64(0), difficulties.shape)  # takes no memory
     if not config.use_curriculum:
         return *uniform, []
     stages = tuple(Stage(stage.until, tuple(stage.mix), stage.ramp) for stage in config.curriculum.stages)
     schedule = Schedule(tuple(config.curriculum.levels), stages)
-    if missing.all():
+    if missing == len(difficulties):
         names = " | ".join(schedule.difficulties)
         warning = (
             f"'{field}' field not found: none of the {len(difficulties):,} samples has a difficulty, so training is "
@@ -179,16 +181,30 @@ def choose_schedule(
             "has it as difficulty_field, or set use_curriculum to false)"
         )
         return *uniform, [warning]
-    if missing.any():
-        records = np.unique(np.flatnonzero(missing) if record_ids is None else np.asarray(record_ids)[missing])
+    if missing:
+        samples = np.flatnonzero(difficulties < 0)
+        records = np.unique(samples if record_ids is None else np.asarray(record_ids)[samples])
         more = ", ..." if len(records) > 10 else ""
         raise DataError(
-            f"{missing.sum():,} of {len(difficulties):,} samples have no '{field}': every record needs one, or none",
+            f"{missing:,} of {len(difficulties):,} samples have no '{field}': every record needs one, or none",
             where=f"records {', '.join(map(str, records[:10]))}{more} (counted from 0)",
             fix=f"add '{field}' to these records, remove them, or set use_curriculum to false",
         )
-    counts = np.bincount(difficulties, minlength=len(schedule.difficulties))
+    counts = count_difficulties(difficulties, len(schedule.difficulties))
     return schedule, difficulties, check_difficulties(schedule, counts)
+
+
+def count_difficulties(difficulties: np.ndarray, count: int) -> np.ndarray:
+    """Samples of each of so many difficulties, int64[difficulties], from their indices, int[N]."""
+    counts = np.zeros(count, dtype=np.int64)
+    for portion in portions(difficulties):
+        counts += np.bincount(portion.astype(np.int64), minlength=count)
+    return counts
+
+
+def portions(values: np.ndarray) -> Iterator[np.ndarray]:
+    """A long array in parts, so that what is computed of it in other types takes little memory."""
+    return (values[begin : begin + _PORTION] for begin in range(0, len(values), _PORTION))
 
 
 def check_difficulties(schedule: Schedule, samples_per_difficulty: np.ndarray) -> list[str]:

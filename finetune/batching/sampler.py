@@ -13,7 +13,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from finetune.batching.curriculum import Schedule, plan_counts
+from finetune.batching.curriculum import Schedule, count_difficulties, plan_counts, portions
 from finetune.batching.permutation import EXACT_LIMIT, Permutation, exact_order
 from finetune.errors import DataError, raise_problems
 
@@ -33,6 +33,7 @@ class GlobalBatches:
         difficulty_of_sample: int[N], the index of each sample's difficulty in `schedule.difficulties`.
         schedule: difficulties and stages; `uniform_schedule()` for training without curriculum.
         total_steps: optimizer steps of the whole run, not of what is left of it.
+        by_difficulty: int[N], `numpy.argsort(difficulty_of_sample, kind="stable")` where that is there already.
         exact_limit: see `Permutation`; for tests.
 
     Raises:
@@ -47,16 +48,22 @@ class GlobalBatches:
         total_steps: int,
         seed: int,
         *,
+        by_difficulty: np.ndarray | None = None,
         exact_limit: int = EXACT_LIMIT,
     ) -> None:
-        difficulty_of_sample = np.ascontiguousarray(difficulty_of_sample, dtype=np.int64)
+        difficulty_of_sample = np.asarray(difficulty_of_sample)
         self.schedule, self.seed = schedule, seed
         self.global_batch_size, self.total_steps = global_batch_size, total_steps
         self.samples_per_difficulty = _samples_per_difficulty(difficulty_of_sample, schedule)
         # The samples of difficulty l are _members[_starts[l] : _starts[l + 1]], in the order of the data.
-        self._members = np.argsort(difficulty_of_sample, kind="stable")
+        # With one difficulty that is each sample at its own place, and None.
+        self._members: np.ndarray | None = by_difficulty
+        if len(schedule.difficulties) == 1:
+            self._members = None
+        elif by_difficulty is None:
+            self._members = np.argsort(difficulty_of_sample, kind="stable")
         self._starts = np.concatenate([[0], np.cumsum(self.samples_per_difficulty)])
-        self._difficulties_digest = hashlib.sha256(difficulty_of_sample.astype("<i8").tobytes()).hexdigest()
+        self._difficulties_digest = _digest(difficulty_of_sample)
         self.counts = plan_counts(schedule, total_steps, global_batch_size)
         self._taken_before = np.cumsum(self.counts, axis=0) - self.counts
         self._stages = schedule.stage_of_steps(total_steps)
@@ -128,7 +135,8 @@ class GlobalBatches:
             self._pass(difficulty, number)(numbers[passes == number] - number * size)
             for number in range(int(passes[0]), int(passes[-1]) + 1)
         ]
-        return self._members[start + np.concatenate(parts)]
+        places = np.concatenate(parts)
+        return places if self._members is None else self._members[start + places]
 
     def _pass(self, difficulty: int, number: int) -> Permutation:
         """The order of a difficulty in one pass. The ones made last are kept: steps usually come in order."""
@@ -151,14 +159,21 @@ def count_steps(samples: int, global_batch_size: int, num_epochs: float, max_ste
 def _samples_per_difficulty(difficulty_of_sample: np.ndarray, schedule: Schedule) -> np.ndarray:
     """Samples of each difficulty, int64[difficulties], checked against the schedule."""
     count = len(schedule.difficulties)
-    outside = np.flatnonzero((difficulty_of_sample < 0) | (difficulty_of_sample >= count))
-    if len(outside):
+    if not all(((portion >= 0) & (portion < count)).all() for portion in portions(difficulty_of_sample)):
+        outside = np.flatnonzero((difficulty_of_sample < 0) | (difficulty_of_sample >= count))
         first = int(outside[0])
         raise DataError(
             f"{len(outside):,} samples have a difficulty that is not one of 0..{count - 1}",
             where=f"sample {first}, difficulty {difficulty_of_sample[first]}",
             fix=f"use the indices of the schedule's difficulties: {', '.join(schedule.difficulties)}",
         )
-    samples = np.bincount(difficulty_of_sample, minlength=count).astype(np.int64)
+    samples = count_difficulties(difficulty_of_sample, count)
     raise_problems(schedule.empty_difficulties(samples))
     return samples
+
+
+def _digest(difficulty_of_sample: np.ndarray) -> str:
+    digest = hashlib.sha256()
+    for portion in portions(difficulty_of_sample):
+        digest.update(portion.astype("<i8").tobytes())
+    return digest.hexdigest()

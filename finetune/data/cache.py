@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from finetune.data.files import file_sha256
 from finetune.errors import DataError
 from finetune.runtime.device import launch_world
 from finetune.runtime.process_start import process_start
+from finetune.storage.durable_files import hash_files
 
 logger = logging.getLogger("finetune")
 
@@ -46,33 +46,42 @@ def open_or_make(cache_dir: Path, parts: Mapping[str, str], make: Callable[[Path
     Args:
         cache_dir: where entries live; made where missing.
         parts: what the contents depend on, by name ("data", "tokenizer", ...); each a hash or a short text.
-        make: fills the empty folder it is given and returns JSON values to keep in its meta.json.
+        make: fills the folder it is given and returns JSON values to keep in its meta.json; `files` among them are
+            SHA-256 that it knows already, by name. The folder may hold what a process that was stopped left there.
 
     Raises:
         DataError: the cache folder cannot be written.
-        whatever `make` raises; nothing stays behind then.
+        whatever `make` raises. After a DataError nothing stays behind; else what lies in its folder is there again the
+            next time, and after a kill too.
     """
     key = key_of(parts)
     folder = cache_dir / key
-    try:
+    with said_if_unwritable(folder):
         cache_dir.mkdir(parents=True, exist_ok=True)
-        with _locked(cache_dir / f"{key}.{socket.gethostname()}.lock") as note:
+        with locked(cache_dir / f"{key}.{socket.gethostname()}.lock") as note:
             if _verified_in_this_start(note, folder):
                 return folder
-            with _locked(cache_dir / f"{key}.lock", shared=True):
+            with locked(cache_dir / f"{key}.lock", shared=True):
                 fault = _fault(folder)
             if fault is None:
                 logger.info("tokenized data: reusing %s", folder)
             else:
                 _make_anew(cache_dir, key, parts, make)
             _note_verified(note, folder)
+    return folder
+
+
+@contextlib.contextmanager
+def said_if_unwritable(folder: Path) -> Iterator[None]:
+    """Turn the system's errors into DataError."""
+    try:
+        yield
     except OSError as error:
         raise DataError(
             f"the cache of tokenized data cannot be written: {error}",
             where=str(folder),
             fix="free space there, or name another folder with --cache-dir",
         ) from error
-    return folder
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
@@ -82,14 +91,14 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 def _make_anew(cache_dir: Path, key: str, parts: Mapping[str, str], make: Callable[[Path], Mapping[str, Any]]) -> None:
     folder = cache_dir / key
-    with _locked(cache_dir / f"{key}.lock"):
+    with locked(cache_dir / f"{key}.lock"):
         fault = _fault(folder)  # another node may have made it meanwhile
         if fault is not None:
             logger.info("tokenized data: making %s (%s)", folder, fault or _what_changed(cache_dir, parts))
             _make(cache_dir, key, parts, make)
 
 
-def _this_start() -> list[Any] | None:
+def this_start() -> list[Any] | None:
     """What the processes of one start on one node have in common: their launcher. None without one."""
     if launch_world().world_size == 1:
         return None
@@ -105,7 +114,7 @@ def _seen(folder: Path) -> dict[str, list[int]]:
 
 def _verified_in_this_start(note: IO[str], folder: Path) -> bool:
     """Whether another process of this start has checked the folder, and nothing was written there since."""
-    start = _this_start()
+    start = this_start()
     if start is None:
         return False
     note.seek(0)
@@ -118,26 +127,27 @@ def _verified_in_this_start(note: IO[str], folder: Path) -> bool:
 def _note_verified(note: IO[str], folder: Path) -> None:
     note.seek(0)
     note.truncate()
-    json.dump({"start": _this_start(), "files": _seen(folder)}, note)
+    json.dump({"start": this_start(), "files": _seen(folder)}, note)
     note.flush()
 
 
 def _make(cache_dir: Path, key: str, parts: Mapping[str, str], make: Callable[[Path], Mapping[str, Any]]) -> None:
-    """Fill a temporary folder and rename it; we hold the lock, so stale folders of our key are of dead processes."""
-    for stale in cache_dir.glob(f".making-{key}-*"):
-        shutil.rmtree(stale)
-    temporary = cache_dir / f".making-{key}-{os.getpid()}"
-    temporary.mkdir()
+    """Fill a temporary folder and rename it; we hold the lock, so what is in it is of a process that was stopped."""
+    temporary = cache_dir / f".making-{key}"
+    temporary.mkdir(exist_ok=True)
     try:
         meta = dict(make(temporary))
-        files = {path.name: file_sha256(path) for path in sorted(temporary.iterdir())}
-        meta |= {"parts": dict(parts), "files": files}
-        (temporary / META_FILE).write_text(json.dumps(meta, indent=1), encoding="utf-8")
-        if (cache_dir / key).exists():
-            shutil.rmtree(cache_dir / key)
-        os.replace(temporary, cache_dir / key)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    except DataError:
+        shutil.rmtree(temporary)
+        raise
+    known = meta.get("files", {})
+    rest = [path for path in sorted(temporary.iterdir()) if path.name not in known]
+    files = known | dict(zip((path.name for path in rest), hash_files(rest), strict=True))
+    meta |= {"parts": dict(parts), "files": files}
+    (temporary / META_FILE).write_text(json.dumps(meta, indent=1), encoding="utf-8")
+    if (cache_dir / key).exists():
+        shutil.rmtree(cache_dir / key)
+    os.replace(temporary, cache_dir / key)
 
 
 def _fault(folder: Path) -> str | None:
@@ -145,9 +155,9 @@ def _fault(folder: Path) -> str | None:
     if not folder.exists():
         return ""
     try:
-        meta = read_meta(folder)
-        for name, expected in meta["files"].items():
-            if file_sha256(folder / name) != expected:
+        files = read_meta(folder)["files"]
+        for name, digest in zip(files, hash_files([folder / name for name in files]), strict=True):
+            if digest != files[name]:
                 return f"{name} was damaged"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} was missing"
@@ -184,7 +194,7 @@ def _changes(name: str, before: str, after: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, *, shared: bool = False) -> Iterator[IO[str]]:
+def locked(path: Path, *, shared: bool = False) -> Iterator[IO[str]]:
     """Hold an flock on the file. It falls with its process, so a killed one blocks nobody; the file stays."""
     mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     with path.open("a+", encoding="utf-8") as file:

@@ -8,14 +8,33 @@ import logging
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data import cache, encode, files, formats, preparation, problems, render, report, samples, spans, truncate
-from finetune.data.files import expand_paths, file_sha256
+from finetune.data import (
+    cache,
+    encode,
+    files,
+    formats,
+    json_array,
+    parts,
+    passes,
+    preparation,
+    problems,
+    render,
+    report,
+    sample_shards,
+    samples,
+    spans,
+    tools,
+    truncate,
+)
+from finetune.data.files import expand_paths
 from finetune.data.preparation import Preparation
 from finetune.data.render import Renderer
 from finetune.data.samples import Samples
+from finetune.data.source_hashes import source_hashes
 from finetune.data.templates import template_source
 from finetune.errors import DataError
 
@@ -68,29 +87,28 @@ def prepare_samples(
         drop_bad_records=on_bad_row == "drop",
         num_proc=num_proc,
     )
-    parts = {
-        "data": _hash(*_file_hashes(sources)),
+    folder_of_caches = Path(cache_dir).expanduser() if cache_dir else cache.default_cache_dir()
+    with cache.said_if_unwritable(folder_of_caches):
+        folder_of_caches.mkdir(parents=True, exist_ok=True)
+        hashes = source_hashes(sources, folder_of_caches)
+    key_parts = {
+        "data": _hash(*hashes),
         "tokenizer": _tokenizer_hash(tokenizer),
         "template": _hash(renderer.template.source),
         "options": task.options(),
         "code": _code_hash(),
     }
-    folder = cache.open_or_make(
-        Path(cache_dir).expanduser() if cache_dir else cache.default_cache_dir(), parts, task.write_samples
-    )
-    prepared = Samples(folder, sources)
+
+    def make(folder: Path) -> dict[str, Any]:
+        made = task.write_samples(folder)
+        if source_hashes(sources, folder_of_caches) != hashes:
+            raise DataError("the data files were changed while they were read", fix="start again when they are whole")
+        return made
+
+    prepared = Samples(cache.open_or_make(folder_of_caches, key_parts, make), sources)
     for warning in prepared.report.warnings():
         logger.warning("%s", warning)
     return prepared
-
-
-def _file_hashes(sources: Sequence[Path]) -> list[str]:
-    try:
-        return [file_sha256(path) for path in sources]
-    except OSError as error:
-        raise DataError(
-            f"the file cannot be read: {error.strerror}", where=str(error.filename), fix="check its permissions"
-        ) from error
 
 
 def _hash(*parts: str) -> str:
@@ -115,6 +133,9 @@ def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _code_hash() -> str:
     """The source of the modules that turn records into samples, and the versions of the libraries that they lean on."""
-    modules = (files, problems, formats, spans, encode, truncate, render, preparation, samples, report)
+    modules = (
+        *(files, json_array, problems, formats, spans, encode, truncate, render, report),
+        *(parts, passes, preparation, sample_shards, samples, tools),
+    )
     sources = (Path(str(module.__file__)).read_text(encoding="utf-8") for module in modules)
     return _hash(*sources, *(version(library) for library in ("tokenizers", "transformers", "jinja2")))

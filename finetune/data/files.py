@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import glob
-import hashlib
+import itertools
 import json
 import logging
-import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.config.config_files import similar_files
+from finetune.data.json_array import array_records
 from finetune.data.problems import RecordProblem
 from finetune.errors import DataError, FinetuneError, raise_problems
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
 
 logger = logging.getLogger("finetune")
 
 SUFFIXES = (".json", ".jsonl", ".parquet")
-_NO_SPACE = re.compile(r"[^ \t\r\n]")
 _PARQUET_BATCH_RECORDS = 1024
 
 
@@ -95,33 +98,41 @@ def _expand(given: str) -> list[Path]:
     raise DataError("no such file or folder", where=given, fix=similar_files(path))
 
 
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def read_records(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield `(line, record)`, or `(line, RecordProblem)`; lines count from 1 (records, for parquet).
 
     A file whose first character is `[` is one JSON array, any other text file is JSON Lines, whatever its suffix.
-    JSON Lines are streamed; blank lines are no records. An array is decoded record by record from its text.
+    Both are streamed; blank lines are no records.
 
     Raises:
         DataError: an array that is broken (records after the break cannot be told apart), or an unreadable file.
     """
-    try:
-        if path.suffix.lower() == ".parquet":
-            yield from _parquet_records(path)
-        elif first_character(path) == b"[":
-            yield from _array_records(path)
+    with said_if_unreadable(path):
+        kind = file_kind(path)
+        if kind == "parquet":
+            batches = (batch.to_pylist() for batch in parquet_batches(path, _PARQUET_BATCH_RECORDS))
+            yield from enumerate(itertools.chain.from_iterable(batches), 1)
+        elif kind == "array":
+            yield from array_records(path)
         else:
-            yield from _line_records(path)
+            with path.open("rb") as file:
+                yield from line_records(file, path)
+
+
+@contextlib.contextmanager
+def said_if_unreadable(path: Path) -> Iterator[None]:
+    """Turn the system's errors into DataError."""
+    try:
+        yield
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror or error}", where=str(path), fix="check the file") from error
+
+
+def file_kind(path: Path) -> str:
+    """parquet, array or lines: how the records of a file are told apart. May raise OSError."""
+    if path.suffix.lower() == ".parquet":
+        return "parquet"
+    return "array" if first_character(path) == b"[" else "lines"
 
 
 def first_character(path: Path) -> bytes:
@@ -135,19 +146,24 @@ def first_character(path: Path) -> bytes:
     return b""
 
 
-def _line_records(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open("rb") as file:
-        for line, raw in enumerate(file, 1):
-            if line == 1:
-                raw = raw.removeprefix(codecs.BOM_UTF8)
-                if raw.strip() == b"{":
-                    raise DataError(
-                        "is one JSON object over several lines",
-                        where=f"{path}:1",
-                        fix="write one record per line (.jsonl), or a JSON array of records",
-                    )
-            if raw.strip():
-                yield line, decode_record(raw.rstrip(b"\r\n"))
+def line_records(lines: Iterable[bytes], path: Path, *, is_start: bool = True) -> Iterator[tuple[int, Any]]:
+    """The records of JSON Lines as in `read_records`, with lines counted from 1.
+
+    Args:
+        path: for messages.
+        is_start: whether the first line is the file's first.
+    """
+    for line, raw in enumerate(lines, 1):
+        if line == 1 and is_start:
+            raw = raw.removeprefix(codecs.BOM_UTF8)
+            if raw.strip() == b"{":
+                raise DataError(
+                    "is one JSON object over several lines",
+                    where=f"{path}:1",
+                    fix="write one record per line (.jsonl), or a JSON array of records",
+                )
+        if raw.strip():
+            yield line, decode_record(raw.rstrip(b"\r\n"))
 
 
 def decode_record(raw: bytes) -> Any:
@@ -162,60 +178,16 @@ def decode_record(raw: bytes) -> Any:
         return RecordProblem("broken JSON", str(error).split(";")[0])
 
 
-def _array_records(path: Path) -> Iterator[tuple[int, Any]]:
-    try:
-        text = path.read_bytes().removeprefix(codecs.BOM_UTF8).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"is not UTF-8 at byte {error.start}", where=str(path), fix="save the file as UTF-8") from error
-    decoder = json.JSONDecoder()
-    position = _past_space(text, 0) + 1  # after "["
-    line, counted = 1, 0
-    expected = "value or ]"
-    while True:
-        position = _past_space(text, position)
-        line += text.count("\n", counted, position)
-        counted = position
-        following = text[position : position + 1]
-        if following == "]" and expected in ("value or ]", ", or ]"):
-            break
-        if expected == ", or ]":
-            if following != ",":
-                raise _broken_array(path, line, "a comma or ] is missing after a record")
-            position, expected = position + 1, "value"
-            continue
-        try:
-            record, position = decoder.raw_decode(text, position)
-        except (ValueError, RecursionError) as error:
-            at = line + text.count("\n", counted, getattr(error, "pos", counted))
-            raise _broken_array(path, at, getattr(error, "msg", str(error))) from error
-        yield line, record
-        expected = ", or ]"
-    if text[position + 1 :].strip(" \t\r\n"):
-        raise _broken_array(path, line, "there is text after the closing ]")
+def parquet_batches(path: Path, records: int) -> Iterator[RecordBatch]:
+    """The records of a parquet file in batches of at most so many.
 
-
-def _past_space(text: str, position: int) -> int:
-    found = _NO_SPACE.search(text, position)
-    return found.start() if found else len(text)
-
-
-def _broken_array(path: Path, line: int, reason: str) -> DataError:
-    return DataError(
-        f"broken JSON: {reason}",
-        where=f"{path}:{line}",
-        fix="correct the array; only .jsonl files, one record per line, can leave out a broken one",
-    )
-
-
-def _parquet_records(path: Path) -> Iterator[tuple[int, Any]]:
+    Raises:
+        DataError: it is none.
+    """
     import pyarrow
     import pyarrow.parquet
 
     try:
-        number = 0
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=_PARQUET_BATCH_RECORDS):
-            for record in batch.to_pylist():
-                number += 1
-                yield number, record
+        yield from pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=records)
     except pyarrow.ArrowInvalid as error:
         raise DataError(f"is no parquet file: {error}", where=str(path), fix="write the file again") from error

@@ -6,31 +6,29 @@ The three forms are the field's own: Alpaca (instruction, input, output) from th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from finetune.config.names import did_you_mean
 from finetune.data.problems import RecordProblem
+from finetune.data.tools import Call, Tools, match_results, read_calls, read_tools
 
 _ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "model", "bot", "assistant"), "assistant"),
-    **dict.fromkeys(("tool", "observation"), "tool"),
+    **dict.fromkeys(("tool", "observation", "function"), "tool"),
+    "function_call": "assistant",  # its text is the call
 }
 # Parts of a record that nothing here trains, and how to keep what they say. Refused where they hold something: without
 # them the record says something else.
 _MEDIA = "only text is trained; remove it where the text stands without it"
-_CALLS = "write the call into the content as the model's template expects it"
 _NOT_READ_OF_RECORD = {
-    **dict.fromkeys(
-        ("tools", "functions"), "write the tools into the system text as the model's template renders them"
-    ),
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _MEDIA),
 }
 _NOT_READ_OF_TURN = {
-    **dict.fromkeys(("tool_calls", "function_call"), _CALLS),
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _MEDIA),
     "thinking": "give it as 'reasoning_content'",
 }
@@ -51,6 +49,9 @@ class Message:
     content: str
     trained: bool = True  # False for an answer with `"weight": 0`; without meaning for the other roles
     reasoning: str = ""  # what the assistant thought before it answered, for templates that read `reasoning_content`
+    calls: tuple[Call, ...] = ()  # of tools, by the assistant, behind the content
+    call_id: str = ""  # of the call that this turn of a tool answers
+    name: str = ""  # of the tool
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Conversation:
 
     messages: tuple[Message, ...]
     difficulty: str | None = None
+    tools: Tools = ()  # that may be called
 
 
 def detect_format(record: Any) -> str:
@@ -94,7 +96,28 @@ def to_conversation(
     messages = reader(record, key)
     _check_order(messages)
     _check_contents(messages)
-    return Conversation(tuple(messages), _difficulty(record, difficulties, difficulty_field))
+    messages = with_matched_results(messages)
+    tools = [read_tools(record.get(name), f"'{name}'") for name in ("tools", "functions")]
+    if all(tools):
+        raise RecordProblem("unsupported key", "the record has 'tools' and 'functions'")
+    return Conversation(tuple(messages), _difficulty(record, difficulties, difficulty_field), tools[0] or tools[1])
+
+
+def with_matched_results(messages: Sequence[Message]) -> list[Message]:
+    """Results with the id and name of their call; the calls of the last turn have no results yet.
+
+    Raises:
+        RecordProblem: a call without result, a result of no call, an id that comes twice.
+    """
+    found = list(messages)
+    for number, message in enumerate(messages):
+        results = list(itertools.takewhile(lambda other: other.role == "tool", messages[number + 1 :]))
+        if not message.calls or number + 1 == len(messages):
+            continue
+        calls = match_results(message.calls, [result.call_id for result in results], number + 1)
+        for place, call in enumerate(calls, number + 1):
+            found[place] = replace(found[place], call_id=call.id, name=call.name)
+    return found
 
 
 def _alpaca(record: Mapping[str, Any], key: str) -> list[Message]:
@@ -125,14 +148,14 @@ def _turns(record: Mapping[str, Any], key: str) -> list[Message]:
         raise RecordProblem("wrong type", f"'{key}' is {_kind(turns)}, not a list of turns")
     if not turns:
         raise RecordProblem("no answer", f"'{key}' is empty")
-    messages = [_turn(turn, f"{key}[{number}]") for number, turn in enumerate(turns)]
+    messages = [_turn(turn, f"{key}[{number}]", number) for number, turn in enumerate(turns)]
     leading = _leading_system(record)
     if leading and messages[0].role == "system":
         raise RecordProblem("two system texts", f"a 'system' column and a system turn in '{key}'")
     return leading + messages
 
 
-def _turn(turn: Any, where: str) -> Message:
+def _turn(turn: Any, where: str, number: int) -> Message:
     if not isinstance(turn, Mapping):
         raise RecordProblem("wrong type", f"{where} is {_kind(turn)}, not an object")
     role_key, content_key = ("role", "content") if turn.get("role") is not None else ("from", "value")
@@ -143,18 +166,40 @@ def _turn(turn: Any, where: str) -> Message:
     if role is None:
         raise RecordProblem("unknown role", f"{where} is by {given!r}{did_you_mean(given, _ROLES)}")
     _refuse_unread(turn, _NOT_READ_OF_TURN, where)
-    content = turn.get(content_key)
-    if isinstance(content, (list, tuple)):
-        content = "".join(_part(part, where) for part in content)
-    if content is None and role == "assistant":
-        raise RecordProblem("no answer", f"{where} has no '{content_key}'")
-    if not isinstance(content, str):
-        raise RecordProblem("wrong type", f"{where}: '{content_key}' is {_kind(content)}, not a text")
     weight = turn.get("weight")
     if weight not in (None, 0, 1):
         raise RecordProblem("wrong type", f"{where}: 'weight' must be 0 or 1")
-    reasoning = _text(turn, "reasoning_content") if role == "assistant" else ""
-    return Message(role, content, trained=weight != 0, reasoning=reasoning)
+    calls, content = _calls(turn, given, content_key, where, number), turn.get(content_key)
+    if given.lower() == "function_call":
+        content = ""
+    if isinstance(content, (list, tuple)):
+        content = "".join(_part(part, where) for part in content)
+    if content is None and role == "assistant":
+        if not calls:
+            raise RecordProblem("no answer", f"{where} has no '{content_key}'")
+        content = ""
+    if not isinstance(content, str):
+        raise RecordProblem("wrong type", f"{where}: '{content_key}' is {_kind(content)}, not a text")
+    if role == "assistant":
+        return Message(role, content, weight != 0, _text(turn, "reasoning_content"), calls)
+    if role == "tool":
+        return Message(role, content, call_id=_text(turn, "tool_call_id"), name=_text(turn, "name"))
+    return Message(role, content)
+
+
+def _calls(turn: Mapping[str, Any], given: str, content_key: str, where: str, number: int) -> tuple[Call, ...]:
+    """The calls of a turn: a key of it, or the text of ShareGPT's turn by `function_call`."""
+    keys = [key for key in ("tool_calls", "function_call") if turn.get(key)]
+    if given.lower() == "function_call":
+        keys.append(content_key)
+    if not keys:
+        return ()
+    if len(keys) > 1 or _ROLES[given.lower()] != "assistant":
+        raise RecordProblem("unsupported key", f"{where} is by {given!r} and has {' and '.join(keys)}")
+    calls = read_calls(turn[keys[0]], f"{where}.{keys[0]}", number)
+    if not calls:
+        raise RecordProblem("no answer", f"{where} calls nothing")
+    return calls
 
 
 def _refuse_unread(holder: Mapping[str, Any], unread: Mapping[str, str], where: str) -> None:
@@ -207,7 +252,7 @@ def _check_order(messages: Sequence[Message]) -> None:
 
 def _check_contents(messages: Sequence[Message]) -> None:
     for number, message in enumerate(messages):
-        if message.role in ("user", "assistant") and not message.content.strip():
+        if message.role in ("user", "assistant") and not message.content.strip() and not message.calls:
             kind = "empty answer" if message.role == "assistant" else "empty question"
             raise RecordProblem(kind, f"turn {number + 1}")
         try:

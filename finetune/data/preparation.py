@@ -1,59 +1,45 @@
-"""The work behind `prepare_samples`: records are read and checked, rendered in parallel, and written as flat arrays.
+"""The work behind `prepare_samples`: data files in parts -> checked -> rendered, tokenized and written in shards.
 
-Records that are bad are found before anything is tokenized; records that only the chat template refuses, while it is.
+Two passes over the data, each a stream of parts (see parts.py) through the same processes, with a few parts a process
+under way: what is held in memory does not grow with the data. Records that are bad are found by the first pass, before
+anything is tokenized; records that only the chat template refuses, by the second. What the first pass found and the
+shards that the second has finished are kept through a kill (see sample_shards.py).
+
+Nothing in the result depends on how many processes work, or on how often the work was stopped.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-import pyarrow as pa
-
-from finetune.data.files import read_records
-from finetune.data.formats import Conversation, Message, detect_format, to_conversation
-from finetune.data.problems import ProblemLog, RecordProblem
-from finetune.data.render import Rendered, Renderer
+from finetune.data.corpus.worker_pool import ordered_map
+from finetune.data.pace import Pace
+from finetune.data.parts import Part, parts_of
+from finetune.data.passes import NO_ROOM, Checked, Lines, PartJob, Tokenized
+from finetune.data.problems import LISTED_RECORDS, ProblemLog, RecordProblem
+from finetune.data.render import Renderer
 from finetune.data.report import DataReport
-from finetune.data.samples import write_arrays
+from finetune.data.sample_shards import SCRATCH, TOKEN_BYTES, ShardWriter, write_arrays
 from finetune.errors import DataError
 from finetune.runtime.host import usable_cores
+from finetune.storage.durable_files import replace_file
 
-if TYPE_CHECKING:
-    from datasets import Dataset
+logger = logging.getLogger("finetune")
 
-NO_DIFFICULTY = -1
-NO_ROOM = "no room for an answer within cutoff_len"
+_MOST_PROCESSES = 64
+_BYTES_PER_PROCESS = 2 << 20  # below this, starting another process costs more than it saves
+_CHECKED_FILE = "checked.json"
 
-_RECORDS_PER_PROCESS = 2_000  # below this, starting another process costs more than it saves
-_MOST_PROCESSES = 16
-_BATCH_RECORDS = 200
-_MESSAGE = pa.struct(
-    [("role", pa.string()), ("content", pa.large_string()), ("trained", pa.bool_()), ("reasoning", pa.large_string())]
-)
-_RECORD_SCHEMA = pa.schema(
-    [*((name, pa.int64()) for name in ("row", "file", "line")), ("level", pa.int16()), ("messages", pa.list_(_MESSAGE))]
-)
-_SAMPLE_SCHEMA = pa.schema(
-    [
-        *((name, pa.int64()) for name in ("row", "file", "line")),
-        ("level", pa.int16()),
-        *((name, pa.int32()) for name in ("length", "targets", "trimmed_tokens", "dropped_turns")),
-        *((name, pa.bool_()) for name in ("cut_answer", "ends", "follows_prompt")),
-        *((name, pa.string()) for name in ("problem_kind", "problem_detail")),
-        *(("input_ids", pa.list_(pa.int32())), ("supervised", pa.list_(pa.uint8()))),
-    ]
-)
-_COUNTED = ("trimmed_tokens", "dropped_turns", "cut_answer", "ends", "follows_prompt")
-_COLUMNS = ("row", "file", "line", "level", "length", "targets", *_COUNTED)
+Apply = Callable[[Iterable[tuple[Part, bool | None]]], Iterator[Any]]
 
 
 @dataclass
@@ -79,36 +65,59 @@ class Preparation:
         )
 
     def write_samples(self, folder: Path) -> dict[str, Any]:
-        """Fill the folder with `ARRAYS` and return what belongs beside them; scratch files are removed.
+        """Fill the folder with arrays, and return what belongs beside them; `files` are hashes that are known already.
+
+        A folder that a killed process left is gone on with.
 
         Raises:
             DataError: bad records (unless they are dropped), no records, or none left.
+            FinetuneError: a process was killed: call again to go on.
         """
-        scratch = folder / "scratch"
-        scratch.mkdir()
-        try:
-            report, records = self._read(scratch / "records.arrow")
-            return self._write(self._tokenize(records, scratch), report, folder)
-        finally:
-            shutil.rmtree(scratch)
+        job = PartJob(self.renderer, self.difficulties, self.difficulty_field)
+        processes = self._processes()
+        (folder / SCRATCH).mkdir(exist_ok=True)
+        with ordered_map(job, processes, start="fork", option="--preprocessing-num-workers") as apply:
+            checked = self._check(apply, folder / SCRATCH / _CHECKED_FILE)
+            with closing(ShardWriter(folder)) as writer:
+                done = self._tokenize(apply, checked, writer, processes)
+        report = self._complete(checked, done)
+        content = write_arrays(folder, writer.states)
+        shutil.rmtree(folder / SCRATCH)
+        names = list(self.difficulties or ())
+        hashes = {name: digest for state in writer.states for name, digest in state["files"].items()}
+        return {
+            "fingerprint": hashlib.sha256(json.dumps([content, names]).encode()).hexdigest(),
+            "level_names": names,
+            "report": asdict(report),
+            "highest_id": done.highest_id,
+            "shards": [[state["samples"], state["tokens"]] for state in writer.states],
+            "files": {name: digest for name, digest in hashes.items() if not name.startswith(SCRATCH)},
+        }
 
-    def _read(self, path: Path) -> tuple[DataReport, Dataset]:
-        """Read and check all records into an Arrow file; refuse bad ones or count them."""
-        import datasets
+    def _processes(self) -> int:
+        input_bytes = sum(path.stat().st_size for path in self.sources)
+        return self.num_proc or max(1, min(usable_cores(), _MOST_PROCESSES, input_bytes // _BYTES_PER_PROCESS))
 
+    # ------------------------------------------------------------------ first pass
+
+    def _check(self, apply: Apply, kept: Path) -> DataReport:
+        """What the records are; refuse bad ones or count them."""
+        if kept.is_file():
+            return DataReport(**json.loads(kept.read_bytes()))
         report, problems, unlabelled = DataReport(), ProblemLog(), ProblemLog()
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, _RECORD_SCHEMA) as writer:
-            batch: list[dict[str, Any]] = []
-            for record in self._conversations(report, problems):
-                if record["level"] == NO_DIFFICULTY:
-                    detail = f"other records have a '{self.difficulty_field}', this one has none"
-                    self._note(unlabelled, record["file"], record["line"], RecordProblem("no difficulty", detail))
-                report.difficulty_field_found |= record["level"] != NO_DIFFICULTY
-                batch.append(record)
-                if len(batch) == _BATCH_RECORDS:
-                    writer.write_batch(pa.RecordBatch.from_pylist(batch, schema=_RECORD_SCHEMA))
-                    batch = []
-            writer.write_batch(pa.RecordBatch.from_pylist(batch, schema=_RECORD_SCHEMA))
+        missing = RecordProblem("no difficulty", f"other records have a '{self.difficulty_field}', this one has none")
+        pace = Pace("checking data", sum(path.stat().st_size for path in self.sources))
+        place, input_bytes = _Place(), 0
+        for checked in apply((part, None) for part in parts_of(self.sources)):
+            before = place.at(checked)
+            report.add(checked.report)
+            self._note(problems, checked.part, before, checked.problems)
+            if self.difficulties is not None and checked.unlabelled:
+                listed, rest = checked.unlabelled[:LISTED_RECORDS], checked.unlabelled[LISTED_RECORDS:]
+                self._note(unlabelled, checked.part, before, [(line, missing) for line in listed])
+                unlabelled.counts[missing.kind] += len(rest)  # of data without difficulties that is every record
+            input_bytes += checked.part.size_bytes
+            pace.at(input_bytes, report.records_read)
         if report.difficulty_field_found:
             problems.merge(unlabelled)
         if not report.records_read:
@@ -118,100 +127,45 @@ class Preparation:
         report.dropped = dict(problems.counts)
         if problems.total == report.records_read:
             raise self._none_left(report)
-        return report, datasets.Dataset.from_file(str(path))
+        replace_file(kept, json.dumps(asdict(report)).encode())
+        return report
 
-    def _conversations(self, report: DataReport, problems: ProblemLog) -> Iterator[dict[str, Any]]:
-        names: tuple[str | None, ...] = (None, *(self.difficulties or ()))
-        difficulties = {name: number for number, name in enumerate(names, NO_DIFFICULTY)}
-        for file, path in enumerate(self.sources):
-            form = None
-            for line, record in read_records(path):
-                number = report.records_read
-                report.records_read += 1
-                try:
-                    if isinstance(record, RecordProblem):
-                        raise record
-                    form = form or detect_format(record)
-                    conversation = to_conversation(record, form, self.difficulties, self.difficulty_field)
-                except RecordProblem as problem:
-                    self._note(problems, file, line, problem)
-                    continue
-                report.control_token_records += self.renderer.has_control_tokens(conversation)
-                messages = [asdict(message) for message in conversation.messages]
-                difficulty = difficulties[conversation.difficulty]
-                yield {"row": number, "file": file, "line": line, "level": difficulty, "messages": messages}
+    # ------------------------------------------------------------------ second pass
 
-    def _tokenize(self, records: Dataset, scratch: Path) -> Dataset:
-        import datasets
+    def _tokenize(self, apply: Apply, checked: DataReport, writer: ShardWriter, processes: int) -> _Done:
+        done = _Done.after(writer.states)
+        if done.parts:
+            what = "tokenized data: going on after %s of %s records, which are finished"
+            logger.info(what, f"{done.place.records:,}", f"{checked.records_read:,}")
+        pace = Pace("tokenizing data", checked.records_read, done.place.records)
+        parts = islice(parts_of(self.sources), done.parts, None)
+        for tokenized in apply((part, checked.difficulty_field_found) for part in parts):
+            done.take(tokenized, writer)
+            self._note(done.refused, tokenized.part, done.lines_before, tokenized.refused)
+            if writer.is_full:
+                writer.finish(done.to_json())
+            pace.at(done.place.records, done.place.records, TOKEN_BYTES * done.report.tokens)
+        writer.finish(done.to_json())
+        pace.finish(done.place.records, TOKEN_BYTES * done.report.tokens, processes)
+        return done
 
-        return records.map(
-            partial(_render_batch, self.renderer),
-            batched=True,
-            batch_size=_BATCH_RECORDS,
-            num_proc=self._processes(len(records)),
-            remove_columns=records.column_names,
-            features=datasets.Features.from_arrow_schema(_SAMPLE_SCHEMA),
-            load_from_cache_file=False,
-            new_fingerprint="samples",  # the entry's own key covers what it depends on; hashing the tokenizer is slow
-            cache_file_name=str(scratch / "samples.arrow"),
-            desc="tokenizing",
-        )
-
-    def _processes(self, records: int) -> int | None:
-        """None means this process alone."""
-        processes = self.num_proc or min(usable_cores(), _MOST_PROCESSES, records // _RECORDS_PER_PROCESS)
-        return min(processes, records) if processes > 1 and records > 1 else None
-
-    def _write(self, rendered: Dataset, report: DataReport, folder: Path) -> dict[str, Any]:
-        """Write the arrays of all samples that are kept, and complete the report."""
-        columns = {name: rendered.data.column(name).to_numpy() for name in _COLUMNS}
-        kept = np.ones(len(rendered), dtype=np.bool_)
-        if report.difficulty_field_found:
-            kept &= columns["level"] != NO_DIFFICULTY  # counted as bad records already
-        refused = kept & (rendered.data.column("problem_kind").to_numpy() != "")
-        kept &= ~refused
-        problems = self._refused(rendered, columns, np.flatnonzero(refused))
+    def _complete(self, checked: DataReport, done: _Done) -> DataReport:
+        """The report of both passes; refuse what the chat template does not take, or count it."""
         if not self.drop_bad_records:
-            problems.refuse(report.records_read)
-        roomless = kept & (columns["targets"] == 0)
-        kept &= ~roomless
-        dropped = Counter(report.dropped) + problems.counts
-        dropped[NO_ROOM] += len(np.setdiff1d(columns["row"][roomless], columns["row"][kept]))
-        report.dropped = {reason: count for reason, count in dropped.items() if count}
-        if not kept.any():
+            done.refused.refuse(checked.records_read)
+        report, roomless = checked, done.report.dropped.pop(NO_ROOM, 0)
+        report.add(done.report)
+        report.add(DataReport(dropped=dict(done.refused.counts)))
+        if roomless:
+            report.dropped[NO_ROOM] = roomless
+        if not report.samples:
             raise self._none_left(report)
-        self._count(columns, kept, report)
-        facts = write_arrays(rendered, columns, kept, folder)
-        names = list(self.difficulties or ())
-        fingerprint = hashlib.sha256(json.dumps([facts.pop("content"), names]).encode()).hexdigest()
-        return {"fingerprint": fingerprint, "level_names": names, "report": asdict(report), **facts}
-
-    def _refused(self, rendered: Dataset, columns: dict[str, np.ndarray], records: np.ndarray) -> ProblemLog:
-        """The records that the chat template or the renderer refused."""
-        kinds, details = rendered.data.column("problem_kind"), rendered.data.column("problem_detail")
-        problems = ProblemLog()
-        for record in records.tolist():
-            problem = RecordProblem(kinds[record].as_py(), details[record].as_py())
-            self._note(problems, int(columns["file"][record]), int(columns["line"][record]), problem)
-        return problems
-
-    def _count(self, columns: dict[str, np.ndarray], kept: np.ndarray, report: DataReport) -> None:
-        used = {name: values[kept] for name, values in columns.items()}
-        report.samples = int(kept.sum())
-        _, first = np.unique(used["row"], return_index=True)
-        report.records_kept = len(first)
-        report.tokens, report.longest_tokens = int(used["length"].sum()), int(used["length"].max())
-        report.supervised_tokens = int(used["targets"].sum())
-        report.trimmed_records = int((used["trimmed_tokens"] > 0).sum())
-        report.trimmed_tokens = int(used["trimmed_tokens"].sum())
-        report.dropped_turns = int(used["dropped_turns"].sum())
-        report.cut_answers = int(used["cut_answer"].sum())
-        report.unended_samples = int((~used["ends"]).sum())
-        report.off_prompt_samples = int((~used["follows_prompt"]).sum())
         if report.difficulty_field_found:
-            names = self.difficulties or ()
-            records = np.bincount(used["level"][first], minlength=len(names)).tolist()
-            report.records_per_difficulty = dict(zip(names, records, strict=True))
+            counts = report.records_per_difficulty
+            report.records_per_difficulty = {name: counts.get(name, 0) for name in self.difficulties or ()}
+        return report
+
+    # ------------------------------------------------------------------ what is said of records
 
     def _none_left(self, report: DataReport) -> DataError:
         reasons = ", ".join(f"{count} {reason}" for reason, count in report.dropped.items())
@@ -221,33 +175,70 @@ class Preparation:
             fix="see the reasons; --on-bad-row refuse names the records, and a larger --cutoff-len gives answers room",
         )
 
-    def _note(self, problems: ProblemLog, file: int, line: int, problem: RecordProblem) -> None:
-        problems.add((file, line), f"{self.sources[file]}:{line}", problem)
+    def _note(self, log: ProblemLog, part: Part, lines_before: int, lines: Lines) -> None:
+        for line, problem in lines:
+            place = lines_before + line
+            log.add((part.file, place), f"{part.path}:{place}", problem)
 
     def _where(self) -> str:
         named = ", ".join(map(str, self.sources[:3]))
         return named if len(self.sources) <= 3 else f"{named} and {len(self.sources) - 3} more"
 
 
-def _render_batch(renderer: Renderer, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """What a tokenizing process does with a batch of records."""
-    columns: dict[str, list[Any]] = {name: [] for name in _SAMPLE_SCHEMA.names}
-    for number, messages in enumerate(batch["messages"]):
-        kind = detail = ""
-        samples = [Rendered(np.zeros(0, np.int32), np.zeros(0, np.bool_))]
-        try:
-            samples = renderer(Conversation(tuple(Message(**message) for message in messages)))
-        except RecordProblem as problem:
-            kind, detail = problem.kind, problem.detail
-        for sample in samples:
-            for name in ("row", "file", "line", "level"):
-                columns[name].append(batch[name][number])
-            columns["input_ids"].append(sample.input_ids)
-            columns["supervised"].append(sample.supervised.view(np.uint8))
-            columns["length"].append(len(sample.input_ids))
-            columns["targets"].append(int(sample.supervised.sum()))
-            for name in _COUNTED:
-                columns[name].append(getattr(sample, name))
-            columns["problem_kind"].append(kind)
-            columns["problem_detail"].append(detail)
-    return columns
+@dataclass
+class _Place:
+    """How far the parts of the data were taken."""
+
+    file: int = -1
+    lines: int = 0  # of that file, see `Part.read`
+    records: int = 0  # of all files
+
+    def at(self, result: Checked | Tokenized) -> int:
+        """Go on by a part; return how many lines of its file came before it."""
+        if result.part.file != self.file:
+            self.file, self.lines = result.part.file, 0
+        before = self.lines
+        self.lines += result.lines
+        return before
+
+
+@dataclass
+class _Done:
+    """What the second pass has behind it."""
+
+    parts: int = 0
+    place: _Place = field(default_factory=_Place)
+    report: DataReport = field(default_factory=DataReport)
+    refused: ProblemLog = field(default_factory=ProblemLog)
+    highest_id: int = 0
+    lines_before: int = 0  # the part that was taken last
+
+    @classmethod
+    def after(cls, states: list[dict[str, Any]]) -> _Done:
+        """As it was when the last of these shards was finished."""
+        if not states:
+            return cls()
+        kept = states[-1]
+        report, refused = DataReport(**kept["report"]), ProblemLog(*kept["refused"])
+        return cls(kept["parts"], _Place(**kept["place"]), report, refused, kept["highest_id"])
+
+    def to_json(self) -> dict[str, Any]:
+        report, place = asdict(self.report), asdict(self.place)
+        return {
+            "parts": self.parts,
+            "place": place,
+            "report": report,
+            "refused": self.refused.to_json(),
+            "highest_id": self.highest_id,
+        }
+
+    def take(self, part: Tokenized, writer: ShardWriter) -> None:
+        """Give the part's samples to the writer, with records and lines counted through the data."""
+        self.lines_before = self.place.at(part)
+        part.facts["row"] += self.place.records
+        part.facts["line"] += self.lines_before
+        writer.add(part.facts, tokens=part.tokens, supervised=part.supervised)
+        self.parts += 1
+        self.place.records += part.records
+        self.report.add(part.report)
+        self.highest_id = max(self.highest_id, int(part.tokens.max(initial=0)))

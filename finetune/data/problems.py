@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from finetune.errors import DataError
 
@@ -28,9 +30,9 @@ class RecordProblem(Exception):
 class ProblemLog:
     """The bad records of one reading: the first ten as file:line with the reason, all of them counted by reason."""
 
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.first: list[tuple[tuple[int, int], str]] = []
+    def __init__(self, counts: Mapping[str, int] | None = None, first: Iterable[Any] = ()) -> None:
+        self.counts: Counter[str] = Counter(counts)
+        self.first: list[tuple[tuple[int, int], str]] = [((file, line), text) for (file, line), text in first]
 
     def add(self, file_and_line: tuple[int, int], location: str, problem: RecordProblem) -> None:
         """Note a problem; (file number, line) orders the list, `location` is file:line for people."""
@@ -54,6 +56,11 @@ class ProblemLog:
         """Add the problems of another list."""
         self.counts.update(other.counts)
         self.first += other.first
+
+    def to_json(self) -> list[Any]:
+        """As plain JSON, for `ProblemLog(*...)`."""
+        self._shorten()
+        return [dict(self.counts), self.first]
 
     def refuse(self, records_read: int) -> None:
         """Raise if there is any bad record.

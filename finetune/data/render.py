@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,13 +52,16 @@ class Renderer:
         Raises:
             RecordProblem: the template refuses the record or rewrites its answer; nothing or all would be trained.
         """
-        return [self._sample(rendering) for rendering in find_turns(self.template, conversation.messages)]
+        template = self.template.with_tools(conversation.tools)
+        return [self._sample(template, rendering) for rendering in find_turns(template, conversation.messages)]
 
     def has_control_tokens(self, conversation: Conversation) -> bool:
         """Whether a text of the record spells a special token, which the tokenizer will read as one."""
-        return any(self.template.has_special(message.content) for message in conversation.messages)
+        texts = [message.content for message in conversation.messages]
+        texts += [json.dumps(call.arguments) for message in conversation.messages for call in message.calls]
+        return any(map(self.template.has_special, texts))
 
-    def _sample(self, rendering: Rendering) -> Rendered:
+    def _sample(self, template: ChatTemplate, rendering: Rendering) -> Rendered:
         encoded = self._encoder.encode(rendering.text, rendering.turns)
         answers = trained_tokens(rendering.text, encoded, rendering.turns)
         supervised = np.zeros(len(encoded.ids), dtype=bool)
@@ -68,7 +72,7 @@ class Renderer:
             raise RecordProblem("nothing to train", "an answer has no token of its own under this tokenizer")
         if supervised[1:].all():
             raise RecordProblem("everything would be trained", "the chat template writes no prompt before the answer")
-        kept = fit(encoded, self._prompt_contents(rendering, encoded, supervised), answers, self.cutoff_len)
+        kept = fit(encoded, self._prompt_contents(template, rendering, encoded, supervised), answers, self.cutoff_len)
         whole = rendering.turns[: len(rendering.turns) - kept.dropped_turns - kept.cut_answer]
         return Rendered(
             encoded.ids[kept.tokens],
@@ -80,7 +84,9 @@ class Renderer:
             follows_prompt=all(turn.follows_prompt for turn in rendering.turns),
         )
 
-    def _prompt_contents(self, rendering: Rendering, encoded: Encoded, supervised: np.ndarray) -> list[np.ndarray]:
+    def _prompt_contents(
+        self, template: ChatTemplate, rendering: Rendering, encoded: Encoded, supervised: np.ndarray
+    ) -> list[np.ndarray]:
         """Tokens that lie wholly inside contents that are not trained; found only for samples that are too long."""
         if len(encoded.ids) <= self.cutoff_len:
             return []
@@ -88,7 +94,7 @@ class Renderer:
         for number, message in enumerate(rendering.messages):
             if message.role == "assistant" and message.trained:
                 continue
-            span = content_span(self.template, rendering.text, rendering.messages, number)
+            span = content_span(template, rendering.text, rendering.messages, number)
             if span is not None:  # else the template rewrites it, and it is kept like the template's own text
                 inside = (encoded.starts >= span[0]) & (encoded.ends <= span[1]) & (encoded.starts < encoded.ends)
                 contents.append(np.flatnonzero(inside & ~supervised))

@@ -31,6 +31,19 @@ class DataReport:
     off_prompt_samples: int = 0  # samples with an answer that does not follow the template's own generation prompt
     control_token_records: int = 0  # records whose text spells a special token of the tokenizer
 
+    def add(self, other: DataReport) -> None:
+        """Take in the counts of further records."""
+        for name, value in vars(other).items():
+            mine = getattr(self, name)
+            if name == "longest_tokens":
+                self.longest_tokens = max(mine, value)
+            elif isinstance(value, bool):
+                setattr(self, name, mine or value)
+            elif isinstance(value, dict):
+                setattr(self, name, mine | {key: mine.get(key, 0) + count for key, count in value.items()})
+            else:
+                setattr(self, name, mine + value)
+
     def warnings(self) -> list[str]:
         """What works but is probably wrong, each with its fix."""
         found = []

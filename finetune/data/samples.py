@@ -1,41 +1,29 @@
-"""Samples on disk: flat arrays that are memory-mapped, so that one sample costs a slice."""
+"""Samples on disk: arrays that are memory-mapped, so that one sample costs a slice and all of them no memory."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
+from bisect import bisect_right
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from finetune.data import cache
 from finetune.data.report import DataReport
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-
-# Tokens of all samples lie one after the other in `tokens` and `supervised`; sample i is offsets[i] to offsets[i + 1].
-# `places` is (N, 2): file number and line of each sample's record. For the others see `Samples`.
-ARRAYS = {
-    "tokens": np.int32,
-    "supervised": np.bool_,
-    "offsets": np.int64,
-    "places": np.int64,
-    "row_ids": np.int64,
-    "levels": np.int16,
-    "supervised_counts": np.int32,
-}
+from finetune.data.sample_shards import SAMPLE_ARRAYS, TOKEN_ARRAYS, map_tokens
 
 
 class Samples:
     """The samples of a run, on disk: `samples[i]` costs a slice of a memory map.
 
+    The arrays are read-only maps too: the processes of a node share the pages that they look at.
+
     Attributes:
         lengths: int32 (N,), tokens of each sample.
         supervised_counts: int32 (N,), targets of each sample (position 0 is never one).
         difficulties: int16 (N,), index into `difficulty_names`; -1 where the record has none.
+        by_difficulty: int64 (N,), the samples of the first difficulty in order, then those of the second, ...
         record_ids: int64 (N,), the input record it came from, counted from 0 through the files in order.
         difficulty_names: the difficulties given to `prepare_samples`; empty if none were.
         fingerprint: hash of the samples themselves: equal for equal data, wherever it lies.
@@ -46,13 +34,22 @@ class Samples:
     def __init__(self, folder: Path, sources: tuple[Path, ...]) -> None:
         self._folder, self._sources = folder, sources
         meta = cache.read_meta(folder)
-        arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ARRAYS}
-        self._tokens, self._supervised, self._offsets = arrays["tokens"], arrays["supervised"], arrays["offsets"]
-        self._places = arrays["places"]
-        self.lengths: np.ndarray = np.diff(self._offsets).astype(np.int32)
-        self.supervised_counts: np.ndarray = np.array(arrays["supervised_counts"])
-        self.difficulties: np.ndarray = np.array(arrays["levels"])
-        self.record_ids: np.ndarray = np.array(arrays["row_ids"])
+        # As plain arrays, for what is computed of a np.memmap is one by name.
+        arrays = {
+            name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False))
+            for name in SAMPLE_ARRAYS
+        }
+        self._offsets, self._places = arrays["offsets"], arrays["places"]
+        self._first_samples = [0, *accumulate(samples for samples, _ in meta["shards"])]  # of each shard, and the end
+        self._first_tokens = [0, *accumulate(tokens for _, tokens in meta["shards"])]
+        self._tokens, self._supervised = (
+            [map_tokens(folder, name, shard) for shard in range(len(meta["shards"]))] for name in TOKEN_ARRAYS
+        )
+        self.lengths: np.ndarray = arrays["lengths"]
+        self.supervised_counts: np.ndarray = arrays["supervised_counts"]
+        self.difficulties: np.ndarray = arrays["levels"]
+        self.by_difficulty: np.ndarray = arrays["order"]
+        self.record_ids: np.ndarray = arrays["row_ids"]
         self.difficulty_names: tuple[str, ...] = tuple(meta["level_names"])
         self.fingerprint: str = meta["fingerprint"]
         self.highest_id: int = meta["highest_id"]
@@ -66,8 +63,9 @@ class Samples:
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         index %= len(self)
-        tokens = slice(self._offsets[index], self._offsets[index + 1])
-        return self._tokens[tokens], self._supervised[tokens]
+        shard = bisect_right(self._first_samples, index) - 1
+        begin, end = (self._offsets[index : index + 2] - self._first_tokens[shard]).tolist()
+        return self._tokens[shard][begin:end], self._supervised[shard][begin:end]
 
     def location(self, index: int) -> str:
         """`file:line` of the record that sample `index` came from."""
@@ -76,55 +74,10 @@ class Samples:
 
     def first_above(self, limit: int) -> tuple[int, str]:
         """The first token id that is `limit` or more, and where its record lies; there is one (see `highest_id`)."""
-        place = int(np.argmax(self._tokens >= limit))
-        return int(self._tokens[place]), self.location(int(np.searchsorted(self._offsets, place, "right")) - 1)
+        shard = next(number for number, tokens in enumerate(self._tokens) if tokens.max() >= limit)
+        place = int(np.argmax(self._tokens[shard] >= limit))
+        sample = int(np.searchsorted(self._offsets, self._first_tokens[shard] + place, "right")) - 1
+        return int(self._tokens[shard][place]), self.location(sample)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Samples, (self._folder, self._sources)  # the maps are opened again, not copied through a pipe
-
-
-def write_arrays(
-    rendered: Dataset, columns: Mapping[str, np.ndarray], kept: np.ndarray, folder: Path
-) -> dict[str, Any]:
-    """Write the samples where `kept`, bool (N,), as `ARRAYS` into the folder.
-
-    Args:
-        rendered: has the columns input_ids and supervised, a list per sample.
-        columns: row (the record's number), file, line, level (the difficulty's index), length and targets, `(N,)`.
-
-    Returns:
-        `content`, a hash of tokens, masks, difficulties and record ids, not of where records lie in which file; and
-        `highest_id`, of the tokens.
-    """
-    lengths = columns["length"][kept].astype(np.int64)
-    arrays: dict[str, np.ndarray] = {
-        "offsets": np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]),
-        "places": np.stack([columns["file"][kept], columns["line"][kept]], axis=1),
-        "row_ids": columns["row"][kept],
-        "levels": columns["level"][kept],
-        "supervised_counts": columns["targets"][kept],
-    }
-    for name, values in arrays.items():
-        arrays[name] = values.astype(ARRAYS[name])
-        np.save(folder / f"{name}.npy", arrays[name], allow_pickle=False)
-    maps = {
-        name: np.lib.format.open_memmap(folder / f"{name}.npy", "w+", ARRAYS[name], shape=(int(lengths.sum()),))
-        for name in ("tokens", "supervised")
-    }
-    written = sample = highest_id = 0
-    for table in rendered.with_format("arrow").iter(batch_size=1_000):
-        wanted = table.filter(pa.array(kept[sample : sample + table.num_rows]))
-        sample += table.num_rows
-        ids, mask = (wanted.column(name).combine_chunks().flatten().to_numpy() for name in ("input_ids", "supervised"))
-        highest_id = max(highest_id, int(ids.max(initial=0)))
-        maps["tokens"][written : written + len(ids)] = ids
-        maps["supervised"][written : written + len(ids)] = mask
-        written += len(ids)
-    arrays |= maps
-    digest = hashlib.sha256()
-    for name in sorted(set(ARRAYS) - {"places"}):
-        digest.update(name.encode())
-        digest.update(np.ascontiguousarray(arrays[name]).data)
-    for written_map in maps.values():
-        written_map.flush()
-    return {"content": digest.hexdigest(), "highest_id": highest_id}

@@ -18,17 +18,21 @@ The newline that many templates write after the end-of-turn token is not trained
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.formats import Message
 from finetune.data.problems import RecordProblem
+from finetune.data.tools import Tools, written_out
 
 # Templates that print today's date would give other tokens tomorrow, and two nodes could disagree at midnight. Theirs
 # is this date instead (the one that Llama 3.1's own template falls back to).
@@ -64,6 +68,8 @@ class Rendering:
 class ChatTemplate:
     """A tokenizer's chat template as a function from messages to text."""
 
+    tools: Tools = ()  # that may be called in the conversation that is rendered
+
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         source = tokenizer.get_chat_template()
@@ -73,19 +79,27 @@ class ChatTemplate:
         self.specials = tuple(sorted((token for token in specials if token.strip()), key=len, reverse=True))
         self._special = re.compile("|".join(map(re.escape, self.specials)) or r"(?!)")
 
+    def with_tools(self, tools: Tools) -> ChatTemplate:
+        """The same template for a conversation in which these may be called."""
+        if not tools and not self.tools:
+            return self
+        bound = copy.copy(self)
+        bound.tools = tools
+        return bound
+
     def render(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
         """The text of these messages.
 
         Raises:
             RecordProblem: the template refuses them or fails on them.
         """
-        turns = [{"role": message.role, "content": message.content} for message in messages]
-        for turn, message in zip(turns, messages, strict=True):
-            if message.reasoning:
-                turn["reasoning_content"] = message.reasoning
         try:
             text = self.tokenizer.apply_chat_template(
-                turns, chat_template=self.source, tokenize=False, add_generation_prompt=generation_prompt
+                [_for_template(message) for message in messages],
+                chat_template=self.source,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                **({"tools": list(self.tools)} if self.tools else {}),
             )
             return str(text)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
@@ -110,6 +124,20 @@ class ChatTemplate:
             stop = len(text[: stop - len(token)].rstrip())
 
 
+def _for_template(message: Message) -> dict[str, Any]:
+    """A message as transformers' chat templates read it."""
+    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        turn["reasoning_content"] = message.reasoning
+    if message.calls:
+        turn["tool_calls"] = [call.for_template() for call in message.calls]
+    if message.call_id:
+        turn["tool_call_id"] = message.call_id
+    if message.name:
+        turn["name"] = message.name
+    return turn
+
+
 def find_turns(template: ChatTemplate, messages: Sequence[Message]) -> list[Rendering]:
     """Render a conversation and find its trained turns; one rendering, or one per answer (see the module's text).
 
@@ -119,11 +147,35 @@ def find_turns(template: ChatTemplate, messages: Sequence[Message]) -> list[Rend
     messages = tuple(messages)
     answers = [number for number, message in enumerate(messages) if message.role == "assistant" and message.trained]
     text = template.render(messages)
+    _check_tools(template, messages)
     turns = [_find(template, text, messages, answer) for answer in answers]
     found = tuple(turn for turn in turns if turn is not None)
     if len(found) == len(answers) and all(a.end <= b.start for a, b in zip(found, found[1:], strict=False)):
         return [Rendering(text, messages, found)]
     return [_alone(template, messages[: answer + 1]) for answer in answers]
+
+
+def _check_tools(template: ChatTemplate, messages: tuple[Message, ...]) -> None:
+    """A template that leaves tools, calls or results out would train answers to what is not there."""
+    prompt = messages[: next(number for number, message in enumerate(messages) if message.role == "assistant")]
+    names = [str(tool["function"]["name"]) for tool in template.tools]
+    if names:
+        with_tools = template.render(prompt)
+        without = template.with_tools(()).render(prompt)
+        if any(with_tools.count(name) <= without.count(name) for name in names):
+            raise RecordProblem(
+                "tools left out by the chat template", "it does not write the 'tools' of a record; use one that does"
+            )
+    for number, message in enumerate(messages):
+        if not message.calls:
+            continue
+        before, after = template.render(messages[:number]), template.render(messages[: number + 1])
+        written = _squeezed(after[len(os.path.commonprefix([before, after])) :])
+        if not all(written_out(call, written) for call in message.calls):
+            raise RecordProblem(
+                "calls left out by the chat template",
+                f"it does not write the 'tool_calls' of turn {number + 1}; use one that does",
+            )
 
 
 def _alone(template: ChatTemplate, messages: tuple[Message, ...]) -> Rendering:
@@ -154,7 +206,7 @@ def _by_prefix(
     if not (alone.startswith(prompt) and text.startswith(prompt)):
         return None
     written = alone[len(prompt) :]
-    if not _holds(written, messages[answer]) and not _continues(prompt, written, messages[answer].content):
+    if not _holds(written, messages[answer]) and not _continues(prompt, written, messages[answer]):
         return None
     for stop in template.stops(written):
         if stop and text.startswith(written[:stop], len(prompt)):
@@ -167,15 +219,18 @@ def _squeezed(text: str) -> str:
 
 
 def _holds(text: str, message: Message) -> bool:
-    """Whether the text has the message's reasoning and then its content, whatever the white space."""
+    """Whether the text has the message's reasoning, and then its content and calls, whatever the white space."""
     text, reasoning = _squeezed(text), _squeezed(message.reasoning)
     found = text.find(reasoning)
-    return found >= 0 and _squeezed(message.content) in text[found + len(reasoning) :]
+    rest = text[found + len(reasoning) :]
+    return found >= 0 and _squeezed(message.content) in rest and all(written_out(call, rest) for call in message.calls)
 
 
-def _continues(prompt: str, written: str, content: str) -> bool:
+def _continues(prompt: str, written: str, message: Message) -> bool:
     """Whether the content begins at the prompt's end: Qwen3.5's prompt ends with the <think> of the answer."""
-    prompt, written, content = _squeezed(prompt), _squeezed(written), _squeezed(content)
+    prompt, written, content = _squeezed(prompt), _squeezed(written), _squeezed(message.content)
+    if not all(written_out(call, written) for call in message.calls):
+        return False
     return any(
         prompt.endswith(content[:length]) and written.startswith(content[length:])
         for length in range(1, min(len(content), _LONGEST_OPENING) + 1)
@@ -208,7 +263,10 @@ def _by_marks(
     template: ChatTemplate, text: str, prompt: str, alone: str, messages: tuple[Message, ...], answer: int
 ) -> Turn | None:
     """Step 2. What the template writes between prompt and answer, and after it, is taken from the answer's own end."""
-    if messages[answer].reasoning:  # the marks would show only where the content is
+    if messages[answer].reasoning or messages[answer].calls:  # the marks would show only where the content is
+        return None
+    # Mistral's tools stand before the last question: an earlier answer would be trained without them.
+    if template.tools and answer < len(messages) - 1 and not text.startswith(prompt):
         return None
     span = content_span(template, text, messages, answer)
     span_alone = content_span(template, alone, messages[: answer + 1], answer)

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
+from finetune.data.tools import Call
 from finetune.errors import FinetuneError
 from finetune.inference.engine import Engine
+from finetune.inference.tool_calls import CallReader
 
 if TYPE_CHECKING:
     from typing import Self
@@ -23,11 +25,12 @@ if TYPE_CHECKING:
 class Answer:
     """One answer."""
 
-    text: str  # without special tokens and stop text
+    text: str  # without special tokens, stop text and calls
     token_ids: tuple[int, ...]  # what was generated, with the end token where there is one
-    finish_reason: str  # "stop" (an end token or stop text), "length", or "cancelled"
+    finish_reason: str  # "stop" (an end token or stop text), "tool_calls", "length", or "cancelled"
     prompt_tokens: int
     completion_tokens: int
+    calls: tuple[Call, ...] = ()  # of tools
 
 
 class GenerationError(FinetuneError):
@@ -44,9 +47,19 @@ class AnswerText:
     The pieces together are the whole text, which is what the tokenizer decodes from all tokens at once.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] = (), shown: frozenset[str] = frozenset()
+    ) -> None:
         self._tokenizer = tokenizer
-        self._decode = DecodeStream([], skip_special_tokens=True)
+        # Special tokens that are text here. A decoder leaves out all of them or none, so the others are kept from it.
+        self._hidden = frozenset()
+        if shown:
+            known = tokenizer.added_tokens_decoder.items()
+            special = {number for number, token in known if token.special and str(token) not in shown}
+            own = set(tokenizer.all_special_ids) - set(tokenizer.convert_tokens_to_ids(sorted(shown)))
+            self._hidden = frozenset(special | own)
+        self._skip = not shown
+        self._decode = DecodeStream([], skip_special_tokens=self._skip)
         self._stops = tuple(stops)
         self._longest_stop = max(map(len, self._stops), default=0)
         self._ids: list[int] = []
@@ -56,6 +69,7 @@ class AnswerText:
 
     def add(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete; what may be the beginning of a character or a stop text is kept back."""
+        token_ids = [token for token in token_ids if token not in self._hidden]
         self._ids.extend(token_ids)
         fresh = "".join(self._decode.step(self._tokenizer.backend_tokenizer, token) or "" for token in token_ids)
         return self._hand_out(self.text + fresh, keep_back=True)
@@ -64,7 +78,7 @@ class AnswerText:
         """What was kept back."""
         if self.stopped:
             return ""
-        whole = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        whole = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)
         # Bytes that never became a character appear only here, as U+FFFD.
         return self._hand_out(whole if whole.startswith(self.text) else self.text, keep_back=False)
 
@@ -93,11 +107,18 @@ class AnswerText:
 
 
 class Generation:
-    """One answer being written. `on_piece` is called in the engine's thread."""
+    """One answer being written; `calls` reads those of tools from it. `on_piece` is called in the engine's thread."""
 
     def __init__(
-        self, engine: Engine, stop_ids: frozenset[int], prompt_tokens: int, text: AnswerText, on_piece: OnPiece
+        self,
+        engine: Engine,
+        stop_ids: frozenset[int],
+        prompt_tokens: int,
+        text: AnswerText,
+        on_piece: OnPiece,
+        calls: CallReader | None = None,
     ) -> None:
+        self._calls, self._said = calls, ""
         self.identity, self.prompt_tokens = uuid.uuid4().hex, prompt_tokens
         self._engine, self._stop_ids, self._text, self._on_piece = engine, stop_ids, text, on_piece
         self._ids: list[int] = []
@@ -130,15 +151,29 @@ class Generation:
             elif finished:
                 ended = bool(self._ids) and self._ids[-1] in self._stop_ids
                 self._end(piece, "stop" if ended else "length")
-            elif piece:
+            elif piece := self._say(piece):
                 self._on_piece(piece, None, None)
+
+    def _say(self, piece: str) -> str:
+        """What of a piece is none of a call's."""
+        said = piece if self._calls is None else self._calls.add(piece)
+        self._said += said
+        return said
 
     def _end(self, piece: str, reason: str) -> None:
         self._over = True
-        piece += self._text.finish()
+        piece = self._say(piece + self._text.finish())
         if self._text.stopped and reason != "cancelled":  # what was kept back completed a stop text
             reason = "stop"
-        answer = Answer(self._text.text, tuple(self._ids), reason, self.prompt_tokens, len(self._ids))
+        calls: tuple[Call, ...] = ()
+        if self._calls is not None:
+            rest = self._calls.finish()
+            piece, self._said, calls = piece + rest, self._said + rest, tuple(self._calls.calls)
+            if calls:  # templates write a line's end between what is said and a call
+                self._said = self._said.rstrip()
+                reason = "tool_calls" if reason == "stop" else reason
+        text = self._text.text if self._calls is None else self._said
+        answer = Answer(text, tuple(self._ids), reason, self.prompt_tokens, len(self._ids), calls)
         self._on_piece(piece, answer, None)
 
 

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.data.formats import Message
+from finetune.data.formats import Message, with_matched_results
 from finetune.data.problems import RecordProblem
 from finetune.data.spans import ChatTemplate
+from finetune.data.tools import Tools, read_calls, read_tools
 from finetune.errors import DataError
 from finetune.inference.answer import Answer, AnswerStream, AnswerText, Generation, OnPiece
 from finetune.inference.engine import ContinuousEngine, Engine, Job, find_limits
@@ -28,6 +30,7 @@ from finetune.inference.limited_template import limit_chat_template
 from finetune.inference.loading import check_fit, end_ids, find_source, load_tokenizer_of, load_weights
 from finetune.inference.sampling import Sampling, default_sampling
 from finetune.inference.static_engine import StaticEngine
+from finetune.inference.tool_calls import CallForm, CallReader, find_form, shown_tokens
 from finetune.modeling.attention import can_pack
 from finetune.modeling.model_config import padding_id
 from finetune.runtime.device import choose_device_type, choose_dtype
@@ -92,8 +95,13 @@ class Generator:
 
     # ------------------------------------------------------------ prompts
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt text of a conversation, up to where the answer begins.
+    @cached_property
+    def call_form(self) -> CallForm | None:
+        """How the chat template writes calls of tools; None where it writes none, or they could not be read back."""
+        return find_form(self._template)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """The prompt text of a conversation, up to where the answer begins: what training has before that answer.
 
         Raises:
             DataError: no message, a wrong role or content, or a refusal of the chat template.
@@ -101,8 +109,15 @@ class Generator:
         turns = [_message(number, message) for number, message in enumerate(messages)]
         if not turns:
             raise DataError("there is no message", "messages", "send at least one message with role and content")
+        template = self._template.with_tools(_tools(tools))
+        if tools and self.call_form is None:
+            raise DataError(
+                "the model's chat template writes no calls of tools, or in a form that is not read back",
+                "tools",
+                "use a model or --template of the forms of Qwen, Hermes, Llama 3 or Mistral",
+            )
         try:
-            return self._template.render(turns, generation_prompt=True)
+            return template.render(with_matched_results(turns), generation_prompt=True)
         except RecordProblem as problem:
             raise DataError(
                 f"the model's chat template does not take these messages: {problem}",
@@ -110,7 +125,7 @@ class Generator:
                 "use the roles and the order that the model was trained with",
             ) from problem
 
-    def prompt_ids(self, prompt: Prompt) -> list[int]:
+    def prompt_ids(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Token ids of a text, of messages, or the ids themselves.
 
         Raises:
@@ -122,7 +137,7 @@ class Generator:
         elif len(prompt) and all(isinstance(part, int) for part in prompt):
             ids = [int(part) for part in prompt]  # type: ignore[arg-type]
         else:
-            ids = self.tokenizer(self.render(prompt), add_special_tokens=False)["input_ids"]  # type: ignore[arg-type]
+            ids = self.tokenizer(self.render(prompt, tools), add_special_tokens=False)["input_ids"]  # type: ignore[arg-type]
         if not ids:
             raise DataError("the prompt is empty", "prompt", "send at least one token")
         # Of texts too: a tokenizer may have ids, of images say, that the model has no embedding for.
@@ -133,13 +148,23 @@ class Generator:
 
     # ------------------------------------------------------------ answers
 
-    def start(self, prompt: Prompt, sampling: Sampling | None, on_piece: OnPiece) -> Generation:
+    def start(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None,
+        on_piece: OnPiece,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Generation:
         """Begin an answer; `on_piece` is called from another thread until it is over.
+
+        Args:
+            tools: that the answer may call, for messages.
 
         Raises:
             DataError: as `prompt_ids`; PromptTooLong.
         """
-        ids = self.prompt_ids(prompt)
+        ids = self.prompt_ids(prompt, tools)
         room = self.context_tokens - len(ids)
         if room < 1:
             raise PromptTooLong(
@@ -149,15 +174,19 @@ class Generator:
             )
         sampling = sampling or self.default_sampling
         sampling = sampling.changed(max_new_tokens=min(sampling.max_new_tokens or room, room))
-        text = AnswerText(self.tokenizer, sampling.stop)
-        generation = Generation(self.engine, self.stop_ids, len(ids), text, on_piece)
+        form = self.call_form if tools else None
+        shown = frozenset() if form is None else shown_tokens(form, self._template)
+        text, calls = AnswerText(self.tokenizer, sampling.stop, shown), None if form is None else CallReader(form)
+        generation = Generation(self.engine, self.stop_ids, len(ids), text, on_piece, calls)
         self.engine.submit(Job(generation.identity, ids, sampling, generation.receive))
         return generation
 
-    def stream(self, prompt: Prompt, sampling: Sampling | None = None) -> AnswerStream:
+    def stream(
+        self, prompt: Prompt, sampling: Sampling | None = None, *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> AnswerStream:
         """The answer to one prompt, piece by piece. Raises as `start`."""
         stream = AnswerStream()
-        stream.generation = self.start(prompt, sampling, stream.put)
+        stream.generation = self.start(prompt, sampling, stream.put, tools=tools)
         return stream
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling | None = None) -> list[Answer]:
@@ -245,6 +274,20 @@ def _message(number: int, message: Any) -> Message:
     role = "system" if role == "developer" else role
     if role not in ROLES:
         raise DataError(f"role is {str(role)[:40]!r}", f"{where}.role", f"use one of {', '.join(ROLES)}")
+    try:
+        calls = read_calls(message.get("tool_calls"), f"{where}.tool_calls", number) if role == "assistant" else ()
+    except RecordProblem as problem:
+        raise DataError(str(problem), where, "send calls as they were answered: id, type and function") from problem
+    content = "" if content is None and calls else content
     if not isinstance(content, str):
         raise DataError("content is not a text", f"{where}.content", "send the message's text as content")
-    return Message(role, content)
+    if role == "tool":
+        return Message(role, content, call_id=str(message.get("tool_call_id") or ""))
+    return Message(role, content, calls=calls)
+
+
+def _tools(given: Sequence[Mapping[str, Any]]) -> Tools:
+    try:
+        return read_tools(list(given), "tools")
+    except RecordProblem as problem:
+        raise DataError(str(problem), "tools", "send functions with name, description and parameters") from problem

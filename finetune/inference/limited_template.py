@@ -59,6 +59,7 @@ class TemplateProcess:
         chat_template: str,
         tokenize: bool = False,
         add_generation_prompt: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """As the tokenizer's `apply_chat_template`.
 
@@ -69,7 +70,8 @@ class TemplateProcess:
         assert not tokenize
         variables = {**self._variables, "add_generation_prompt": add_generation_prompt}
         with self._lock:
-            answer = self._ask({"source": chat_template, "turns": list(turns), "variables": variables})
+            asked = {"source": chat_template, "turns": list(turns), "tools": tools, "variables": variables}
+            answer = self._ask(asked)
         if answer["is"] == "refused":
             raise jinja2.TemplateError(answer["reason"])
         if answer["is"] == "exceeded":

@@ -1,7 +1,8 @@
 """The process that renders chat templates for a server. `limited_template.py` starts it and exchanges lines with it.
 
 JSON, a line each. First {"memory_bytes": most beyond what is there at the start, "characters": most of a text}, which
-{"is": "ready"} answers; then {"source": template, "turns": [...], "variables": {...}}, which one of these answers:
+{"is": "ready"} answers; then {"source": template, "turns": [...], "tools": [...] or null, "variables": {...}}, which
+one of these answers:
 
     {"is": "text", "text": ...}
     {"is": "refused", "reason": ...}       the template refuses the messages or fails on them
@@ -46,7 +47,10 @@ def _render(asked: dict[str, Any], limits: dict[str, int]) -> dict[str, str]:
 
     try:
         (text,), _ = render_jinja_template(
-            conversations=[asked["turns"]], chat_template=asked["source"], **asked["variables"]
+            conversations=[asked["turns"]],
+            chat_template=asked["source"],
+            tools=asked["tools"],
+            **asked["variables"],
         )
         if len(text) > limits["characters"]:
             return {"is": "exceeded", "reason": f"writes {len(text)} characters; at most {limits['characters']} may be"}

@@ -27,8 +27,10 @@ from finetune.data.collate import Microbatch
 LOGITS_PER_CHUNK = 64 * 2**20
 # A head that is trained adds its weights' gradient up once a chunk, which moves as many bytes as many rows' logits.
 TRAINED_HEAD_CHUNKS = 2
-# glibc gives back blocks of 32 MiB and more at once, and the system clears their pages anew for the next chunk.
+# glibc gives back blocks of 32 MiB and more at once, and the system clears their pages anew for the next chunk: fewer,
+# unless a product would have too few rows.
 LOGITS_PER_CHUNK_ON_CPU = 7 * 2**20
+ROWS_OF_A_PRODUCT = 440
 # Their forward squashes logits by `config.final_logit_softcapping`.
 SOFTCAPPED_MODEL_TYPES = ("nanochat", "gemma2", "gemma3_text")
 
@@ -174,7 +176,8 @@ class ChunkedHead:
         """Rows of one chunk of logits."""
         numbers = self.logits_per_chunk
         if numbers is None and hidden.device.type == "cpu":
-            numbers = LOGITS_PER_CHUNK_ON_CPU
+            rows = min(ROWS_OF_A_PRODUCT, LOGITS_PER_CHUNK // self.head.out_features)
+            numbers = max(LOGITS_PER_CHUNK_ON_CPU, rows * self.head.out_features)
         elif numbers is None:
             numbers = LOGITS_PER_CHUNK * (TRAINED_HEAD_CHUNKS if self.head.weight.requires_grad else 1)
         return max(1, numbers // self.head.out_features)

@@ -88,7 +88,14 @@ def prepare_data(config: RunConfig) -> Prepared:
     models.warn_of_missing_embeddings(model_config, tokenizer)
     schedule, difficulty_ids = build_schedule(config, train.difficulties, train.record_ids)
     total_steps = count_steps(len(train), config.global_batch_size, config.num_epochs, config.max_steps)
-    batches = GlobalBatches(difficulty_ids, schedule, config.global_batch_size, total_steps, config.curriculum_seed)
+    batches = GlobalBatches(
+        difficulty_ids,
+        schedule,
+        config.global_batch_size,
+        total_steps,
+        config.curriculum_seed,
+        by_difficulty=train.by_difficulty,
+    )
     for name, samples in batches.unused.items():
         logger.warning("difficulty %s has weight 0 in every stage: its %d samples are not trained on", name, samples)
     packing = config.packing
@@ -104,7 +111,7 @@ def prepare_data(config: RunConfig) -> Prepared:
         train=train,
         valid=valid,
         batches=batches,
-        difficulty_names=difficulties if difficulties and (train.difficulties >= 0).any() else (),
+        difficulty_names=difficulties if difficulties and train.report.difficulty_field_found else (),
         stages=tuple(stage.until for stage in schedule.stages),
         packing=packing,
         padding_id=models.padding_id(model_config, tokenizer),

@@ -19,11 +19,11 @@ from rich.console import Console
 
 from finetune.data import cache
 from finetune.data.dataset import Samples, prepare_samples
-from finetune.data.files import file_sha256
 from finetune.data.formats import Conversation, Message, detect_format, to_conversation
 from finetune.data.problems import RecordProblem
 from finetune.data.render import Renderer, render
 from finetune.errors import DataError
+from finetune.storage.durable_files import hash_files
 
 LEVELS = ("explain", "reasoning", "topology")
 QUESTIONS = ("What is a router?", "什么是交换机？", "Which port does BGP use? " * 5)
@@ -288,8 +288,8 @@ def flip(path: Path) -> None:
 
 
 DAMAGE = {
-    "a flipped bit": lambda folder: flip(folder / "tokens.npy"),
-    "a flipped bit of a mask": lambda folder: flip(folder / "supervised.npy"),
+    "a flipped bit": lambda folder: flip(folder / "tokens-00000.bin"),
+    "a flipped bit of a mask": lambda folder: flip(folder / "supervised-00000.bin"),
     "cut off": lambda folder: os.truncate(folder / "row_ids.npy", 100),
     "emptied": lambda folder: os.truncate(folder / "offsets.npy", 0),
     "a missing array": lambda folder: (folder / "levels.npy").unlink(),
@@ -347,16 +347,17 @@ def _open_as(rank: int, node: str, cache_dir: Path, log: Path, meet: Any) -> Non
     """A rank that opens the entry, with every hash of a file noted; with `meet`, it waits there for other nodes."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "8"}
     cache.socket.gethostname = lambda: node
-    plain = cache.file_sha256
+    plain = cache.hash_files
 
-    def noted(path: Path) -> str:
-        with log.open("a") as file:
-            file.write(f"{path.name}\n")
-        if meet is not None:
-            meet.wait(60)
-        return plain(path)
+    def noted(paths: list[Path]) -> list[str]:
+        for path in paths:
+            with log.open("a") as file:
+                file.write(f"{path.name}\n")
+            if meet is not None:
+                meet.wait(60)
+        return plain(paths)
 
-    cache.file_sha256 = noted
+    cache.hash_files = noted
     cache.open_or_make(cache_dir, {"data": "1"}, _make_two)
 
 
@@ -392,7 +393,7 @@ def test_an_entry_is_checked_once_a_node_and_start(tmp_path: Path) -> None:
     (folder / "a").write_text("x")
     os.utime(folder / "a", ns=(state.st_atime_ns, state.st_mtime_ns + 1))
     # Damaged: seen on one node, looked at again under the lock for making, and made anew.
-    assert _open_on(["n0"] * 4, tmp_path) == ["a", "a", "a", "b"]
+    assert _open_on(["n0"] * 4, tmp_path) == ["a"] * 3 + ["b"] * 3
     assert (folder / "a").read_text() == "a"
     assert _open_on(["n1"] * 4, tmp_path) == ["a", "b"], "which is news on the other node"
 
@@ -406,7 +407,7 @@ def test_nodes_check_an_entry_side_by_side(tmp_path: Path) -> None:
 def test_a_start_without_launcher_trusts_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.open_or_make(tmp_path / "cache", {"data": "1"}, _make_two)
     hashed = []
-    monkeypatch.setattr(cache, "file_sha256", lambda path: hashed.append(path.name) or file_sha256(path))
+    monkeypatch.setattr(cache, "hash_files", lambda paths: hashed.extend(p.name for p in paths) or hash_files(paths))
     cache.open_or_make(tmp_path / "cache", {"data": "1"}, _make_two)
     assert hashed == ["a", "b"]
 
@@ -464,7 +465,9 @@ def test_samples_are_sent_as_a_path_and_hold_no_pickles(tmp_path: Path, prepare:
     assert len(sent) < 2_000 < samples.lengths.sum()
     assert pickle.loads(sent)[7][0].tolist() == samples[7][0].tolist()
     folder = next(entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir())
-    assert sorted(path.suffix for path in folder.iterdir()) == [".json"] + [".npy"] * 7, "no scratch files"
+    assert sorted(path.suffix for path in folder.iterdir()) == [".bin"] * 2 + [".json"] + [".npy"] * 7, (
+        "no scratch files"
+    )
     for path in folder.glob("*.npy"):
         np.load(path, allow_pickle=False)
     with pytest.raises(ValueError, match="read-only"):

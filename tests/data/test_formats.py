@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from finetune.config.names import did_you_mean
-from finetune.data.files import expand_paths, file_sha256, read_records
+from finetune.data.files import expand_paths, read_records
 from finetune.data.formats import Conversation, Message, detect_format, to_conversation
 from finetune.data.problems import ProblemLog, RecordProblem
 from finetune.errors import DataError, Problems
@@ -118,24 +118,19 @@ BAD = [
     (sharegpt(("human", "q"), ("gpt", "a"), ("gpt", "a")), "roles out of order: turn 3 is assistant, after assistant"),
     (sharegpt(("human", "q"), ("system", "s"), ("gpt", "a")), "roles out of order: turn 2 is system, after user"),
     (sharegpt(("human", "q"), ("gtp", "a")), "unknown role: .* is by 'gtp'; did you mean 'gpt'"),
-    (sharegpt(("human", "q"), ("function_call", "{}")), "unknown role"),
     (sharegpt(("human", 5), ("gpt", "a")), "wrong type: conversations.0.: 'value' is a number"),
     ({"conversations": ["q", "a"]}, r"wrong type: conversations\[0\] is a text, not an object"),
     ({"messages": [{"content": "q"}]}, r"wrong type: messages\[0\] has no role"),
     (messages(("user", "q"), ("assistant", None)), r"no answer: messages\[1\] has no 'content'"),
     (messages(("user", [{"type": "image_url"}]), ("assistant", "a")), "wrong type: .* a content part is 'image_url'"),
-    (
-        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [{}]}]},
-        r"unsupported key: messages\[1\] has 'tool_calls'",
-    ),
     *(
         ({**row, key: value}, rf"unsupported key: the record has '{key}'")
         for row in (ALPACA, sharegpt(("human", "q"), ("gpt", "a")), messages(("user", "q"), ("assistant", "a")))
-        for key, value in (("tools", [{"name": "f"}]), ("tools", '[{"name": "f"}]'), ("images", ["a.png"]))
+        for key, value in (("images", ["a.png"]), ("videos", ["a.mp4"]))
     ),
     *(
         ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **key}]}, "unsupported")
-        for key in ({"thinking": "t"}, {"function_call": {"name": "f"}}, {"images": [b"png"]})
+        for key in ({"thinking": "t"}, {"images": [b"png"]})
     ),
     (
         {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0}]},
@@ -277,11 +272,6 @@ def test_a_file_given_twice_is_said(tmp_path: Path, caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING, "finetune"):
         assert len(expand_paths([str(path), str(tmp_path)])) == 2
     assert "read more than once" in caplog.text
-
-
-def test_file_hash_is_of_the_content(tmp_path: Path) -> None:
-    assert file_sha256(write(tmp_path / "a", "x")) == file_sha256(write(tmp_path / "b", "x"))
-    assert file_sha256(write(tmp_path / "a", "x")) != file_sha256(write(tmp_path / "b", "y"))
 
 
 def test_the_log_lists_the_first_ten_in_order_whatever_the_order_of_finding() -> None:

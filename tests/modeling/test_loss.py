@@ -379,9 +379,17 @@ def test_logits_are_made_once_and_evaluation_makes_nothing_else():
 def test_chunks_are_larger_where_a_trained_heads_gradient_is_added_up_for_each():
     head = ChunkedHead(torch.nn.Linear(4, 152_000, bias=False, device="meta"))
     on_device, on_cpu = torch.empty(0, device="meta"), torch.empty(0)
-    assert (head.tokens_at_once(on_device), head.tokens_at_once(on_cpu)) == (883, 48)
+    assert (head.tokens_at_once(on_device), head.tokens_at_once(on_cpu)) == (883, 440)
     head.head.requires_grad_(False)
     assert head.tokens_at_once(on_device) == 441
+
+
+def test_chunks_on_a_cpu_have_the_rows_that_a_product_needs_and_no_more_numbers_than_on_a_device():
+    def rows(vocabulary: int) -> int:
+        head = ChunkedHead(torch.nn.Linear(4, vocabulary, bias=False, device="meta"))
+        return head.tokens_at_once(torch.empty(0))
+
+    assert [rows(vocabulary) for vocabulary in (1024, 16_384, 152_000, 262_144)] == [7168, 448, 440, 256]
 
 
 def test_the_head_is_an_ordinary_head_again_afterwards(model):

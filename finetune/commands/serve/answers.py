@@ -104,7 +104,12 @@ class AnswerResponse(Response):
     async def _events(self) -> AsyncIterator[AsyncIterator[Event]]:
         """Events of the answer, errors raised in the protocol's shape; the first is "accepted"."""
         try:
-            async with self.pool.answer(self.request.prompt(), self.changes, self.options.queue_seconds) as queue:
+            async with self.pool.answer(
+                self.request.prompt(),
+                self.changes,
+                self.options.queue_seconds,
+                tools=self.request.callable_tools(),
+            ) as queue:
                 yield _checked(queue, self.metrics)
         except QueueFull as error:
             raise unavailable("too many requests are waiting; try again", "queue_full", status=429) from error
@@ -119,7 +124,7 @@ class AnswerResponse(Response):
                 self._first_token()
             elif event["is"] == "end":
                 counts = self._count(event)
-                body = self.shape.whole(event["text"], event["finish_reason"], counts)
+                body = self.shape.whole(event["text"], event["finish_reason"], counts, event.get("calls", ()))
                 await JSONResponse(body)(scope, receive, send)
 
     async def _stream(self, events: AsyncIterator[Event], send: Send) -> None:
@@ -134,6 +139,8 @@ class AnswerResponse(Response):
                 await _send_event(send, self.shape.piece(event["text"]))
             elif event["is"] == "end":
                 counts = self._count(event)
+                if calls := event.get("calls"):
+                    await _send_event(send, self.shape.calls(calls))
                 await _send_event(send, self.shape.last(event["finish_reason"]))
                 if self.request.include_usage:
                     await _send_event(send, self.shape.counts(counts))

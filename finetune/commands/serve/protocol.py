@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -28,13 +28,12 @@ from finetune.inference.sampling import (
 
 MAX_MESSAGES = 1000
 MAX_PARTS = 1000  # of one message
+MAX_TOOLS = MAX_CALLS = 128  # of one request, of one message: the protocol's own limit
 MAX_NAMES = 64  # of one object: several times those that there are
 MAX_PROMPT_CHARACTERS = MAX_PROMPT_IDS = (
     4 << 20
 )  # far beyond any context; what the model reads is checked by its worker
-_HARMLESS = frozenset(
-    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
-)
+_HARMLESS = frozenset(("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"))
 # Settings of the protocol that are not offered, and the values of them that ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -48,6 +47,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
@@ -105,6 +105,33 @@ class TextPart(_Request):
     text: Text
 
 
+class CalledFunction(_Request):
+    name: Name
+    arguments: Text
+
+
+class ToolCall(_Request):
+    """A call that the assistant made, as it was answered."""
+
+    id: Name
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ToolFunction(_Request):
+    """What may be called. `strict` is refused: nothing holds the model to the schema while it writes."""
+
+    name: Name
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class Tool(_Request):
+    type: Literal["function"]
+    function: ToolFunction
+
+
 class ChatMessage(_Request):
     """One message; `content` becomes a text."""
 
@@ -112,11 +139,31 @@ class ChatMessage(_Request):
     content: Text | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
     name: Name | None = None
     refusal: None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: Name | None = None
 
-    def plain(self) -> dict[str, str]:
+    @model_validator(mode="before")
+    @classmethod
+    def _calls_alone(cls, value: Any) -> Any:
+        """Calls may stand without a text."""
+        if isinstance(value, dict) and value.get("tool_calls") and value.get("content") is None:
+            return {**value, "content": ""}
+        return value
+
+    @model_validator(mode="after")
+    def _calls_of_the_assistant(self) -> ChatMessage:
+        if self.tool_calls and self.role != "assistant":
+            raise PydanticCustomError("calls_of_another", "only the assistant has tool_calls")
+        return self
+
+    def plain(self) -> dict[str, Any]:
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        plain: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.tool_calls:
+            plain["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        if self.tool_call_id:
+            plain["tool_call_id"] = self.tool_call_id
+        return plain
 
 
 class StreamOptions(_Request):
@@ -162,9 +209,16 @@ class AnswerRequest(_Request):
 
 class ChatRequest(AnswerRequest):
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
 
-    def prompt(self) -> list[dict[str, str]]:
+    def prompt(self) -> list[dict[str, Any]]:
         return [message.plain() for message in self.messages]
+
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """What may be called: nothing where `tool_choice` is none."""
+        offered = () if self.tool_choice == "none" else self.tools or ()
+        return [tool.model_dump(exclude_none=True) for tool in offered]
 
 
 class CompletionRequest(AnswerRequest):
@@ -181,6 +235,9 @@ class CompletionRequest(AnswerRequest):
 
     def prompt(self) -> str | list[int]:
         return self.prompt_
+
+    def callable_tools(self) -> list[dict[str, Any]]:
+        return []
 
 
 def parse(kind: type[ChatRequest] | type[CompletionRequest], body: bytes) -> Any:
@@ -233,8 +290,14 @@ class Shape:
         identity = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._head = {"id": identity, "created": int(time.time()), "model": model}
 
-    def whole(self, text: str, reason: str, counts: Mapping[str, int]) -> dict[str, Any]:
-        message = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
+    def whole(
+        self, text: str, reason: str, counts: Mapping[str, int], calls: Sequence[Mapping[str, Any]] = ()
+    ) -> dict[str, Any]:
+        """`calls`: of tools, as the protocol has them; an answer with some may say nothing beside."""
+        said: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        if calls:
+            said["tool_calls"] = list(calls)
+        message = {"message": said} if self.chat else {"text": text}
         choice = {"index": 0, **message, "logprobs": None, "finish_reason": reason}
         kind = "chat.completion" if self.chat else "text_completion"
         return {**self._head, "object": kind, "choices": [choice], "usage": dict(counts)}
@@ -245,6 +308,10 @@ class Shape:
 
     def piece(self, text: str) -> dict[str, Any]:
         return self._chunk({"content": text} if self.chat else text, None)
+
+    def calls(self, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The chunk with calls, each whole."""
+        return self._chunk({"tool_calls": [{"index": number, **call} for number, call in enumerate(calls)]}, None)
 
     def last(self, reason: str) -> dict[str, Any]:
         return self._chunk({} if self.chat else "", reason)

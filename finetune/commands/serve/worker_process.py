@@ -3,7 +3,7 @@
 JSON, a line each; what a worker gets (standard input):
 
     {"do": "load", "model": ..., ...}             first; arguments of load_for_generation
-    {"do": "answer", "id": ..., "prompt": ..., "sampling": {...}}
+    {"do": "answer", "id": ..., "prompt": ..., "tools": [...], "sampling": {...}}
     {"do": "cancel", "id": ...}
 
 and what it answers (standard output):
@@ -11,7 +11,8 @@ and what it answers (standard output):
     {"is": "ready", "name": ..., "context_tokens": ..., "sampling": {...}}    or {"is": "failed", "error": {...}}
     {"is": "accepted", "id": ..., "prompt_tokens": n}                or {"is": "refused", "id": ..., "error": {...}}
     {"is": "piece", "id": ..., "text": ...}
-    {"is": "end", "id": ..., "text": the whole, "finish_reason": ..., "prompt_tokens": n, "completion_tokens": n}
+    {"is": "end", "id": ..., "text": the whole, "finish_reason": ..., "prompt_tokens": n, "completion_tokens": n,
+        "calls": [...]}     of tools, as the protocol has them
     {"is": "error", "id": ..., "message": ...}    the answer failed
     {"is": "alive"}                               every CHECK_SECONDS: it does not hang
 
@@ -80,7 +81,7 @@ class Worker:
             given = message["sampling"]
             stop = {"stop": tuple(given["stop"])} if "stop" in given else {}
             sampling = self.generator.default_sampling.changed(**given | stop)
-            generation = self.generator.start(message["prompt"], sampling, on_piece)
+            generation = self.generator.start(message["prompt"], sampling, on_piece, tools=message["tools"])
         except FinetuneError as error:
             kind = type(error).__name__
             self.send({"is": "refused", "id": identity, "kind": kind, "error": describe(error)})
@@ -96,12 +97,15 @@ class Worker:
 
 
 def _events(identity: str, piece: str, answer: Answer | None, error: GenerationError | None) -> list[dict[str, Any]]:
+    from finetune.inference.tool_calls import protocol_calls
+
     if error is not None:
         return [{"is": "error", "id": identity, "message": error.what}]
     events: list[dict[str, Any]] = [{"is": "piece", "id": identity, "text": piece}] if piece else []
     if answer is not None:
         end = dataclasses.asdict(answer)
         del end["token_ids"]
+        end["calls"] = protocol_calls(answer.calls)
         events.append({"is": "end", "id": identity, **end})
     return events
 

@@ -239,7 +239,12 @@ class WorkerPool:
 
     @contextlib.asynccontextmanager
     async def answer(
-        self, prompt: Any, sampling: Mapping[str, Any], queue_seconds: float
+        self,
+        prompt: Any,
+        sampling: Mapping[str, Any],
+        queue_seconds: float,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> AsyncIterator[asyncio.Queue[Event]]:
         """Events of one answer, up to "end", "error", "refused" or "lost". Leaving earlier cancels it.
 
@@ -250,7 +255,8 @@ class WorkerPool:
         events: asyncio.Queue[Event] = asyncio.Queue()
         worker = await self._reserve(identity, events, queue_seconds)
         if identity in worker.running:  # else it has died in between, and `lost` is in the queue
-            worker.send({"do": "answer", "id": identity, "prompt": prompt, "sampling": dict(sampling)})
+            asked = {"prompt": prompt, "tools": list(tools), "sampling": dict(sampling)}
+            worker.send({"do": "answer", "id": identity, **asked})
         try:
             yield events
         finally:

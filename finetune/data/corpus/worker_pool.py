@@ -22,12 +22,16 @@ _job: Callable[[Any], Any] | None = None
 
 
 @contextmanager
-def ordered_map(job: Callable[[Any], Any], num_workers: int) -> Iterator[Callable[[Iterable[Any]], Iterator[Any]]]:
+def ordered_map(
+    job: Callable[[Any], Any], num_workers: int, *, start: str = "spawn", option: str = "--num-workers"
+) -> Iterator[Callable[[Iterable[Any]], Iterator[Any]]]:
     """`with ordered_map(job, n) as apply: for result in apply(items)`: the results of `job(item)` in order.
 
     Args:
         job: called in every process; sent there once, so it may be large. With one worker it is called here.
         num_workers: processes.
+        start: how they begin; "fork" where the caller's main module may be a script that must not run again.
+        option: what sets the number of processes, for the message.
 
     Raises:
         FinetuneError: a process was killed; and whatever `job` raises.
@@ -36,7 +40,7 @@ def ordered_map(job: Callable[[Any], Any], num_workers: int) -> Iterator[Callabl
         yield lambda items: map(job, items)
         return
     pool = ProcessPoolExecutor(
-        num_workers, mp_context=multiprocessing.get_context("spawn"), initializer=_start, initargs=(job,)
+        num_workers, mp_context=multiprocessing.get_context(start), initializer=_start, initargs=(job,)
     )
     try:
         yield lambda items: _in_order(pool, items, num_workers * _AHEAD)
@@ -44,7 +48,7 @@ def ordered_map(job: Callable[[Any], Any], num_workers: int) -> Iterator[Callabl
         raise FinetuneError(
             "a worker process ended by itself; most often the system killed it because memory ran out",
             "the worker processes",
-            "run the same command again with a smaller --num-workers: it resumes with the unfinished shard",
+            f"run the same command again with a smaller {option}: it resumes with the unfinished shard",
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

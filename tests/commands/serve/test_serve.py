@@ -46,6 +46,12 @@ def client(server: Served) -> openai.OpenAI:
 # ---------------------------------------------------------------- the official client, and curl
 
 
+def test_a_model_whose_template_writes_no_calls_refuses_tools(served: Served):
+    status, body = served.chat("q", tools=[{"type": "function", "function": {"name": "f"}}])
+    assert (status, body["error"]["param"]) == (400, "tools")
+    assert "writes no calls of tools" in body["error"]["message"]
+
+
 def test_the_official_client_whole_and_streamed(served: Served):
     """And the answers are those of the generation core, alone and together."""
     from finetune.inference.generation import load_for_generation

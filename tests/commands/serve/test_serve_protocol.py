@@ -40,6 +40,9 @@ def test_what_is_taken():
         assert parse(CompletionRequest, body).prompt() == expected
 
 
+STRICT = {"type": "function", "function": {"name": "f", "strict": True}}
+
+
 @pytest.mark.parametrize(
     ("more", "param", "code"),
     [
@@ -58,7 +61,11 @@ def test_what_is_taken():
         ({"stream": "yes"}, "stream", "invalid_value"),
         ({"n": 2}, "n", "unsupported_parameter"),
         ({"logprobs": True}, "logprobs", "unsupported_parameter"),
-        ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "invalid_value"),
+        ({"tools": [{"type": "retrieval", "function": {"name": "f"}}]}, "tools[0].type", "invalid_value"),
+        ({"tools": [STRICT]}, "tools[0].function.strict", "invalid_value"),
+        ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls", "unsupported_parameter"),
         ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
         ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_parameter"),
         ({"temprature": 1}, "temprature", "unknown_parameter"),

@@ -1,0 +1,109 @@
+"""Data files in parts that any process reads alone: lines by their bytes, arrays and parquet as batches of records."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.data.files import file_kind, line_records, parquet_batches, read_records, said_if_unreadable
+from finetune.data.formats import detect_format
+from finetune.data.problems import RecordProblem
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
+
+PART_BYTES = 1 << 20  # of JSON Lines; what is under way is a few parts per process
+PART_RECORDS = 256  # of arrays and parquet
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some records of a file, one after another."""
+
+    file: int  # its number among the data files
+    path: Path
+    size_bytes: int  # of the file, for the progress; an array or parquet file counts whole with its first part
+    span: tuple[int, int] | None = None  # JSON Lines: from the beginning of a line to the end of one, in bytes
+    records: RecordBatch | list[tuple[int, Any]] | None = None  # of parquet, or (line, record) of an array
+    first_record: int = 1  # of parquet: the number of the first record
+    form: str | None = None  # the file's format, where a part before this one has shown it
+
+    def read(self) -> tuple[list[tuple[int, Any]], int]:
+        """`(line, record)` or `(line, RecordProblem)` as of `read_records`, and how many lines to count on by.
+
+        Lines of JSON Lines count from 1 in each part; the others are numbered as in their file, and count on by 0.
+
+        Raises:
+            DataError: the file cannot be read, or is one object over several lines.
+        """
+        if self.span is not None:
+            with said_if_unreadable(self.path), self.path.open("rb") as file:
+                file.seek(self.span[0])
+                raw = file.read(self.span[1] - self.span[0])
+            records = list(line_records(io.BytesIO(raw), self.path, is_start=self.span[0] == 0))
+            return records, raw.count(b"\n") + (not raw.endswith(b"\n"))
+        if isinstance(self.records, list):
+            return self.records, 0
+        assert self.records is not None
+        return list(enumerate(self.records.to_pylist(), self.first_record)), 0
+
+
+def parts_of(files: Sequence[Path]) -> Iterator[Part]:
+    """The parts of all files in order, each with its file's format where a part before it has shown one.
+
+    Raises:
+        DataError: a file that cannot be read, a broken array or parquet file.
+    """
+    for number, path in enumerate(files):
+        form = None
+        for part in _parts(number, path):
+            yield replace(part, form=form)
+            form = form or _form_shown(part)
+
+
+def _parts(number: int, path: Path) -> Iterator[Part]:
+    with said_if_unreadable(path):
+        kind, size_bytes = file_kind(path), path.stat().st_size
+        if kind == "lines":
+            for span in _spans(path, size_bytes):
+                yield Part(number, path, span[1] - span[0], span=span)
+            return
+        batches: Iterable[Any] = (
+            _batches(read_records(path)) if kind == "array" else parquet_batches(path, PART_RECORDS)
+        )
+        first = 1
+        for batch in batches:
+            yield Part(number, path, size_bytes if first == 1 else 0, records=batch, first_record=first)
+            first += len(batch)
+
+
+def _spans(path: Path, size_bytes: int) -> Iterator[tuple[int, int]]:
+    """Cuts between lines, about every `PART_BYTES`; a longer line is a part of its own."""
+    with path.open("rb") as file:
+        begin = 0
+        while begin < size_bytes:
+            file.seek(begin + PART_BYTES - 1)
+            file.readline()
+            end = min(file.tell(), size_bytes)
+            yield begin, end
+            begin = end
+
+
+def _batches(records: Iterator[tuple[int, Any]]) -> Iterator[list[tuple[int, Any]]]:
+    while batch := list(islice(records, PART_RECORDS)):
+        yield batch
+
+
+def _form_shown(part: Part) -> str | None:
+    """The format of the first record that has one."""
+    for _, record in part.read()[0]:
+        try:
+            if not isinstance(record, RecordProblem):
+                return detect_format(record)
+        except RecordProblem:
+            continue
+    return None

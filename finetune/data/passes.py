@@ -1,0 +1,154 @@
+"""What is done to each part of the data, in any process: its records are checked; then they become samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from finetune.data.formats import Conversation, detect_format, to_conversation
+from finetune.data.parts import Part
+from finetune.data.problems import RecordProblem
+from finetune.data.render import Rendered, Renderer
+from finetune.data.report import DataReport
+
+NO_DIFFICULTY = -1
+NO_ROOM = "no room for an answer within cutoff_len"
+
+# What is known of a sample besides its tokens: number of its record, number and line of its file, index of its
+# difficulty, tokens, targets.
+SAMPLE_FACTS = np.dtype(
+    [("row", "<i8"), ("file", "<i4"), ("line", "<i8"), ("level", "<i2"), ("length", "<i4"), ("targets", "<i4")]
+)
+
+Lines = list[tuple[int, RecordProblem]]  # lines of bad records, counted as `Part.read` counts them
+
+
+@dataclass
+class Checked:
+    """What the records of a part are; `report` has only what is known without tokens."""
+
+    part: Part
+    lines: int  # see `Part.read`
+    report: DataReport = field(default_factory=DataReport)
+    problems: Lines = field(default_factory=list)
+    unlabelled: list[int] = field(default_factory=list)  # lines of the records without difficulty
+
+
+@dataclass
+class Tokenized:
+    """The samples of a part. In `facts` records count from 0, and lines as in `Part.read`."""
+
+    part: Part
+    records: int
+    lines: int
+    report: DataReport  # of what is kept; `dropped` has only NO_ROOM
+    refused: Lines  # by the chat template or the renderer
+    facts: np.ndarray  # SAMPLE_FACTS (N,)
+    tokens: np.ndarray  # int32 (T,), of all samples one after the other
+    supervised: np.ndarray  # bool (T,)
+
+
+@dataclass
+class PartJob:
+    """(part, None) -> Checked; (part, whether records without difficulty are left out) -> Tokenized."""
+
+    renderer: Renderer
+    difficulties: tuple[str, ...] | None
+    difficulty_field: str
+
+    def __call__(self, item: tuple[Part, bool | None]) -> Checked | Tokenized:
+        part, labelled_only = item
+        return self._check(part) if labelled_only is None else self._tokenize(part, labelled_only)
+
+    def _check(self, part: Part) -> Checked:
+        part_records, lines = part.read()
+        checked = Checked(_named(part), lines)
+        report = checked.report
+        report.records_read = len(part_records)
+        for line, found in self._conversations(part, part_records):
+            if isinstance(found, RecordProblem):
+                checked.problems.append((line, found))
+                continue
+            report.control_token_records += self.renderer.has_control_tokens(found)
+            if found.difficulty is None:
+                checked.unlabelled.append(line)
+            else:
+                report.difficulty_field_found = True
+        return checked
+
+    def _tokenize(self, part: Part, labelled_only: bool) -> Tokenized:
+        part_records, lines = part.read()
+        kept = _Kept(self.difficulties or ())
+        refused: Lines = []
+        for number, (line, found) in enumerate(self._conversations(part, part_records)):
+            if isinstance(found, RecordProblem) or (labelled_only and found.difficulty is None):
+                continue
+            try:
+                samples = self.renderer(found)
+            except RecordProblem as problem:
+                refused.append((line, problem))
+                continue
+            kept.add(samples, number, part.file, line, found.difficulty)
+        facts = np.array(kept.facts, dtype=SAMPLE_FACTS)
+        tokens, supervised = (np.concatenate(arrays) for arrays in (kept.tokens, kept.supervised))
+        return Tokenized(_named(part), len(part_records), lines, kept.report, refused, facts, tokens, supervised)
+
+    def _conversations(
+        self, part: Part, records: list[tuple[int, object]]
+    ) -> Iterator[tuple[int, Conversation | RecordProblem]]:
+        form = part.form
+        for line, record in records:
+            try:
+                if isinstance(record, RecordProblem):
+                    raise record
+                form = form or detect_format(record)
+                found: Conversation | RecordProblem = to_conversation(
+                    record, form, self.difficulties, self.difficulty_field
+                )
+            except RecordProblem as problem:
+                found = problem
+            yield line, found
+
+
+class _Kept:
+    """The samples of a part that are kept, and what the report says of them."""
+
+    def __init__(self, difficulties: tuple[str, ...]) -> None:
+        self._levels = {None: NO_DIFFICULTY} | {name: number for number, name in enumerate(difficulties)}
+        self.report = DataReport()
+        self.facts: list[tuple[int, int, int, int, int, int]] = []
+        self.tokens = [np.zeros(0, np.int32)]
+        self.supervised = [np.zeros(0, np.bool_)]
+
+    def add(self, samples: list[Rendered], row: int, file: int, line: int, difficulty: str | None) -> None:
+        """Take the samples of a record that have a target."""
+        report = self.report
+        with_room = [sample for sample in samples if sample.supervised.any()]
+        if not with_room:
+            report.dropped[NO_ROOM] = report.dropped.get(NO_ROOM, 0) + 1
+            return
+        report.records_kept += 1
+        if difficulty is not None:
+            report.records_per_difficulty[difficulty] = report.records_per_difficulty.get(difficulty, 0) + 1
+        for sample in with_room:
+            length, targets = len(sample.input_ids), int(sample.supervised.sum())
+            self.facts.append((row, file, line, self._levels[difficulty], length, targets))
+            self.tokens.append(sample.input_ids)
+            self.supervised.append(sample.supervised)
+            report.samples += 1
+            report.tokens += length
+            report.supervised_tokens += targets
+            report.longest_tokens = max(report.longest_tokens, length)
+            report.trimmed_records += sample.trimmed_tokens > 0
+            report.trimmed_tokens += sample.trimmed_tokens
+            report.dropped_turns += sample.dropped_turns
+            report.cut_answers += sample.cut_answer
+            report.unended_samples += not sample.ends
+            report.off_prompt_samples += not sample.follows_prompt
+
+
+def _named(part: Part) -> Part:
+    """The part without its records: it goes back through a pipe."""
+    return Part(part.file, part.path, part.size_bytes)

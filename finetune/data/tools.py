@@ -1,0 +1,156 @@
+"""Tools in records: what may be called, calls, and which result answers which call.
+
+The forms are the field's own: `tools`, `tool_calls` and `tool` turns of the OpenAI chat format (with its older
+`functions` and `function_call`), and ShareGPT's `tools` as a text with turns by `function_call` and `observation`, as
+LLaMA-Factory reads them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.data.problems import RecordProblem
+
+Tools = tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a function. Results name it by its id; where a record gives none, it is made of its place."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates read it: the arguments as an object (transformers' convention), not as a text."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": dict(self.arguments)}}
+
+
+def read_tools(given: Any, where: str) -> Tools:
+    """The functions that may be called, each as `{"type": "function", "function": {"name": ...}}`.
+
+    Args:
+        given: a list of such objects, or of what stands under `function` alone; or the JSON text of one.
+
+    Raises:
+        RecordProblem: another type, no name, or two of one name.
+    """
+    listed = _json(given, where) if isinstance(given, str) and given.strip() else given
+    if not listed:
+        return ()
+    if not isinstance(listed, (list, tuple)):
+        raise RecordProblem("wrong type", f"{where} is no list of functions")
+    tools = tuple(_tool(tool, f"{where}[{number}]") for number, tool in enumerate(listed))
+    names = [tool["function"]["name"] for tool in tools]
+    if len(set(names)) < len(names):
+        raise RecordProblem("tool named twice", where)
+    return tools
+
+
+def _tool(given: Any, where: str) -> Mapping[str, Any]:
+    function = given.get("function", given) if isinstance(given, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise RecordProblem("wrong type", f"{where} is no function with a name")
+    if given.get("type", "function") != "function":
+        raise RecordProblem("unsupported key", f"{where} is of type {given['type']!r}; only functions are called")
+    return given if given is not function else {"type": "function", "function": given}
+
+
+def read_calls(given: Any, where: str, turn: int) -> tuple[Call, ...]:
+    """Calls of one turn: a list of them, one alone, or the JSON text of either.
+
+    Args:
+        turn: number of the turn, for ids that the record does not give.
+
+    Raises:
+        RecordProblem: another type, no name, arguments that are no object, an id that is no text.
+    """
+    listed = _json(given, where) if isinstance(given, str) else given
+    if not listed:
+        return ()
+    if isinstance(listed, Mapping):
+        listed = [listed]
+    if not isinstance(listed, (list, tuple)):
+        raise RecordProblem("wrong type", f"{where} is no list of calls")
+    return tuple(_call(call, f"{where}[{number}]", turn, number) for number, call in enumerate(listed))
+
+
+def _call(given: Any, where: str, turn: int, number: int) -> Call:
+    function = given.get("function", given) if isinstance(given, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise RecordProblem("wrong type", f"{where} has no name of a function")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _json(arguments, f"{where}.arguments") if arguments.strip() else {}
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, Mapping):
+        raise RecordProblem("wrong type", f"{where}.arguments is no object")
+    identity = given.get("id")
+    if identity is not None and not isinstance(identity, str):
+        raise RecordProblem("wrong type", f"{where}.id is not a text")
+    return Call(function["name"], arguments, identity or _made_id(turn, number))
+
+
+def _made_id(turn: int, number: int) -> str:
+    """Nine letters and digits, because Mistral's templates take no other."""
+    return f"c{turn % 100_000:05d}{number % 1000:03d}"
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise RecordProblem("broken JSON", f"{where} is a text, and not JSON") from None
+
+
+def match_results(calls: Sequence[Call], ids: Sequence[str], turn: int) -> list[Call]:
+    """The call that each result after a turn answers: by its id, or in order where no result has one.
+
+    Raises:
+        RecordProblem: a call without result, a result of no call, or an id that comes twice.
+    """
+    where = f"the calls of turn {turn}"
+    known = {call.id: call for call in calls}
+    if len(known) < len(calls) or len(set(filter(None, ids))) < len(list(filter(None, ids))):
+        raise RecordProblem("duplicate id", where)
+    if not any(ids):
+        found = list(calls[: len(ids)])
+    elif all(ids) and not set(ids) - known.keys():
+        found = [known[identity] for identity in ids]
+    else:
+        raise RecordProblem("result of no call", f"a result after turn {turn} has an id that no call of it has")
+    if len(ids) > len(calls):
+        raise RecordProblem("result of no call", f"{where}: {len(calls)}, with {len(ids)} results")
+    if len(ids) < len(calls):
+        raise RecordProblem("call without result", f"{where}: {len(calls)}, with {len(ids)} results")
+    return found
+
+
+def written_out(call: Call, text: str) -> bool:
+    """Whether a text without white space has the call: its name and every value of its arguments."""
+    return _squeezed(call.name) in text and all(
+        any(form in text for form in _forms(value)) for value in _leaves(call.arguments)
+    )
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return [*value, *(leaf for part in value.values() for leaf in _leaves(part))]
+    if isinstance(value, (list, tuple)):
+        return [leaf for part in value for leaf in _leaves(part)]
+    return [value]
+
+
+def _forms(value: Any) -> list[str]:
+    """A name, text or number as templates may write it: as it is, or as in JSON with or without escapes."""
+    forms = [str(value), json.dumps(value, ensure_ascii=False), json.dumps(value)]
+    return [_squeezed(form.removeprefix('"').removesuffix('"')) for form in forms]
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())

@@ -1,0 +1,132 @@
+"""Calls read back from what a model writes, in the forms of several families, whole and in pieces."""
+
+from __future__ import annotations
+
+import json
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tool_templates import TOOL_FAMILIES, tool_tokenizer
+
+from finetune.data.formats import Message
+from finetune.data.spans import ChatTemplate
+from finetune.data.tools import Call
+from finetune.inference.answer import Answer, AnswerText, Generation
+from finetune.inference.tool_calls import FORMS, CallReader, find_form, protocol_calls, shown_tokens
+
+KNOWN = {
+    "qwen": "tagged JSON (Qwen, Hermes)",
+    "hermes": "tagged JSON (Qwen, Hermes)",
+    "qwen-coder": "tagged functions (Qwen3-Coder)",
+    "llama3": "bare JSON (Llama 3)",
+    "mistral": "list (Mistral)",
+    "mistral-named": "named arguments (Mistral)",
+}
+CALLS = (
+    Call("weather", {"city": "Bern", "days": 2, "near": ["Thun", "路"]}, "c00000001"),
+    Call("clock", {}, "c00000002"),
+)
+
+
+@pytest.mark.parametrize("name", TOOL_FAMILIES)
+def test_the_form_of_a_template_is_found_by_reading_it_back(name: str):
+    form = find_form(ChatTemplate(tool_tokenizer(name)))
+    assert (form.name if form else None) == KNOWN.get(name)
+
+
+def written(name: str, said: str, calls: tuple[Call, ...]) -> list[int]:
+    """Tokens that the family's template has for an answer."""
+    tokenizer = tool_tokenizer(name)
+    template = ChatTemplate(tokenizer).with_tools(({"type": "function", "function": {"name": "clock"}},))
+    question, answer = Message("user", "q"), Message("assistant", said, calls=calls)
+    prompt = template.render([question], generation_prompt=True)
+    return tokenizer(template.render([question, answer])[len(prompt) :], add_special_tokens=False)["input_ids"]
+
+
+def generate(name: str, ids: list[int], seed: int = 0) -> tuple[list[str], Answer]:
+    """What a generation hands out of tokens that come a few at a time."""
+    tokenizer, form = tool_tokenizer(name), find_form(ChatTemplate(tool_tokenizer(name)))
+    pieces: list[str] = []
+    ends: list[Answer] = []
+
+    def on_piece(piece: str, answer: Answer | None, error: Any) -> None:
+        assert error is None
+        pieces.append(piece)
+        ends.extend([answer] if answer is not None else [])
+
+    text = AnswerText(tokenizer, (), shown_tokens(form, ChatTemplate(tokenizer)))
+    stops = frozenset({ids[-1]})
+    generation = Generation(SimpleNamespace(cancel=None), stops, 1, text, on_piece, CallReader(form))
+    rng, rest = random.Random(seed), list(ids)
+    while rest:
+        count = rng.randint(1, 3)
+        now, rest = rest[:count], rest[count:]
+        generation.receive(now, not rest, None)
+    return pieces, ends[0]
+
+
+def last_token(name: str, ids: list[int]) -> list[int]:
+    """Without the line's end that templates write behind the end of a turn."""
+    tokenizer = tool_tokenizer(name)
+    while not tokenizer.decode([ids[-1]]).strip():
+        ids = ids[:-1]
+    return ids
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", KNOWN)
+def test_calls_are_read_back_whatever_the_pieces(name: str, seed: int):
+    calls = CALLS[:1] if name == "llama3" else CALLS
+    ids = last_token(name, written(name, "", calls))
+    pieces, answer = generate(name, ids, seed)
+    assert [(call.name, call.arguments) for call in answer.calls] == [(call.name, call.arguments) for call in calls]
+    assert answer.finish_reason == "tool_calls" and answer.text == "" and not "".join(pieces).strip()
+    if name == "mistral":  # which writes ids
+        assert [call.id for call in answer.calls] == [call.id for call in calls]
+    assert all(call.id.isalnum() and len(call.id) == 9 for call in answer.calls)
+
+
+@pytest.mark.parametrize("name", ["qwen", "qwen-coder"])
+def test_what_is_said_before_a_call_is_text(name: str):
+    pieces, answer = generate(name, last_token(name, written(name, "I look < it up.", CALLS)))
+    assert answer.text == "I look < it up." and len(answer.calls) == 2
+    assert "".join(pieces).rstrip() == answer.text
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_an_answer_without_calls_is_text_to_its_end(name: str):
+    said = 'Use {"a": 1} < 2 or [TOOL now.' if name != "llama3" else "So: {}"
+    pieces, answer = generate(name, last_token(name, written(name, said, ())))
+    assert (answer.text.strip(), answer.calls, answer.finish_reason) == (said, (), "stop")
+    assert "".join(pieces) == answer.text
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (FORMS[0], '<tool_call>\n{"name": "clock", "arguments": {}}'),  # cut
+        (FORMS[0], '<tool_call>\n{"name": "clock", "arguments": []}\n</tool_call>'),
+        (FORMS[0], "<tool_call>\nclock()\n</tool_call>"),
+        (FORMS[0], '<tool_call>\n{"arguments": {}}\n</tool_call> and more'),
+        (FORMS[1], "<tool_call>\n<function=clock>\n</tool_call>"),
+        (FORMS[2], "[TOOL_CALLS] clock"),
+        (FORMS[2], '[TOOL_CALLS] [{"name": 7}]'),
+        (FORMS[3], "[TOOL_CALLS]clock[ARGS]7"),
+        (FORMS[3], "[TOOL_CALLS]clock{}"),
+        (FORMS[4], '{"answer": 42}'),
+        (FORMS[4], '{"name": "clock", "parameters": {'),
+        (FORMS[4], "{" * 100_000),
+    ],
+)
+def test_what_is_no_call_in_the_end_is_text(form: Any, text: str):
+    reader = CallReader(form)
+    said = "".join(reader.add(character) for character in text[:2000]) + reader.add(text[2000:]) + reader.finish()
+    assert (said, reader.calls) == (text, [])
+
+
+def test_the_protocol_has_arguments_as_a_text():
+    (call,) = protocol_calls(CALLS[:1])
+    assert json.loads(call["function"]["arguments"]) == CALLS[0].arguments
+    assert (call["id"], call["type"], call["function"]["name"]) == ("c00000001", "function", "weather")
