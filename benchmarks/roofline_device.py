@@ -27,7 +27,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
@@ -145,7 +144,7 @@ def measure(name: str, case: Case, device: torch.device, *, profile: bool) -> Me
     case = replace(case, steps=steps, device_type=device.type)
     made = Measured(name, asdict(case), case.rows, case.rows * row_tokens(case))
     try:
-        with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, {"TENSORBOARD_LOGGING_DIR": "unused"}):
+        with tempfile.TemporaryDirectory() as folder:
             config = run_config(case).model_copy(update={"output_dir": folder})
             _train(build(case, config, case.layers(), on=device.type), made, case, device, profile)
     except RuntimeError as error:  # torch.OutOfMemoryError is one

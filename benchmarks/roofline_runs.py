@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -315,7 +314,6 @@ def device_branch(case: Case) -> Iterator[None]:
         # One kernel with a mask of bytes; a CPU's is made of several, with a mask of floats.
         patch.object(torch.nn.functional, "dropout", _fused_dropout if accelerator else torch.nn.functional.dropout),
         patch.object(torch, "from_numpy", on_host(torch.from_numpy)),
-        patch.dict(os.environ, {"TENSORBOARD_LOGGING_DIR": "unused"}),
         # Module.to swaps fake parameters, which it refuses where something refers to one weakly, as the modes here do
         # (torch 2.13, nn/modules/module.py, _apply); of others it sets the data.
         patch.object(torch.utils, "swap_tensors", lambda old, new: setattr(old, "data", new.data)),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 _TAIL_BYTES = 512
+_PIECE_BYTES = 4 << 20
 
 
 class NewLines(NamedTuple):
@@ -36,8 +38,12 @@ class LineFollower:
         self._offset_bytes = 0
         self._tail = b""  # the bytes before the offset: they tell an append from a cut and rewrite
 
-    def poll(self) -> NewLines:
-        """The lines that came since the last call; nothing where the file cannot be read."""
+    def poll(self, most_bytes: int = -1) -> NewLines:
+        """The lines that came since the last call; nothing where the file cannot be read.
+
+        Args:
+            most_bytes: about so many of them, and the rest with the next call; all by default.
+        """
         try:
             # O_NONBLOCK: opening a pipe must not wait for its writer.
             descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -57,12 +63,19 @@ class LineFollower:
                 file.seek(max(0, self._offset_bytes - _TAIL_BYTES))
                 self._tail = file.read(min(self._offset_bytes, _TAIL_BYTES))
             file.seek(self._offset_bytes)
-            content = file.read()
+            content = file.read(most_bytes)
+            if len(content) == most_bytes:
+                content += file.readline()
         self._identity = identity
         whole = content[: content.rfind(b"\n") + 1]
         self._offset_bytes += len(whole)
         self._tail = (self._tail + whole[-_TAIL_BYTES:])[-_TAIL_BYTES:]
         return NewLines(restarted, whole.splitlines())
+
+    def pieces(self) -> Iterator[NewLines]:
+        """The lines that came since the last call, piece by piece: the first look at a long file finds all of it."""
+        while (new := self.poll(_PIECE_BYTES)).lines or new.restarted:
+            yield new
 
     def _begin(self, file: BinaryIO, size_bytes: int) -> int:
         """Where the lines begin that are given."""

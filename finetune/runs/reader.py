@@ -9,8 +9,10 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
+from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,10 @@ from finetune.errors import StateError
 from finetune.runs.console_lines import parse_console_line
 from finetune.runs.event_texts import WARNING_EVENTS, is_event_in_log
 from finetune.runs.line_follower import LineFollower
+from finetune.runs.step_table import StepTable
 from finetune.runs.view import Message, RunView, State, is_finite_number
 from finetune.runtime.process_start import is_same_start, recorded_start
-from finetune.storage.run_folder import IDENTITY_NAME, STATUS_NAME, describe_folder
+from finetune.storage.run_folder import CONFIG_NAME, IDENTITY_NAME, STATUS_NAME, describe_folder
 from finetune.storage.run_lock import LOCK_NAME
 
 RANK_LOGS_FOLLOWED = 64
@@ -30,29 +33,47 @@ _RUN_NAMES = (IDENTITY_NAME, STATUS_NAME, LOCK_NAME, "trainer_log.jsonl", "event
 
 
 class FolderReader:
-    """Follows a run folder; `poll` brings the view up to date and returns it."""
+    """Follows a run folder; `poll` brings the view up to date and returns it.
+
+    What is new is read, and nothing again: a run of a week has a hundred megabytes of lines.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.view = RunView(folder)
         self._steps = LineFollower(folder / "trainer_log.jsonl")
         self._events = LineFollower(folder / "events.jsonl")
         self._logs: dict[str, LineFollower] = {}
-        self._log_messages: list[Message] = []
+        self._log_messages: dict[str, list[Message]] = {}
+        self._described: list[tuple[int, ...] | None] = []
 
     def poll(self) -> RunView:
         view, folder = self.view, self.view.source
-        described = describe_folder(folder)
-        view.identity, view.config = described.identity or {}, described.config or {}
-        view.status = described.status or {}
-        _take(view.steps, self._steps, _take_step)
-        _take(view.events, self._events, _take_event)
-        self._read_logs(folder / "logs")
-        warnings = [Message(event["time"], "WARNING", 0, "", event) for event in view.events_named(*WARNING_EVENTS)]
-        view.messages = sorted([*self._log_messages, *warnings], key=lambda message: message.time or 0.0)
+        self._describe()
+        for new in self._steps.pieces():
+            view.steps = StepTable() if new.restarted else view.steps
+            for raw in new.lines:
+                _take_step(view.steps, raw)
+        changed = False
+        for new in self._events.pieces():
+            view.events, changed = [] if new.restarted else view.events, True
+            for raw in new.lines:
+                _take_event(view.events, raw)
+        if self._read_logs(folder / "logs") or changed:
+            warnings = [Message(event["time"], "WARNING", 0, "", event) for event in view.events_named(*WARNING_EVENTS)]
+            view.messages = _merged([*self._log_messages.values(), warnings])
         times = [at for at in (self._steps.written_at, self._events.written_at) if at is not None]
         view.written_at = max(times, default=None)
         view.state = self._state()
         return view
+
+    def _describe(self) -> None:
+        """Read what says which run it is, and how it stands, where one of these files was written."""
+        files = [_version(self.view.source / name) for name in (IDENTITY_NAME, CONFIG_NAME, STATUS_NAME)]
+        if files != self._described:
+            described = describe_folder(self.view.source)
+            self.view.identity, self.view.config = described.identity or {}, described.config or {}
+            self.view.status = described.status or {}
+        self._described = files
 
     def _state(self) -> State:
         state = self.view.status.get("state")
@@ -62,14 +83,20 @@ class FolderReader:
             return "waiting"
         return "vanished" if _holder_is_gone(self.view.source / LOCK_NAME) else "running"
 
-    def _read_logs(self, folder: Path) -> None:
-        """Warnings and errors of the newest log of each rank; what is an event as well is left out."""
+    def _read_logs(self, folder: Path) -> bool:
+        """Take warnings and errors of the newest log of each rank; what is an event as well is left out. Any new?"""
+        before = sum(map(len, self._log_messages.values()))
         for rank, name in _newest_per_rank(folder):
             follower = self._logs.setdefault(name, LineFollower(folder / name))
-            for line in follower.poll().lines:
-                warning = parse_console_line(line).warning
-                if warning and not is_event_in_log(warning[2]):
-                    self._log_messages.append(Message(_log_time(line), warning[0], rank, warning[2]))
+            messages = self._log_messages.setdefault(name, [])
+            for new in follower.pieces():
+                for line in new.lines:
+                    if b"[WARNING]" not in line and b"[ERROR]" not in line:
+                        continue  # most lines of a week: progress
+                    warning = parse_console_line(line).warning
+                    if warning and not is_event_in_log(warning[2]):
+                        messages.append(Message(_log_time(line), warning[0], rank, warning[2]))
+        return sum(map(len, self._log_messages.values())) > before
 
 
 class ConsoleReader:
@@ -99,7 +126,7 @@ class ConsoleReader:
         if line.step:
             view.console_total_steps = line.step.pop("total_steps")
             view.stage_text = line.step.get("stage", "")
-            _add_step(view.steps, line.step)
+            view.steps.add(line.step)
             view.state = "running"
         elif line.evaluation:
             view.events.append({"event": "eval", **line.evaluation})
@@ -173,14 +200,6 @@ def _last_written(folder: Path) -> float:
 # ---------------------------------------------------------------- lines
 
 
-def _take(kept: list[dict[str, Any]], follower: LineFollower, take: Callable[..., None]) -> None:
-    new = follower.poll()
-    if new.restarted:
-        kept.clear()
-    for raw in new.lines:
-        take(kept, raw)
-
-
 def _object(raw: bytes) -> dict[str, Any]:
     """The JSON object of a line; empty for anything else: a torn line is skipped."""
     try:
@@ -190,17 +209,10 @@ def _object(raw: bytes) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def _take_step(steps: list[dict[str, Any]], raw: bytes) -> None:
+def _take_step(steps: StepTable, raw: bytes) -> None:
     record = _object(raw)
     if type(record.get("step")) is int:
-        _add_step(steps, record)
-
-
-def _add_step(steps: list[dict[str, Any]], record: dict[str, Any]) -> None:
-    """A step that comes again (a run that went back) takes the place of the first and of all after it."""
-    while steps and steps[-1]["step"] >= record["step"]:
-        steps.pop()
-    steps.append(record)
+        steps.add(record)
 
 
 def _take_event(events: list[dict[str, Any]], raw: bytes) -> None:
@@ -209,6 +221,24 @@ def _take_event(events: list[dict[str, Any]], raw: bytes) -> None:
         if record["event"] == "eval" and type(record.get("step")) is not int:
             return
         events.append(record)
+
+
+def _merged(sources: Iterable[Sequence[Message]]) -> list[Message]:
+    """The messages of several sources by time; those of one source stay in order, also where its clock went back."""
+    timed: list[tuple[float, Message]] = []
+    for messages in sources:
+        latest = accumulate((message.time or 0.0 for message in messages), max)
+        timed += zip(latest, messages, strict=True)
+    return [message for _, message in sorted(timed, key=itemgetter(0))]
+
+
+def _version(path: Path) -> tuple[int, ...] | None:
+    """What changes when a file is written or replaced; None where it is not there."""
+    try:
+        state = os.stat(path)
+    except OSError:
+        return None
+    return state.st_ino, state.st_size, state.st_mtime_ns
 
 
 def _log_time(line: bytes) -> float | None:

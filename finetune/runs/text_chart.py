@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from finetune.runs.step_table import Points
+
 # Unicode braille patterns: U+2800 plus a bit for each dot, by (row, column) in the cell.
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -11,17 +15,17 @@ _ASCII_BLOCKS = "_.-~=+*#"
 # Below this many points every one is shown; above it a lone spike does not squeeze the rest of the curve flat.
 _ROBUST_FROM_POINTS = 20
 
-Points = Sequence[tuple[float, float]]
+Curve = Sequence[tuple[float, float]]
 
 
-def value_range(points: Points) -> tuple[float, float]:
+def value_range(points: Curve) -> tuple[float, float]:
     """(low, high) to draw: all values, but of many points not a few far outliers. Never empty."""
-    values = sorted(y for _, y in points)
-    if not values:
+    values = np.sort(Points.of(points).y)
+    if not len(values):
         return 0.0, 1.0
-    low, high = values[0], values[-1]
+    low, high = float(values[0]), float(values[-1])
     if len(values) >= _ROBUST_FROM_POINTS:
-        near_low, near_high = values[len(values) // 50], values[-1 - len(values) // 50]
+        near_low, near_high = float(values[len(values) // 50]), float(values[-1 - len(values) // 50])
         spread = near_high - near_low
         low, high = max(low, near_low - spread / 2), min(high, near_high + spread / 2)
     if high - low <= 1e-9 * max(abs(high), abs(low), 1e-9):
@@ -30,7 +34,7 @@ def value_range(points: Points) -> tuple[float, float]:
     return low, high
 
 
-def text_chart(points: Points, width: int, height: int, *, unicode: bool = True) -> list[str]:
+def text_chart(points: Curve, width: int, height: int, *, unicode: bool = True) -> list[str]:
     """`height` lines of `width` characters with the curve through the points, ascending in x, drawn to fit.
 
     Points that share a character are best averaged before (`averaged`): finer is only noise.
@@ -41,7 +45,7 @@ def text_chart(points: Points, width: int, height: int, *, unicode: bool = True)
     low, high = value_range(points)
     dots = [
         (column, round((min(max(y, low), high) - low) / (high - low) * (rows - 1)))
-        for column, y in _by_column(points, columns)
+        for column, y in zip(*(part.tolist() for part in _by_column(Points.of(points), columns)), strict=True)
     ]
     for (column, row), (next_column, next_row) in zip(dots, [*dots[1:], *dots[-1:]], strict=True):
         length = max(next_column - column, abs(next_row - row), 1)
@@ -52,25 +56,27 @@ def text_chart(points: Points, width: int, height: int, *, unicode: bool = True)
     return ["".join(_cell(lit, top, left, unicode) for left in range(0, columns, across)) for top in range(0, rows, up)]
 
 
-def averaged(points: Points, parts: int) -> Points:
+def averaged(points: Curve, parts: int) -> Points:
     """At most `parts` points: the means of those in each of so many equal intervals of x."""
+    points = Points.of(points)
     if len(points) <= parts:
         return points
-    first, last = points[0][0], points[-1][0]
-    return [(first + (last - first) * column / max(1, parts - 1), mean) for column, mean in _by_column(points, parts)]
+    first, last = points.x[0], points.x[-1]
+    columns, means = _by_column(points, parts)
+    return Points(first + (last - first) * columns / max(1, parts - 1), means)
 
 
-def _by_column(points: Points, columns: int) -> list[tuple[int, float]]:
-    """(column, mean of the values in it), ascending, for columns that have a point."""
+def _by_column(points: Points, columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """(columns, means of the values in them), ascending, for columns that have a point."""
     if not points:
-        return []
-    first, last = points[0][0], points[-1][0]
-    sums: dict[int, tuple[float, int]] = {}
-    for x, y in points:
-        column = round((x - first) / (last - first) * (columns - 1)) if last > first else 0
-        total, count = sums.get(column, (0.0, 0))
-        sums[column] = total + y, count + 1
-    return [(column, total / count) for column, (total, count) in sorted(sums.items())]
+        return np.empty(0, dtype=np.int64), np.empty(0)
+    first, last = points.x[0], points.x[-1]
+    places = np.zeros(len(points), dtype=np.int64)
+    if last > first:
+        places = np.rint((points.x - first) / (last - first) * (columns - 1)).astype(np.int64)
+    counts = np.bincount(places)
+    used = np.flatnonzero(counts)
+    return used, np.bincount(places, weights=points.y)[used] / counts[used]
 
 
 def _cell(lit: list[list[bool]], top: int, left: int, unicode: bool) -> str:
@@ -82,10 +88,11 @@ def _cell(lit: list[list[bool]], top: int, left: int, unicode: bool) -> str:
     return chr(0x2800 + bits) if bits else " "
 
 
-def sparkline(values: Sequence[float], width: int, *, unicode: bool = True) -> str:
+def sparkline(values: Sequence[float] | np.ndarray, width: int, *, unicode: bool = True) -> str:
     """Some values as at most `width` blocks of 8 heights; empty without values."""
     blocks = _BLOCKS if unicode else _ASCII_BLOCKS
-    means = [mean for _, mean in _by_column(list(enumerate(values)), min(width, len(values)))]
+    values = np.asarray(values, dtype=np.float64)
+    means = _by_column(Points(np.arange(len(values)), values), min(width, len(values)))[1].tolist()
     if not means:
         return ""
     low, high = min(means), max(means)

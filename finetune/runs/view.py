@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from finetune.config.kinds import kind_of_settings
+from finetune.runs.step_table import Points, StepTable
 
 State = Literal["waiting", "running", "done", "failed", "stopped", "vanished"]
 ENDED: tuple[State, ...] = ("done", "failed", "stopped", "vanished")
-RECENT_STEPS = 20
 
 
 class Message(NamedTuple):
@@ -42,7 +42,7 @@ class RunView:
     Attributes:
         source: the run folder, or the console's copy.
         state: "waiting" before the first step; "vanished": status.json says running, and the process does not exist.
-        steps: lines of trainer_log.jsonl, a line a step, ascending.
+        steps: lines of trainer_log.jsonl, ascending.
         events: of events.jsonl, in order; of a console its evaluations and checkpoints.
         config, identity, status: the run's own files; empty where they are not there.
         messages: warnings and errors, in order of time as far as it is known.
@@ -52,7 +52,7 @@ class RunView:
 
     source: Path
     state: State = "waiting"
-    steps: list[dict[str, Any]] = field(default_factory=list)
+    steps: StepTable = field(default_factory=StepTable)
     events: list[dict[str, Any]] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     identity: dict[str, Any] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class RunView:
     @property
     def step(self) -> int:
         """Steps done, as far as they are logged."""
-        return int(self.steps[-1]["step"]) if self.steps else int(self.start.get("step") or 0)
+        return int(self.steps.last["step"]) if self.steps else int(self.start.get("step") or 0)
 
     @property
     def total_steps(self) -> int | None:
@@ -100,18 +100,23 @@ class RunView:
     @property
     def evaluations(self) -> list[dict[str, Any]]:
         """Evaluations by step; where a run went back, those of the training that was thrown away are left out."""
-        kept: dict[int, dict[str, Any]] = {}
-        for event in self.events:
-            if event["event"] == "eval":
-                kept[event["step"]] = event
-            elif event["event"] == "start":
-                kept = {step: earlier for step, earlier in kept.items() if step <= event.get("step", 0)}
+        kept = {event["step"]: event for event in self.standing("eval")}
         return [kept[step] for step in sorted(kept)]
+
+    def standing(self, *names: str) -> list[dict[str, Any]]:
+        """Events that have a step, without those of training that was thrown away: a later start was before it."""
+        kept: list[dict[str, Any]] = []
+        for event in self.events:
+            if event["event"] in names and type(event.get("step")) is int:
+                kept.append(event)
+            elif event["event"] == "start" and kept:
+                kept = [earlier for earlier in kept if earlier["step"] <= event.get("step", 0)]
+        return kept
 
     @property
     def difficulties(self) -> list[str]:
         """Difficulties that were trained or evaluated, in the order of the configuration."""
-        names = {name.partition("/")[2] for record in self.steps[-RECENT_STEPS:] for name in record if "/" in name}
+        names = {name.partition("/")[2] for record in self.steps.recent for name in record if "/" in name}
         names |= {name.partition("/")[2] for event in self.events_named("eval")[-1:] for name in event if "/" in name}
         known = [str(name) for name in _dig(self.config, "curriculum", "levels") or []]
         return [name for name in known if name in names] + sorted(names - set(known))
@@ -148,7 +153,7 @@ class RunView:
     @property
     def step_seconds(self) -> float | None:
         """Mean time of the last steps; evaluation and saving not counted."""
-        recent = [record["step_seconds"] for record in self.steps[-RECENT_STEPS:] if record.get("step_seconds")]
+        recent = [record["step_seconds"] for record in self.steps.recent if record.get("step_seconds")]
         return sum(recent) / len(recent) if recent else None
 
     @property
@@ -157,7 +162,7 @@ class RunView:
         if self.state in ENDED or not self.total_steps or not self.steps:
             return 0.0 if self.state in ENDED else None
         if self.step_seconds is None:
-            return self.steps[-1].get("eta_seconds")
+            return self.steps.last.get("eta_seconds")
         return (self.total_steps - self.step) * self.step_seconds
 
     @property
@@ -175,9 +180,9 @@ class RunView:
         """How long a running run has written neither a step nor an event."""
         return max(0.0, time.time() - self.written_at) if self.written_at and self.state == "running" else 0.0
 
-    def values(self, name: str) -> list[tuple[int, float]]:
+    def values(self, name: str) -> Points:
         """(step, value) of a field of the steps, where it has a finite value."""
-        return [(record["step"], record[name]) for record in self.steps if is_finite_number(record.get(name))]
+        return self.steps.points(name)
 
     def evaluated(self, name: str = "eval_loss") -> list[tuple[int, float]]:
         """(step, value) of a field of the evaluations."""

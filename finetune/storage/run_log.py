@@ -14,17 +14,21 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from finetune.errors import DataError
 from finetune.plain_text import mask_passwords, plain_lines
+from finetune.storage.append_file import AppendFile
+from finetune.storage.curve_file import CurveFile
 
 LOGGER_NAME = "finetune"
 LOG_FILE_ONLY = {"log_file_only": True}  # as `extra` of a log call: not to the console
+_NAME_TIME = "%Y%m%d-%H%M%S"
 
 # Names of events in events.jsonl. A name outside this table is refused, so that readers can rely on it.
 EVENTS = (
@@ -42,36 +46,26 @@ EVENTS = (
     "end",  # the run ended: state, exit code
 )
 
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
-class JsonLines:
-    """Appends one object per line to a file, each with a single unbuffered write: a crash tears at most the last."""
+
+class JsonLines(AppendFile):
+    """Appends one object per line to a file. A torn last line, which a crash has left, is cut first."""
 
     def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._descriptor = os.open(self.path, flags, 0o666)
+        super().__init__(path)
+        try:
+            self.cut_torn_line()
+        except BaseException:
+            self.close()
+            raise
 
     def write(self, content: dict[str, Any]) -> None:
-        text = json.dumps(_strict(content), ensure_ascii=False, allow_nan=False)
-        line = memoryview((text + "\n").encode())
-        while line:  # one write; the system takes less only when the disk is full, and then says so on the second
-            line = line[os.write(self._descriptor, line) :]
-
-    def sync(self) -> None:
-        """Have the device hold all lines."""
-        os.fsync(self._descriptor)
-
-    def close(self) -> None:
-        """Close the file; twice does no harm."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        try:
+            text = _encode(content)
+        except ValueError:  # few lines hold a number that is not finite, and looking for it takes time
+            text = _encode(_strict(content))
+        self.append_bytes((text + "\n").encode())
 
 
 def _strict(value: Any) -> Any:
@@ -122,6 +116,7 @@ class RunLog:
 
     def __init__(self, run_folder: Path | None, resume_step: int = 0) -> None:
         self._steps = self._events = None
+        self._curves: CurveFile | None = None
         if run_folder is not None:
             self._steps = StepLog(run_folder / "trainer_log.jsonl", resume_step)
             self._events = JsonLines(run_folder / "events.jsonl")
@@ -137,8 +132,18 @@ class RunLog:
         if self._events is not None:
             self._events.write({"event": name, "time": round(time.time(), 3), **facts})
 
+    def draw_curves(self, folder: Path) -> None:
+        """Write what `curves` is given for TensorBoard, into a new file of this folder."""
+        if self._steps is not None:
+            self._curves = CurveFile(folder)
+
+    def curves(self, step: int, values: dict[str, Any]) -> None:
+        """Numbers of a step, as Trainer names them."""
+        if self._curves is not None:
+            self._curves.write(step, values)
+
     def close(self) -> None:
-        for stream in (self._steps, self._events):
+        for stream in (self._steps, self._events, self._curves):
             if stream is not None:
                 stream.close()
 
@@ -213,15 +218,46 @@ def setup_console(rank: int) -> logging.Logger:
     return logger
 
 
+class _LogFile(logging.Handler):
+    """A rank's messages in a file. What a full disk does not take is lost, and counted once there is room again."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._file = AppendFile(path)
+        self._lost = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        lost = f"({self._lost} messages before this one could not be written)\n" if self._lost else ""
+        try:
+            self._file.append_bytes((lost + self.format(record) + "\n").encode("utf-8", "backslashreplace"))
+        except OSError:
+            self._lost += 1
+        else:
+            self._lost = 0
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
 def add_log_file(run_folder: Path, rank: int) -> logging.Handler:
-    """Copy this rank's messages to `logs/<time>-rank<r>.log` in the run folder; returns the handler to remove."""
+    """Copy this rank's messages to `logs/<time>-<pid>-rank<r>.log` in the run folder; returns the handler to remove."""
     folder = run_folder / "logs"
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-rank{rank}.log"
-    handler = logging.FileHandler(folder / name, encoding="utf-8")
+    handler = _LogFile(folder / f"{_start_time(folder, rank)}-{os.getpid()}-rank{rank}.log")
     handler.setFormatter(_PlainFormatter("%(asctime)s [%(levelname)s] %(message)s"))
     logging.getLogger(LOGGER_NAME).addHandler(handler)
     return handler
+
+
+def _start_time(folder: Path, rank: int) -> str:
+    """The local time; where the clock has gone back, a second after this rank's newest log: readers go by the names."""
+    own = re.compile(rf"(\d{{8}}-\d{{6}})-\d+-rank{rank}\.log")
+    newest = max((found[1] for name in os.listdir(folder) if (found := own.fullmatch(name))), default="")
+    now = time.strftime(_NAME_TIME)
+    if now > newest:
+        return now
+    return time.strftime(_NAME_TIME, time.localtime(time.mktime(time.strptime(newest, _NAME_TIME)) + 1))
 
 
 def success(message: str) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,6 @@ def training_arguments(
 ) -> TrainingArguments:
     """Make the arguments; this also creates the process group (TrainingArguments does)."""
     kind = DEVICE_KINDS[device_type]
-    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(Path(config.output_dir) / "tensorboard"))
     arguments = TrainingArguments(
         output_dir=config.output_dir,
         use_cpu=device_type == "cpu",
@@ -84,7 +82,8 @@ def training_arguments(
         average_tokens_across_devices=False,  # the denominator is the global batch's
         remove_unused_columns=False,
         dataloader_pin_memory=False,
-        report_to=reporters(config.report_to) or "none",
+        # TensorBoard is drawn by the run log (storage/curve_file.py).
+        report_to=[name for name in reporters(config.report_to) if name != "tensorboard"] or "none",
         run_name=run_name or Path(config.output_dir).name,
         use_cache=True,  # Trainer writes this into the model's config; the forward is told not to
         disable_tqdm=True,

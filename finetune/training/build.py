@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -22,6 +23,7 @@ from finetune.modeling.loss import ChunkedHead
 from finetune.modeling.pretrained import count_parameters
 from finetune.runtime.device import LaunchWorld
 from finetune.runtime.terminal import console as terminal_console
+from finetune.training.arguments import reporters
 from finetune.training.checkpointer import Checkpointer
 from finetune.training.control import RunContext, StopSignals
 from finetune.training.executor import StepExecutor, largest_microbatch
@@ -150,6 +152,9 @@ def make_trainer(
     )
     _check_world(trainer, config, world, device_type)
     _check_ties(trainer, trained, device_type)
+    if "tensorboard" in reporters(config.report_to):
+        folder = os.environ.get("TENSORBOARD_LOGGING_DIR") or session.output_dir / "tensorboard"
+        session.runlog.draw_curves(Path(folder).expanduser())
     trainer.checkpointer = Checkpointer(
         session.output_dir,
         context.control,

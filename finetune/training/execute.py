@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-from typing import Any
 
 from finetune.errors import ExitCode, FinetuneError
 from finetune.runtime import device as devices
@@ -52,10 +51,7 @@ def train_and_save(trainer: RunTrainer, session: Session) -> RunResult:
         session.finish(state, step=steps, checkpoint=trainer.checkpointer.last, peaks=_peaks(trainer))
     if state == "stopped":
         logger.warning("stopped by %s at step %d; %s is saved", trainer.stopped_by, steps, trainer.checkpointer.last)
-    metrics: dict[str, Any] = {}
-    for line in trainer.history:
-        metrics.update(line)
-    return RunResult(session.output_dir, state, steps, metrics, trainer.history)
+    return RunResult(session.output_dir, state, steps, trainer.measured, trainer.context.start_step)
 
 
 def _peaks(trainer: RunTrainer) -> dict[str, list[int | None]]:

@@ -89,7 +89,7 @@ class RunTrainer(Trainer):
         self.meter = StepMeter(context.difficulty_names, self.args.device, cost)
         self.guard, self.spikes, self.outcomes = NonFiniteGuard(), SpikeDetector(), StepOutcomes()
         self.stopped_by: str | None = None
-        self.history: list[dict[str, Any]] = []
+        self.measured: dict[str, Any] = {}  # by the last line of the log and the last evaluation
         self._progress: ProgressLine | None = None
         self._nonfinite: Callable[[], bool] = lambda: False  # the step under way, asked when it has to be known
 
@@ -310,15 +310,15 @@ class RunTrainer(Trainer):
             self._tr_loss.zero_()  # Trainer subtracts the sum from itself, which after a NaN leaves NaN for good
             logs.update(line_facts(self.meter.take(self._sum_over_ranks)))
             self._look_for_spike(step, logs["loss"])
-            line = {"step": step, **logs}
-            self.context.runlog.step(line)
-            self.history.append(line)
+            self.context.runlog.step({"step": step, **logs})
             self._show_progress(step, logs)
         elif "eval_loss" in logs:
             self.context.runlog.event("eval", step=step, **logs)
-            self.history.append({"step": step, **logs})
             logger.info("step %d  %s", step, "  ".join(f"{k} {v:.4f}" for k, v in logs.items()))
+        self.measured.update({} if "train_loss" in logs else {"step": step, **logs})
         super().log(logs, start_time)
+        self.state.log_history.clear()  # Trainer keeps every line, which nothing reads: a kilobyte a step for weeks
+        self.context.runlog.curves(step, logs)
 
     def _look_for_spike(self, step: int, loss: float) -> None:
         if self.spikes.is_spike(loss):

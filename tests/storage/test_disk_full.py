@@ -64,7 +64,7 @@ def test_enospc(materials, small_disk, processes, leave_bytes, changes):
 def test_enospc_while_a_line_is_logged(materials, small_disk):
     """Between checkpoints only logs are written."""
     output_dir = small_disk / "run"
-    settings = materials.settings(output_dir, max_steps=60, learning_rate=1e-4)
+    settings = materials.settings(output_dir, max_steps=60, learning_rate=1e-4, report_to="tensorboard")
     filled = {"patch": run_patches.fill_disk, "patch_arguments": (str(small_disk), 4, 0)}
     ranks = run_helpers.train(settings, expect=1, **filled)
     assert "the run folder's disk is full: No space left on device" in ranks.output()
@@ -73,3 +73,5 @@ def test_enospc_while_a_line_is_logged(materials, small_disk):
     (small_disk / "filler").unlink()
     run_helpers.train(settings)
     assert len(run_helpers.sample_ids(output_dir)) == len(run_helpers.losses(output_dir)) == 60
+    names = [event["event"] for event in run_helpers.lines(output_dir / "events.jsonl")]
+    assert names.count("start") == 2 and names[-1] == "end", "no event follows half of another"

@@ -9,6 +9,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ class RunFolder:
             note = json.loads(durable_files.read_bytes(self.folder / OUT_OF_MEMORY_NAME, 1 << 20))
             facts |= {f"oom_{name}": str(value) for name, value in note.items() if value is not None}
         with contextlib.suppress(OSError, DataError):
-            if records := list(self._nonfinite_records())[:SHOWN_RECORDS]:
+            if records := list(islice(self._nonfinite_records(), SHOWN_RECORDS)):
                 facts["nonfinite_records"] = ", ".join(records)
         return facts
 

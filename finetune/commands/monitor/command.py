@@ -110,7 +110,7 @@ def to_json(view: RunView, machine: Machine) -> dict[str, Any]:
         "elapsed_seconds": view.elapsed_seconds,
         "silent_seconds": view.silent_seconds,
         "stage": None if stage is None else {"number": stage.number, "of": len(view.stages), "shares": stage.shares},
-        "last": view.steps[-1] if view.steps else None,
+        "last": view.steps.last or None,
         "evaluation": {n: v for n, v in evaluations[-1].items() if n not in ("event", "time")} if evaluations else None,
         "checkpoint": view.checkpoint.get("name"),
         "error": view.status.get("error"),
@@ -153,7 +153,7 @@ def plain_line(view: RunView, machine: Machine) -> str:
 
 def _numbers(view: RunView) -> list[str]:
     """What the last step and the last evaluation measured."""
-    last = view.steps[-1] if view.steps else {}
+    last = view.steps.last
     parts = []
     if is_finite_number(last.get("loss")):
         parts.append(_("loss {loss}").format(loss=f"{last['loss']:.4f}"))
@@ -180,14 +180,15 @@ def message_line(message: Message) -> str:
 def _watch_lines(reader: Reader, watch: MachineWatch, interval_seconds: float) -> None:
     """A line whenever there is something new, until the run has ended."""
     printed: set[str] = set()
-    before = None
+    before, looked_at = None, 0
     while True:
         view = reader.poll()
-        for message in view.messages:
+        for message in view.messages if len(view.messages) != looked_at else ():
             key = f"{message.time} {message_line(message)}"
             if key not in printed:
                 printed.add(key)
                 print(message_line(message), flush=True)
+        looked_at = len(view.messages)
         now = (view.state, view.step)
         if now != before:
             before = now

@@ -144,7 +144,7 @@ class Dashboard:
     def _step_facts(self) -> list[tuple[str, str]]:
         """Name and value of the numbers of the last step."""
         view = self.view
-        last = view.steps[-1] if view.steps else {}
+        last = view.steps.last
         facts = [(_(n), form.format(last[key])) for key, n, form in STEP_NUMBERS if is_finite_number(last.get(key))]
         if last.get("mfu", 0) is None:
             facts.append((_("MFU"), _("unknown")))
@@ -160,15 +160,15 @@ class Dashboard:
     def _difficulties(self) -> Table:
         view = self.view
         rows: list[Sequence[RenderableType]] = [[Text(title, "dim") for title in ("", _("share"), _("loss"), "")]]
-        recent = view.steps[-1] if view.steps else {}
+        recent = view.steps.last
         for number, name in enumerate(view.difficulties):
-            losses = [loss for _step, loss in view.values(f"loss/{name}")]
+            losses = view.values(f"loss/{name}").y
             share = recent.get(f"share/{name}")
             rows.append(
                 (
                     Text(plain_text(name), _colour(number)),
                     f"{share:.0%}" if is_finite_number(share) else "–",
-                    f"{losses[-1]:.4f}" if losses else "–",
+                    f"{losses[-1]:.4f}" if len(losses) else "–",
                     Sparkline(losses, _colour(number)),
                 )
             )

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from finetune.runs.text_chart import Points, averaged, bar, sparkline, text_chart, value_range
+from finetune.runs.step_table import Points
+from finetune.runs.text_chart import averaged, bar, sparkline, text_chart, value_range
 
 
 class _Stretching:
@@ -50,7 +52,7 @@ class Curve(_Stretching):
 class Sparkline(_Stretching):
     """The course of some values in one line."""
 
-    values: Sequence[float]
+    values: Sequence[float] | np.ndarray
     colour: str
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -102,6 +103,20 @@ def check_run(run: Path, model_config: Path | None) -> Checked:
         DataError: it did not log what it started with, or its peak memory.
         ConfigError: its model cannot be planned for.
     """
+    compared, work, cluster, peak = _compared(run, model_config)
+    speed = _speed(run)
+    rate = None if speed is None else speed * flops_per_token(work)
+    share = rate / (peak * cluster.devices) if rate and peak else None
+    return Checked(run.name, compared, speed, rate, share)
+
+
+def compare_memory(run: Path) -> tuple[Compared, ...]:
+    """The memory of a finished run beside its plan. Raises as `check_run` does."""
+    return _compared(run, None)[0]
+
+
+def _compared(run: Path, model_config: Path | None) -> tuple[tuple[Compared, ...], Workload, Cluster, float | None]:
+    """The numbers, what was planned for, and the peak of a device in FLOP/s, where it is known."""
     events = _events(run)
     start = next((event for event in reversed(events) if event["event"] == "start"), None)
     end = next((event for event in reversed(events) if event["event"] == "end" and "peak_host_bytes" in event), None)
@@ -123,11 +138,7 @@ def check_run(run: Path, model_config: Path | None) -> Checked:
         context = sum(t.bytes for t in memory.terms if t.kind == "framework" and t.location == "device")
         if of_devices:  # what torch allocated: the context is not in it
             compared.append(Compared("device", memory.device() - context, max(of_devices)))
-    speed = _speed(run)
-    rate = None if speed is None else speed * flops_per_token(work)
-    peak = start.get("peak_flops")
-    share = rate / (peak * cluster.devices) if rate and peak else None
-    return Checked(run.name, tuple(compared), speed, rate, share)
+    return tuple(compared), work, cluster, start.get("peak_flops")
 
 
 def _planned(
@@ -164,8 +175,8 @@ def _events(run: Path) -> list[dict[str, Any]]:
 
 def _speed(run: Path) -> float | None:
     try:
-        lines = list(read_jsonl_tolerant(run / "trainer_log.jsonl"))
+        lines = islice(read_jsonl_tolerant(run / "trainer_log.jsonl"), WARM_UP_STEPS, None)
+        speeds = [line["tokens_per_second"] for line in lines if line.get("tokens_per_second")]
     except OSError:
         return None  # a run without a logged step
-    speeds = [line["tokens_per_second"] for line in lines[WARM_UP_STEPS:] if line.get("tokens_per_second")]
     return median(speeds) if speeds else None

@@ -7,12 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from finetune.runs.text_chart import Points, averaged, value_range
+import numpy as np
+
+from finetune.runs.step_table import Points
+from finetune.runs.text_chart import Curve, averaged, value_range
 from finetune.runtime.language import _
 
 WIDTH, HEIGHT = 480, 230
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 12, 26
 MOST_POINTS = 240  # drawn as they are; more become means of intervals, with the span between least and greatest
+MOST_TEXTS = 3  # of marks on one pixel
 SERIES_COLOURS = 6
 
 
@@ -21,9 +25,18 @@ class Series:
     """One curve."""
 
     name: str
-    points: Points
+    points: Curve
     marks: bool = False  # dots on the points, for few
     smooth: bool = False  # draw the moving mean strong and the values faint behind it
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A step to point at: the name of its event, `spike` or `nonfinite`, and what is said of it."""
+
+    step: int
+    kind: str
+    text: str
 
 
 class _Frame:
@@ -40,7 +53,7 @@ class _Frame:
         share = (min(max(value, self.y_low), self.y_high) - self.y_low) / (self.y_high - self.y_low)
         return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
 
-    def path(self, points: Points) -> str:
+    def path(self, points: Curve) -> str:
         return "M" + "L".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
 
 
@@ -65,28 +78,32 @@ def tick_text(value: float) -> str:
     return f"{value:.3g}" if size >= 1e-4 or size == 0 else f"{value:.0e}"
 
 
-def line_svg(series: Sequence[Series], *, label: str, resumes: Sequence[int] = (), zero: bool = False) -> str:
+def line_svg(
+    series: Sequence[Series], *, label: str, resumes: Sequence[int] = (), marks: Sequence[Mark] = (), zero: bool = False
+) -> str:
     """Curves over the steps; "" where no series has a point.
 
     Args:
         label: what the picture shows, for those who do not see it.
         resumes: steps at which the run was started again.
+        marks: steps to point at; of those that share a pixel one is drawn, with the texts of some.
         zero: whether the scale begins at zero.
     """
     series = [one for one in series if one.points]
     if not series:
         return ""
-    steps = [x for one in series for x, _y in one.points]
-    frame = _Frame((min(steps), max(steps)), frame_range(series, zero=zero))
+    ends = [one.points[place][0] for one in series for place in (0, -1)]
+    frame = _Frame((min(ends), max(ends)), frame_range(series, zero=zero))
     body = [_grid(frame), _resume_marks(frame, resumes)]
     for number, one in enumerate(series):
         body.append(_curve(frame, one, number % SERIES_COLOURS))
-    return _svg(label, body)
+    return _svg(label, [*body, _marks(frame, marks)])
 
 
 def frame_range(series: Sequence[Series], *, zero: bool = False) -> tuple[float, float]:
     """The least and the greatest value that the frame shows; a lone outlier may lie beyond."""
-    low, high = value_range([point for one in series for point in one.points])
+    values = np.concatenate([Points.of(one.points).y for one in series])
+    low, high = value_range(Points(values, values))
     low = 0.0 if zero else low
     margin = (high - low) * 0.06 or 0.5
     return (low if low == 0 else low - margin), high + margin
@@ -95,11 +112,12 @@ def frame_range(series: Sequence[Series], *, zero: bool = False) -> tuple[float,
 def _curve(frame: _Frame, one: Series, number: int) -> str:
     parts = []
     points = averaged(one.points, MOST_POINTS)
-    if one.smooth and len(one.points) >= 10:
-        if points is not one.points:
-            parts.append(f'<path class="band series-{number}" d="{_band(frame, one.points)}"/>')
-        else:
-            parts.append(f'<path class="faint series-{number}" d="{frame.path(points)}"/>')
+    is_smoothed = one.smooth and len(one.points) >= 10
+    if len(points) < len(one.points):
+        parts.append(f'<path class="band series-{number}" d="{_band(frame, Points.of(one.points))}"/>')
+    elif is_smoothed:
+        parts.append(f'<path class="faint series-{number}" d="{frame.path(points)}"/>')
+    if is_smoothed:
         points = _moving_mean(points, max(3, len(points) // 20))
     if len(points) > 1:
         parts.append(f'<path class="line series-{number}" d="{frame.path(points)}"/>')
@@ -115,20 +133,31 @@ def _curve(frame: _Frame, one: Series, number: int) -> str:
 def _moving_mean(points: Points, window: int) -> Points:
     """The mean of each value and its neighbours on both sides (fewer at the ends), so that the curve is not late."""
     half = window // 2
-    means = []
-    for number, (x, _y) in enumerate(points):
-        near = points[max(0, number - half) : number + half + 1]
-        means.append((x, sum(y for _x, y in near) / len(near)))
-    return means
+    near = [points.y[max(0, number - half) : number + half + 1] for number in range(len(points))]
+    return Points(points.x, np.array([values.mean() for values in near]))
 
 
 def _band(frame: _Frame, points: Points) -> str:
-    """The area between least and greatest value of each interval."""
-    size = math.ceil(len(points) / MOST_POINTS)
-    chunks = [points[start : start + size] for start in range(0, len(points), size)]
-    above = [(chunk[0][0], max(y for _x, y in chunk)) for chunk in chunks]
-    below = [(chunk[0][0], min(y for _x, y in chunk)) for chunk in reversed(chunks)]
+    """The area between least and greatest value of each pixel's width: no value is left out of it."""
+    columns = np.floor((points.x - points.x[0]) / (points.x[-1] - points.x[0]) * (WIDTH - LEFT - RIGHT - 1))
+    begins = np.flatnonzero(np.diff(columns, prepend=-1.0))
+    above = Points(points.x[begins], np.maximum.reduceat(points.y, begins))
+    below = Points(points.x[begins][::-1], np.minimum.reduceat(points.y, begins)[::-1])
     return frame.path([*above, *below]) + "Z"
+
+
+def _marks(frame: _Frame, marks: Sequence[Mark]) -> str:
+    """A triangle at the top for a spike, a line at the bottom for a step that was skipped."""
+    drawn: dict[tuple[int, str], list[str]] = {}
+    for mark in marks:
+        if frame.x_low <= mark.step <= frame.x_high:
+            drawn.setdefault((round(frame.x(mark.step)), mark.kind), []).append(mark.text)
+    forms = {"spike": "M{x},{top}l-4,-7h8z", "nonfinite": "M{x},{floor}v-12"}
+    return "".join(
+        f'<path class="{kind}" d="{forms[kind].format(x=x, top=TOP + 4, floor=HEIGHT - BOTTOM)}">'
+        f"<title>{escape('; '.join(texts[:MOST_TEXTS]))}</title></path>"
+        for (x, kind), texts in drawn.items()
+    )
 
 
 def area_svg(names: Sequence[str], columns: Sequence[tuple[float, Sequence[float]]], *, label: str) -> str:

@@ -32,8 +32,6 @@ from finetune.runtime.language import _, spoken
 from finetune.storage.durable_files import format_bytes, replace_file
 from finetune.version import __version__
 
-MOST_EVENTS = 2000
-
 option = partial(setting, group="options")
 
 
@@ -74,13 +72,13 @@ def build_report(view: RunView) -> str:
         evaluation=tables.evaluation(view),
         plan=tables.plan(view),
         microbatches=tables.microbatches(view),
-        warnings=[_warning(message) for message in view.messages[-MOST_EVENTS:]],
+        warnings=[_warning(message) for message in view.messages[-tables.MOST_ROWS :]],
         starts=tables.starts(view),
         checkpoints=tables.checkpoints(view),
         samples=tables.samples(view),
         environment=tables.environment(view),
         config=list(tables.flat("", view.config)),
-        events=[_event(event) for event in view.events[-MOST_EVENTS:]],
+        events=[_event(event) for event in view.events[-tables.MOST_ROWS :]],
         footer=_("Made by finetune {version} on {time}, from the files of the run folder. Secrets are masked.").format(
             version=__version__, time=tables.clock(time.time())
         ),
@@ -108,9 +106,9 @@ def _about(view: RunView) -> str:
     parts = [kind_title(view.kind)] if view.kind else []
     if view.kind in kind_names() and (described := run_kind(view.kind).describe(view.config)):
         parts.append(described)
-    times = [event["time"] for event in view.events]
-    if times:
-        parts.append(f"{tables.clock(min(times))} – {tables.clock(max(times))}")
+    if view.events:
+        first, last = (tables.clock(view.events[place]["time"]) for place in (0, -1))
+        parts.append(f"{first} – {last}")
     return mask_secrets(plain_text(" · ".join(map(str, parts))))
 
 
@@ -126,13 +124,13 @@ def _tiles(view: RunView) -> list[tuple[str, str, str]]:
         before = _("{before} before training").format(before=f"{evaluated[0][1]:.4f}")
         is_before = evaluated[0][0] == 0 and len(evaluated) > 1
         tiles.append((_("Validation loss"), f"{evaluated[-1][1]:.4f}", before if is_before else ""))
-    if speeds := [speed for _step, speed in view.values("tokens_per_second")]:
+    if speeds := view.values("tokens_per_second").y.tolist():
         tiles.append((_("Tokens per second"), f"{statistics.median(speeds):,.0f}", _("median")))
     if seconds := tables.seconds_trained(view):
         tiles.append((_("Training time"), format_duration(seconds), _("without evaluation and saving")))
     if tokens := tables.tokens_trained(view):
         tiles.append((_("Tokens"), tick_text(tokens), ""))
-    if used := [share for _step, share in view.values("mfu")]:
+    if used := view.values("mfu").y.tolist():
         tiles.append((_("MFU"), f"{statistics.median(used):.1%}", _("median")))
     return tiles
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from markupsafe import Markup
 
 from finetune.batching.curriculum import Schedule, Stage
-from finetune.commands.report.charts import Series, area_svg, frame_range, line_svg
-from finetune.runs.view import RunView, is_finite_number
+from finetune.commands.report.charts import Mark, Series, area_svg, frame_range, line_svg
+from finetune.plain_text import plain_text
+from finetune.runs.event_texts import event_text
+from finetune.runs.step_table import Points
+from finetune.runs.view import RunView
 from finetune.runtime.language import _
 
 MIX_COLUMNS = 60
@@ -31,24 +35,27 @@ def curves(view: RunView) -> list[Figure]:
     """Losses, rates and speed over the steps, as far as the run has them."""
     resumes = [start["step"] for start in view.starts[1:] if isinstance(start.get("step"), int) and start["step"] > 0]
 
-    def figure(title: str, *series: Series, zero: bool = False, note: str = "") -> Figure | None:
+    def figure(
+        title: str, *series: Series, marks: Sequence[Mark] = (), zero: bool = False, note: str = ""
+    ) -> Figure | None:
         series = tuple(one for one in series if one.points)
         label = f"{title}: " + "; ".join(
             f"{one.name} {one.points[0][1]:.4g} – {one.points[-1][1]:.4g}" for one in series
         )
-        svg = line_svg(series, label=label, resumes=resumes, zero=zero)
+        svg = line_svg(series, label=label, resumes=resumes, marks=marks, zero=zero)
         if not svg:
             return None
         keys = [one.name for one in series] if len(series) > 1 else []
         return Figure(title, Markup(svg), keys, " ".join(filter(None, (_beyond(series, zero), note))))
 
-    used = [(step, share * 100) for step, share in view.values("mfu")]
+    used, marks = view.values("mfu"), _marks(view)
     figures = [
         figure(
             _("Loss per trained token"),
             Series(_("training"), view.values("loss"), smooth=True),
             Series(_("validation"), view.evaluated(), marks=True),
-            note=_("Dashed: the run was started again.") if resumes else "",
+            marks=marks,
+            note=" ".join(filter(None, (_marked(marks), _("Dashed: the run was started again.") if resumes else ""))),
         ),
         figure(_("Loss by difficulty"), *(Series(n, _smoothed(view.values(f"loss/{n}"))) for n in view.difficulties)),
         figure(
@@ -59,21 +66,39 @@ def curves(view: RunView) -> list[Figure]:
         figure(_("Learning rate"), Series("", view.values("learning_rate")), zero=True),
         figure(_("Tokens per second"), Series("", view.values("tokens_per_second"), smooth=True), zero=True),
         figure(_("Gradient norm"), Series("", view.values("grad_norm"), smooth=True), zero=True),
-        figure(_("Model FLOPs utilisation (MFU), %"), Series("", used, smooth=True), zero=True),
+        figure(_("Model FLOPs utilisation (MFU), %"), Series("", Points(used.x, used.y * 100), smooth=True), zero=True),
     ]
     return [one for one in figures if one is not None]
 
 
-def _smoothed(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
+def _marks(view: RunView) -> list[Mark]:
+    """Every spike, and every step that was skipped: neither may be lost among many steps."""
+    return [
+        Mark(event["step"], event["event"], plain_text(event_text(event)))
+        for event in view.standing("spike", "nonfinite")
+    ]
+
+
+def _marked(marks: Sequence[Mark]) -> str:
+    spikes = sum(mark.kind == "spike" for mark in marks)
+    if not marks:
+        return ""
+    return _("Red: spikes at the top ({spikes}), skipped steps at the bottom ({skipped}).").format(
+        spikes=spikes, skipped=len(marks) - spikes
+    )
+
+
+def _smoothed(points: Points) -> Points:
     """Several curves in one frame are readable only as means over some steps."""
-    window = max(1, len(points) // 25)
-    chunks = [points[start : start + window] for start in range(0, len(points), window)]
-    return [(chunk[len(chunk) // 2][0], sum(y for _x, y in chunk) / len(chunk)) for chunk in chunks]
+    parts = len(points) // max(1, len(points) // 25)
+    ends = [number * len(points) // parts for number in range(1, parts + 1)]  # of one size: a short last one would jump
+    chunks = [points[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    return Points.of([(chunk[len(chunk) // 2][0], float(chunk.y.mean())) for chunk in chunks])
 
 
 def _beyond(series: Sequence[Series], zero: bool) -> str:
     high = frame_range(series, zero=zero)[1]
-    above = [point for one in series for point in one.points if point[1] > high]
+    above = [point for one in series for point in Points.of(one.points).above(high)]
     if not above:
         return ""
     step, highest = max(above, key=lambda point: point[1])
@@ -116,15 +141,14 @@ def _planned_mix(view: RunView) -> list[tuple[float, list[float]]]:
 
 def _measured_mix(view: RunView) -> list[tuple[float, list[float]]]:
     """Shares of the trained tokens over the run, by the log: (step, share by difficulty)."""
+    steps = view.steps.steps
+    tokens = [np.nan_to_num(view.steps.column(f"tokens/{name}")) for name in view.difficulties]
     columns = []
-    for first, last in _spans(len(view.steps)):
-        part = view.steps[first:last]
-        sums = [
-            sum(r[f"tokens/{n}"] for r in part if is_finite_number(r.get(f"tokens/{n}"))) for n in view.difficulties
-        ]
+    for first, last in _spans(len(steps)):
+        sums = [float(of_one[first:last].sum()) for of_one in tokens]
         if sum(sums):
-            shares = [tokens / sum(sums) for tokens in sums]
-            columns += [(float(part[0]["step"]), shares), (float(part[-1]["step"]), shares)]
+            shares = [count / sum(sums) for count in sums]
+            columns += [(float(steps[first]), shares), (float(steps[last - 1]), shares)]
     return columns
 
 

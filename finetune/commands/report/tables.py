@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from finetune.commands.diagnose.findings import mask_secrets
-from finetune.commands.plan.check import check_run
+from finetune.commands.plan.check import compare_memory
 from finetune.errors import FinetuneError
 from finetune.plain_text import plain_text
 from finetune.runs.view import RunView, is_finite_number
@@ -18,6 +19,7 @@ from finetune.runtime.language import N_, _
 from finetune.storage.durable_files import format_bytes
 
 _SECRET_NAME = re.compile(r"secret|passw|credential|api_?key|access_?key|private_?key|(^|_)token$", re.IGNORECASE)
+MOST_ROWS = 2000  # of what a run of weeks has without end
 # What `plan --check` compares.
 _MOST_MEMORY = {"host": N_("most memory of a process on the host"), "device": N_("most memory of a device")}
 
@@ -42,29 +44,24 @@ def number(value: Any, form: str = "{:,.0f}") -> str:
     return form.format(value) if is_finite_number(value) else "–"
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return statistics.mean(values) if values else None
+def _mean(values: np.ndarray) -> float | None:
+    """Of those that are not NaN; None without any."""
+    return float(np.nanmean(values)) if np.isfinite(values).any() else None
 
 
-def intervals(view: RunView) -> list[tuple[int, dict[str, Any]]]:
-    """Each logged line that has a time, with the number of steps that it stands for."""
-    steps = [0, *(record["step"] for record in view.steps)]
-    lines = zip(steps, steps[1:], view.steps, strict=False)
-    return [(after - before, line) for before, after, line in lines if is_finite_number(line.get("step_seconds"))]
+def _spent(view: RunView) -> np.ndarray:
+    """float64 `(lines,)`: seconds of the steps that each line stands for, evaluation and saving not counted."""
+    return np.diff(view.steps.steps, prepend=0) * view.steps.column("step_seconds")
 
 
 def seconds_trained(view: RunView) -> float:
     """Time in steps, evaluation and saving not counted."""
-    return sum(count * record["step_seconds"] for count, record in intervals(view))
+    return float(np.nansum(_spent(view)))
 
 
 def tokens_trained(view: RunView) -> float:
     """Tokens of all steps, to the precision of the log."""
-    return sum(
-        count * record["step_seconds"] * record["tokens_per_second"]
-        for count, record in intervals(view)
-        if is_finite_number(record.get("tokens_per_second"))
-    )
+    return float(np.nansum(_spent(view) * view.steps.column("tokens_per_second")))
 
 
 def evaluation(view: RunView) -> Grid:
@@ -96,12 +93,11 @@ def plan(view: RunView) -> Grid:
     planned = _planned(view)
     if not planned:
         return Grid(())
-    lines = [record for _count, record in intervals(view)]
-    seconds = _mean([record["step_seconds"] for record in lines])
-    waits = [r["loader_wait_seconds"] for r in lines if is_finite_number(r.get("loader_wait_seconds"))]
+    step_seconds = view.steps.column("step_seconds")
+    seconds, waits = _mean(step_seconds), view.steps.column("loader_wait_seconds")
 
     def per_step(name: str) -> str:
-        return number(_mean([r[name] * r["step_seconds"] for r in lines if is_finite_number(r.get(name))]), "{:,.1f}")
+        return number(_mean(view.steps.column(name) * step_seconds), "{:,.1f}")
 
     rows = [
         [_("tokens per step"), number(planned.get("tokens"), "{:,.1f}"), per_step("tokens_per_second")],
@@ -110,7 +106,7 @@ def plan(view: RunView) -> Grid:
         [
             _("of it waiting for data"),
             _("not estimated"),
-            number(_mean([wait / seconds for wait in waits] if seconds else []), "{:.1%}"),
+            number(_mean(waits / seconds) if seconds else None, "{:.1%}"),
         ],
         *_memory(view),
     ]
@@ -120,7 +116,7 @@ def plan(view: RunView) -> Grid:
 def _memory(view: RunView) -> list[list[str]]:
     """Most memory of a process and of a device."""
     try:
-        compared = check_run(view.source, None).compared
+        compared = compare_memory(view.source)
     except (FinetuneError, KeyError, ImportError):  # of transformers, for the model's sizes
         return []  # it has not ended, is of an older version, or of a model that cannot be planned for
     return [[_(_MOST_MEMORY[n.name]), format_bytes(n.predicted), format_bytes(n.measured)] for n in compared]
@@ -173,9 +169,9 @@ def starts(view: RunView) -> Grid:
 
 
 def checkpoints(view: RunView) -> Grid:
-    """Every checkpoint that was published."""
+    """The checkpoints that were published last."""
     rows = []
-    for event in view.events_named("checkpoint"):
+    for event in view.events_named("checkpoint")[-MOST_ROWS:]:
         name = str(event.get("name"))
         is_there = bool(re.fullmatch(r"checkpoint-\d+", name)) and (view.source / name).is_dir()
         size = format_bytes(event["size_bytes"]) if isinstance(event.get("size_bytes"), int) else "–"

@@ -32,12 +32,13 @@ from finetune.commands.monitor import command as monitor
 from finetune.commands.monitor.dashboard import STEP_NUMBERS, Dashboard, Machine
 from finetune.errors import StateError
 from finetune.plain_text import plain_text
-from finetune.runs import event_texts
+from finetune.runs import event_texts, line_follower
 from finetune.runs import reader as runs_reader
 from finetune.runs.console_lines import parse_console_line
 from finetune.runs.event_texts import format_duration
 from finetune.runs.line_follower import LineFollower
 from finetune.runs.reader import open_run, runs_in
+from finetune.runs.step_table import StepTable
 from finetune.runs.text_chart import averaged, bar, sparkline, text_chart, value_range
 from finetune.runtime.host import HostMeter, HostUse
 from finetune.runtime.language import _, speaking
@@ -187,7 +188,7 @@ def test_the_stage_is_the_schedules(tmp_path: Path):
     view = open_run(make_run(tmp_path / "one", steps=1)).poll()
     stages = tuple(Stage(until, mix) for until, mix in zip((0.3, 0.7, 1.0), MIXES, strict=True))
     for number, stage in enumerate(Schedule(DIFFICULTIES, stages).stage_of_steps(100), 1):
-        view.steps = [step(number, **{f"loss/{level}": 1.0 for level in DIFFICULTIES})]
+        view.steps = StepTable([step(number, **{f"loss/{level}": 1.0 for level in DIFFICULTIES})])
         assert view.stage.number == stage + 1
         shares = [weight / 100 for weight in MIXES[stage]]
         assert view.stage.shares == pytest.approx(dict(zip(DIFFICULTIES, shares, strict=True)))
@@ -255,6 +256,48 @@ def test_warnings_of_all_ranks_are_told_once(tmp_path: Path):
     reader.poll()
     messages = [(m.level, m.rank, m.text or m.event["event"]) for m in reader.poll().messages]
     assert sorted(messages) == [("ERROR", 11, "no link"), ("WARNING", 0, "nonfinite"), ("WARNING", 0, "slow disk")]
+
+
+def test_messages_stay_in_order_where_the_clock_goes_back(tmp_path: Path):
+    """The last ones are shown: those of an hour before the clock was set back must not stand in their place."""
+    folder = make_run(tmp_path / "one", steps=1)
+    at = time.time()
+    with open(folder / "events.jsonl", "a") as events:
+        for number, offset in enumerate((0.0, 3600.0, 3601.0, 1.0, 2.0)):
+            events.write(line({"event": "nonfinite", "time": at + offset, "step": 10 + number, "ids": []}))
+    (folder / "logs").mkdir()
+    said = "".join(f"2026-01-01 0{hour}:00:00,000 [WARNING] at {hour}\n" for hour in (5, 7, 6))
+    (folder / "logs" / "20260101-000000-1-rank1.log").write_text(said)
+    messages = open_run(folder).poll().messages
+    assert [m.event["step"] for m in messages if m.event] == [7, 10, 11, 12, 13, 14]
+    assert [m.text for m in messages if not m.event] == ["at 5", "at 7", "at 6"]
+
+
+def test_a_rotated_log_of_a_rank_is_followed(tmp_path: Path):
+    folder = make_run(tmp_path / "one", steps=1)
+    (folder / "logs").mkdir()
+    path = folder / "logs" / "20260101-000000-1-rank1.log"
+    say = "2026-01-01 00:00:00,000 [WARNING] {}\n".format
+    path.write_text(say("first"))
+    reader = open_run(folder)
+    assert [m.text for m in reader.poll().messages if m.rank] == ["first"]
+    path.rename(path.with_suffix(".log.1"))
+    path.write_text(say("second"))
+    assert [m.text for m in reader.poll().messages if m.rank] == ["first", "second"]
+    path.write_text("")
+    reader.poll()
+    path.write_text(say("third"))
+    assert [m.text for m in reader.poll().messages if m.rank] == ["first", "second", "third"]
+
+
+def test_a_long_file_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(line_follower, "_PIECE_BYTES", 10)
+    path, follower = tmp_path / "log", LineFollower(tmp_path / "log")
+    assert list(follower.pieces()) == []
+    path.write_bytes(b"1\n" * 20 + b"x" * 50 + b"\n" + b"torn")
+    assert [new.lines for new in follower.pieces()] == [[b"1"] * 6] * 3 + [[b"1", b"1", b"x" * 50]]
+    path.write_bytes(b"new\n")
+    assert list(follower.pieces()) == [(True, [b"new"])]
 
 
 # ---------------------------------------------------------------- a console's copy

@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from fake_runs import DIFFICULTIES, line, make_run, start_event, step
@@ -19,9 +20,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.__main__ import main as finetune
-from finetune.commands.report.charts import HEIGHT, WIDTH, Series, area_svg, line_svg, nice_ticks, tick_text
+from finetune.commands.report import figures
+from finetune.commands.report.charts import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Series,
+    area_svg,
+    line_svg,
+    nice_ticks,
+    tick_text,
+)
 from finetune.commands.report.command import build_report
 from finetune.runs.reader import open_run
+from finetune.runs.step_table import Points
 from finetune.runtime.language import speaking
 
 TAGS = frozenset(
@@ -204,6 +219,47 @@ def test_a_long_run_stays_a_small_file(tmp_path: Path):
     html, page = report(folder)
     assert len(html) < 400_000
     assert_inert(html, page)
+
+
+def test_nothing_out_of_the_ordinary_is_thinned_away(tmp_path: Path):
+    """Of 30,000 steps one spike, one dip and a skipped step; what was thrown away with its training is left out."""
+    folder = make_run(tmp_path / "one", steps=0)
+    losses = {7_001: None, 12_345: 1.9, 23_456: 0.2}
+    records = [step(n, loss=losses.get(n, 1.0 + 0.5 * math.sin(n))) for n in range(1, 30_001)]
+    (folder / "trainer_log.jsonl").write_text("".join(map(line, records)))
+    at = time.time()
+    thrown_away = [{"event": "spike", "time": at, "step": 15_000, "loss": 9.0, "ids": [1]}]
+    thrown_away += [{"event": "nonfinite", "time": at, "step": n, "ids": []} for n in (15_001, 15_002)]
+    events = [
+        start_event(total_steps=30_000),
+        *thrown_away,
+        start_event(5_000, total_steps=30_000),
+        {"event": "nonfinite", "time": at, "step": 7_001, "ids": [3]},
+        {"event": "spike", "time": at, "step": 12_345, "loss": 1.9, "ids": [4]},
+    ]
+    (folder / "events.jsonl").write_text("".join(map(line, events)))
+    html, page = report(folder)
+    assert_inert(html, page)
+    svg = html[html.index("Loss per trained token") : html.index("</svg>", html.index("Loss per trained token"))]
+    (band,) = re.findall(r'class="band series-0" d="M([^"]*)Z"', svg)
+    pairs = [[float(number) for number in pair.split(",")] for pair in band.split("L")]
+    scale = (HEIGHT - TOP - BOTTOM) / ((1.9 - 0.2) * 1.12)
+    assert max(y for _, y in pairs) - min(y for _, y in pairs) == pytest.approx((1.9 - 0.2) * scale, abs=1.0)
+    for number, y in ((12_345, min(y for _, y in pairs)), (23_456, max(y for _, y in pairs))):
+        (x,) = {x for x, height in pairs if height == y}
+        assert x == pytest.approx(LEFT + (number - 1) / 29_999 * (WIDTH - LEFT - RIGHT), abs=1.5)
+    assert re.findall(r'class="(spike|nonfinite)"', svg) == ["nonfinite", "spike"]
+    assert "step 7001 was skipped" in svg and "step 12345: loss 1.9000 is a spike" in svg and "15000" not in svg
+    assert "spikes at the top (1), skipped steps at the bottom (1)" in page.text
+
+
+def test_the_last_mean_is_of_as_many_steps_as_the_others():
+    """Of 20,021 steps, 21 would be left over; a spike among them is not the end of the curve."""
+    points = Points(np.arange(20_021), np.ones(20_021))
+    points.y[-1] = 500.0
+    smoothed = figures._smoothed(points)
+    assert len(smoothed) in (25, 26) and smoothed.y[-1] < 2 and figures._smoothed(points[:7]) == points[:7]
+    assert len(figures._smoothed(points[:0])) == 0
 
 
 def test_a_report_in_chinese_has_no_heading_in_english(tmp_path: Path):

@@ -1,0 +1,75 @@
+"""The steps of a long run by column, against a list of their lines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finetune.runs import step_table
+from finetune.runs.step_table import MOST_COLUMNS, RECENT_STEPS, Points, StepTable
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.text(max_size=2), st.integers(-(10**20), 10**20), st.floats(), st.just(10**400)
+)
+LINES = st.lists(st.tuples(st.integers(0, 60), st.dictionaries(st.sampled_from("abcd"), VALUES)), max_size=80)
+
+
+def as_listed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    kept: list[dict[str, Any]] = []
+    for record in records:
+        while kept and kept[-1]["step"] >= record["step"]:
+            kept.pop()
+        kept.append(record)
+    return kept
+
+
+@pytest.fixture(autouse=True, scope="module")
+def block_lines() -> Iterator[None]:
+    before = step_table.BLOCK_LINES
+    yield
+    step_table.BLOCK_LINES = before
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from((1, 3, 1000)), LINES)
+def test_it_has_what_a_list_of_the_lines_has(block: int, lines: list[tuple[int, dict[str, Any]]]):
+    step_table.BLOCK_LINES = block
+    records = [{"step": step, **more} for step, more in lines]
+    table, kept = StepTable(records), as_listed(records)
+    assert table.steps.tolist() == [record["step"] for record in kept] and len(table) == len(kept)
+    assert table.last == (kept[-1] if kept else {})
+    assert list(table.recent) == kept[len(kept) - len(table.recent) :]
+    for name in "abcd":
+        expected = [
+            (record["step"], record[name])
+            for record in kept
+            if type(record.get(name)) in (int, float) and abs(record[name]) < 2**53
+        ]
+        known = [point for point in table.points(name) if abs(point[1]) < 2**53]
+        assert known == expected
+        assert [math.isnan(value) for value in table.column(name)] == [
+            record["step"] not in dict(table.points(name)) for record in kept
+        ]
+
+
+def test_the_last_lines_are_kept_whole():
+    table = StepTable({"step": step, "text": str(step)} for step in range(1, 100))
+    assert [line["text"] for line in table.recent] == [str(step) for step in range(100 - RECENT_STEPS, 100)]
+    table.add({"step": 95, "text": "again"})
+    assert [line["step"] for line in table.recent] == [*range(100 - RECENT_STEPS, 95), 95]
+
+
+def test_a_log_of_endless_names_takes_no_endless_memory():
+    table = StepTable({"step": step, f"name-{step}": 1.0} for step in range(1, 2000))
+    assert len(table.points("name-400")) == 1 and len(table.points(f"name-{MOST_COLUMNS + 2}")) == 0
+
+
+def test_points_are_pairs():
+    points = Points.of([(1, 2.0), (3, 4.0), (5, 0.0)])
+    assert points == [(1, 2.0), (3, 4.0), (5, 0.0)] and points[-1] == (5, 0.0) and points[1:] == [(3, 4.0), (5, 0.0)]
+    assert type(points[0][0]) is int and points.above(1.0) == [(1, 2.0), (3, 4.0)] and not Points.of([])
