@@ -43,7 +43,7 @@ class Collectives:
         kind = next((kind for kind in KINDS if kind in name), name)
         inputs = next((value for name, value in arguments.items() if name.startswith("input")), args[0])
         given = sum(t.numel() * t.element_size() for t in tree_leaves(inputs) if isinstance(t, torch.Tensor))
-        if kind != "barrier":
+        if kind not in ("barrier", "recv_"):  # what is received another rank has sent
             self.sent += sent_bytes(
                 kind, given, torch.distributed.ProcessGroup.unbox(arguments["process_group"]).size()
             )
@@ -103,7 +103,7 @@ def agreements(current: Callable[[], Collectives]) -> Iterator[None]:
         return called
 
     with contextlib.ExitStack() as stack:
-        for name in ("any", "gather", "barrier"):
+        for name in ("any", "gather", "check_equal", "share", "barrier"):
             stack.enter_context(patch.object(Control, name, apart(getattr(Control, name))))
         yield
 
