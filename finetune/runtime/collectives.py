@@ -79,21 +79,22 @@ def largest_of_all(values: Sequence[int], *, group: ProcessGroup | None = None) 
     """The largest of all ranks' values, place by place, on every rank. Every rank must call, with as many integers of
     64 bits and a group of all ranks whose tensors are on the CPU.
 
-    2 log2 N messages one after another: up a binomial tree to rank 0, and down again by gloo's broadcast, which is one.
+    2 log2 N messages one after another: up to rank 0 by the binomial tree in which gloo's broadcast comes down again, so
+    that both use the same connections.
     """
     import torch
     import torch.distributed as dist
 
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     mine = torch.tensor(values, dtype=torch.int64)
-    for distance in (1 << bit for bit in range((size - 1).bit_length())):
-        if rank & distance:
-            dist.send(mine, rank - distance, group=group)
-            break
-        if rank + distance < size:
+    level = rank.bit_length()  # its parent has all its bits but the highest, a child one more that is higher
+    for bit in reversed(range(level, (size - 1).bit_length())):
+        if rank + (1 << bit) < size:
             other = mine.clone()
-            dist.recv(other, rank + distance, group=group)
+            dist.recv(other, rank + (1 << bit), group=group)
             mine = torch.maximum(mine, other)
+    if rank:
+        dist.send(mine, rank - (1 << (level - 1)), group=group)
     dist.broadcast(mine, 0, group=group)
     return [int(value) for value in mine]
 

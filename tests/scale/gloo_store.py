@@ -16,8 +16,6 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from finetune.runtime.host import allow_open_files
-
 TIMEOUT = timedelta(seconds=60)
 
 
@@ -65,7 +63,6 @@ class GlooTraffic:
     Attributes:
         requests, bytes: of the store, until the group was there and had agreed once.
         connections: that were open then.
-        sockets: of the rank that has the most.
     """
 
     ranks: int
@@ -77,6 +74,8 @@ class GlooTraffic:
 @contextlib.contextmanager
 def real_groups(ranks: int, store: dist.Store, *, lazy: bool) -> Iterator[Callable[[Callable[[int], Any]], list[Any]]]:
     """Groups of gloo in this process; yields what lets each rank do something, in a thread of its own."""
+    from finetune.runtime.host import allow_open_files
+
     allow_open_files()
     own = threading.local()
     groups: dict[int, Any] = {}
@@ -119,7 +118,7 @@ def gloo_traffic(ranks: int, *, lazy: bool) -> GlooTraffic:
     with real_groups(ranks, store, lazy=lazy) as everywhere:
         found = everywhere(lambda rank: largest_of_all([rank, -rank]))
         assert found == [[ranks - 1, 0]] * ranks, found
-        return GlooTraffic(ranks, store.requests.total(), store.bytes, (_sockets() - before) // 2)
+        return GlooTraffic(ranks, store.requests.total(), store.bytes, (_sockets() - before - ranks) // 2)
 
 
 def _sockets() -> int:

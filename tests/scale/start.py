@@ -8,6 +8,7 @@ connections of gloo are counted of real groups (gloo_store.py).
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import math
@@ -18,6 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+from document import write_section
 from gloo_store import GlooTraffic, gloo_traffic
 from virtual_group import Group, Hop, ranks_in
 from virtual_time import Server, Wire, World, launch_in
@@ -29,8 +31,8 @@ from finetune.training.control import Control
 
 DEVICES = 8  # of a node
 TIMEOUT_SECONDS = 1800  # --timeout-seconds
-# TCP between two machines of one placement group: 50 us there and back are what vendors publish for the best of them, and
-# here each way is given as much. The store's time for a request is measured of torch's own (`measured_service`).
+# Assumed: 50 us each way between two machines, through the kernels of both; 10 Gbit/s. The store's time for a request is
+# half of what one takes there and back on this machine (`measured_request`).
 WIRE = Wire(between=50e-6, within=15e-6, service=20e-6, rate=1.25e9)
 HOP = Hop(seconds=50e-6, rate=1.25e9)
 # Of a run that is fine-tuned, as it names itself (training/prepare_sft.py): digests mostly.
@@ -244,8 +246,8 @@ def check(facts: Mapping[int, Mapping[str, object]]) -> Callable[[Control, int],
 # ---------------------------------------------------------------- the tables
 
 
-def measured_service(requests: int = 20_000) -> float:
-    """Seconds of torch's own store for a request: one client and the store on two cores, nothing between them."""
+def measured_request(requests: int = 20_000) -> float:
+    """Seconds that a request of torch's own store takes here, there and back."""
     import time
 
     import torch.distributed as dist
@@ -325,29 +327,161 @@ def gloo_lines() -> tuple[list[str], dict[bool, Callable[[int], tuple[float, flo
 
 
 def fitted(counted: Sequence[GlooTraffic], lazy: bool) -> Callable[[int], tuple[float, float, float]]:
-    """Requests, bytes and connections for any number of ranks: polynomials that go through what was counted.
+    """Requests, bytes and connections for any number of ranks: polynomials through what was counted.
 
-    With every connection, requests are quadratic and bytes cubic (each of N ranks reads N records of 8 N bytes); on
-    demand all are N log N, as each rank looks up the log2 N others that it talks to.
+    Where all connect to all, requests and connections are quadratic and bytes cubic: each of N ranks reads N records of
+    8 N bytes. On demand everything is linear: a tree has N - 1 connections, and each end of one looks up the other.
     """
     ranks = np.array([made.ranks for made in counted], dtype=float)
-    degrees = {"requests": 2, "bytes": 3, "connections": 2}
+    degrees = {"requests": 1, "bytes": 1, "connections": 1} if lazy else {"requests": 2, "bytes": 3, "connections": 2}
     fits = {}
     for name, degree in degrees.items():
         values = np.array([getattr(made, name) for made in counted], dtype=float)
-        terms = _terms(ranks, degree, lazy)
+        terms = np.vander(ranks, degree + 1)
         fits[name] = np.linalg.lstsq(terms / values[:, None], np.ones(len(values)), rcond=None)[0]
         error = np.abs(terms @ fits[name] / values - 1).max()
         assert error < 0.05, f"{name} does not follow the formula: {error:.1%}"
 
     def compute(count: int) -> tuple[float, float, float]:
-        values = [float((_terms(np.array([float(count)]), degrees[name], lazy) @ fits[name])[0]) for name in degrees]
-        return values[0], values[1], values[2]
+        found = [float(np.polyval(fits[name], count)) for name in degrees]
+        return found[0], found[1], found[2]
 
     return compute
 
 
-def _terms(ranks: np.ndarray, degree: int, lazy: bool) -> np.ndarray:
-    if lazy:
-        return np.stack([ranks * np.ceil(np.log2(ranks)), ranks, np.ones_like(ranks)], axis=1)
-    return np.stack([ranks**power for power in range(degree + 1)], axis=1)
+# By the version that polled, at commit 6f38681: the same script with --figures.
+BEFORE: dict[str, dict[str, list[float]]] = json.loads(
+    """
+    {"join": {"16": [340, 36569, 0.604], "128": [2804, 1086145, 0.632]},
+     "late": {"16": [291.82, 16201], "128": [2454.4, 135022]},
+     "beat": {"16": [554.75, 44401], "128": [28584, 2453077]},
+     "check": {"128": [508, 160274, 0.01283], "1024": [4092, 1291026, 0.10333]},
+     "any": {"128": [2, 16, 0.0127], "1024": [2, 16, 0.1023]},
+     "token": {"128": [508, 2794, 0.0127], "1024": [4092, 22506, 0.10232]}}
+    """
+)
+TEXT = """\
+What happens from the launch to the first step on 16 nodes (128 ranks) and on 128 (1,024 ranks), counted. The launch's rendezvous,
+heartbeat and agent and the ranks' agreement run as they are, on a clock of their own (tests/scale/virtual_time.py), against a store
+that counts; gloo's connections are counted of real groups. `make scale PART=start`
+
+**The store of node 0**, requests (what TCPStore sends for a call: a `get` is two) and bytes. *Late*: node 1 comes ten minutes after
+the others, which wait.
+
+| nodes | until ranks are given out, before | now | late: a second, before | now | heartbeats: a second, before | now |
+|--:|--:|--:|--:|--:|--:|--:|
+{store}
+
+- Before, each node that waited asked three times each 0.3 s, and node 0 read every claim one by one. Now each waits for one key, in a
+  request that the store answers when the key is there, and looks after its own claim each 5 s. Of that the store at 128 nodes is busy for
+  {busy:.1%} of its time; before for {busy_before:.0%}.
+- Before, a heartbeat asked for two keys of every other node, one by one: {before_beat:,.0f} requests a second, {beat_busy:.0%} of the store's
+  time. Now a node's record holds all that it has to tell, and one request reads those of all others.
+- Where node 0 itself is late, the others knock at ten ports each 3 s, not each 0.3 s; its socket holds 4,096 of them while it loads
+  torch (before 128, from which on connections were dropped). Agent and workers may have 65,536 files open, where the system lets
+  them: at 1,024 ranks the store alone has 1,280 connections, and 1,024 is what many systems give at first.
+
+**Agreement of ranks** (`training/control.py`): messages and bytes that the busiest rank sends, and time until all are done.
+
+| call | ranks | messages, before | now | bytes, before | now | ms, before | now |
+|---|--:|--:|--:|--:|--:|--:|--:|
+{calls}
+
+- gloo's all-reduce and all-gather are rings: N - 1 messages one after another, twice for an all-reduce. What ranks ask each other every
+  step (`any`) and at the start (`check_equal`, of digests; whole facts only where they differ) goes up and down a binomial tree.
+
+**The group of gloo beside the device's group**: requests and bytes of the store, and connections, until it has agreed once. `TORCH_GLOO_LAZY_INIT`
+(torch 2.8 on), which is set unless the environment says otherwise, connects on demand; without it all connect to all (gloo's
+transport/tcp/context.cc).
+
+| ranks | | all to all: requests | MB | connections | on demand: requests | MB | connections |
+|--:|---|--:|--:|--:|--:|--:|--:|
+{gloo}
+
+- All to all a rank has 1,023 connections at 1,024 ranks, and node 0 sends {gigabytes:.1f} GB: {group_before:.0f} s of the store's time, where it is now
+  {group_now:.2f} s. On a CPU the default group is gloo's too, and still connects all to all.
+
+**Late, dead, different**: of 128 nodes, `--timeout-seconds` 1800 (silent: 300).
+
+| nodes | late by 600 s | never come | silent in a run (cable) | their workers fail |
+|---|---|---|---|---|
+{losses}
+
+- A late node is waited for and named each minute. Silent nodes are named when the others' workers have given up in a collective
+  (`--timeout-seconds`, and 15 s of grace). Many nodes are one line: `node 40-49: no heartbeat for ...`.
+- Ranks that differ are told apart by majority, and all are named: `data is X on 1,014 ranks, Y on ranks 8-15, 77, 900`.
+
+Time to the first step, beside Python, torch, the model and the data: at 1,024 ranks {first_before:.1f} s of rendezvous, groups and agreement before, and
+{first_now:.2f} s now. Assumed: {between:.0f} us each way between machines, {service:.0f} us of the store for a request (half of the {request:.0f} us that torch's
+own takes here, there and back), 10 Gbit/s; all nodes begin at once.
+
+Largest case that was really run: 128 nodes' launch code and 1,024 ranks' agreement in one process in simulated time; groups of gloo with
+64 ranks, threads of one process, over real sockets.
+"""
+
+
+def write_document(found: dict[str, dict[str, list[float]]]) -> None:
+    store, calls = [], []
+    for nodes in ("16", "128"):
+        cells = [nodes]
+        for name in ("join", "late", "beat"):
+            cells += [
+                f"{figures[name][nodes][0]:,.0f}, {_size(figures[name][nodes][1])}" for figures in (BEFORE, found)
+            ]
+        store.append("| " + " | ".join(cells) + " |")
+    for name, called in (("check", "check_equal"), ("any", "any"), ("token", "token")):
+        for ranks in ("128", "1024"):
+            pairs = [(BEFORE[name][ranks][place], found[name][ranks][place]) for place in range(3)]
+            shown = [f"{a:,} | {b:,}" for a, b in pairs[:2]] + [f"{1000 * pairs[2][0]:.1f} | {1000 * pairs[2][1]:.1f}"]
+            calls.append("| " + " | ".join([called, f"{int(ranks):,}", *shown]) + " |")
+    gloo, formulas = gloo_lines()
+    spent = {lazy: _store_seconds(*formulas[lazy](1024)[:2]) for lazy in (False, True)}
+    agreed = {
+        name: sum(figures[name]["1024"][2] for name in ("check", "token"))
+        for name, figures in (("before", BEFORE), ("now", found))
+    }
+    write_section(
+        "Start",
+        TEXT.format(
+            store="\n".join(store),
+            calls="\n".join(calls),
+            gloo="\n".join(gloo),
+            losses="\n".join(losses()),
+            busy=_store_seconds(*found["late"]["128"]),
+            busy_before=_store_seconds(*BEFORE["late"]["128"]),
+            before_beat=BEFORE["beat"]["128"][0],
+            beat_busy=_store_seconds(*BEFORE["beat"]["128"]),
+            gigabytes=formulas[False](1024)[1] / 1e9,
+            group_before=spent[False],
+            group_now=spent[True],
+            first_before=BEFORE["join"]["128"][2] + spent[False] + agreed["before"],
+            first_now=found["join"]["128"][2] + spent[True] + agreed["now"],
+            between=1e6 * WIRE.between,
+            service=1e6 * WIRE.service,
+            request=1e6 * measured_request(),
+        ),
+    )
+
+
+def _store_seconds(requests: float, size: float) -> float:
+    """Of the store's one thread."""
+    return requests * WIRE.service + size / WIRE.rate
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e6:,.2f} MB" if count >= 1e5 else f"{count / 1e3:,.1f} kB"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--figures", action="store_true", help="print the figures as JSON, and write nothing")
+    options = parser.parse_args()
+    found = measure()
+    if options.figures:
+        print(json.dumps(found))
+    else:
+        write_document(found)
+
+
+if __name__ == "__main__":
+    main()
