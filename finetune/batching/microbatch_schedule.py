@@ -246,10 +246,11 @@ def _lightest_rank_first(micro_steps: np.ndarray, computed: np.ndarray) -> np.nd
 
 
 def _stable_order(numbers: np.ndarray) -> np.ndarray:
-    """Indices that sort whole numbers from 0 on, of equals the earlier first."""
-    # numpy sorts 16 bits by radix, which takes a tenth of the time.
-    small = int(numbers.max(initial=0)) < 1 << 16
-    return np.argsort(numbers.astype(np.uint16) if small else numbers, kind="stable")
+    """Indices that sort whole numbers from 0 to 2^32, of equals the earlier first."""
+    # 16 bits after 16 bits, which numpy sorts by radix: that takes a tenth of the time.
+    order = np.argsort((numbers & 0xFFFF).astype(np.uint16), kind="stable")
+    above = (numbers >> 16).astype(np.uint16)
+    return order[np.argsort(above[order], kind="stable")] if above.any() else order
 
 
 @dataclass(frozen=True)
