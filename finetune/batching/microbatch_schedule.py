@@ -229,9 +229,7 @@ def _spread(
     slots = slots.T
     ends = np.cumsum(sizes)
     bounds = np.stack([ends - sizes, ends], axis=1)[slots]
-    return MicrobatchSchedule(
-        _stable_order(microbatch_of), bounds, tokens[slots], computed[slots], capacity
-    )
+    return MicrobatchSchedule(_stable_order(microbatch_of), bounds, tokens[slots], computed[slots], capacity)
 
 
 def _lightest_rank_first(micro_steps: np.ndarray, computed: np.ndarray) -> np.ndarray:

@@ -79,8 +79,8 @@ def largest_of_all(values: Sequence[int], *, group: ProcessGroup | None = None) 
     """The largest of all ranks' values, place by place, on every rank. Every rank must call, with as many integers of
     64 bits and a group of all ranks whose tensors are on the CPU.
 
-    2 log2 N messages one after another: up to rank 0 by the binomial tree in which gloo's broadcast comes down again, so
-    that both use the same connections.
+    2 log2 N messages one after another: up to rank 0 by the binomial tree in which gloo's broadcast comes down again,
+    so that both use the same connections.
     """
     import torch
     import torch.distributed as dist

@@ -17,8 +17,8 @@ from finetune.errors import StateError
 DEFAULT_PORT = 29500
 LOOPBACK = "127.0.0.1"
 TRIES = 10
-# Connections that wait while node 0 loads torch: the other nodes knock meanwhile, and Python's own 128 would be full with
-# 64 nodes. The system takes less where net.core.somaxconn says so.
+# Connections that wait while node 0 loads torch: the other nodes knock meanwhile, and Python's own 128 would be full
+# with 64 of them. The system takes less where net.core.somaxconn says so.
 BACKLOG = 4096
 # What binding says where a port cannot be had but the next one may: taken, or below 1024 and not for this user.
 _NOT_THIS_ONE = (errno.EADDRINUSE, errno.EACCES)

@@ -28,18 +28,18 @@ CUTOFF = 4_096  # tokens
 BUDGET = 4 * CUTOFF  # tokens of a packed microbatch: --micro-batch-size 4
 PADDED = 4  # samples of a padded one
 NETWORK_WITHIN, NETWORK_BETWEEN = 340e9, 45e9  # bytes per second of a device: docs/roofline.md, H100
-# Median and log-sigma of tokens by difficulty. Conversations as of public sets of instructions: a median of some hundred
-# tokens, and a mean of twice that by the long tail; a curriculum's stages differ in length.
+# Median and log-sigma of tokens by difficulty. Conversations as of public sets of instructions: a median of some
+# hundred tokens, and a mean half as high again by the long tail; a curriculum's difficulties differ in length.
 CONVERSATIONS = ((350, 0.9),)
 CURRICULUM = ((150, 0.6), (500, 0.8), (1_500, 0.7))
 
 
 # The plan's milliseconds at commit 6f38681, which placed one sample at a time: this machine, the same global batches.
 _BEFORE = {
-    "conversations, packed": (0.1, 0.1, 0.8, 1.8, 104.7, 683.4),
-    "conversations, padded": (0.0, 0.1, 0.4, 0.8, 21.6, 321.0),
-    "curriculum, packed": (0.1, 0.1, 0.7, 1.5, 60.0, 509.3),
-    "curriculum, padded": (0.1, 0.2, 0.6, 0.8, 12.5, 161.8),
+    "conversations, packed": (0.1, 0.1, 0.8, 1.6, 49.4, 557.9),
+    "conversations, padded": (0.0, 0.1, 0.4, 0.8, 19.6, 321.0),
+    "curriculum, packed": (0.1, 0.1, 0.7, 1.5, 45.6, 509.3),
+    "curriculum, padded": (0.1, 0.1, 0.5, 0.8, 12.5, 161.8),
 }
 BEFORE_MS = {(name, count): ms for name, row in _BEFORE.items() for count, ms in zip(DEVICES, row, strict=True)}
 
@@ -233,23 +233,23 @@ HEAD = f"| {' | '.join(COLUMNS)} |\n|--:|---{'|--:' * (len(COLUMNS) - 2)}|"
 TEXT = """\
 Every rank plans every global batch for itself (`schedule_microbatches`), so the plan is work of one core that grows
 with the machine. Each device computes {samples} conversations a step, cut off at {cutoff:,} tokens: log-normal with a
-median of {median} tokens and sigma {sigma}; *curriculum* mixes three difficulties of {medians} tokens,
-80/20/0, then 40/40/20, then 25/35/40. *Packed* microbatches hold {budget:,} tokens, *padded* ones {padded} samples.
-`make scale PART=plan`
+median of {median} tokens and sigma {sigma}; *curriculum* mixes three difficulties of {medians} tokens, 80/20/0, then
+40/40/20, then 25/35/40. *Packed* microbatches hold {budget:,} tokens, *padded* ones {padded} samples. `make scale
+PART=plan`
 
 {table}
 
-- Samples chosen, plan: the fastest of {steps} steps on one core of this machine. *Before* is the version that placed one
-  sample at a time, with the same plans (tests/scale/test_global_plan.py compares the two). It is taken before a step,
-  and with `--dataloader-num-workers` in the time of the step before.
-- At its start a run plans steps to find its largest microbatch and for its table: 450 of them before, {start_before:,.0f} s at
-  10,000 devices; now some 2 million samples for each of the two, {start_now:.1f} s.
+- Samples chosen, plan: the fastest of {steps} steps on one core of this machine. *Before* is the version that placed
+  one sample at a time, with the same plans (tests/scale/test_global_plan.py compares the two). It is taken before a
+  step, and with `--dataloader-num-workers` in the time of the step before.
+- At its start a run plans steps to find its largest microbatch and for its table: 450 of them before,
+  {start_before:,.0f} s at 10,000 devices; now some 2 million samples for each of the two, {start_now:.1f} s.
 - Fill: of the microbatches' room (padded: of what is computed). Imbalance: busiest device / mean; lockstep: the same
   where devices wait after every microbatch. Padded microbatches of one micro-step are of like length, and the first
   micro-step has the longest: many devices wait there. Packing, the default, has no such loss.
-- Steps: Qwen3-8B with checkpointing, whole under ZeRO-3 and with LoRA under DDP, by the planner's formulas with 40% of
-  an H100's peak, 340 GB/s within a machine of eight and 45 GB/s between machines ([roofline.md](roofline.md)); nothing
-  overlaps the network. Computed, not measured.
+- Steps: Qwen3-8B with checkpointing, whole under ZeRO-3 and with LoRA under DDP, by the planner's formulas with 40%
+  of an H100's peak, 340 GB/s within a machine of eight and 45 GB/s between machines ([roofline.md](roofline.md));
+  nothing overlaps the network. Computed, not measured.
 - Lost: shares of the step in which the mean device waits for the busiest, and beyond that for slower ones (mean of 20
   draws). Assumed of devices: 1% standard deviation of a microbatch's time, and 0.5% of the machines slower by 10% all
   the time. From 100 machines on one is slow, and all wait for it: no plan that does not know which one helps.

@@ -1,9 +1,9 @@
-"""The start of 128 and 1,024 ranks, counted: what node 0's store is asked, what ranks tell each other, who is named when.
+"""The start of 128 and 1,024 ranks: what node 0's store is asked, what ranks tell each other, who is named when.
 
     python tests/scale/start.py            # writes the section "Start" of docs/scale.md
 
-The code of the launch and of the agreement runs as it is, on a clock of its own (virtual_time.py, virtual_group.py); the
-connections of gloo are counted of real groups (gloo_store.py).
+The code of the launch and of the agreement runs as it is, on a clock of its own (virtual_time.py, virtual_group.py);
+the connections of gloo are counted of real groups (gloo_store.py).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from finetune.training.control import Control
 
 DEVICES = 8  # of a node
 TIMEOUT_SECONDS = 1800  # --timeout-seconds
-# Assumed: 50 us each way between two machines, through the kernels of both; 10 Gbit/s. The store's time for a request is
-# half of what one takes there and back on this machine (`measured_request`).
+# Assumed: 50 us each way between two machines, through the kernels of both; 10 Gbit/s. The store's time for a request
+# is half of what one takes there and back on this machine (`measured_request`).
 WIRE = Wire(between=50e-6, within=15e-6, service=20e-6, rate=1.25e9)
 HOP = Hop(seconds=50e-6, rate=1.25e9)
 # Of a run that is fine-tuned, as it names itself (training/prepare_sft.py): digests mostly.
@@ -361,45 +361,51 @@ BEFORE: dict[str, dict[str, list[float]]] = json.loads(
     """
 )
 TEXT = """\
-What happens from the launch to the first step on 16 nodes (128 ranks) and on 128 (1,024 ranks), counted. The launch's rendezvous,
-heartbeat and agent and the ranks' agreement run as they are, on a clock of their own (tests/scale/virtual_time.py), against a store
-that counts; gloo's connections are counted of real groups. `make scale PART=start`
+What happens from the launch to the first step on 16 nodes (128 ranks) and on 128 (1,024 ranks), counted. The launch's
+rendezvous, heartbeat and agent and the ranks' agreement run as they are, on a clock of their own
+(tests/scale/virtual_time.py), against a store that counts; gloo's connections are counted of real groups. `make scale
+PART=start`
 
-**The store of node 0**, requests (what TCPStore sends for a call: a `get` is two) and bytes. *Late*: node 1 comes ten minutes after
-the others, which wait.
+**The store of node 0**, requests (what TCPStore sends for a call: a `get` is two) and bytes. *Late*: node 1 comes ten
+minutes after the others, which wait.
 
 | nodes | until ranks are given out, before | now | late: a second, before | now | heartbeats: a second, before | now |
 |--:|--:|--:|--:|--:|--:|--:|
 {store}
 
-- Before, each node that waited asked three times each 0.3 s, and node 0 read every claim one by one. Now each waits for one key, in a
-  request that the store answers when the key is there, and looks after its own claim each 5 s. Of that the store at 128 nodes is busy for
-  {busy:.1%} of its time; before for {busy_before:.0%}.
-- Before, a heartbeat asked for two keys of every other node, one by one: {before_beat:,.0f} requests a second, {beat_busy:.0%} of the store's
-  time. Now a node's record holds all that it has to tell, and one request reads those of all others.
-- Where node 0 itself is late, the others knock at ten ports each 3 s, not each 0.3 s; its socket holds 4,096 of them while it loads
-  torch (before 128, from which on connections were dropped). Agent and workers may have 65,536 files open, where the system lets
-  them: at 1,024 ranks the store alone has 1,280 connections, and 1,024 is what many systems give at first.
+- Before, each node that waited asked three times each 0.3 s, and node 0 read every claim one by one. Now each waits
+  for one key, in a request that the store answers when the key is there, and looks after its own claim each 5 s. Of
+  that the store at 128 nodes is busy for {busy:.1%} of its time; before for {busy_before:.0%}.
+- Before, a heartbeat asked for two keys of every other node, one by one: {before_beat:,.0f} requests a second,
+  {beat_busy:.0%} of the store's time. Now a node's record holds all that it has to tell, and one request reads those
+  of all others.
+- Where node 0 itself is late, the others knock at ten ports each 3 s, not each 0.3 s; its socket holds 4,096 of them
+  while it loads torch (before 128, from which on connections were dropped). Agent and workers may have 65,536 files
+  open, where the system lets them: at 1,024 ranks the store alone has 1,280 connections, and 1,024 is what many
+  systems give at first.
 
-**Agreement of ranks** (`training/control.py`): messages and bytes that the busiest rank sends, and time until all are done.
+**Agreement of ranks** (`training/control.py`): messages and bytes that the busiest rank sends, and time until all are
+done.
 
 | call | ranks | messages, before | now | bytes, before | now | ms, before | now |
 |---|--:|--:|--:|--:|--:|--:|--:|
 {calls}
 
-- gloo's all-reduce and all-gather are rings: N - 1 messages one after another, twice for an all-reduce. What ranks ask each other every
-  step (`any`) and at the start (`check_equal`, of digests; whole facts only where they differ) goes up and down a binomial tree.
+- gloo's all-reduce and all-gather are rings: N - 1 messages one after another, twice for an all-reduce. What ranks
+  ask each other every step (`any`) and at the start (`check_equal`, of digests; whole facts only where they differ)
+  goes up and down a binomial tree.
 
-**The group of gloo beside the device's group**: requests and bytes of the store, and connections, until it has agreed once. `TORCH_GLOO_LAZY_INIT`
-(torch 2.8 on), which is set unless the environment says otherwise, connects on demand; without it all connect to all (gloo's
-transport/tcp/context.cc).
+**The group of gloo beside the device's group**: requests and bytes of the store, and connections, until it has agreed
+once. `TORCH_GLOO_LAZY_INIT` (torch 2.8 on), which is set unless the environment says otherwise, connects on demand;
+without it all connect to all (gloo's transport/tcp/context.cc).
 
 | ranks | | all to all: requests | MB | connections | on demand: requests | MB | connections |
 |--:|---|--:|--:|--:|--:|--:|--:|
 {gloo}
 
-- All to all a rank has 1,023 connections at 1,024 ranks, and node 0 sends {gigabytes:.1f} GB: {group_before:.0f} s of the store's time, where it is now
-  {group_now:.2f} s. On a CPU the default group is gloo's too, and still connects all to all.
+- All to all a rank has 1,023 connections at 1,024 ranks, and node 0 sends {gigabytes:.1f} GB: {group_before:.0f} s of
+  the store's time, where it is now {group_now:.2f} s. On a CPU the default group is gloo's too, and still connects
+  all to all.
 
 **Late, dead, different**: of 128 nodes, `--timeout-seconds` 1800 (silent: 60).
 
@@ -407,16 +413,18 @@ transport/tcp/context.cc).
 |---|---|---|---|---|
 {losses}
 
-- A late node is waited for and named each minute. Silent nodes are named when the others' workers have given up in a collective
-  (`--timeout-seconds`, and 15 s of grace). Many nodes are one line: `node 40-49: no heartbeat for ...`.
-- Ranks that differ are told apart by majority, and all are named: `data is X on 1,014 ranks, Y on ranks 8-15, 77, 900`.
+- A late node is waited for and named each minute. Silent nodes are named when the others' workers have given up in a
+  collective (`--timeout-seconds`, and 15 s of grace). Many nodes are one line: `node 40-49: no heartbeat for ...`.
+- Ranks that differ are told apart by majority, and all are named: `data is X on 1,014 ranks, Y on ranks 8-15, 77,
+  900`.
 
-Time to the first step, beside Python, torch, the model and the data: at 1,024 ranks {first_before:.1f} s of rendezvous, groups and agreement before, and
-{first_now:.2f} s now. Assumed: {between:.0f} us each way between machines, {service:.0f} us of the store for a request (half of the {request:.0f} us that torch's
-own takes here, there and back), 10 Gbit/s; all nodes begin at once.
+Time to the first step, beside Python, torch, the model and the data: at 1,024 ranks {first_before:.1f} s of
+rendezvous, groups and agreement before, and {first_now:.2f} s now. Assumed: {between:.0f} us each way between
+machines, {service:.0f} us of the store for a request (half of the {request:.0f} us that torch's own takes here, there
+and back), 10 Gbit/s; all nodes begin at once.
 
-Largest case that was really run: 128 nodes' launch code and 1,024 ranks' agreement in one process in simulated time; groups of gloo with
-64 ranks, threads of one process, over real sockets.
+Largest case that was really run: 128 nodes' launch code and 1,024 ranks' agreement in one process in simulated time;
+groups of gloo with 64 ranks, threads of one process, over real sockets.
 """
 
 

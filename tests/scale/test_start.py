@@ -173,7 +173,7 @@ def test_hundreds_of_nodes_may_knock_before_node_0_listens():
 def test_a_process_may_ask_for_more_open_files():
     code = (
         "import resource; from finetune.runtime.host import allow_open_files, MOST_OPEN_FILES as most\n"
-        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]; resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))\n"
+        "limit = resource.RLIMIT_NOFILE; resource.setrlimit(limit, (256, resource.getrlimit(limit)[1]))\n"
         "allow_open_files(); print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], most)"
     )
     soft, most = map(int, subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout.split())

@@ -1,8 +1,8 @@
 """For the start at 1,024 ranks: gloo's collectives among the tasks of a world, with the messages that gloo sends.
 
-Point to point and broadcast (a binomial tree) send every message of their own; rings, whose messages follow one another,
-are counted: an all-gather of N ranks sends 2 halves N - 1 times from each, an all-reduce of k numbers sends k segments
-round twice (gloo's allgather.cc, allreduce.cc, broadcast.cc).
+Point to point and broadcast (a binomial tree) send every message of their own; rings, whose messages follow one
+another, are counted: an all-gather of N ranks sends 2 halves N - 1 times from each, an all-reduce of k numbers sends k
+segments round twice (gloo's allgather.cc, allreduce.cc, broadcast.cc).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""For the start at 1,024 ranks: threads that take turns on a clock of their own, and a store that they reach over a wire.
+"""For the start at 1,024 ranks: threads that take turns on a clock of their own, and a store over a wire.
 
 One thread runs at a time, and time passes only when all wait, so that 30 minutes of waiting take none and every run is
 the same. The code of the launch runs as it is: what it imports (time, threads, sockets, torch's store) is replaced.
@@ -191,7 +191,7 @@ class Server:
 
 
 class Client:
-    """In the place of TCPStore, with the messages that it sends: a `get` is a wait and a get, a `set` is not answered."""
+    """In the place of TCPStore, with its messages: a `get` is a wait and a get, a `set` is not answered."""
 
     def __init__(self, server: Server, timeout: timedelta) -> None:
         self.server, self.world, self.timeout = server, server.world, timeout.total_seconds()

@@ -1,7 +1,7 @@
 """Heartbeats: how the nodes of a launch know of one another while their workers work, and agree on a restart.
 
-Each second a node writes one record, its beat with all it has to tell, and reads those of all others in one request: two
-calls a node and second, however many nodes there are.
+Each second a node writes one record, its beat with all it has to tell, and reads those of all others in one request:
+two calls a node and second, however many nodes there are.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 Node 0 takes the first free of ten ports and writes there which launch this is. The others go through the same ten ports
 until they find it, so a port that was taken needs no second round of configuration. All calls that go over the network
-have a time limit: where a cable is pulled, a call may never return, and signals must still be heard. Nodes that wait ask
-the store to answer when there is something to say, so that a thousand of them do not keep it busy meanwhile.
+have a time limit: where a cable is pulled, a call may never return, and signals must still be heard. Nodes that wait
+ask the store to answer when there is something to say, so that a thousand of them do not keep it busy meanwhile.
 
-Keys, under `finetune/`: `launch`, `node/<n>`, `ranks` (what is missing, where there are none), `alive/<n>`; their records
-are in `records`.
+Keys, under `finetune/`: `launch`, `node/<n>`, `ranks` (what is missing, where there are none), `alive/<n>`; their
+records are in `records`.
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ class Rendezvous:
             self._wait("no_ranks", extra_seconds=CONNECT_SECONDS)
 
     def _come(self, keys: Sequence[str]) -> bool:
-        """Whether all these keys are there, at once or within some seconds: one request, which the store answers then."""
+        """Whether all these keys are there, now or within some seconds: one request, which the store answers then."""
         from torch.distributed import DistStoreError
 
         seconds = min(WAIT_SECONDS, max(POLL_SECONDS, self._deadline - time.monotonic()))
