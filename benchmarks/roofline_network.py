@@ -43,7 +43,9 @@ class Collectives:
         kind = next((kind for kind in KINDS if kind in name), name)
         inputs = next((value for name, value in arguments.items() if name.startswith("input")), args[0])
         given = sum(t.numel() * t.element_size() for t in tree_leaves(inputs) if isinstance(t, torch.Tensor))
-        if kind not in ("barrier", "recv_"):  # what is received another rank has sent
+        if kind in ("send", "recv_"):
+            return  # of an agreement, which goes up a tree by these and comes down in one broadcast
+        if kind != "barrier":
             self.sent += sent_bytes(
                 kind, given, torch.distributed.ProcessGroup.unbox(arguments["process_group"]).size()
             )
