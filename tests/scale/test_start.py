@@ -18,7 +18,7 @@ from finetune.runtime.nodes import Nodes
 from finetune.runtime.ports import LOOPBACK, hold_port
 
 sys.path.append(str(Path(__file__).parent))
-import start
+import start_cases as start
 from gloo_store import CountingStore, gloo_traffic, real_groups
 
 
