@@ -25,7 +25,7 @@ from finetune.training.control import Control
 DEVICES = 8  # of a node
 TIMEOUT_SECONDS = 1800  # --timeout-seconds
 # Assumed: 50 us each way between two machines, through the kernels of both; 10 Gbit/s. The store's time for a request
-# is half of what one takes there and back on this machine (`measured_request`).
+# is about what one takes there and back on this machine (`measured_request` in start.py).
 WIRE = Wire(between=50e-6, within=15e-6, service=20e-6, rate=1.25e9)
 HOP = Hop(seconds=50e-6, rate=1.25e9)
 # Of a run that is fine-tuned, as it names itself (training/prepare_sft.py): digests mostly.
