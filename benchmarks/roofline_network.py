@@ -43,6 +43,8 @@ class Collectives:
         kind = next((kind for kind in KINDS if kind in name), name)
         inputs = next((value for name, value in arguments.items() if name.startswith("input")), args[0])
         given = sum(t.numel() * t.element_size() for t in tree_leaves(inputs) if isinstance(t, torch.Tensor))
+        if kind in ("send", "recv_"):
+            return  # of an agreement, which goes up a tree by these and comes down in one broadcast
         if kind != "barrier":
             self.sent += sent_bytes(
                 kind, given, torch.distributed.ProcessGroup.unbox(arguments["process_group"]).size()
@@ -103,7 +105,7 @@ def agreements(current: Callable[[], Collectives]) -> Iterator[None]:
         return called
 
     with contextlib.ExitStack() as stack:
-        for name in ("any", "gather"):
+        for name in ("any", "gather", "check_equal", "share"):
             stack.enter_context(patch.object(Control, name, apart(getattr(Control, name))))
         yield
 

@@ -132,7 +132,7 @@ class StepBatches(torch.utils.data.Dataset):
     def microbatches(self, indices: np.ndarray, execution: Execution) -> Iterator[Microbatch]:
         """This rank's microbatches of the global batch `indices`; the execution changes after out-of-memory."""
         plan = execution.plan(self.samples.lengths[indices])
-        for positions in plan.microbatches[execution.rank]:
+        for positions in plan.of_rank(execution.rank):
             yield self.microbatch(indices[positions], packing=execution.token_budget is not None)
 
     def filled(self, microbatch: Microbatch) -> Microbatch:

@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 
 _CGROUP = Path("/sys/fs/cgroup")
+# Far beyond what a process here needs, and little for a program that closes all that could be open.
+MOST_OPEN_FILES = 1 << 16
 # cgroup v1 says "no limit" with a number near 2^63.
 _UNLIMITED_BYTES = 1 << 60
 
@@ -31,6 +33,14 @@ class HostUse:
 def usable_cores() -> int:
     """Cores that this process may use, quotas aside."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def allow_open_files() -> None:
+    """Let this process, and what it starts from now on, have as many files and connections open as it may ask for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class HostMeter:

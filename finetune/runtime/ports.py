@@ -17,6 +17,9 @@ from finetune.errors import StateError
 DEFAULT_PORT = 29500
 LOOPBACK = "127.0.0.1"
 TRIES = 10
+# Connections that wait while node 0 loads torch: the other nodes knock meanwhile, and Python's own 128 would be full
+# with 64 of them. The system takes less where net.core.somaxconn says so.
+BACKLOG = 4096
 # What binding says where a port cannot be had but the next one may: taken, or below 1024 and not for this user.
 _NOT_THIS_ONE = (errno.EADDRINUSE, errno.EACCES)
 
@@ -107,14 +110,14 @@ def hold_port(first: int | None, *, address: str) -> HeldPort:
 def _listen(port: int, address: str) -> socket.socket:
     if address:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        return socket.create_server((address, port), family=family)
+        return socket.create_server((address, port), family=family, backlog=BACKLOG)
     if socket.has_dualstack_ipv6():
         try:
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
         except OSError as error:
             if error.errno in _NOT_THIS_ONE:
                 raise
-    return socket.create_server(("", port))  # the system has IPv6 switched off
+    return socket.create_server(("", port), backlog=BACKLOG)  # the system has IPv6 switched off
 
 
 def free_port() -> int:

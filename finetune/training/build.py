@@ -26,7 +26,7 @@ from finetune.runtime.terminal import console as terminal_console
 from finetune.training.arguments import reporters
 from finetune.training.checkpointer import Checkpointer
 from finetune.training.control import RunContext, StopSignals
-from finetune.training.executor import StepExecutor, largest_microbatch
+from finetune.training.executor import LOOKED_AT_SAMPLES, StepExecutor, largest_microbatch, looked_at_steps
 from finetune.training.resume import Resume
 from finetune.training.session import Session, read_out_of_memory
 from finetune.training.trainer import RunTrainer
@@ -257,9 +257,9 @@ def plan_summary(step_batches: StepBatches, *, token_budget: int, samples_per_mi
     Args:
         token_budget, samples_per_microbatch: of the way of making microbatches that the run does not take, to compare.
     """
-    stride = max(1, len(step_batches) // SUMMARISED_STEPS)
     lengths = [
-        step_batches.samples.lengths[step_batches.batches.indices(step)] for step in range(0, len(step_batches), stride)
+        step_batches.samples.lengths[step_batches.batches.indices(step)]
+        for step in looked_at_steps(step_batches, LOOKED_AT_SAMPLES, most=SUMMARISED_STEPS)
     ]
     return summarise(
         lengths,

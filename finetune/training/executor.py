@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 
 REHEARSAL = -1  # in the place of a microbatch's number
+# Planned ahead to find the largest microbatch: a second or two, on however many devices.
+LOOKED_AT_SAMPLES = 2_000_000
+FEWEST_LOOKED_AT = 4
 
 
 @dataclass(frozen=True)
@@ -245,24 +248,21 @@ def microbatch_seed(seed: int, step: int, microbatch: int, rank: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def largest_microbatch(step_batches: StepBatches, *, looked_at_steps: int = 400) -> Microbatch:
+def largest_microbatch(step_batches: StepBatches, *, looked_at_samples: int = LOOKED_AT_SAMPLES) -> Microbatch:
     """The planned microbatch with the most tokens, from all steps or an even choice; the same on every rank."""
-    total = len(step_batches)
-    packing = step_batches.execution.token_budget is not None
     best, best_tokens = np.empty(0, dtype=np.int64), -1
-    # A choice of a long run's steps: planning all of them would take longer than many a run's first step.
-    for step in range(0, total, max(1, total // looked_at_steps)):
+    for step in looked_at_steps(step_batches, looked_at_samples):
         indices = step_batches.batches.indices(step)
-        lengths = step_batches.samples.lengths[indices]
-        for rank_microbatches in step_batches.execution.plan(lengths).microbatches:
-            for positions in rank_microbatches:
-                tokens = _computed_tokens(lengths[positions], packing=packing)
-                if tokens > best_tokens:
-                    best, best_tokens = indices[positions], tokens
-    return step_batches.microbatch(best, packing=packing)
+        plan = step_batches.execution.plan(step_batches.samples.lengths[indices])
+        if plan.largest_microbatch_tokens > best_tokens:
+            rank, micro_step = np.unravel_index(plan.computed_tokens.argmax(), plan.computed_tokens.shape)
+            best, best_tokens = indices[plan.of_rank(int(rank))[micro_step]], plan.largest_microbatch_tokens
+    return step_batches.microbatch(best, packing=step_batches.execution.token_budget is not None)
 
 
-def _computed_tokens(lengths: np.ndarray, *, packing: bool) -> int:
-    if len(lengths) == 0:
-        return 0
-    return int(lengths.sum() if packing else lengths.max() * len(lengths))
+def looked_at_steps(step_batches: StepBatches, samples: int, *, most: int = 400) -> range:
+    """All steps, or an even choice of them with about so many samples: to plan all of a long run, or many of a run on
+    thousands of devices, would take longer than its first step."""
+    total = len(step_batches)
+    count = max(FEWEST_LOOKED_AT, min(most, samples // max(1, len(step_batches.batches.indices(0)))))
+    return range(0, total, max(1, total // count))

@@ -9,6 +9,7 @@ from typing import Any
 
 from finetune.commands.launch.records import SECRET_NAME
 from finetune.errors import ExitCode
+from finetune.runtime.collectives import name_ranks
 from finetune.runtime.language import N_, _
 from finetune.runtime.nodes import Nodes
 
@@ -87,21 +88,19 @@ class AttemptResult:
             "down. fix: see that it runs and that the nodes reach each other (ping {address}), then start the same "
             "command again on all of them; it resumes from the last checkpoint"
         )
-        lines += [
-            lost.format(node=node, seconds=seconds, address=nodes.address) for node, seconds in self.lost_nodes.items()
-        ]
+        if silent := sorted(self.lost_nodes):
+            seconds = max(self.lost_nodes.values())
+            lines.append(lost.format(node=name_ranks(silent), seconds=seconds, address=nodes.address))
         other = _("on node {node} the workers ended with exit code {code}; its log says why")
-        lines += [
-            other.format(node=node, code=how["exit_code"])
-            for node, how in self.others.items()
-            if how["exit_code"] not in (ExitCode.DONE, ExitCode.STOPPED)
-        ]
+        for code in sorted({how["exit_code"] for how in self.others.values()} - {ExitCode.DONE, ExitCode.STOPPED}):
+            having = sorted(node for node, how in self.others.items() if how["exit_code"] == code)
+            lines.append(other.format(node=name_ranks(having), code=code))
         return lines
 
     def _problem_line(self, nodes: Nodes, ports: Sequence[int], timeout_seconds: int) -> str:
         facts = dict(self.facts)
         seen = ", ".join(f"{port}: {what}" for port, what in facts.pop("seen", {}).items())
-        unsigned = ", ".join(map(str, facts.pop("refused", [])))
+        unsigned = name_ranks(facts.pop("refused", []))
         refused = _(". Claims of node(s) {nodes} were refused: they are not signed with this launch's {name}")
         values = {
             "name": SECRET_NAME,
@@ -111,7 +110,8 @@ class AttemptResult:
             "ports": f"{ports[0]}-{ports[-1]}",
             "seen": _("; other programs answer there: {what}").format(what=seen) if seen else "",
         }
-        facts = {name: ", ".join(map(str, v)) if isinstance(v, list) else v for name, v in facts.items()}
+        joined = {"nodes": name_ranks, "hosts": ", ".join}
+        facts = {name: joined[name](v) if name in joined else v for name, v in facts.items()}
         said = _(_PROBLEMS[self.problem]).format(**values | facts)
         return said + (refused.format(nodes=unsigned, name=SECRET_NAME) if unsigned else "")
 

@@ -23,6 +23,7 @@ from finetune.commands.launch.attempt_result import AttemptResult
 from finetune.commands.launch.heartbeat import Heartbeat
 from finetune.commands.launch.rendezvous import LaunchNode, Rendezvous, RendezvousError, RendezvousResult
 from finetune.runtime.device import LaunchWorld
+from finetune.runtime.host import allow_open_files
 from finetune.runtime.parent_watchdog import die_with_launcher, progress
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Agent:
 
     def run(self) -> None:
         rendezvous = Rendezvous(self.node)
+        rendezvous.on_late = lambda nodes: self._report("late", nodes=nodes)
         try:
             self._report("waiting", nodes=self.node.nodes)
             agreed = rendezvous.join()
@@ -208,6 +210,7 @@ class Agent:
 
 def main() -> int:
     die_with_launcher(LaunchWorld(0, 0, 1, 1, launched=True))
+    allow_open_files()  # every worker of every node is connected to the store, which node 0's agent holds
     received = json.loads(sys.stdin.readline())
     request = AgentRequest(**received | {"node": LaunchNode(**received["node"])})
     if os.getppid() != request.supervisor_pid:

@@ -1,4 +1,8 @@
-"""Heartbeats: how the nodes of a launch know of one another while their workers work, and agree on a restart."""
+"""Heartbeats: how the nodes of a launch know of one another while their workers work, and agree on a restart.
+
+Each second a node writes one record, its beat with all it has to tell, and reads those of all others in one request:
+two calls a node and second, however many nodes there are.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,14 @@ import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from finetune.commands.launch.records import Alive, Decision, Ended, LaunchFacts, Record
+from finetune.commands.launch.records import Alive, Decision, Ended, LaunchFacts
 from finetune.commands.launch.rendezvous import PREFIX, Rendezvous, RendezvousResult
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 HEARTBEAT_SECONDS = 1.0
-_TOLD: dict[str, type[Record]] = {"ended": Ended, "decision": Decision}
+_TOLD: dict[str, type[Ended] | type[Decision]] = {"ended": Ended, "decision": Decision}
 
 
 class Heartbeat:
@@ -37,14 +41,14 @@ class Heartbeat:
         self._last = dict.fromkeys(self.others, time.monotonic())
         self._beats: dict[int, int] = {}  # the last of each other node
         self._beat = itertools.count(1)
-        self._outbox: list[tuple[str, Record]] = []
+        self._said: dict[str, Any] = {}
         self.thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         if self.others:
             self.thread.start()
 
     def publish(self, what: str, facts: dict[str, Any]) -> None:
         """Let the others know how this node ended, or what it wants: `ended` or `decision`."""
-        self._outbox.append((f"{what}/{self.rendezvous.node.rank}", _TOLD[what](**facts)))
+        self._said[what] = _TOLD[what](**facts)
 
     def lost(self, seconds: float, known: Collection[int]) -> dict[int, int]:
         """Nodes without a heartbeat for longer than this, with the seconds, but for those that `known` tells of."""
@@ -64,26 +68,21 @@ class Heartbeat:
                 time.sleep(HEARTBEAT_SECONDS)
 
     def _keep_in_touch(self, store: TCPStore) -> None:
+        key = f"alive/{self.rendezvous.node.rank}"
         while True:
-            self._set(store, f"alive/{self.rendezvous.node.rank}", Alive(beat=next(self._beat)))
-            while self._outbox:
-                self._set(store, *self._outbox[0])
-                self._outbox.pop(0)
+            beat = Alive(beat=next(self._beat), **self._said)
+            store.set(PREFIX + key, self.rendezvous.seal(key, beat))
             self._read_others(store)
             time.sleep(HEARTBEAT_SECONDS)
 
-    def _set(self, store: TCPStore, key: str, record: Record) -> None:
-        store.set(PREFIX + key, self.rendezvous.seal(key, record))
-
     def _read_others(self, store: TCPStore) -> None:
-        beats = store.multi_get([f"{PREFIX}alive/{rank}" for rank in self.others])
-        for rank, raw in zip(self.others, beats, strict=True):
+        records = store.multi_get([f"{PREFIX}alive/{rank}" for rank in self.others])
+        for rank, raw in zip(self.others, records, strict=True):
             with contextlib.suppress(ValueError):  # not that node's word
-                beat = self.rendezvous.unseal(f"alive/{rank}", Alive, raw).beat
-                if self._beats.get(rank) != beat:
-                    self._beats[rank], self._last[rank] = beat, time.monotonic()
-            for what, known in (("ended", self.ended), ("decision", self.decisions)):
-                key = f"{what}/{rank}"
-                if rank not in known and store.check([PREFIX + key]):
-                    with contextlib.suppress(ValueError):
-                        known[rank] = self.rendezvous.unseal(key, _TOLD[what], store.get(PREFIX + key)).model_dump()
+                alive = self.rendezvous.unseal(f"alive/{rank}", Alive, raw)
+                if self._beats.get(rank) != alive.beat:
+                    self._beats[rank], self._last[rank] = alive.beat, time.monotonic()
+                if alive.ended is not None:
+                    self.ended.setdefault(rank, alive.ended.model_dump())
+                if alive.decision is not None:
+                    self.decisions.setdefault(rank, alive.decision.model_dump())

@@ -67,28 +67,30 @@ class Ranks(Record):
 
 
 class Missing(Record):
-    """`missing`: nodes that did not come."""
+    """`ranks`, where there are none to be given out: nodes that did not come."""
 
     nodes: list[_Rank] = Field(min_length=1, max_length=_MOST_NODES)
 
 
-class Alive(Record):
-    """`alive/<n>`: a heartbeat, told from the one before by its number."""
-
-    beat: int
-
-
 class Ended(Record):
-    """`ended/<n>`: how a node's workers ended."""
+    """How a node's workers ended."""
 
     exit_code: int = Field(ge=-64, le=255)
     rank: _Rank  # the worker that ended first
 
 
 class Decision(Record):
-    """`decision/<n>`: whether a node wants another attempt."""
+    """Whether a node wants another attempt."""
 
     restart: bool
+
+
+class Alive(Record):
+    """`alive/<n>`: a heartbeat, told from the one before by its number, with all that the node has to tell."""
+
+    beat: int
+    ended: Ended | None = None
+    decision: Decision | None = None
 
 
 class NotSigned(ValueError):

@@ -2,9 +2,10 @@
 
 Node 0 takes the first free of ten ports and writes there which launch this is. The others go through the same ten ports
 until they find it, so a port that was taken needs no second round of configuration. All calls that go over the network
-have a time limit: where a cable is pulled, a call may never return, and signals must still be heard.
+have a time limit: where a cable is pulled, a call may never return, and signals must still be heard. Nodes that wait
+ask the store to answer when there is something to say, so that a thousand of them do not keep it busy meanwhile.
 
-Keys, under `finetune/`: `launch`, `node/<n>`, `ranks` or `missing`, `alive/<n>`, `ended/<n>`, `decision/<n>`; their
+Keys, under `finetune/`: `launch`, `node/<n>`, `ranks` (what is missing, where there are none), `alive/<n>`; their
 records are in `records`.
 """
 
@@ -15,7 +16,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import accumulate
@@ -44,6 +45,9 @@ PREFIX = "finetune/"
 CONNECT_SECONDS = 10.0
 OPEN_SECONDS = 60.0  # node 0 to its own store, which nothing else can answer: longer, for where the machine is busy
 POLL_SECONDS = 0.3
+SLOWEST_POLL_SECONDS = 3.0  # where node 0 is not there yet: each look is a connection to each of ten ports
+WAIT_SECONDS = 5.0  # the store answers earlier where there is something to say
+LATE_SECONDS = 60.0  # between two words on who is still missing
 
 _T = TypeVar("_T")
 
@@ -113,6 +117,7 @@ class Rendezvous:
     def __init__(self, node: LaunchNode) -> None:
         self.node, self.libuv = node, use_libuv()
         self.port = 0
+        self.on_late: Callable[[list[int]], None] = lambda nodes: None  # node 0: called while it waits for these
         self.store: TCPStore | None = None
         self.launch: LaunchFacts | None = None
         self._deadline = time.monotonic() + node.timeout_seconds
@@ -186,11 +191,13 @@ class Rendezvous:
         self.store.set(PREFIX + "launch", self.seal("launch", self.launch))
 
     def _find(self) -> None:
+        pause = POLL_SECONDS
         while self.store is None:
             for port in self.node.ports:
                 if self._is_ours(port):
                     return
-            self._wait("nothing_found")
+            self._wait("nothing_found", pause_seconds=pause)
+            pause = min(2 * pause, SLOWEST_POLL_SECONDS)
 
     def _is_ours(self, port: int) -> bool:
         """Whether node 0's store of this launch and of a new attempt answers at a port; keeps it."""
@@ -236,12 +243,16 @@ class Rendezvous:
     def _give_out(self) -> Ranks:
         """Node 0: wait for the others, then give out ranks."""
         nodes = range(self.node.nodes)
+        tell_at = time.monotonic() + LATE_SECONDS
         while missing := sorted(set(nodes) - (claims := self._claims()).keys()):
             if time.monotonic() > self._deadline:
-                self._write("missing", Missing(nodes=missing))
+                self._write("ranks", Missing(nodes=missing))
                 time.sleep(2 * POLL_SECONDS)  # so that those who are here can read it
                 raise RendezvousError("nodes_missing", nodes=missing, refused=sorted(self._refused))
-            time.sleep(POLL_SECONDS)
+            if time.monotonic() > tell_at:
+                self.on_late(missing)
+                tell_at += LATE_SECONDS
+            time.sleep(POLL_SECONDS)  # where somebody puts something in a claim's place again and again
         made = [claims[rank] for rank in nodes]
         ranks = Ranks(
             first=[0, *accumulate(claim.processes for claim in made)],
@@ -252,48 +263,69 @@ class Rendezvous:
         return ranks
 
     def _claims(self) -> dict[int, Claim]:
-        """The claims that are there, by node. One that is not signed, or no claim, makes room for the node's own."""
+        """The claims, when all are there or some seconds have passed, by node.
+
+        One that is not signed, or no claim, makes room for the node's own.
+        """
+        keys = [f"node/{rank}" for rank in range(self.node.nodes)]
+        if not self._come(keys):
+            keys = [key for key in keys if self._has(key)]
         claims = {}
-        for rank in range(self.node.nodes):
+        for key, raw in zip(
+            keys, self._ask(lambda store: store.multi_get([PREFIX + key for key in keys])), strict=True
+        ):
+            rank = int(key.removeprefix("node/"))
             try:
-                if (claim := self._read(f"node/{rank}", Claim)) is not None:
-                    claims[rank] = claim
+                claims[rank] = self.unseal(key, Claim, raw)
             except ValueError:
                 self._refused.add(rank)
-                self._ask(lambda store, key=f"{PREFIX}node/{rank}": store.delete_key(key))
+                self._ask(lambda store, key=PREFIX + key: store.delete_key(key))
         return claims
 
     def _wait_for_ranks(self, claim: Claim) -> Ranks:
         key = f"node/{self.node.rank}"
         while True:
-            with contextlib.suppress(ValueError):  # not node 0's word
-                ranks = self._read("ranks", Ranks)
-                if ranks is not None and ranks.answers(claim, self.node.rank, self.node.nodes):
-                    return ranks
-                if (missing := self._read("missing", Missing)) is not None:
-                    raise RendezvousError("nodes_missing", nodes=missing.nodes)
+            if self._come(["ranks"]):
+                raw = self._ask(lambda store: store.get(PREFIX + "ranks"))
+                with contextlib.suppress(ValueError):  # not node 0's word
+                    ranks = self.unseal("ranks", Ranks, raw)
+                    if ranks.answers(claim, self.node.rank, self.node.nodes):
+                        return ranks
+                with contextlib.suppress(ValueError):
+                    raise RendezvousError("nodes_missing", nodes=self.unseal("ranks", Missing, raw).nodes)
             if not self._has(key):  # node 0 took away what somebody had put in its place
                 self._write(key, claim)
             self._wait("no_ranks", extra_seconds=CONNECT_SECONDS)
 
+    def _come(self, keys: Sequence[str]) -> bool:
+        """Whether all these keys are there, now or within some seconds: one request, which the store answers then."""
+        from torch.distributed import DistStoreError
+
+        seconds = min(WAIT_SECONDS, max(POLL_SECONDS, self._deadline - time.monotonic()))
+
+        def wait(store: TCPStore) -> bool:
+            try:
+                store.wait([PREFIX + key for key in keys], timedelta(seconds=seconds))
+            except DistStoreError:  # not all; where the connection is lost, the next call says so
+                return False
+            return True
+
+        return self._ask(wait, seconds + CONNECT_SECONDS)
+
     def _has(self, key: str) -> bool:
         return self._ask(lambda store: store.check([PREFIX + key]))
-
-    def _read(self, key: str, kind: type[R]) -> R | None:
-        """The record at a key; None where there is none."""
-        return self.unseal(key, kind, self._ask(lambda store: store.get(PREFIX + key))) if self._has(key) else None
 
     def _write(self, key: str, record: Record) -> None:
         sealed = self.seal(key, record)
         self._ask(lambda store: store.set(PREFIX + key, sealed))
 
-    def _ask(self, call: Callable[[TCPStore], _T]) -> _T:
+    def _ask(self, call: Callable[[TCPStore], _T], seconds: float = CONNECT_SECONDS) -> _T:
         try:
-            return call_with_timeout(lambda: call(self.store), CONNECT_SECONDS)
+            return call_with_timeout(lambda: call(self.store), seconds)
         except (TimeoutError, RuntimeError) as error:
             raise RendezvousError("connection_lost", error=str(error).splitlines()[0]) from error
 
-    def _wait(self, kind: str, extra_seconds: float = 0.0) -> None:
+    def _wait(self, kind: str, extra_seconds: float = 0.0, pause_seconds: float | None = None) -> None:
         if time.monotonic() > self._deadline + extra_seconds:
             raise RendezvousError(kind, seen={str(port): what for port, what in self._seen.items()})
-        time.sleep(POLL_SECONDS)
+        time.sleep(POLL_SECONDS if pause_seconds is None else pause_seconds)

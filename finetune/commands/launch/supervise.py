@@ -26,6 +26,7 @@ from finetune.commands.launch.log import FOLLOW_SECONDS, LaunchLog
 from finetune.commands.launch.rendezvous import LaunchNode
 from finetune.commands.launch.restart_policy import RestartDecision, decide_restart
 from finetune.errors import ExitCode
+from finetune.runtime.collectives import name_ranks
 from finetune.runtime.language import _
 from finetune.runtime.ports import HeldPort, candidates
 from finetune.storage.launch_record import LaunchRecord
@@ -139,6 +140,10 @@ class Supervisor:
                 waiting = _("waiting for {others} other node(s), up to {seconds} s")
                 seconds = self.spec.config.timeout_seconds
                 self.log.info(waiting.format(others=report["nodes"] - 1, seconds=seconds))
+            elif event == "late":
+                late = _("still waiting for {missing} of {count} nodes: {nodes}")
+                nodes, count = report["nodes"], self.spec.nodes.count
+                self.log.info(late.format(missing=len(nodes), count=count, nodes=name_ranks(nodes)))
             elif event == "joined":
                 self._launch_id = report["launch_id"]
                 if self.spec.nodes.count > 1:
