@@ -308,6 +308,7 @@ def test_ranks_with_nothing_to_write_meet_the_others(
     """Of two tensors the third rank writes none, and of an adapter rank 0 writes all; each has as many questions."""
     monkeypatch.setattr(Checkpointer, "_has_memory", lambda self, state: True)
     meeting = Meeting(3)
+    trained = [Training() for _ in range(3)]  # one after another: threads share one generator of random numbers
 
     def rank(number: int) -> str | None:
         saver = checkpointer(
@@ -317,7 +318,7 @@ def test_ranks_with_nothing_to_write_meet_the_others(
             behind=behind,
             model_files=lambda weights: lambda folder: (folder / "tokenizer.json").write_text("{}"),
         )
-        training = Training()
+        training = trained[number]
         with saver:
             for step in (1, 2, 3):
                 saver.save(step, TrainingState(training.train(step).model, optimizer=training.optimizer, form=form))
