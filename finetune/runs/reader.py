@@ -20,8 +20,8 @@ from finetune.runs.event_texts import WARNING_EVENTS, is_event_in_log
 from finetune.runs.line_follower import LineFollower
 from finetune.runs.view import Message, RunView, State, is_finite_number
 from finetune.runtime.process_start import is_same_start, recorded_start
-from finetune.storage.run_folder import IDENTITY_NAME, STATUS_NAME, describe_folder
-from finetune.storage.run_lock import LOCK_NAME
+from finetune.storage.run_folder import IDENTITY_NAME, STATUS_NAME, FolderDescription, describe_folder
+from finetune.storage.run_lock import LOCK_NAME, holder
 
 RANK_LOGS_FOLLOWED = 64
 CONSOLE_BYTES = 32 << 20  # of a console's copy: hundreds of thousands of steps
@@ -38,10 +38,11 @@ class FolderReader:
         self._events = LineFollower(folder / "events.jsonl")
         self._logs: dict[str, LineFollower] = {}
         self._log_messages: list[Message] = []
+        self._described: FolderDescription | None = None
 
     def poll(self) -> RunView:
         view, folder = self.view, self.view.source
-        described = describe_folder(folder)
+        described = self._describe()
         view.identity, view.config = described.identity or {}, described.config or {}
         view.status = described.status or {}
         _take(view.steps, self._steps, _take_step)
@@ -54,13 +55,26 @@ class FolderReader:
         view.state = self._state()
         return view
 
+    def _describe(self) -> FolderDescription:
+        """What the folder holds; what it held at the last look, where a network mount fails for a moment.
+
+        Raises:
+            StateError: it cannot be read, and never could.
+        """
+        try:
+            self._described = describe_folder(self.view.source)
+        except StateError:
+            if self._described is None:
+                raise
+        return self._described
+
     def _state(self) -> State:
         state = self.view.status.get("state")
         if state in ("done", "failed", "stopped"):
             return state
         if state is None and not self.view.steps:
             return "waiting"
-        return "vanished" if _holder_is_gone(self.view.source / LOCK_NAME) else "running"
+        return "vanished" if _holder_is_gone(self.view.source) else "running"
 
     def _read_logs(self, folder: Path) -> None:
         """Warnings and errors of the newest log of each rank; what is an event as well is left out."""
@@ -229,12 +243,12 @@ def _newest_per_rank(folder: Path) -> list[tuple[int, str]]:
     return sorted(newest.items())[:RANK_LOGS_FOLLOWED]
 
 
-def _holder_is_gone(lock: Path) -> bool:
+def _holder_is_gone(run_folder: Path) -> bool:
     """Whether the process that signed the lock is known to be gone: it ran on this host, its id is free or reused."""
     import psutil
 
+    facts = holder(run_folder)
     try:
-        facts = json.loads(lock.read_bytes()[:65536])
         signed = datetime.fromisoformat(facts["since"]).timestamp()
         if facts["host"] != socket.gethostname():
             return False
@@ -245,5 +259,5 @@ def _holder_is_gone(lock: Path) -> bool:
         return not same or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-    except (OSError, ValueError, KeyError, TypeError, psutil.Error):
+    except (ValueError, KeyError, TypeError, psutil.Error):
         return False

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import stat
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 from finetune.errors import StateError
 from finetune.storage import durable_files
+from finetune.storage.shared_storage import SEEN_WITHIN_SECONDS, is_shared, looks
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -25,6 +27,9 @@ MANIFEST_LIMIT_BYTES = 64 << 20
 # Formats whose readers build data and run nothing: weights, JSON, and what tokenizers keep beside their JSON.
 ALLOWED_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".md")
 
+UNREAD_SECONDS = 10.0
+
+_CHANGED = "content changed"
 _CHECKPOINT_NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,17})")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -149,14 +154,15 @@ def _check(folder: Path, hashes: bool, reader: int, readers: int) -> dict[str, A
         names = _share(files, reader, readers)
         found = durable_files.hash_files([folder / name for name in names])
         if changed := [name for name, sha256 in zip(names, found, strict=True) if sha256 != files[name]["sha256"]]:
-            raise _Invalid(f"content changed (SHA-256 differs): {_some(changed)}")
+            raise _Invalid(f"{_CHANGED} (SHA-256 differs): {_some(changed)}")
     return manifest
 
 
 def verify(folder: Path | str, *, hashes: bool = True, reader: int = 0, readers: int = 1) -> Validity:
     """Check a checkpoint folder: every file's presence, size and hash, no other file, the manifest's digest, the step.
 
-    Never raises for a broken folder: what is wrong is the answer.
+    Never raises for a broken folder: what is wrong is the answer. Where several machines share the file system, a
+    checkpoint that is younger than their caches, or cannot be read, is looked at again before it is found invalid.
 
     Args:
         folder: `.../checkpoint-<step>`.
@@ -164,8 +170,32 @@ def verify(folder: Path | str, *, hashes: bool = True, reader: int = 0, readers:
             manifest are still checked.
         reader, readers: this process and how many share the reading; it is valid if each finds it valid.
     """
+    validity = _judge(Path(folder), hashes, reader, readers)
+    if (doubt_seconds := _doubt_seconds(Path(folder), validity)) > 0:
+        for _ in looks(folder, doubt_seconds):
+            validity = _judge(Path(folder), hashes, reader, readers)
+            if validity.valid or _CHANGED in validity.why:
+                break
+    return validity
+
+
+def _doubt_seconds(folder: Path, validity: Validity) -> float:
+    """How long what is wrong with a checkpoint may still turn out to be this machine's old view of it."""
+    if validity.valid or _CHANGED in validity.why:
+        return 0.0
     try:
-        return Validity(True, "", _check(Path(folder), hashes, reader, readers))
+        if not is_shared(folder):
+            return 0.0
+        if validity.unread:
+            return UNREAD_SECONDS
+        return min(SEEN_WITHIN_SECONDS, SEEN_WITHIN_SECONDS - (time.time() - os.lstat(folder).st_mtime))
+    except (OSError, ValueError):
+        return 0.0
+
+
+def _judge(folder: Path, hashes: bool, reader: int, readers: int) -> Validity:
+    try:
+        return Validity(True, "", _check(folder, hashes, reader, readers))
     except _Invalid as reason:
         return Validity(False, str(reason), None)
     except OSError as error:

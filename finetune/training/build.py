@@ -26,7 +26,7 @@ from finetune.training.checkpointer import Checkpointer
 from finetune.training.control import RunContext, StopSignals
 from finetune.training.executor import StepExecutor, largest_microbatch
 from finetune.training.resume import Resume
-from finetune.training.session import Session, read_out_of_memory
+from finetune.training.session import Session
 from finetune.training.trainer import RunTrainer
 
 logger = logging.getLogger("finetune")
@@ -91,7 +91,7 @@ def make_execution(
     world: LaunchWorld, session: Session, *, packing: bool, token_budget: int, samples_per_microbatch: int
 ) -> Execution:
     """How global batches are executed here; smaller than asked for where the last start ran out of memory."""
-    note = read_out_of_memory(session.output_dir)
+    note = session.out_of_memory_note()
     if note is not None:
         token_budget = min(token_budget, note.get("token_budget") or token_budget)
         samples_per_microbatch = min(samples_per_microbatch, note.get("samples_per_row") or samples_per_microbatch)

@@ -22,8 +22,9 @@ from finetune.runtime import device as devices
 from finetune.runtime.device import LaunchWorld
 from finetune.storage import durable_files
 from finetune.storage.checkpoint_files import clean_staging, list_checkpoints, set_aside, verify
-from finetune.storage.run_folder import RunLock, RunState, SampleLog, write_identity, write_status
+from finetune.storage.run_folder import RunLock, RunState, SampleLog, list_anew, write_identity, write_status
 from finetune.storage.run_log import LOG_FILE_ONLY, RunLog, add_log_file
+from finetune.storage.shared_storage import looks
 from finetune.training.control import Control
 from finetune.training.results import EXIT_CODES
 from finetune.training.resume import Resume, step_in
@@ -76,6 +77,7 @@ class Session:
             if self.world.is_main:
                 # The lock before everything: what follows changes the folder, and removes what looks abandoned.
                 stack.enter_context(RunLock(self.output_dir))
+                list_anew(self.output_dir)
                 self._decide_again()
                 self._copy_log(stack)
             # Other ranks may not touch the folder yet: rank 0 may still be waiting for its lock, or be refused it.
@@ -99,6 +101,14 @@ class Session:
             )
         self.steps_done = self.start.step
         return self.start
+
+    def out_of_memory_note(self) -> dict[str, Any] | None:
+        """The last out-of-memory note, the same on every rank: of nodes that share the folder some may not see it yet.
+
+        Every rank must call, after `agree_on_run`.
+        """
+        notes = [note for note in self.control.gather(read_out_of_memory(self.output_dir)) if note is not None]
+        return min(notes, key=lambda note: note.get("token_budget") or note.get("samples_per_row") or 0, default=None)
 
     def _set_aside_later_checkpoints(self, start: Resume) -> None:
         """After a step back to an earlier checkpoint, or with a changed run, later checkpoints are another training's.
@@ -129,6 +139,7 @@ class Session:
         # Where the model lies may differ from node to node; which it is stands in "weights".
         named = {"model"} if "weights" in self._identity else set()
         facts = {name: value for name, value in self._identity.items() if name not in named}
+        self._see_checkpoints_of_rank_0()
         start = self._decide_again()
         self.control.check_equal({**facts, "checkpoint": start.name})
         while start.folder is not None and (problem := self._problem_in(start.folder)) is not None:
@@ -137,6 +148,16 @@ class Session:
             self.control.check_equal({"checkpoint": start.name})
         if self.world.is_main:
             self._begin(start)
+
+    def _see_checkpoints_of_rank_0(self) -> None:
+        """Where nodes share the folder by a network, one may see the checkpoints of a minute ago.
+
+        Rank 0 has made its node look anew; the others wait until they see what it sees.
+        """
+        names = self.control.share(self._checkpoint_names())
+        for _ in looks(self.output_dir):
+            if self._checkpoint_names() == names:
+                return
 
     def _problem_in(self, checkpoint: Path) -> str | None:
         """What is wrong with the content of a checkpoint; the same on every rank, which all read their share of it.
