@@ -7,6 +7,7 @@ hundreds would read the same gigabytes one after another. Nodes check side by si
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -22,6 +23,10 @@ from finetune.data.files import file_sha256
 from finetune.errors import DataError
 from finetune.runtime.device import launch_world
 from finetune.runtime.process_start import process_start
+from finetune.storage import durable_files
+from finetune.storage.lock_claim import claimed
+from finetune.storage.run_lock import try_flock
+from finetune.storage.shared_storage import has_name, looks
 
 logger = logging.getLogger("finetune")
 
@@ -86,6 +91,8 @@ def _make_anew(cache_dir: Path, key: str, parts: Mapping[str, str], make: Callab
         fault = _fault(folder)  # another node may have made it meanwhile
         if fault is not None:
             logger.info("tokenized data: making %s (%s)", folder, fault or _what_changed(cache_dir, parts))
+            if fault:
+                durable_files.remove_tree(folder)
             _make(cache_dir, key, parts, make)
 
 
@@ -133,25 +140,43 @@ def _make(cache_dir: Path, key: str, parts: Mapping[str, str], make: Callable[[P
         files = {path.name: file_sha256(path) for path in sorted(temporary.iterdir())}
         meta |= {"parts": dict(parts), "files": files}
         (temporary / META_FILE).write_text(json.dumps(meta, indent=1), encoding="utf-8")
-        if (cache_dir / key).exists():
-            shutil.rmtree(cache_dir / key)
-        os.replace(temporary, cache_dir / key)
+        _publish(temporary, cache_dir / key)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def _publish(temporary: Path, folder: Path) -> None:
+    """Give a made folder its name; what another node has put there, whole, is kept: others may read it already."""
+    try:
+        durable_files.move(temporary, folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or _fault(folder) is not None:
+            raise
+        durable_files.remove_tree(temporary)
+
+
 def _fault(folder: Path) -> str | None:
     """None: the folder is whole. "": there is none. Else what is wrong with it."""
-    if not folder.exists():
+    if not has_name(folder):
         return ""
+    fault: str | None = ""
+    for _ in looks(folder):  # over a network, what another node has made may not be seen yet
+        try:
+            return _damage(folder)
+        except FileNotFoundError as error:
+            fault = f"{Path(error.filename).name} was missing"
+        except OSError:
+            fault = f"{META_FILE} was unreadable"
+    return fault
+
+
+def _damage(folder: Path) -> str | None:
     try:
         meta = read_meta(folder)
         for name, expected in meta["files"].items():
             if file_sha256(folder / name) != expected:
                 return f"{name} was damaged"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} was missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return f"{META_FILE} was unreadable"
     return None
 
@@ -185,12 +210,16 @@ def _changes(name: str, before: str, after: str) -> list[str]:
 
 @contextlib.contextmanager
 def _locked(path: Path, *, shared: bool = False) -> Iterator[IO[str]]:
-    """Hold an flock on the file. It falls with its process, so a killed one blocks nobody; the file stays."""
+    """Hold an flock on the file. It falls with its process, so a killed one blocks nobody; the file stays.
+
+    Where the file system has no locks that all machines see, a claim (storage/lock_claim.py) stands for it.
+    """
     mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    with path.open("a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, mode | fcntl.LOCK_NB)
-        except BlockingIOError:
+    with path.open("a+", encoding="utf-8") as file, contextlib.ExitStack() as stack:
+        is_locked = try_flock(file.fileno(), mode, path)
+        if is_locked is None and not shared:  # what is there whole is only read, and made under another name
+            stack.enter_context(claimed(path.with_suffix(".claim"), "tokenized data"))
+        elif is_locked is False:
             logger.info("tokenized data: another process is making or checking it; waiting")
             fcntl.flock(file, mode)
         yield file

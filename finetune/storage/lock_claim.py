@@ -12,10 +12,12 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import secrets
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -28,6 +30,9 @@ from finetune.runtime.process_start import boot_id, process_start, recorded_star
 from finetune.storage import durable_files
 
 LIMIT_BYTES = 1 << 16
+POLL_SECONDS, SAID_EVERY_SECONDS = 0.2, 60.0
+
+logger = logging.getLogger("finetune")
 
 
 def signature() -> dict[str, Any]:
@@ -116,6 +121,27 @@ class Claim:
             self._taken_by = None
             raise
         return True
+
+
+@contextlib.contextmanager
+def claimed(path: Path, what: str) -> Iterator[None]:
+    """Hold a claim, waited for as long as it takes.
+
+    Args:
+        what: it is about, for the lines that say who is waited for.
+    """
+    claim, say_at = Claim(path), time.monotonic()
+    while not claim.take():
+        if time.monotonic() >= say_at:
+            facts = read_signature(path) or {}
+            who = f"process {facts.get('pid')} on {facts.get('host')}" if facts else "another process"
+            logger.warning("%s: waiting for %s; if it is gone, which cannot be seen from here: rm %s", what, who, path)
+            say_at = time.monotonic() + SAID_EVERY_SECONDS
+        time.sleep(POLL_SECONDS)
+    try:
+        yield
+    finally:
+        claim.give_back()
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from finetune.errors import StateError
 from finetune.storage import durable_files
 from finetune.storage.run_lock import CLAIM_NAME, LOCK_NAME, RunLock, now_utc
 from finetune.storage.run_log import StepLog
-from finetune.storage.shared_storage import is_shared
+from finetune.storage.shared_storage import ask_anew, is_shared
 
 __all__ = ["RunLock"]  # for whoever works with run folders
 
@@ -110,9 +110,7 @@ def list_anew(run_folder: Path) -> None:
     Only for the holder of the folder's lock.
     """
     if is_shared(run_folder):
-        path = run_folder / f".{IDENTITY_NAME}.tmp"  # a name that nobody minds, should this process be killed here
-        path.touch()
-        path.unlink()
+        ask_anew(run_folder / f".{IDENTITY_NAME}.tmp")  # a name that nobody minds, should this process be killed here
 
 
 def describe_folder(output_dir: Path | str) -> FolderDescription:

@@ -62,6 +62,26 @@ def looks(path: Path | str, within_seconds: float = SEEN_WITHIN_SECONDS) -> Iter
         yield
 
 
+def has_name(path: Path) -> bool:
+    """Whether a file or folder is there: `exists`, which on a shared file system does not believe an old "no".
+
+    Where this machine has made a name in a folder itself, it asks for the folder's names anew.
+    """
+    if os.path.lexists(path) or not is_shared(path):
+        return os.path.lexists(path)
+    ask_anew(path.parent / f".{path.name}.asked")
+    if path.name not in os.listdir(path.parent):
+        return False
+    wait_for(path)
+    return True
+
+
+def ask_anew(unused: Path) -> None:
+    """Have this machine forget what it believes the folder of an unused name to hold, by making that name."""
+    unused.touch()
+    unused.unlink(missing_ok=True)
+
+
 def wait_for(path: Path | str) -> None:
     """Until a name that was made by another machine is seen by this one, or long enough."""
     for _ in looks(path):

@@ -90,7 +90,7 @@ def publish(source: Source, output: Path, options: MergeOptions) -> None:
 
 def _give_name(staging: Path, output: Path) -> None:
     try:
-        os.rename(staging, output)  # takes the place of an empty folder, and of nothing else
+        durable_files.move(staging, output)  # takes the place of an empty folder, and of nothing else
     except OSError as error:
         if not durable_files.is_taken(output):
             raise
