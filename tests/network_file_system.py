@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from fuse_connection import FuseConnection, attributes
@@ -79,6 +80,15 @@ class Settings:
     close_to_open: bool = True
 
 
+@dataclass(frozen=True)
+class Waiting:
+    """Somebody who waits for a lock: inode, owner and kind; how to answer; node and number of the request."""
+
+    wanted: tuple[int, tuple[int, int], int]
+    reply: Callable[[int], None]
+    asked: tuple[int, int]
+
+
 @dataclass
 class Server:
     """What the nodes have in common."""
@@ -89,7 +99,7 @@ class Server:
     free_at: float = 0.0
     made: dict[tuple[int, str], tuple[int, float]] = field(default_factory=dict)
     locks: dict[int, dict[tuple[int, int], int]] = field(default_factory=dict)
-    waiting: list[tuple[Callable[[], bool], Callable[[int], None], tuple[int, int]]] = field(default_factory=list)
+    waiting: list[Waiting] = field(default_factory=list)
     mutex: threading.RLock = field(default_factory=threading.RLock)
     silly: int = 0
 
@@ -108,30 +118,37 @@ class Server:
     def lock(self, inode: int, owner: tuple[int, int], kind: int) -> bool:
         """Take, change or (kind F_UNLCK) leave a lock."""
         with self.mutex:
-            held = self.locks.setdefault(inode, {})
-            others = [other for who, other in held.items() if who != owner]
-            if kind == fcntl.F_UNLCK:
-                held.pop(owner, None)
-            elif fcntl.F_WRLCK in others or (kind == fcntl.F_WRLCK and others):
-                return False
-            else:
-                held[owner] = kind
-            if kind != fcntl.F_WRLCK:
-                self._wake()
-            return True
+            taken = self._take(inode, owner, kind)
+            for entry in list(self.waiting):
+                if self._take(*entry.wanted):
+                    self.waiting.remove(entry)
+                    entry.reply(0)
+            return taken
 
-    def _wake(self) -> None:
-        for entry in list(self.waiting):
-            attempt, reply, _ = entry
-            if entry in self.waiting and attempt():
-                self.waiting.remove(entry)
-                reply(0)
+    def _take(self, inode: int, owner: tuple[int, int], kind: int) -> bool:
+        held = self.locks.setdefault(inode, {})
+        others = [other for who, other in held.items() if who != owner]
+        if kind == fcntl.F_UNLCK:
+            held.pop(owner, None)
+        elif fcntl.F_WRLCK in others or (kind == fcntl.F_WRLCK and others):
+            return False
+        else:
+            held[owner] = kind
+        return True
+
+    def wait(self, waiting: Waiting) -> bool:
+        """Take a lock now, or answer when it is taken; whether it was now."""
+        with self.mutex:
+            if self.lock(*waiting.wanted):
+                return True
+            self.waiting.append(waiting)
+            return False
 
     def interrupt(self, asked: tuple[int, int]) -> None:
         with self.mutex:
-            for entry in [entry for entry in self.waiting if entry[2] == asked]:
+            for entry in [entry for entry in self.waiting if entry.asked == asked]:
                 self.waiting.remove(entry)
-                entry[1](errno.EINTR)
+                entry.reply(errno.EINTR)
 
 
 @dataclass
@@ -409,8 +426,8 @@ class Client:
     def _release(self, node: Node, body: bytes) -> bytes:
         handle, _, _, owner = struct.unpack_from("<QIIQ", body)
         self.server.lock(node.inode, (self.number, owner), fcntl.F_UNLCK)
-        os.close(handle)
         del self.opened[handle]
+        os.close(handle)
         if node.inode in self.silly and not any(o.node.inode == node.inode for o in list(self.opened.values())):
             folder, hidden = self.silly.pop(node.inode)
             with contextlib.suppress(FileNotFoundError):  # another node took it away
@@ -466,16 +483,16 @@ class Client:
             node.state()
             if kind == fcntl.F_WRLCK and not self.opened[handle].writes:
                 raise OSError(errno.EBADF, "NFS locks for writing only what is open for writing")
-        who = (self.number, owner)
-        with self.server.mutex:
-            if self.server.lock(node.inode, who, kind):
+        wanted = (node.inode, (self.number, owner), kind)
+        if not waits:
+            if self.server.lock(*wanted):
                 return b""
-            if not waits:
-                raise OSError(errno.EAGAIN, "held")
-            reply = lambda number: self.connection.reply(unique, error=number)  # noqa: E731
-            attempt = lambda: self.server.lock(node.inode, who, kind)  # noqa: E731
-            self.server.waiting.append((attempt, reply, (self.number, unique)))
-        return None
+            raise OSError(errno.EAGAIN, "held")
+        reply = partial(self._locked, unique)
+        return b"" if self.server.wait(Waiting(wanted, reply, (self.number, unique))) else None
+
+    def _locked(self, unique: int, number: int) -> None:
+        self.connection.reply(unique, error=number)
 
 
 # Where the name begins in an operation's arguments.

@@ -41,6 +41,7 @@ class SharedFolder:
     def __init__(self, place: Path, nodes: int = 2, *, flock_by: str = "server", **settings: Any) -> None:
         self.disk, self.nodes = place / "disk", [place / f"node{number}" for number in range(nodes)]
         self._flock_by, self._settings = flock_by, settings
+        self.lag_seconds = settings.get("lag_seconds", 0.0)
         self._server: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> SharedFolder:
@@ -56,7 +57,7 @@ class SharedFolder:
 
     def __exit__(self, *_: object) -> None:
         if self._server is not None and self._server.stdin is not None:
-            self._server.stdin.close()  # it unmounts and ends
+            print(json.dumps({"end": True}), file=self._server.stdin, flush=True)
             self._server.wait(30)
 
     def _answer(self) -> None:
@@ -109,6 +110,8 @@ def _serve(folder: Path, flock_by: str, targets: list[Path]) -> None:
         print("ready", flush=True)
         while os.getppid() == parent and (line := sys.stdin.readline()):
             told = json.loads(line)
+            if "end" in told:
+                break
             for name, value in told.get("settings", {}).items():
                 assert hasattr(server.settings, name), name
                 setattr(server.settings, name, value)

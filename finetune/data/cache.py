@@ -26,7 +26,7 @@ from finetune.runtime.process_start import process_start
 from finetune.storage import durable_files
 from finetune.storage.lock_claim import claimed
 from finetune.storage.run_lock import try_flock
-from finetune.storage.shared_storage import has_name, looks
+from finetune.storage.shared_storage import has_name, looks, make_folder
 
 logger = logging.getLogger("finetune")
 
@@ -60,7 +60,7 @@ def open_or_make(cache_dir: Path, parts: Mapping[str, str], make: Callable[[Path
     key = key_of(parts)
     folder = cache_dir / key
     try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(cache_dir)
         with _locked(cache_dir / f"{key}.{socket.gethostname()}.lock") as note:
             if _verified_in_this_start(note, folder):
                 return folder

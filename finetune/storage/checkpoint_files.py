@@ -269,7 +269,7 @@ def rotate(run_folder: Path | str, keep: int, *, known_valid: Collection[str] = 
         reads = not enough and not known and read < KEEP_AT_LEAST
         validity = verify(folder, hashes=reads)
         if not validity.valid:
-            if not enough:  # else it was reported when it was new
+            if not enough and durable_files.is_taken(folder):  # else it was reported when it was new
                 logger.warning("%s is invalid and left as it is: %s", folder.name, validity.why)
         elif not enough:
             kept += 1

@@ -184,7 +184,7 @@ def _doubt_seconds(folder: Path, validity: Validity) -> float:
     if validity.valid or _CHANGED in validity.why:
         return 0.0
     try:
-        if not is_shared(folder):
+        if not os.path.lexists(folder) or not is_shared(folder):
             return 0.0
         if validity.unread:
             return UNREAD_SECONDS
@@ -233,11 +233,26 @@ def newest_valid(
     Raises:
         StateError: the folder is there but cannot be read.
     """
+    for _ in looks(run_folder):
+        found, skipped, is_old = _newest_of(list_checkpoints(run_folder), hashes, damaged or {})
+        if not is_old:
+            break
+    return found, skipped
+
+
+def _newest_of(
+    listed: list[Path], hashes: bool, damaged: Mapping[str, str]
+) -> tuple[Path | None, list[tuple[Path, str]], bool]:
+    """As `newest_valid`, and whether the list is old: something in it is gone, so something may have come as well."""
     skipped: list[tuple[Path, str]] = []
-    for folder in reversed(list_checkpoints(run_folder)):
-        known = (damaged or {}).get(folder.name)
+    is_old = False
+    for folder in reversed(listed):
+        known = damaged.get(folder.name)
         validity = verify(folder, hashes=hashes) if known is None else Validity(False, known, None)
         if validity.valid:
-            return folder, skipped
-        skipped.append((folder, validity.why))
-    return None, skipped
+            return folder, skipped, is_old
+        if os.path.lexists(folder):
+            skipped.append((folder, validity.why))
+        else:
+            is_old = True
+    return None, skipped, is_old

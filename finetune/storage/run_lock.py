@@ -173,8 +173,8 @@ class RunLock:
             try:
                 locked = self._attempt()
             except OSError as error:
-                # The file was removed, and perhaps made again, while this process looked at it.
-                if error.errno != errno.ESTALE or stale == STALE_ATTEMPTS:
+                # The file was removed, and perhaps made again, while this process looked at it; or a request got lost.
+                if error.errno not in (errno.ESTALE, errno.EIO) or stale == STALE_ATTEMPTS:
                     raise
                 locked, stale = None, stale + 1
             if locked:

@@ -22,6 +22,7 @@ from typing import Any, Self
 
 from finetune.errors import DataError
 from finetune.plain_text import mask_passwords, plain_lines
+from finetune.storage.shared_storage import make_folder
 
 LOGGER_NAME = "finetune"
 LOG_FILE_ONLY = {"log_file_only": True}  # as `extra` of a log call: not to the console
@@ -216,7 +217,7 @@ def setup_console(rank: int) -> logging.Logger:
 def add_log_file(run_folder: Path, rank: int) -> logging.Handler:
     """Copy this rank's messages to `logs/<time>-rank<r>.log` in the run folder; returns the handler to remove."""
     folder = run_folder / "logs"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-rank{rank}.log"
     handler = logging.FileHandler(folder / name, encoding="utf-8")
     handler.setFormatter(_PlainFormatter("%(asctime)s [%(levelname)s] %(message)s"))

@@ -62,6 +62,15 @@ def looks(path: Path | str, within_seconds: float = SEEN_WITHIN_SECONDS) -> Iter
         yield
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it, as far as they are missing, or wait until this machine sees another's."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        wait_for(path)
+        path.mkdir(parents=True, exist_ok=True)
+
+
 def has_name(path: Path) -> bool:
     """Whether a file or folder is there: `exists`, which on a shared file system does not believe an old "no".
 

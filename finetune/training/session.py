@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +25,7 @@ from finetune.storage import durable_files
 from finetune.storage.checkpoint_files import clean_staging, list_checkpoints, set_aside, verify
 from finetune.storage.run_folder import RunLock, RunState, SampleLog, list_anew, write_identity, write_status
 from finetune.storage.run_log import LOG_FILE_ONLY, RunLog, add_log_file
-from finetune.storage.shared_storage import looks
+from finetune.storage.shared_storage import SEEN_WITHIN_SECONDS, is_shared
 from finetune.training.control import Control
 from finetune.training.results import EXIT_CODES
 from finetune.training.resume import Resume, step_in
@@ -139,7 +140,7 @@ class Session:
         # Where the model lies may differ from node to node; which it is stands in "weights".
         named = {"model"} if "weights" in self._identity else set()
         facts = {name: value for name, value in self._identity.items() if name not in named}
-        self._see_checkpoints_of_rank_0()
+        self._see_the_same_checkpoints()
         start = self._decide_again()
         self.control.check_equal({**facts, "checkpoint": start.name})
         while start.folder is not None and (problem := self._problem_in(start.folder)) is not None:
@@ -149,15 +150,13 @@ class Session:
         if self.world.is_main:
             self._begin(start)
 
-    def _see_checkpoints_of_rank_0(self) -> None:
-        """Where nodes share the folder by a network, one may see the checkpoints of a minute ago.
-
-        Rank 0 has made its node look anew; the others wait until they see what it sees.
-        """
-        names = self.control.share(self._checkpoint_names())
-        for _ in looks(self.output_dir):
-            if self._checkpoint_names() == names:
+    def _see_the_same_checkpoints(self) -> None:
+        """Wait until all ranks do: of nodes that share the folder over a network, one may see those of a minute ago."""
+        for _ in range(int(SEEN_WITHIN_SECONDS)):
+            everyone = self.control.gather([self._checkpoint_names(), is_shared(self.output_dir)])
+            if all(names == everyone[0][0] for names, _ in everyone) or not any(shared for _, shared in everyone):
                 return
+            time.sleep(1.0)
 
     def _problem_in(self, checkpoint: Path) -> str | None:
         """What is wrong with the content of a checkpoint; the same on every rank, which all read their share of it.
