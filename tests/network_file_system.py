@@ -324,13 +324,17 @@ class Client:
     def _rename(self, node: Node, body: bytes, skip: int = 8) -> bytes:
         to = self.nodes[struct.unpack_from("<Q", body)[0]]
         old, new, _ = (os.fsdecode(part) for part in body[skip:].split(b"\0"))
+        is_new = True
         with contextlib.suppress(FileNotFoundError):
-            if not stat.S_ISDIR(os.stat(new, dir_fd=to.descriptor, follow_symlinks=False).st_mode):
+            state = os.stat(new, dir_fd=to.descriptor, follow_symlinks=False)
+            is_new = False
+            if not stat.S_ISDIR(state.st_mode):
                 self._hide(to, new)
         os.rename(old, new, src_dir_fd=node.descriptor, dst_dir_fd=to.descriptor)
         self._changed(node)
         self._changed(to)
-        self.server.made[to.inode, new] = (self.number, time.monotonic())
+        if is_new:
+            self.server.made[to.inode, new] = (self.number, time.monotonic())
         return b""
 
     def _rename2(self, node: Node, body: bytes) -> bytes:

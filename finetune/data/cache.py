@@ -60,7 +60,7 @@ def open_or_make(cache_dir: Path, parts: Mapping[str, str], make: Callable[[Path
     key = key_of(parts)
     folder = cache_dir / key
     try:
-        make_folder(cache_dir)
+        make_folder(cache_dir, parents=True)
         with _locked(cache_dir / f"{key}.{socket.gethostname()}.lock") as note:
             if _verified_in_this_start(note, folder):
                 return folder

@@ -33,7 +33,7 @@ from finetune.storage.checkpoint_manifest import (
     step_of,
     verify,
 )
-from finetune.storage.shared_storage import looks, wait_for
+from finetune.storage.shared_storage import looks, make_folder
 
 # Of the manifest, for whoever works with checkpoint folders.
 __all__ = ["list_checkpoints", "newest_valid", "step_of", "verify"]
@@ -80,10 +80,7 @@ class CheckpointWriter:
         try:
             if self.expected_bytes is not None and self.expected_bytes > durable_files.free_bytes(self.run_folder):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            try:
-                os.mkdir(self.folder)
-            except FileExistsError:  # another rank was first, perhaps on a node whose work is not seen here yet
-                wait_for(self.folder)
+            make_folder(self.folder)  # another rank may be first
         except OSError as error:
             raise self._explained(error) from error
         return self

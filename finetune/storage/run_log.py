@@ -217,7 +217,7 @@ def setup_console(rank: int) -> logging.Logger:
 def add_log_file(run_folder: Path, rank: int) -> logging.Handler:
     """Copy this rank's messages to `logs/<time>-rank<r>.log` in the run folder; returns the handler to remove."""
     folder = run_folder / "logs"
-    make_folder(folder)
+    make_folder(folder, parents=True)
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-rank{rank}.log"
     handler = logging.FileHandler(folder / name, encoding="utf-8")
     handler.setFormatter(_PlainFormatter("%(asctime)s [%(levelname)s] %(message)s"))

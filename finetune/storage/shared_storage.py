@@ -62,13 +62,17 @@ def looks(path: Path | str, within_seconds: float = SEEN_WITHIN_SECONDS) -> Iter
         yield
 
 
-def make_folder(path: Path) -> None:
-    """Make a folder and those above it, as far as they are missing, or wait until this machine sees another's."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        wait_for(path)
-        path.mkdir(parents=True, exist_ok=True)
+def make_folder(path: Path, *, parents: bool = False) -> None:
+    """`mkdir` of a folder that others may make or have made, perhaps on a machine whose work is not seen here yet."""
+    problem: FileExistsError | None = None
+    for _ in looks(path):
+        try:
+            path.mkdir(parents=parents, exist_ok=True)
+            return
+        except FileExistsError as error:
+            problem = error
+    if problem is not None:
+        raise problem
 
 
 def has_name(path: Path) -> bool:

@@ -373,7 +373,7 @@ def _export(folder: Path) -> Any:
     from safetensors.numpy import save_file
 
     from finetune.commands.merge import command, merging
-    from finetune.storage.durable_files import put_output
+    from finetune.storage.durable_files import os_error_in, put_output
 
     def write(target: Path, *_: Any, **__: Any) -> None:
         save_file({"weights": np.arange(50_000, dtype=np.float32)}, target / "model.safetensors")
@@ -382,8 +382,10 @@ def _export(folder: Path) -> Any:
     (folder / "run").mkdir(exist_ok=True)
     try:
         put_output(folder / "run", write)
-    except OSError as error:
-        return {"error": str(error)}
+    except Exception as error:  # as the end of a run does (training/execute.py)
+        if (cause := os_error_in(error)) is None:
+            raise
+        return {"error": str(cause)}
     merging.merge_into = write  # the files of a merge, without its model
     command.publish(SimpleNamespace(), folder / "merged", SimpleNamespace())
     return "written"
