@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from finetune.data import cache
 from finetune.data.report import DataReport
+from finetune.storage.durable_files import save_array
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -106,7 +107,7 @@ def write_arrays(
     }
     for name, values in arrays.items():
         arrays[name] = values.astype(ARRAYS[name])
-        np.save(folder / f"{name}.npy", arrays[name], allow_pickle=False)
+        save_array(folder / f"{name}.npy", arrays[name])
     maps = {
         name: np.lib.format.open_memmap(folder / f"{name}.npy", "w+", ARRAYS[name], shape=(int(lengths.sum()),))
         for name in ("tokens", "supervised")

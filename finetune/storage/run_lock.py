@@ -209,13 +209,15 @@ class RunLock:
                     "be lost while the run works, remove it before the next one",
                     self.run_folder, CLAIM_NAME,
                 )  # fmt: skip
-            self._descriptor, self._signed = descriptor, signature() if locked else {}
+            signed = signature() if locked else {}
             if locked:
-                _sign(descriptor, self._signed)
+                _sign(descriptor, signed)
+            self._descriptor, self._signed = descriptor, signed
             return True
         finally:
             if self._descriptor is None:
                 os.close(descriptor)
+                self._claim.give_back()
 
     def _is_signed(self) -> bool:
         """Whether a machine that has locks here, as this one has not, may hold one: its runs sign, and sign off."""

@@ -102,6 +102,10 @@ class Cluster:
         for task in self.tasks:
             task.kill()
 
+    def relieve(self) -> None:
+        """Somebody has read the message and made room."""
+        self.shared.set(quota_bytes=1e18)
+
     def start(self, node: int, work: Callable[..., Any], *arguments: Any) -> Task:
         return Task(self, node, work, *arguments)
 
@@ -114,11 +118,12 @@ def _error(found: Any) -> str:
     return re.sub(r"\s*\n\s*", "; ", found["error"]) if isinstance(found, dict) and "error" in found else ""
 
 
-def _until_good(do: Callable[[], Any]) -> tuple[list[str], Any]:
+def _until_good(cluster: Cluster, do: Callable[[], Any]) -> tuple[list[str], Any]:
     """Do it, and once more where it fails; the first time's error, and what it gave."""
     found = do()
     errors = [_error(found)] if _error(found) else []
     if errors:
+        cluster.relieve()
         found = do()
         assert not _error(found), [*errors, _error(found)]
     return errors, found
@@ -221,6 +226,7 @@ def save(cluster: Cluster, size_bytes: int = 200_000) -> str:
                 break
             assert not attempt, f"failed twice: {_error(found)}"
             errors.append(_error(found))
+            cluster.relieve()
             assert step < 2 or cluster.do(1, _newest)[0] == f"checkpoint-{step - 1}", "the previous one is not valid"
             cluster.do(0, _clean)
         name, skipped = cluster.do(1, _newest)
@@ -250,12 +256,13 @@ def _cached(folder: Path, notes: str) -> Any:
     import numpy as np
 
     from finetune.data.cache import open_or_make
+    from finetune.storage.durable_files import save_array
 
     def make(target: Path) -> dict[str, Any]:
         with open(notes, "a") as file:
             file.write("made\n")
         time.sleep(0.3)
-        np.save(target / "tokens.npy", np.arange(100_000))
+        save_array(target / "tokens.npy", np.arange(100_000))
         return {"rows": 100_000}
 
     entry = open_or_make(folder / "cache", {"data": "1"}, make)
@@ -272,7 +279,7 @@ def cache(cluster: Cluster) -> str:
         found = [task.result() for task in tasks]
         return next((each for each in found if _error(each)), found)
 
-    errors, found = _until_good(both)
+    errors, found = _until_good(cluster, both)
     after = cluster.do(1, _cached, str(notes))
     assert set(map(str, [*found, after])) == {str(sum(range(100_000)))}, [found, after]
     left = [name for name in os.listdir(cluster.shared.disk / "cache") if name.startswith(".making")]
@@ -297,8 +304,8 @@ def prepare(cluster: Cluster) -> str:
     """Made on one node, checked at once on the other, where nothing may be missing."""
     data, numbers = cluster.onto.parent / "corpus.jsonl", random.Random(0)
     data.write_text("".join(json.dumps({"text": f"link {numbers.random()} router " * 3}) + "\n" for _ in range(400)))
-    errors, made = _until_good(lambda: cluster.do(0, _prepare, str(data)))
-    more, checked = _until_good(lambda: cluster.do(1, _prepare, str(data)))
+    errors, made = _until_good(cluster, lambda: cluster.do(0, _prepare, str(data)))
+    more, checked = _until_good(cluster, lambda: cluster.do(1, _prepare, str(data)))
     errors += more
     assert checked[0] == 0 and checked[1] == made[1] >= 2, [made, checked]
     said = "made on one node, whole on the other"
@@ -392,14 +399,14 @@ def _export(folder: Path) -> Any:
 
 
 def _look(folder: Path) -> Any:
-    from safetensors.numpy import load_file
+    from finetune.storage.durable_files import hash_files
 
-    return [float(load_file(folder / name / "model.safetensors")["weights"].sum()) for name in ("run", "merged")]
+    return hash_files([folder / name / "model.safetensors" for name in ("run", "merged")])
 
 
 def export(cluster: Cluster) -> str:
     """The result of a run and of a merge, read at once on another node."""
-    errors, _ = _until_good(lambda: cluster.do(0, _export))
+    errors, _ = _until_good(cluster, lambda: cluster.do(0, _export))
     time.sleep(cluster.shared.lag_seconds)
     seen = cluster.do(1, _look)
     assert seen == [seen[0]] * 2, seen

@@ -73,6 +73,7 @@ def publish(source: Source, output: Path, options: MergeOptions) -> None:
         for path in sorted(staging.iterdir()):
             durable_files.share_file(path)
             durable_files.sync_file(path)
+            durable_files.reopen(path)
         durable_files.sync_folder(staging)
         _give_name(staging, output)
     except Exception as error:
