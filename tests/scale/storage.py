@@ -14,10 +14,10 @@ import multiprocessing
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,15 @@ from storage_operations import OPERATIONS, Cluster, preload
 
 CACHED_SECONDS = 3.0
 AT_ONCE = 4
+WITH_RUNS = ("nothing", "caches", "what a node", "flock: ENOLCK")
 INTRODUCTION = """
 Two nodes share a folder: each is a FUSE mount of its own with the kernel's caches, and a server that knows files by
 their inodes, as NFS does (`tests/shared_folder.py`). On them, as processes with host names of their own: the run lock
 (held, refused, killed), four saves of two ranks with rotation, the data cache made by two nodes at once, `prepare` and
-its check on the other node, a monitor that follows a run of the other node, the result of a run and of a merge.
-Demanded of each: no checkpoint lost, none called gone or invalid that is not, no lock held twice, a pause only waited
-for. `make scale PART=storage` makes this section."""
+its check on the other node, a monitor that follows a run of the other node, the result of a run and of a merge, and
+whole runs of two ranks that are killed and resumed at once, with rank 0 on the other node. Demanded of each: no
+checkpoint lost, none called gone or invalid that is not, no lock held twice, a pause only waited for.
+`make scale PART=storage` makes this section."""
 
 # What the package renames by itself; a library's own rename (safetensors) fails with its error.
 OUR_RENAMES = (
@@ -73,6 +75,9 @@ class Misbehaviour:
     pause: float = 0.0
     patch: Callable[[], None] = _nothing
 
+    def shared(self, place: Path) -> SharedFolder:
+        return SharedFolder(place, flock_by=self.flock_by, **self.settings)
+
 
 MISBEHAVIOURS = (
     Misbehaviour("nothing wrong"),
@@ -108,14 +113,12 @@ class Cell:
     operation: str
     holds: bool
     text: str
-    seconds: float
 
 
 def try_one(misbehaviour: Misbehaviour, operation: str, place: Path) -> Cell:
     """One operation on one kind of storage."""
-    began = time.monotonic()
     place.mkdir()
-    with SharedFolder(place, flock_by=misbehaviour.flock_by, **misbehaviour.settings) as shared:
+    with misbehaviour.shared(place) as shared:
         for name, number, path, facts in misbehaviour.faults:
             shared.fail(name, number, path, **facts)
         if misbehaviour.pause:
@@ -127,7 +130,7 @@ def try_one(misbehaviour: Misbehaviour, operation: str, place: Path) -> Cell:
             text, holds = str(error), False
         finally:
             cluster.end()
-    return Cell(misbehaviour.name, operation, holds, text, time.monotonic() - began)
+    return Cell(misbehaviour.name, operation, holds, text)
 
 
 def cells(words: list[str]) -> Iterator[Cell]:
@@ -147,13 +150,35 @@ def cells(words: list[str]) -> Iterator[Cell]:
         yield from pool.map(try_one, *zip(*asked, strict=True), places)
 
 
+def run_cells(words: list[str]) -> Iterator[Cell]:
+    """Whole runs, on a few kinds of storage."""
+    if not all(word in "run" for word in words):
+        return
+    from storage_runs import killed_and_resumed
+
+    for misbehaviour in MISBEHAVIOURS:
+        if misbehaviour.name.startswith(WITH_RUNS):
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                SharedFolder(
+                    Path(folder) / "shared", flock_by=misbehaviour.flock_by, **misbehaviour.settings
+                ) as shared,
+            ):
+                try:
+                    # A claim of a killed process is for its own machine to take over.
+                    text = killed_and_resumed(shared, Path(folder), elsewhere="flock" not in misbehaviour.name)
+                    yield Cell(misbehaviour.name, "run", True, text)
+                except (AssertionError, TimeoutError) as error:
+                    yield Cell(misbehaviour.name, "run", False, str(error))
+
+
 def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if reason := why_not():
         print(reason, file=sys.stderr)
         return 2
     found = []
-    for cell in cells(sys.argv[1:]):
+    for cell in chain(cells(sys.argv[1:]), run_cells(sys.argv[1:])):
         print(f"{'holds' if cell.holds else 'FAILS'}  {cell.misbehaviour} / {cell.operation}: {cell.text}", flush=True)
         found.append(cell)
     if not sys.argv[1:]:
@@ -170,7 +195,7 @@ def section(found: list[Cell]) -> str:
         "| storage | operation | what happened | |",
         "|---|---|---|---|",
     ]
-    for cell in found:
+    for cell in sorted(found, key=lambda cell: [each.name for each in MISBEHAVIOURS].index(cell.misbehaviour)):
         text = cell.text.replace("|", "\\|").replace("\n", " ")
         lines.append(f"| {cell.misbehaviour} | {cell.operation} | {text} | {'holds' if cell.holds else 'FAILS'} |")
     lines += [

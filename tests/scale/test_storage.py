@@ -10,17 +10,21 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from shared_folder import SharedFolder, why_not
 from storage import MISBEHAVIOURS, try_one
 
-from finetune.errors import StateError
+from finetune.commands.doctor.host import check_locks
+from finetune.errors import FinetuneError, StateError
+from finetune.runs.reader import FolderReader
 from finetune.storage import checkpoint_manifest, durable_files, run_lock, shared_storage
 from finetune.storage.checkpoint_files import CheckpointWriter, newest_valid, rotate, verify
-from finetune.storage.run_folder import describe_folder
+from finetune.storage.run_folder import describe_folder, write_status
 from finetune.storage.run_lock import CLAIM_NAME, RunLock, is_held
 from finetune.training.resume import decide_resume
 
@@ -48,7 +52,8 @@ def shared(mounted: SharedFolder, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
     monkeypatch.setattr(checkpoint_manifest, "SEEN_WITHIN_SECONDS", 3.0)
     yield mounted
     mounted.heal()
-    mounted.set(absent_seconds=0, listing_seconds=0, attribute_seconds=0, entry_seconds=0, flock="shared")
+    mounted.set(absent_seconds=0, listing_seconds=0, attribute_seconds=0, entry_seconds=0)
+    mounted.set(flock="shared", quota_bytes=1e18)
     for path in mounted.disk.iterdir():
         durable_files.remove_tree(path)
 
@@ -172,6 +177,52 @@ def test_a_pause_is_only_waited_for(shared: SharedFolder) -> None:
         assert verify(save(run, 1)).valid
         with pytest.raises(StateError), RunLock(shared.nodes[1] / "run", 0):
             pass
+
+
+def test_an_error_of_a_close_is_not_lost(shared: SharedFolder) -> None:
+    """numpy's and safetensors' own writing lose it: cache entries and results were whole by their hashes, and empty."""
+    run = shared.nodes[0] / "run"
+    run.mkdir()
+    values = np.arange(50_000, dtype=np.float32)
+    shared.set(quota_bytes=1000)
+    with pytest.raises(OSError, match="quota"):
+        durable_files.save_array(run / "tokens.npy", values)
+    with pytest.raises(FinetuneError, match="model.safetensors was written, and is not whole"):
+        durable_files.put_output(run, lambda folder: save_file({"weights": values}, folder / "model.safetensors"))
+    assert not (run / "model.safetensors").exists()
+    shared.set(quota_bytes=1e18)
+    durable_files.put_output(run, lambda folder: save_file({"weights": values}, folder / "model.safetensors"))
+    np.testing.assert_array_equal(load_file(run / "model.safetensors")["weights"], values)
+
+
+def test_doctor_says_where_there_are_no_locks(shared: SharedFolder, tmp_path: Path) -> None:
+    folder = shared.nodes[0] / "runs" / "new"
+    assert [check.verdict for check in check_locks("output", folder)] == ["ok"]
+    shared.set(flock=errno.ENOLCK)
+    (check,) = check_locks("output", folder)
+    assert check.verdict == "warn" and check.name == "locks_output" and "fuse.nfslike" in check.what and check.fix
+    assert os.listdir(shared.disk) == [] and not list(check_locks("cache", tmp_path))
+
+
+def test_an_error_while_the_lock_is_signed(shared: SharedFolder) -> None:
+    """It was held then by a process that believed it was refused."""
+    shared.fail("write", errno.EIO, "/.lock$")
+    with RunLock(shared.nodes[0] / "run", 0):
+        assert is_held(shared.nodes[1] / "run")
+
+
+def test_a_reader_goes_on_after_an_error_of_its_mount(shared: SharedFolder) -> None:
+    """A monitor ended with a traceback where its log was replaced, or the folder could not be read for a moment."""
+    run = shared.nodes[0] / "run"
+    with RunLock(run, 0):
+        write_status(run, "running", None, step=1)
+        (run / "trainer_log.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+        reader = FolderReader(shared.nodes[1] / "run")
+        assert (reader.poll().step, reader.poll().state) == (1, "running")
+        for operation in ("opendir", "read", "open"):
+            shared.fail(operation, errno.ESTALE, "", times=4, node=1)
+            assert (reader.poll().step, reader.poll().state) == (1, "running")
+            shared.heal()
 
 
 def test_earlier_signatures_keep_nobody_out(shared: SharedFolder) -> None:
