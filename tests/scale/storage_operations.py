@@ -380,7 +380,8 @@ def _export(folder: Path) -> Any:
     from safetensors.numpy import save_file
 
     from finetune.commands.merge import command, merging
-    from finetune.storage.durable_files import os_error_in, put_output
+    from finetune.storage.durable_files import os_error_in
+    from finetune.storage.results import put_output
 
     def write(target: Path, *_: Any, **__: Any) -> None:
         save_file({"weights": np.arange(50_000, dtype=np.float32)}, target / "model.safetensors")

@@ -24,6 +24,7 @@ from finetune.errors import FinetuneError, StateError
 from finetune.runs.reader import FolderReader
 from finetune.storage import checkpoint_manifest, durable_files, run_lock, shared_storage
 from finetune.storage.checkpoint_files import CheckpointWriter, newest_valid, rotate, verify
+from finetune.storage.results import put_output
 from finetune.storage.run_folder import describe_folder, write_status
 from finetune.storage.run_lock import CLAIM_NAME, RunLock, is_held
 from finetune.training.resume import decide_resume
@@ -188,10 +189,10 @@ def test_an_error_of_a_close_is_not_lost(shared: SharedFolder) -> None:
     with pytest.raises(OSError, match="quota"):
         durable_files.save_array(run / "tokens.npy", values)
     with pytest.raises(FinetuneError, match="model.safetensors was written, and is not whole"):
-        durable_files.put_output(run, lambda folder: save_file({"weights": values}, folder / "model.safetensors"))
+        put_output(run, lambda folder: save_file({"weights": values}, folder / "model.safetensors"))
     assert not (run / "model.safetensors").exists()
     shared.set(quota_bytes=1e18)
-    durable_files.put_output(run, lambda folder: save_file({"weights": values}, folder / "model.safetensors"))
+    put_output(run, lambda folder: save_file({"weights": values}, folder / "model.safetensors"))
     np.testing.assert_array_equal(load_file(run / "model.safetensors")["weights"], values)
 
 

@@ -13,6 +13,7 @@ from finetune.commands.merge.options import MergeOptions
 from finetune.config.options import read_options
 from finetune.errors import ConfigError, ExitCode, FinetuneError, StateError
 from finetune.storage import durable_files
+from finetune.storage.results import reopen
 
 if TYPE_CHECKING:
     from finetune.inference.loading import Source
@@ -73,7 +74,7 @@ def publish(source: Source, output: Path, options: MergeOptions) -> None:
         for path in sorted(staging.iterdir()):
             durable_files.share_file(path)
             durable_files.sync_file(path)
-            durable_files.reopen(path)
+            reopen(path)
         durable_files.sync_folder(staging)
         _give_name(staging, output)
     except Exception as error:
