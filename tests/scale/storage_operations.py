@@ -346,7 +346,8 @@ def _watch(folder: Path, steps: int) -> Any:
         view = reader.poll()
         orders, last = orders and view.step >= last, view.step
         states += [view.state] if not states or states[-1] != view.state else []
-        unfinished_checkpoints(folder / "run")
+        if (folder / "run").is_dir():  # as `clean` asks first
+            unfinished_checkpoints(folder / "run")
         if view.state == "done" and view.step >= steps:
             break
         time.sleep(0.05)
