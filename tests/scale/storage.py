@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -196,7 +197,7 @@ def section(found: list[Cell]) -> str:
         "|---|---|---|---|",
     ]
     for cell in sorted(found, key=lambda cell: [each.name for each in MISBEHAVIOURS].index(cell.misbehaviour)):
-        text = cell.text.replace("|", "\\|").replace("\n", " ")
+        text = re.sub(r"/[^ \"']*/shared\b", "FOLDER", cell.text.replace("|", "\\|").replace("\n", " "))
         lines.append(f"| {cell.misbehaviour} | {cell.operation} | {text} | {'holds' if cell.holds else 'FAILS'} |")
     lines += [
         "",

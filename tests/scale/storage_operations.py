@@ -155,7 +155,7 @@ def lock(cluster: Cluster) -> str:
     if not after_kill:
         return "the other node is refused, and free after a kill -9"
     assert "rm " in after_kill, after_kill
-    told = after_kill.split("fix: ")[-1][-70:]
+    told = after_kill[after_kill.index("if it is gone") :]
     return f'the other node is refused, after a kill -9 too ("{told}"); this one is not'
 
 
@@ -217,14 +217,14 @@ def save(cluster: Cluster, size_bytes: int = 200_000) -> str:
     (cluster.shared.disk / "run").mkdir(exist_ok=True)
     errors = []
     for step in range(1, 5):
-        for attempt in range(2):
+        for attempt in range(4):  # as many errors as are put in
             parts = [cluster.start(rank, _write_slice, rank, step, size_bytes) for rank in (0, 1)]
             records = [part.result() for part in parts]
             failed = next((_error(found) for found in records if _error(found)), "")
             found = {"error": failed} if failed else cluster.do(0, _publish, step, records[0] | records[1])
             if not _error(found):
                 break
-            assert not attempt, f"failed twice: {_error(found)}"
+            assert attempt < 3, f"failed again and again: {_error(found)}"
             errors.append(_error(found))
             cluster.relieve()
             assert step < 2 or cluster.do(1, _newest)[0] == f"checkpoint-{step - 1}", "the previous one is not valid"
@@ -305,6 +305,7 @@ def prepare(cluster: Cluster) -> str:
     data, numbers = cluster.onto.parent / "corpus.jsonl", random.Random(0)
     data.write_text("".join(json.dumps({"text": f"link {numbers.random()} router " * 3}) + "\n" for _ in range(400)))
     errors, made = _until_good(cluster, lambda: cluster.do(0, _prepare, str(data)))
+    time.sleep(cluster.shared.lag_seconds)
     more, checked = _until_good(cluster, lambda: cluster.do(1, _prepare, str(data)))
     errors += more
     assert checked[0] == 0 and checked[1] == made[1] >= 2, [made, checked]
