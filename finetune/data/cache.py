@@ -7,6 +7,7 @@ hundreds would read the same gigabytes one after another. Nodes check side by si
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -21,7 +22,10 @@ from typing import IO, Any
 from finetune.errors import DataError
 from finetune.runtime.device import launch_world
 from finetune.runtime.process_start import process_start
-from finetune.storage.durable_files import hash_files
+from finetune.storage import durable_files
+from finetune.storage.lock_claim import claimed
+from finetune.storage.run_lock import try_flock
+from finetune.storage.shared_storage import has_name, looks, make_folder
 
 logger = logging.getLogger("finetune")
 
@@ -57,7 +61,7 @@ def open_or_make(cache_dir: Path, parts: Mapping[str, str], make: Callable[[Path
     key = key_of(parts)
     folder = cache_dir / key
     with said_if_unwritable(folder):
-        cache_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(cache_dir, parents=True)
         with locked(cache_dir / f"{key}.{socket.gethostname()}.lock") as note:
             if _verified_in_this_start(note, folder):
                 return folder
@@ -95,6 +99,8 @@ def _make_anew(cache_dir: Path, key: str, parts: Mapping[str, str], make: Callab
         fault = _fault(folder)  # another node may have made it meanwhile
         if fault is not None:
             logger.info("tokenized data: making %s (%s)", folder, fault or _what_changed(cache_dir, parts))
+            if fault:
+                durable_files.remove_tree(folder)
             _make(cache_dir, key, parts, make)
 
 
@@ -142,26 +148,44 @@ def _make(cache_dir: Path, key: str, parts: Mapping[str, str], make: Callable[[P
         raise
     known = meta.get("files", {})
     rest = [path for path in sorted(temporary.iterdir()) if path.name not in known]
-    files = known | dict(zip((path.name for path in rest), hash_files(rest), strict=True))
+    files = known | dict(zip((path.name for path in rest), durable_files.hash_files(rest), strict=True))
     meta |= {"parts": dict(parts), "files": files}
     (temporary / META_FILE).write_text(json.dumps(meta, indent=1), encoding="utf-8")
-    if (cache_dir / key).exists():
-        shutil.rmtree(cache_dir / key)
-    os.replace(temporary, cache_dir / key)
+    _publish(temporary, cache_dir / key)
+
+
+def _publish(temporary: Path, folder: Path) -> None:
+    """Give a made folder its name; what another node has put there, whole, is kept: others may read it already."""
+    try:
+        durable_files.move(temporary, folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or _fault(folder) is not None:
+            raise
+        durable_files.remove_tree(temporary)
 
 
 def _fault(folder: Path) -> str | None:
     """None: the folder is whole. "": there is none. Else what is wrong with it."""
-    if not folder.exists():
+    if not has_name(folder):
         return ""
+    fault: str | None = ""
+    for _ in looks(folder):  # over a network, what another node has made may not be seen yet
+        try:
+            return _damage(folder)
+        except FileNotFoundError as error:
+            fault = f"{Path(error.filename).name} was missing"
+        except OSError:
+            fault = f"{META_FILE} was unreadable"
+    return fault
+
+
+def _damage(folder: Path) -> str | None:
     try:
         files = read_meta(folder)["files"]
-        for name, digest in zip(files, hash_files([folder / name for name in files]), strict=True):
+        for name, digest in zip(files, durable_files.hash_files([folder / name for name in files]), strict=True):
             if digest != files[name]:
                 return f"{name} was damaged"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} was missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return f"{META_FILE} was unreadable"
     return None
 
@@ -195,12 +219,16 @@ def _changes(name: str, before: str, after: str) -> list[str]:
 
 @contextlib.contextmanager
 def locked(path: Path, *, shared: bool = False) -> Iterator[IO[str]]:
-    """Hold an flock on the file. It falls with its process, so a killed one blocks nobody; the file stays."""
+    """Hold an flock on the file. It falls with its process, so a killed one blocks nobody; the file stays.
+
+    Where the file system has no locks that all machines see, a claim (storage/lock_claim.py) stands for it.
+    """
     mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    with path.open("a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, mode | fcntl.LOCK_NB)
-        except BlockingIOError:
+    with path.open("a+", encoding="utf-8") as file, contextlib.ExitStack() as stack:
+        is_locked = try_flock(file.fileno(), mode, path)
+        if is_locked is None and not shared:  # what is there whole is only read, and made under another name
+            stack.enter_context(claimed(path.with_suffix(".claim"), "tokenized data"))
+        elif is_locked is False:
             logger.info("tokenized data: another process is making or checking it; waiting")
             fcntl.flock(file, mode)
         yield file

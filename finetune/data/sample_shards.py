@@ -16,7 +16,7 @@ from typing import IO, Any
 import numpy as np
 
 from finetune.data.passes import SAMPLE_FACTS
-from finetune.storage.durable_files import hash_files, replace_file
+from finetune.storage.durable_files import hash_files, replace_file, save_array
 
 SHARD_TOKENS = 16 << 20  # at most, but for the last part that goes into it
 SCRATCH = "scratch"  # folder of what is removed at the end
@@ -93,7 +93,7 @@ class ShardWriter:
         self.close()
         number = len(self.states)
         facts = np.concatenate(self._facts)
-        np.save(_facts_file(self.folder, number), facts, allow_pickle=False)
+        save_array(_facts_file(self.folder, number), facts)
         hashes = {token_file(self.folder, name, number).name: d.hexdigest() for name, d in self._digests.items()}
         hashes[f"{SCRATCH}/{_facts_file(self.folder, number).name}"] = hash_files([_facts_file(self.folder, number)])[0]
         state = {**state, "samples": len(facts), "tokens": self._tokens, "files": hashes}

@@ -45,31 +45,33 @@ class LineFollower:
             most_bytes: about so many of them, and the rest with the next call; all by default.
         """
         try:
-            # O_NONBLOCK: opening a pipe must not wait for its writer.
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:
+            return self._poll(most_bytes)
+        except OSError:  # over a network also while it is read: another file has taken its name (ESTALE)
             return NewLines(False, [])
+
+    def _poll(self, most_bytes: int) -> NewLines:
+        # O_NONBLOCK: opening a pipe must not wait for its writer.
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
             state = os.fstat(descriptor)
             if not stat.S_ISREG(state.st_mode):
                 return NewLines(False, [])
             identity = (state.st_dev, state.st_ino)
-            restarted = False
+            restarted, offset_bytes, tail = False, self._offset_bytes, self._tail
             if self._identity is not None:
-                file.seek(self._offset_bytes - len(self._tail))
-                restarted = identity != self._identity or file.read(len(self._tail)) != self._tail
+                file.seek(offset_bytes - len(tail))
+                restarted = identity != self._identity or file.read(len(tail)) != tail
             if self._identity is None or restarted:
-                self._offset_bytes = self._begin(file, state.st_size)
-                file.seek(max(0, self._offset_bytes - _TAIL_BYTES))
-                self._tail = file.read(min(self._offset_bytes, _TAIL_BYTES))
-            file.seek(self._offset_bytes)
+                offset_bytes = self._begin(file, state.st_size)
+                file.seek(max(0, offset_bytes - _TAIL_BYTES))
+                tail = file.read(min(offset_bytes, _TAIL_BYTES))
+            file.seek(offset_bytes)
             content = file.read(most_bytes)
             if len(content) == most_bytes:
                 content += file.readline()
-        self._identity = identity
         whole = content[: content.rfind(b"\n") + 1]
-        self._offset_bytes += len(whole)
-        self._tail = (self._tail + whole[-_TAIL_BYTES:])[-_TAIL_BYTES:]
+        self._identity, self._offset_bytes = identity, offset_bytes + len(whole)
+        self._tail = (tail + whole[-_TAIL_BYTES:])[-_TAIL_BYTES:]
         return NewLines(restarted, whole.splitlines())
 
     def pieces(self) -> Iterator[NewLines]:

@@ -24,7 +24,7 @@ from finetune.runs.step_table import StepTable
 from finetune.runs.view import Message, RunView, State, is_finite_number
 from finetune.runtime.process_start import is_same_start, recorded_start
 from finetune.storage.run_folder import CONFIG_NAME, IDENTITY_NAME, STATUS_NAME, describe_folder
-from finetune.storage.run_lock import LOCK_NAME
+from finetune.storage.run_lock import LOCK_NAME, holder
 
 RANK_LOGS_FOLLOWED = 64
 CONSOLE_BYTES = 32 << 20  # of a console's copy: hundreds of thousands of steps
@@ -67,12 +67,24 @@ class FolderReader:
         return view
 
     def _describe(self) -> None:
-        """Read what says which run it is, and how it stands, where one of these files was written."""
+        """Read what says which run it is, and how it stands, where one of these files was written.
+
+        Where a network mount fails for a moment, it is what it was at the last look.
+
+        Raises:
+            StateError: it cannot be read, and never could.
+        """
         files = [_version(self.view.source / name) for name in (IDENTITY_NAME, CONFIG_NAME, STATUS_NAME)]
-        if files != self._described:
+        if files == self._described:
+            return
+        try:
             described = describe_folder(self.view.source)
-            self.view.identity, self.view.config = described.identity or {}, described.config or {}
-            self.view.status = described.status or {}
+        except StateError:
+            if not self._described:
+                raise
+            return
+        self.view.identity, self.view.config = described.identity or {}, described.config or {}
+        self.view.status = described.status or {}
         self._described = files
 
     def _state(self) -> State:
@@ -81,7 +93,7 @@ class FolderReader:
             return state
         if state is None and not self.view.steps:
             return "waiting"
-        return "vanished" if _holder_is_gone(self.view.source / LOCK_NAME) else "running"
+        return "vanished" if _holder_is_gone(self.view.source) else "running"
 
     def _read_logs(self, folder: Path) -> bool:
         """Take warnings and errors of the newest log of each rank; what is an event as well is left out. Any new?"""
@@ -259,12 +271,12 @@ def _newest_per_rank(folder: Path) -> list[tuple[int, str]]:
     return sorted(newest.items())[:RANK_LOGS_FOLLOWED]
 
 
-def _holder_is_gone(lock: Path) -> bool:
+def _holder_is_gone(run_folder: Path) -> bool:
     """Whether the process that signed the lock is known to be gone: it ran on this host, its id is free or reused."""
     import psutil
 
+    facts = holder(run_folder)
     try:
-        facts = json.loads(lock.read_bytes()[:65536])
         signed = datetime.fromisoformat(facts["since"]).timestamp()
         if facts["host"] != socket.gethostname():
             return False
@@ -275,5 +287,5 @@ def _holder_is_gone(lock: Path) -> bool:
         return not same or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-    except (OSError, ValueError, KeyError, TypeError, psutil.Error):
+    except (ValueError, KeyError, TypeError, psutil.Error):
         return False

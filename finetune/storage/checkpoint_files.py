@@ -18,7 +18,6 @@ import errno
 import logging
 import os
 import re
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +34,7 @@ from finetune.storage.checkpoint_manifest import (
     step_of,
     verify,
 )
+from finetune.storage.shared_storage import looks, make_folder
 
 # Of the manifest, for whoever works with checkpoint folders.
 __all__ = ["list_checkpoints", "newest_valid", "step_of", "verify"]
@@ -82,8 +82,7 @@ class CheckpointWriter:
         try:
             if self.expected_bytes is not None and self.expected_bytes > durable_files.free_bytes(self.run_folder):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            with contextlib.suppress(FileExistsError):  # another rank was first
-                os.mkdir(self.folder)
+            make_folder(self.folder)  # another rank may be first
         except OSError as error:
             raise self._explained(error) from error
         return self
@@ -142,8 +141,14 @@ class CheckpointWriter:
             if found.valid:
                 self.discard()
                 return target
+            if found.unread:
+                raise FinetuneError(
+                    f"{target.name} is there already and cannot be read: {found.why}",
+                    str(self.run_folder),
+                    "see to the mount or the disk, then start the same command again",
+                )
             set_aside(target, found.why)
-        os.rename(self.folder, target)
+        durable_files.move(self.folder, target)
         durable_files.sync_folder(self.run_folder)
         written = verify(target, hashes=False)  # each rank has hashed its own files
         if not written.valid:
@@ -167,21 +172,20 @@ class CheckpointWriter:
             raise FinetuneError(
                 f"a checkpoint must not hold {refused}", str(self.folder), "save it as safetensors or JSON"
             )
-        deadline = time.monotonic() + VISIBLE_WITHIN_SECONDS
-        while True:
+        for _ in looks(self.folder, VISIBLE_WITHIN_SECONDS):
+            # Of what other nodes have made, renamed and removed, this one may see the state of a minute ago.
             sizes, strange = durable_files.walk_files(self.folder)
             absent = [name for name in records if sizes.get(name) != records[name]["size_bytes"]]
-            if not absent or time.monotonic() > deadline:
-                break
-            time.sleep(0.2)
+            unsealed = sorted({*sizes, *strange} - records.keys())
+            if not absent and not unsealed:
+                return
         if absent:
             raise FinetuneError(
                 f"files of other ranks are not seen by the rank that publishes: {sorted(absent)[:5]}",
                 str(self.folder),
                 "put --output-dir on a file system that all nodes share",
             )
-        if unsealed := sorted({*sizes, *strange} - records.keys()):
-            raise FinetuneError(f"files in the staging folder that no rank sealed: {unsealed[:5]}", str(self.folder))
+        raise FinetuneError(f"files in the staging folder that no rank sealed: {unsealed[:5]}", str(self.folder))
 
     def _sync_folders(self, names: Collection[str]) -> None:
         inner = {parent for name in names for parent in Path(name).parents}
@@ -228,7 +232,7 @@ def set_aside(folder: Path, why: str) -> Path:
     number = 1
     while durable_files.is_taken(aside := folder.parent / f".invalid-{folder.name}-{number}"):
         number += 1
-    os.rename(folder, aside)
+    durable_files.move(folder, aside)
     durable_files.sync_folder(folder.parent)
     logger.warning("%s was moved aside to %s: %s", folder.name, aside.name, why)
     return aside
@@ -262,14 +266,26 @@ def rotate(run_folder: Path | str, keep: int, *, known_valid: Collection[str]) -
         enough = kept >= keep and known >= KEEP_AT_LEAST
         validity = verify(folder, hashes=False)
         if not validity.valid:
-            if not enough:  # else it was reported when it was new
+            if not enough and durable_files.is_taken(folder):  # else it was reported when it was new
                 logger.warning("%s is invalid and left as it is: %s", folder.name, validity.why)
         elif not enough:
             kept += 1
             known += folder.name in known_valid
         elif _removed(folder, _remove_checkpoint):
             removed.append(folder.name)
+    _finish_removals(run_folder)
     return removed
+
+
+def _finish_removals(run_folder: Path | str) -> None:
+    """Remove what earlier calls could not, because a process had a file of it open."""
+    try:
+        left = [folder for folder in staging_folders(run_folder) if folder.name.startswith(".removing-")]
+    except OSError as error:
+        logger.warning("no old checkpoint is looked for: %s", error.strerror or error)
+        return
+    for folder in left:
+        _removed(folder, durable_files.remove_tree)
 
 
 def _removed(folder: Path, remove: Callable[[Path], None]) -> bool:
@@ -277,7 +293,7 @@ def _removed(folder: Path, remove: Callable[[Path], None]) -> bool:
     try:
         remove(folder)
     except OSError as error:
-        logger.warning("%s could not be removed: %s", folder.name, error)
+        logger.warning("%s could not be removed: %s", folder.name, error.strerror or error)
         return False
     return True
 
@@ -286,7 +302,7 @@ def _remove_checkpoint(folder: Path) -> None:
     """Remove a checkpoint so that a kill half-way leaves nothing that looks like one."""
     doomed = folder.parent / f".removing-{folder.name}"
     durable_files.remove_tree(doomed, missing_ok=True)
-    os.rename(folder, doomed)
+    durable_files.move(folder, doomed)
     durable_files.sync_folder(folder.parent)  # or a power loss could keep the old name and lose the files
     durable_files.remove_tree(doomed)
 

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import stat
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 from finetune.errors import StateError
 from finetune.storage import durable_files
+from finetune.storage.shared_storage import SEEN_WITHIN_SECONDS, is_shared, looks
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -25,6 +27,9 @@ MANIFEST_LIMIT_BYTES = 64 << 20
 # Formats whose readers build data and run nothing: weights, JSON, and what tokenizers keep beside their JSON.
 ALLOWED_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".md")
 
+UNREAD_SECONDS = 10.0
+
+_CHANGED = "content changed"
 _CHECKPOINT_NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,17})")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _OF_RANK = re.compile(r".*-([0-9]{5})\.safetensors")  # training/state.py: a file that one rank wrote
@@ -178,14 +183,15 @@ def _check(folder: Path, hashes: bool, reader: int, readers: int) -> dict[str, A
         names = [name for name, share in reading_shares(files, readers).items() if share == reader]
         found = durable_files.hash_files([folder / name for name in names])
         if changed := [name for name, sha256 in zip(names, found, strict=True) if sha256 != files[name]["sha256"]]:
-            raise _Invalid(f"content changed (SHA-256 differs): {_some(changed)}")
+            raise _Invalid(f"{_CHANGED} (SHA-256 differs): {_some(changed)}")
     return manifest
 
 
 def verify(folder: Path | str, *, hashes: bool = True, reader: int = 0, readers: int = 1) -> Validity:
     """Check a checkpoint folder: every file's presence, size and hash, no other file, the manifest's digest, the step.
 
-    Never raises for a broken folder: what is wrong is the answer.
+    Never raises for a broken folder: what is wrong is the answer. Where several machines share the file system, a
+    checkpoint that is younger than their caches, or cannot be read, is looked at again before it is found invalid.
 
     Args:
         folder: `.../checkpoint-<step>`.
@@ -193,8 +199,32 @@ def verify(folder: Path | str, *, hashes: bool = True, reader: int = 0, readers:
             manifest are still checked.
         reader, readers: this process and how many share the reading; it is valid if each finds it valid.
     """
+    validity = _judge(Path(folder), hashes, reader, readers)
+    if (doubt_seconds := _doubt_seconds(Path(folder), validity)) > 0:
+        for _ in looks(folder, doubt_seconds):
+            validity = _judge(Path(folder), hashes, reader, readers)
+            if validity.valid or _CHANGED in validity.why:
+                break
+    return validity
+
+
+def _doubt_seconds(folder: Path, validity: Validity) -> float:
+    """How long what is wrong with a checkpoint may still turn out to be this machine's old view of it."""
+    if validity.valid or _CHANGED in validity.why:
+        return 0.0
     try:
-        return Validity(True, "", _check(Path(folder), hashes, reader, readers))
+        if not os.path.lexists(folder) or not is_shared(folder):
+            return 0.0
+        if validity.unread:
+            return UNREAD_SECONDS
+        return min(SEEN_WITHIN_SECONDS, SEEN_WITHIN_SECONDS - (time.time() - os.lstat(folder).st_mtime))
+    except (OSError, ValueError):
+        return 0.0
+
+
+def _judge(folder: Path, hashes: bool, reader: int, readers: int) -> Validity:
+    try:
+        return Validity(True, "", _check(folder, hashes, reader, readers))
     except _Invalid as reason:
         return Validity(False, str(reason), None)
     except OSError as error:
@@ -232,11 +262,26 @@ def newest_valid(
     Raises:
         StateError: the folder is there but cannot be read.
     """
+    for _ in looks(run_folder):
+        found, skipped, is_old = _newest_of(list_checkpoints(run_folder), hashes, damaged or {})
+        if not is_old:
+            break
+    return found, skipped
+
+
+def _newest_of(
+    listed: list[Path], hashes: bool, damaged: Mapping[str, str]
+) -> tuple[Path | None, list[tuple[Path, str]], bool]:
+    """As `newest_valid`, and whether the list is old: something in it is gone, so something may have come as well."""
     skipped: list[tuple[Path, str]] = []
-    for folder in reversed(list_checkpoints(run_folder)):
-        known = (damaged or {}).get(folder.name)
+    is_old = False
+    for folder in reversed(listed):
+        known = damaged.get(folder.name)
         validity = verify(folder, hashes=hashes) if known is None else Validity(False, known, None)
         if validity.valid:
-            return folder, skipped
-        skipped.append((folder, validity.why))
-    return None, skipped
+            return folder, skipped, is_old
+        if os.path.lexists(folder):
+            skipped.append((folder, validity.why))
+        else:
+            is_old = True
+    return None, skipped, is_old

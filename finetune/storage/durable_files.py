@@ -13,14 +13,18 @@ import functools
 import hashlib
 import os
 import re
-import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from finetune.runtime.parent_watchdog import progress
+from finetune.storage.shared_storage import looks
+
+if TYPE_CHECKING:
+    import numpy as np
 
 CHUNK_BYTES = 8 << 20
 # Of a file that is being written: the system would collect a tenth of the memory, and one fsync take as long.
@@ -28,7 +32,17 @@ SYNC_EVERY_BYTES = 1 << 30
 # Below this a thread pool costs more than it saves; one core hashes about 1.5 GB/s where it has SHA instructions.
 PARALLEL_HASHING_FROM_BYTES = 64 << 20
 # What a file system answers that knows no fsync of folders (some FUSE and SMB mounts): it cannot be asked for more.
-_NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF}
+_NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF, errno.ENOSYS}
+# What reading answers once on a network file system: the file was replaced meanwhile (NFS knows files by their inodes),
+# or a request got lost on a mount that is `soft`.
+_PASSING = {errno.ESTALE, errno.EIO}
+READ_ATTEMPTS = 3
+MOVED_WITHIN_SECONDS = 10.0
+# What a client of NFS, or libfuse, makes of a file that is removed while a process there has it open.
+_STILL_OPEN = re.compile(r"\.nfs[0-9a-f]{16,}|\.fuse_hidden[0-9a-f]{16}")
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+
+T = TypeVar("T")
 
 
 def _sync_descriptor(descriptor: int) -> None:
@@ -65,6 +79,17 @@ def _opened_regular(path: Path) -> Iterator[int]:
         yield descriptor
 
 
+def _again(read: Callable[[], T]) -> T:
+    """The result of opening and reading something, tried again where it failed by what may pass."""
+    for _ in range(READ_ATTEMPTS - 1):
+        try:
+            return read()
+        except OSError as error:
+            if error.errno not in _PASSING:
+                raise
+    return read()
+
+
 def read_bytes(path: Path, limit_bytes: int, check: Callable[[os.stat_result], None] | None = None) -> bytes:
     """The whole content of a regular file.
 
@@ -74,16 +99,20 @@ def read_bytes(path: Path, limit_bytes: int, check: Callable[[os.stat_result], N
     Raises:
         OSError: it cannot be read, is not a regular file, or is larger than `limit_bytes`.
     """
-    with _opened_regular(path) as descriptor:
-        state = os.fstat(descriptor)
-        if check is not None:
-            check(state)
-        if state.st_size > limit_bytes:
-            raise OSError(errno.EFBIG, f"larger than {limit_bytes} bytes", str(path))
-        chunks = []
-        while chunk := os.read(descriptor, CHUNK_BYTES):
-            chunks.append(chunk)
-        return b"".join(chunks)
+
+    def read() -> bytes:
+        with _opened_regular(path) as descriptor:
+            state = os.fstat(descriptor)
+            if check is not None:
+                check(state)
+            if state.st_size > limit_bytes:
+                raise OSError(errno.EFBIG, f"larger than {limit_bytes} bytes", str(path))
+            chunks = []
+            while chunk := os.read(descriptor, CHUNK_BYTES):
+                chunks.append(chunk)
+            return b"".join(chunks)
+
+    return _again(read)
 
 
 def _write_synced(path: Path, data: bytes, flags: int, mode: int = 0o666) -> None:
@@ -131,6 +160,23 @@ def _chunks(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
         yield from (view[start : start + CHUNK_BYTES] for start in range(0, len(view), CHUNK_BYTES))
 
 
+def move(source: Path, target: Path) -> None:
+    """`os.rename`, which over a network may have done its work and report that there is no such file.
+
+    The server answers a request that was sent twice, because its first answer got lost, by what it finds the second
+    time: the old name is gone.
+    """
+    moved = os.lstat(source)
+    try:
+        os.rename(source, target)
+    except FileNotFoundError:
+        for _ in looks(target.parent, MOVED_WITHIN_SECONDS):
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(moved, os.lstat(target)):
+                    return
+        raise
+
+
 def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Replace a file's content: at every moment, power loss included, it holds the old or the new content, whole.
 
@@ -142,7 +188,7 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         _write_synced(temporary, data, os.O_TRUNC, mode)
-        os.replace(temporary, path)
+        move(temporary, path)
     except OSError:
         remove_tree(temporary, missing_ok=True)
         raise
@@ -195,13 +241,22 @@ def hash_files(paths: Sequence[Path]) -> list[str]:
     """SHA-256 of several regular files, in order; large ones side by side (hashlib leaves other threads running)."""
     total_bytes = sum(os.lstat(path).st_size for path in paths)
     if len(paths) < 2 or total_bytes < PARALLEL_HASHING_FROM_BYTES:
-        return [hash_file(path) for path in paths]
+        return [_hash_again(path) for path in paths]
     with ThreadPoolExecutor(max_workers=min(8, len(paths), os.cpu_count() or 1)) as pool:
-        return list(pool.map(hash_file, paths))
+        return list(pool.map(_hash_again, paths))
+
+
+def _hash_again(path: Path) -> str:
+    return _again(lambda: hash_file(path))
+
+
+def is_still_open(name: str) -> bool:
+    """Whether a name is that of a file which was removed while a process had it open; it goes when that closes it."""
+    return _STILL_OPEN.fullmatch(name) is not None
 
 
 def walk_files(folder: Path) -> tuple[dict[str, int], list[str]]:
-    """What lies in a folder and the folders below it, without following links.
+    """What lies in a folder and the folders below it, without following links and without what `is_still_open`.
 
     Returns:
         sizes in bytes by name (relative, with forward slashes) of the regular files, and the names of everything that
@@ -220,10 +275,11 @@ def walk_files(folder: Path) -> tuple[dict[str, int], list[str]]:
             name = prefix + entry.name
             if entry.is_dir(follow_symlinks=False):
                 open_folders.append((here / entry.name, name + "/"))
-            elif entry.is_file(follow_symlinks=False):
-                sizes[name] = entry.stat(follow_symlinks=False).st_size
-            else:
+            elif not entry.is_file(follow_symlinks=False):
                 strange.append(name)
+            elif not is_still_open(entry.name):
+                with contextlib.suppress(FileNotFoundError):  # the listing is older than the file's removal
+                    sizes[name] = entry.stat(follow_symlinks=False).st_size
     return sizes, strange
 
 
@@ -240,6 +296,10 @@ def remove_tree(path: Path, *, missing_ok: bool = False) -> None:
     """Remove a file, a link (never what it points to) or a folder with all that is in it.
 
     Several processes may remove the same folder at once: what one finds gone, another has removed.
+
+    Raises:
+        OSError: EBUSY where a process still has a file of it open and the file system keeps that file under another
+            name; all others are gone.
     """
     if not is_taken(path):
         if missing_ok:
@@ -248,9 +308,39 @@ def remove_tree(path: Path, *, missing_ok: bool = False) -> None:
     while is_taken(path):
         with contextlib.suppress(FileNotFoundError):
             if stat.S_ISDIR(os.lstat(path).st_mode):
-                shutil.rmtree(path)
+                with _opened(path, _FOLDER) as folder:
+                    is_empty = _empty_folder(folder)
+                if not is_empty:
+                    raise OSError(errno.EBUSY, "a process still has a file of it open", str(path))
+                os.rmdir(path)
             else:
                 os.unlink(path)
+
+
+def _empty_folder(folder: int) -> bool:
+    """Remove what is in an open folder; False where files are left that a process has open.
+
+    shutil.rmtree would remove these too, and from another machine that takes them from their reader.
+    """
+    with os.scandir(folder) as scan:
+        entries = list(scan)
+    is_empty = True
+    for entry in entries:
+        with contextlib.suppress(FileNotFoundError):  # another process was faster, or the listing is old
+            if is_still_open(entry.name):
+                is_empty = False
+            elif not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry.name, dir_fd=folder)
+            else:
+                inner = os.open(entry.name, _FOLDER | os.O_CLOEXEC, dir_fd=folder)
+                try:
+                    inner_is_empty = _empty_folder(inner)
+                finally:
+                    os.close(inner)
+                if inner_is_empty:
+                    os.rmdir(entry.name, dir_fd=folder)
+                is_empty = is_empty and inner_is_empty
+    return is_empty and not any(map(is_still_open, os.listdir(folder)))
 
 
 def free_bytes(path: Path) -> int:
@@ -280,15 +370,9 @@ def os_error_in(error: BaseException) -> OSError | None:
     return None
 
 
-def put_output(output_dir: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a folder beside and check it, then move its files in, durably. On one rank."""
-    staging = output_dir / ".staging-0-output"
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir()
-    write(staging)
-    for path in sorted(staging.iterdir()):
-        share_file(path)
-        sync_file(path)
-        os.replace(path, output_dir / path.name)
-    staging.rmdir()
-    sync_folder(output_dir)
+def save_array(path: Path, array: np.ndarray) -> None:
+    """`np.save` without pickles, whose own way with a file loses the error of its close."""
+    import numpy as np
+
+    with path.open("wb") as file:
+        np.save(SimpleNamespace(write=file.write), array, allow_pickle=False)

@@ -1,6 +1,7 @@
 """The run folder: what run it holds, how that run stands, which samples it took. Who may write in it: `RunLock`.
 
 .lock               held by one process of the run while it works; names its holder
+.lock.claim         stands for the lock where the file system has none that all machines see
 run_identity.json   what must be equal for a run to be resumed here
 run.yaml            the resolved configuration
 status.json         running, done, failed or stopped, with the exit code
@@ -21,8 +22,9 @@ import yaml
 
 from finetune.errors import StateError
 from finetune.storage import durable_files
-from finetune.storage.run_lock import LOCK_NAME, RunLock, now_utc
+from finetune.storage.run_lock import CLAIM_NAME, LOCK_NAME, RunLock, now_utc
 from finetune.storage.run_log import StepLog
+from finetune.storage.shared_storage import ask_anew, is_shared
 
 __all__ = ["RunLock"]  # for whoever works with run folders
 
@@ -32,7 +34,7 @@ STATUS_NAME = "status.json"
 SAMPLES_NAME = "samples.jsonl"
 FILE_LIMIT_BYTES = 16 << 20
 # Not a run's and nobody's work either: what a start that was refused or killed, a mount or a file manager leaves.
-_IGNORED_NAMES = {LOCK_NAME, "logs", f".{IDENTITY_NAME}.tmp", "lost+found", ".DS_Store"}
+_IGNORED_NAMES = {LOCK_NAME, CLAIM_NAME, "logs", f".{IDENTITY_NAME}.tmp", "lost+found", ".DS_Store"}
 
 logger = logging.getLogger("finetune")
 
@@ -102,6 +104,15 @@ def read_identity(run_folder: Path | str) -> dict[str, Any] | None:
     return _read_block(Path(run_folder) / IDENTITY_NAME, json.loads)
 
 
+def list_anew(run_folder: Path) -> None:
+    """Have this machine forget what it believes a shared folder to hold: it looks anew where it has made a name itself.
+
+    Only for the holder of the folder's lock.
+    """
+    if is_shared(run_folder):
+        ask_anew(run_folder / f".{IDENTITY_NAME}.tmp")  # a name that nobody minds, should this process be killed here
+
+
 def describe_folder(output_dir: Path | str) -> FolderDescription:
     """What an output folder holds, without changing or trusting anything in it.
 
@@ -110,7 +121,7 @@ def describe_folder(output_dir: Path | str) -> FolderDescription:
     """
     folder = Path(output_dir)
     try:
-        names = set(os.listdir(folder)) - _IGNORED_NAMES
+        names = {name for name in os.listdir(folder) if not durable_files.is_still_open(name)} - _IGNORED_NAMES
     except FileNotFoundError:
         if not os.path.lexists(folder):
             return FolderDescription("empty")
@@ -143,11 +154,22 @@ def check_output_folder(output_dir: Path | str, identity: Mapping[str, Any]) -> 
     if description.kind == "empty":
         return []
     if description.identity is None:
-        what = f"{IDENTITY_NAME} in the output folder is broken, so it cannot be told whether this is the same run"
-        if description.kind == "other":
-            what = f"the output folder is not empty and not a run of this package (it has no {IDENTITY_NAME})"
+        if description.kind == "run":
+            raise _unreadable(Path(output_dir) / IDENTITY_NAME)
+        what = f"the output folder is not empty and not a run of this package (it has no {IDENTITY_NAME})"
         raise StateError(what, str(output_dir), "choose an empty or new --output-dir")
     return differences(description.identity, identity)
+
+
+def _unreadable(path: Path) -> StateError:
+    """Why a file that is there gives nothing: the system did not let it be read, or its content is broken."""
+    try:
+        durable_files.read_bytes(path, FILE_LIMIT_BYTES)
+    except OSError as error:
+        what = f"{path.name} in the output folder cannot be read: {error.strerror or error}"
+        return StateError(what, str(path.parent), "see to this machine's mount or the disk and start again")
+    what = f"{path.name} in the output folder is broken, so it cannot be told whether this is the same run"
+    return StateError(what, str(path.parent), "choose an empty or new --output-dir")
 
 
 def differences(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> list[Difference]:

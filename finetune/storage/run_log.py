@@ -25,6 +25,7 @@ from finetune.errors import DataError
 from finetune.plain_text import mask_passwords, plain_lines
 from finetune.storage.append_file import AppendFile
 from finetune.storage.curve_file import CurveFile
+from finetune.storage.shared_storage import make_folder
 
 LOGGER_NAME = "finetune"
 LOG_FILE_ONLY = {"log_file_only": True}  # as `extra` of a log call: not to the console
@@ -243,7 +244,7 @@ class _LogFile(logging.Handler):
 def add_log_file(run_folder: Path, rank: int) -> logging.Handler:
     """Copy this rank's messages to `logs/<time>-<pid>-rank<r>.log` in the run folder; returns the handler to remove."""
     folder = run_folder / "logs"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, parents=True)
     handler = _LogFile(folder / f"{_start_time(folder, rank)}-{os.getpid()}-rank{rank}.log")
     handler.setFormatter(_PlainFormatter("%(asctime)s [%(levelname)s] %(message)s"))
     logging.getLogger(LOGGER_NAME).addHandler(handler)

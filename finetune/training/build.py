@@ -28,7 +28,7 @@ from finetune.training.checkpointer import Checkpointer
 from finetune.training.control import RunContext, StopSignals
 from finetune.training.executor import LOOKED_AT_SAMPLES, StepExecutor, largest_microbatch, looked_at_steps
 from finetune.training.resume import Resume
-from finetune.training.session import Session, read_out_of_memory
+from finetune.training.session import Session
 from finetune.training.trainer import RunTrainer
 
 logger = logging.getLogger("finetune")
@@ -93,7 +93,7 @@ def make_execution(
     world: LaunchWorld, session: Session, *, packing: bool, token_budget: int, samples_per_microbatch: int
 ) -> Execution:
     """How global batches are executed here; smaller than asked for where the last start ran out of memory."""
-    note = read_out_of_memory(session.output_dir)
+    note = session.out_of_memory_note()
     if note is not None:
         token_budget = min(token_budget, note.get("token_budget") or token_budget)
         samples_per_microbatch = min(samples_per_microbatch, note.get("samples_per_row") or samples_per_microbatch)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
+from collections.abc import Iterator
 
 from finetune.errors import ExitCode, FinetuneError
 from finetune.runtime import device as devices
 from finetune.runtime.host import peak_host_bytes
+from finetune.storage import durable_files
 from finetune.storage.run_folder import RunState
 from finetune.training.executor import StepOutOfMemory, cannot_shrink_error
 from finetune.training.results import RunResult
@@ -15,6 +18,9 @@ from finetune.training.session import Session, write_out_of_memory
 from finetune.training.trainer import RunTrainer
 
 logger = logging.getLogger("finetune")
+
+# What storage answers that is full, over quota, broken, or no longer mounted.
+_STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENOTCONN}
 
 
 class OutOfMemoryError(FinetuneError):
@@ -31,16 +37,12 @@ def train_and_save(trainer: RunTrainer, session: Session) -> RunResult:
         FinetuneError: what stopped the training, with the last good checkpoint.
     """
     # Until the output is written: a signal that comes then must not leave half of it.
-    with trainer.context.signals:
+    with trainer.context.signals, _storage_errors(trainer, session):
         try:
             with trainer.checkpointer:
                 trainer.train()
         except StepOutOfMemory as error:
             raise _out_of_memory(trainer, session, str(error)) from error
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            raise _disk_full(error, trainer, session) from error
         finally:
             trainer.close_progress()
             session.steps_done = trainer.state.global_step
@@ -61,13 +63,23 @@ def _peaks(trainer: RunTrainer) -> dict[str, list[int | None]]:
     return {"peak_device_bytes": list(of_device), "peak_host_bytes": list(of_host)}
 
 
-def _disk_full(error: OSError, trainer: RunTrainer, session: Session) -> FinetuneError:
-    return FinetuneError(
-        f"the run folder's disk is full: {error.strerror}",
-        where=str(session.output_dir),
-        fix="free some space on it, then start the same command again; it resumes from "
-        f"{trainer.checkpointer.last or 'the start, as there is no checkpoint yet'}",
-    )
+@contextlib.contextmanager
+def _storage_errors(trainer: RunTrainer, session: Session) -> Iterator[None]:
+    """Say what became of the run where its folder's storage fails."""
+    try:
+        yield
+    except Exception as error:
+        cause = durable_files.os_error_in(error)  # safetensors has its own kind
+        if cause is None or cause.errno not in _STORAGE_ERRORS:
+            raise
+        full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        last = trainer.checkpointer.last or "the start, as there is no checkpoint yet"
+        raise FinetuneError(
+            f"the run folder's disk {'is full' if full else 'or mount failed'}: {cause.strerror}",
+            where=str(session.output_dir),
+            fix=f"{'free some space on it' if full else 'see to it'}, then start the same command again; it resumes "
+            f"from {last}",
+        ) from error
 
 
 def _out_of_memory(trainer: RunTrainer, session: Session, error: str) -> FinetuneError:

@@ -73,11 +73,25 @@ def decide_resume(
         )
     _refuse_differences(found, str(output_dir), allow_change)
     folder, skipped = newest_valid(output_dir, hashes=False, damaged=damaged)
+    _refuse_unread([path for path, _ in skipped])
     status = describe_folder(output_dir).status or {}
     if step_in(folder) >= total_steps and status.get("state") == "done":
         return None
     reasons = tuple((path.name, why) for path, why in skipped)
     return Resume(folder, step_in(folder), changed=bool(found), skipped=reasons)
+
+
+def _refuse_unread(skipped: list[Path]) -> None:
+    """A mount or disk that fails says nothing about a checkpoint; to go back to an older one would lose its steps."""
+    for folder in skipped:
+        validity = verify(folder, hashes=False)
+        if validity.unread:
+            raise StateError(
+                f"{folder.name} cannot be read: {validity.why}",
+                str(folder.parent),
+                "see to this machine's mount or the disk and start again; to go on from an older checkpoint, move this "
+                "one away",
+            )
 
 
 def _resume_path(

@@ -151,7 +151,6 @@ def _choose_execution(
     from finetune.planning.workload import Cluster
     from finetune.runtime import device as devices
     from finetune.runtime.host import HostMeter
-    from finetune.training.session import read_out_of_memory
 
     if not open_settings(config):
         return config
@@ -168,7 +167,7 @@ def _choose_execution(
     )
     samples = getattr(data, "train", None)  # where a kind names them so, their lengths are known
     tokens = None if samples is None else float(samples.lengths.mean()) * data.batches.global_batch_size
-    noted = read_out_of_memory(session.output_dir) is not None
+    noted = session.out_of_memory_note() is not None
     try:
         shape, workload = kind.load(kind.shape)(config), kind.load(kind.workload)
         chosen = choose_execution(config, shape, cluster, step_tokens=tokens, out_of_memory=noted, workload=workload)

@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
@@ -23,8 +24,9 @@ from finetune.runtime import device as devices
 from finetune.runtime.device import LaunchWorld
 from finetune.storage import durable_files
 from finetune.storage.checkpoint_files import clean_staging, list_checkpoints, set_aside, verify
-from finetune.storage.run_folder import RunLock, RunState, SampleLog, write_identity, write_status
+from finetune.storage.run_folder import RunLock, RunState, SampleLog, list_anew, write_identity, write_status
 from finetune.storage.run_log import LOG_FILE_ONLY, RunLog, add_log_file
+from finetune.storage.shared_storage import SEEN_WITHIN_SECONDS, is_shared
 from finetune.training.control import Control
 from finetune.training.results import EXIT_CODES
 from finetune.training.resume import Resume, step_in
@@ -77,6 +79,7 @@ class Session:
             if self.world.is_main:
                 # The lock before everything: what follows changes the folder, and removes what looks abandoned.
                 stack.enter_context(RunLock(self.output_dir))
+                list_anew(self.output_dir)
                 self._decide_again()
                 self._copy_log(stack)
             # Other ranks may not touch the folder yet: rank 0 may still be waiting for its lock, or be refused it.
@@ -100,6 +103,14 @@ class Session:
             )
         self.steps_done = self.start.step
         return self.start
+
+    def out_of_memory_note(self) -> dict[str, Any] | None:
+        """The last out-of-memory note, the same on every rank: of nodes that share the folder some may not see it yet.
+
+        Every rank must call, after `agree_on_run`.
+        """
+        notes = [note for note in self.control.gather(read_out_of_memory(self.output_dir)) if note is not None]
+        return min(notes, key=lambda note: note.get("token_budget") or note.get("samples_per_row") or 0, default=None)
 
     def _set_aside_later_checkpoints(self, start: Resume) -> None:
         """After a step back to an earlier checkpoint, or with a changed run, later checkpoints are another training's.
@@ -130,6 +141,7 @@ class Session:
         # Where the model lies may differ from node to node; which it is stands in "weights".
         named = {"model"} if "weights" in self._identity else set()
         facts = {name: value for name, value in self._identity.items() if name not in named}
+        self._see_the_same_checkpoints()
         start = self._decide_again()
         self.control.check_equal({**facts, "checkpoint": start.name})
         while start.folder is not None and (problem := self._problem_in(start.folder)) is not None:
@@ -138,6 +150,14 @@ class Session:
             self.control.check_equal({"checkpoint": start.name})
         if self.world.is_main:
             self._begin(start)
+
+    def _see_the_same_checkpoints(self) -> None:
+        """Wait until all ranks do: of nodes that share the folder over a network, one may see those of a minute ago."""
+        for _ in range(int(SEEN_WITHIN_SECONDS)):
+            everyone = self.control.gather([self._checkpoint_names(), is_shared(self.output_dir)])
+            if all(names == everyone[0][0] for names, _ in everyone) or not any(shared for _, shared in everyone):
+                return
+            time.sleep(1.0)
 
     def _problem_in(self, checkpoint: Path) -> str | None:
         """What is wrong with the content of a checkpoint; the same on every rank, which all read their share of it.

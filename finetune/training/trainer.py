@@ -28,7 +28,7 @@ from finetune.modeling.loss import ChunkedHead, microbatch_losses, sums_by_diffi
 from finetune.runtime.device import read_later
 from finetune.runtime.parent_watchdog import progress
 from finetune.runtime.progress import ProgressLine
-from finetune.storage.durable_files import put_output
+from finetune.storage.results import put_output
 from finetune.training.checkpointer import Checkpointer
 from finetune.training.control import RunContext
 from finetune.training.executor import StepExecutor

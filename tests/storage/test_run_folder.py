@@ -139,15 +139,15 @@ def test_an_accepted_run_that_fails_keeps_its_folder(tmp_path: Path) -> None:
 
 def test_a_lock_file_removed_while_waiting_is_not_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another run was refused between our open and our flock: what we locked has no name any more."""
-    original, calls = RunLock._try_lock, []
+    original, calls = run_lock.try_flock, []
 
-    def removed_first(self: RunLock, descriptor: int) -> bool:
+    def removed_first(descriptor: int, how: int, path: Path) -> bool | None:
         if not calls:
-            os.unlink(self.path)
+            os.unlink(path)
         calls.append(descriptor)
-        return original(self, descriptor)
+        return original(descriptor, how, path)
 
-    monkeypatch.setattr(RunLock, "_try_lock", removed_first)
+    monkeypatch.setattr(run_lock, "try_flock", removed_first)
     with RunLock(tmp_path, 0):
         assert len(calls) == 2
         monkeypatch.undo()

@@ -13,7 +13,7 @@ from finetune.config.fields import Text, setting
 from finetune.config.options import Options, read_options
 from finetune.errors import ExitCode, StateError
 from finetune.storage.checkpoint_files import list_checkpoints, step_of, verify
-from finetune.storage.durable_files import format_bytes, walk_files
+from finetune.storage.durable_files import format_bytes, is_taken, walk_files
 from finetune.storage.run_folder import CONFIG_NAME, IDENTITY_NAME, STATUS_NAME
 
 
@@ -31,6 +31,8 @@ def describe_checkpoints(run_folder: Path | str) -> list[dict[str, Any]]:
     described = []
     for checkpoint in checkpoints:
         validity = verify(checkpoint)
+        if not validity.valid and not is_taken(checkpoint):
+            continue  # the run has removed it since it was listed
         described.append(
             {
                 "name": checkpoint.name,

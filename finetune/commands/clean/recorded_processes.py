@@ -32,7 +32,7 @@ from finetune.runtime.language import _
 from finetune.runtime.process_start import ProcessStart, is_same_start, recorded_start
 from finetune.storage import durable_files
 from finetune.storage.launch_record import SAME_START_SECONDS, VERSION, command_digest
-from finetune.storage.run_lock import LOCK_NAME
+from finetune.storage.run_lock import CLAIM_NAME, LOCK_NAME
 
 _RECORD_LIMIT_BYTES = 16 << 20
 _LOG_NAME = re.compile(r"(\d{8}-\d{6})-(\d+)-rank(\d+)\.log")
@@ -72,7 +72,7 @@ def records_of_run(run: Path) -> list[RecordedProcess]:
     """
     found = []
     try:
-        lock = _read_object(run / LOCK_NAME, _check_owner)
+        lock = _read_object(run / CLAIM_NAME, _check_owner) or _read_object(run / LOCK_NAME, _check_owner)
         since = datetime.fromisoformat(lock["since"]).timestamp()
         pid, host, start = int(lock["pid"]), str(lock["host"]), recorded_start(lock)
         found.append(RecordedProcess(pid, "worker", run, host, 0, start, None, since, open_file=run / LOCK_NAME))

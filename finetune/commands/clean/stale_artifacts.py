@@ -7,7 +7,6 @@ it is removed.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import re
@@ -24,14 +23,13 @@ from finetune.commands.clean.recorded_processes import RecordedProcess
 from finetune.storage import durable_files
 from finetune.storage.checkpoint_files import clean_staging, staging_folders
 from finetune.storage.launch_record import SAME_START_SECONDS
-from finetune.storage.run_lock import LOCK_NAME, RunLock
+from finetune.storage.run_lock import LOCK_NAME, RunLock, is_held
 
 SHARED_MEMORY_FOLDER = Path("/dev/shm")
 # torch's names for tensors that processes share by files: torch_<process id>_<random>_<number>.
 _TORCH_NAME = re.compile(r"torch_(\d+)_\d+(_\d+)?")
 # As training/operators.py writes them: the lock of ours around torch's own, and its content while at work.
 OPERATOR_LOCK_NAME, OPERATOR_AT_WORK = "finetune.lock", b"loading\n"
-_BUSY = {errno.EWOULDBLOCK, errno.EACCES}
 
 
 @dataclass(frozen=True)
@@ -52,26 +50,17 @@ def unfinished_checkpoints(run: Path) -> tuple[list[StaleArtifact], str]:
     folders = staging_folders(run)
     if not folders:
         return [], ""
-    if why := _in_use(run / LOCK_NAME):
+    if why := _in_use(run):
         return [], why
     return [StaleArtifact("checkpoint", folder, _size_bytes(folder), run) for folder in folders], ""
 
 
-def _in_use(lock: Path) -> str:
-    """Why a run's lock cannot be had; "" where it can (it is let go at once)."""
-    try:
-        descriptor = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return ""
-    except OSError as error:
-        return f"its lock cannot be looked at: {error.strerror}"
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return "the run is at work" if error.errno in _BUSY else "this file system has no locks that would tell"
-    finally:
-        os.close(descriptor)
-    return ""
+def _in_use(run: Path) -> str:
+    """Why a run's lock cannot be had; "" where it can."""
+    held = is_held(run)
+    if held is None:
+        return "its lock cannot be looked at"
+    return "the run is at work" if held else ""
 
 
 def _size_bytes(path: Path) -> int:
@@ -104,7 +93,7 @@ def dead_shared_memory(records: Sequence[RecordedProcess], folder: Path = SHARED
     except OSError:
         return []
     here = [record for record in records if record.host == socket.gethostname()]
-    at_work = {run for run in {record.run for record in here} if _in_use(run / LOCK_NAME)}
+    at_work = {run for run in {record.run for record in here} if _in_use(run)}
     here = [record for record in here if record.run not in at_work]
     found = []
     for name in names:

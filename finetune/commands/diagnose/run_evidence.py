@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import io
 import json
 import re
@@ -19,7 +18,7 @@ from finetune.commands.diagnose.log_reading import LogFile
 from finetune.errors import DataError, StateError
 from finetune.storage import durable_files
 from finetune.storage.run_folder import STATUS_NAME, describe_folder
-from finetune.storage.run_lock import LOCK_NAME
+from finetune.storage.run_lock import LOCK_NAME, is_held
 from finetune.storage.run_log import read_jsonl_tolerant
 
 OUT_OF_MEMORY_NAME = "oom.json"
@@ -63,20 +62,9 @@ class RunFolder:
             line = f"[ERROR] {self.status.get('error') or 'the run failed'}\n"
         elif state == "stopped":
             line = f"the run was stopped by a signal at step {step}\n"
-        elif state == "running" and self._is_locked() is False:
+        elif state == "running" and (self.folder / LOCK_NAME).exists() and is_held(self.folder) is False:
             line = f"the run's process {self.status.get('pid')} disappeared at or after step {step}\n"
         return scan_log(LogFile(str(self.folder / STATUS_NAME), io.BytesIO(line.encode())))
-
-    def _is_locked(self) -> bool | None:
-        """Whether a process holds the run's lock; None where that cannot be told (another machine's, no locks)."""
-        try:
-            with (self.folder / LOCK_NAME).open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return None
-        return False
 
     def facts(self) -> dict[str, str]:
         """Settings of the run for the text of remedies, and what its out-of-memory note says."""

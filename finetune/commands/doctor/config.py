@@ -5,9 +5,6 @@ Also what a configuration asks of the machine: DeepSpeed, its CPU Adam, pinned m
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +18,7 @@ from finetune.config.run_config import BaseConfig
 from finetune.errors import FinetuneError
 from finetune.runtime.language import _
 from finetune.storage.run_folder import describe_folder
-from finetune.storage.run_lock import LOCK_NAME
+from finetune.storage.run_lock import holder, is_held
 
 
 def check_config(arguments: Sequence[str], kind: RunKind, world_size: int) -> tuple[BaseConfig | None, list[Check]]:
@@ -63,9 +60,8 @@ def check_output(config: BaseConfig, *, waits: bool = False) -> list[Check]:
     if found.kind == "other":
         what = _("{folder} is not empty and holds no run").format(folder=folder)
         return [fail(name, what, _("choose an empty or new --output-dir"))]
-    holder = lock_holder(folder / LOCK_NAME)
-    if holder is not None:
-        what = _("{folder} is in use by another run ({holder})").format(folder=folder, holder=holder)
+    if (other := lock_holder(folder)) is not None:
+        what = _("{folder} is in use by another run ({holder})").format(folder=folder, holder=other)
         return [(warn if waits else fail)(name, what, _("wait for it, or choose another --output-dir"))]
     status = found.status or {}
     state, step = status.get("state", "unknown"), status.get("step")
@@ -74,25 +70,15 @@ def check_output(config: BaseConfig, *, waits: bool = False) -> list[Check]:
     return [ok(name, what.format(folder=folder, state=shown), state=state)]
 
 
-def lock_holder(path: Path) -> str | None:
-    """Who holds a run folder's lock, as signed there; None where nobody does. Changes nothing."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+def lock_holder(run_folder: Path) -> str | None:
+    """Who holds a run folder, as signed there; None where nobody does, as far as can be seen. Changes nothing."""
+    if not is_held(run_folder):
         return None
+    facts = holder(run_folder)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        try:
-            signed = json.loads(os.pread(descriptor, 4096, 0))
-            return _("pid {pid} on {host}").format(pid=signed["pid"], host=signed["host"])
-        except (ValueError, KeyError, TypeError):
-            return _("unknown process")
-    except OSError:
-        return None  # a file system without locks
-    finally:
-        os.close(descriptor)
-    return None
+        return _("pid {pid} on {host}").format(pid=facts["pid"], host=facts["host"])
+    except KeyError:
+        return _("unknown process")
 
 
 # ---------------------------------------------------------------- what the run asks of the machine

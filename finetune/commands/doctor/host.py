@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
 import shutil
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from finetune.commands.doctor.check import Check, fail, ok, skip, warn
@@ -13,6 +15,8 @@ from finetune.runtime.device import LEAST_LOCKED_BYTES
 from finetune.runtime.host import HostUse
 from finetune.runtime.language import _
 from finetune.storage.durable_files import format_bytes
+from finetune.storage.run_lock import try_flock
+from finetune.storage.shared_storage import is_shared, mount_of
 
 # What processes on one machine put into /dev/shm: NCCL and gloo some MiB each, DeepSpeed's CPU collectives 66 MiB each.
 SHM_PER_PROCESS_BYTES, LEAST_SHM_PER_PROCESS_BYTES = 66 << 20, 8 << 20
@@ -157,6 +161,32 @@ def check_disk(use: str, folder: Path, needed_bytes: int = 0) -> Check:
     if free < max(COMFORTABLE_DISK_BYTES, 2 * needed_bytes):
         return warn(name, _("{folder} has only {free} free").format(**shown), fix, **values)
     return ok(name, _("{folder}: {free} free").format(**shown), **values)
+
+
+def check_locks(use: str, folder: Path) -> Iterator[Check]:
+    """Whether a file system that machines share has locks that all of them see; nothing for a disk of this machine.
+
+    Args:
+        use: as for `check_disk`.
+    """
+    name, there = f"locks_{use}", existing_parent(folder)
+    if not is_shared(there):
+        return
+    kind = mount_of(there)[0] or "?"
+    try:
+        with tempfile.NamedTemporaryFile(dir=there, prefix=".locks-") as file:
+            locked = try_flock(file.fileno(), fcntl.LOCK_EX, Path(file.name))
+    except OSError as error:
+        yield skip(name, _("{folder} ({kind}): no file can be made: {why}").format(folder=there, kind=kind, why=error))
+        return
+    if locked is not None:
+        yield ok(name, _("{folder} ({kind}) has locks").format(folder=there, kind=kind), filesystem=kind)
+        return
+    what = _("{folder} ({kind}) has no locks that all machines see: a file stands for one while a run works there")
+    fix = _(
+        "mount it with locks (NFS: lockd, no local_lock; Lustre: flock), or remove that file if a machine is lost"
+    )
+    yield warn(name, what.format(folder=there, kind=kind), fix, filesystem=kind)
 
 
 # ---------------------------------------------------------------- a compiler

@@ -146,8 +146,10 @@ def machine(context: CheckContext) -> Iterator[Check]:
     yield host.check_open_files()
     output = Path(config.output_dir) if config is not None else Path.cwd()
     yield host.check_disk("output", output, demands.disk_bytes)
+    yield from host.check_locks("output", output)
     if config is not None and config.cache_dir is not None:
         yield host.check_disk("cache", Path(config.cache_dir))
+        yield from host.check_locks("cache", Path(config.cache_dir))
     built = ""
     if demands.cpu_adam:
         built = _("DeepSpeed's CPU Adam")

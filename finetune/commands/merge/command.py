@@ -13,6 +13,7 @@ from finetune.commands.merge.options import MergeOptions
 from finetune.config.options import read_options
 from finetune.errors import ConfigError, ExitCode, FinetuneError, StateError
 from finetune.storage import durable_files
+from finetune.storage.results import reopen
 
 if TYPE_CHECKING:
     from finetune.inference.loading import Source
@@ -73,6 +74,7 @@ def publish(source: Source, output: Path, options: MergeOptions) -> None:
         for path in sorted(staging.iterdir()):
             durable_files.share_file(path)
             durable_files.sync_file(path)
+            reopen(path)
         durable_files.sync_folder(staging)
         _give_name(staging, output)
     except Exception as error:
@@ -90,7 +92,7 @@ def publish(source: Source, output: Path, options: MergeOptions) -> None:
 
 def _give_name(staging: Path, output: Path) -> None:
     try:
-        os.rename(staging, output)  # takes the place of an empty folder, and of nothing else
+        durable_files.move(staging, output)  # takes the place of an empty folder, and of nothing else
     except OSError as error:
         if not durable_files.is_taken(output):
             raise

@@ -10,12 +10,12 @@ from typing import Any
 from finetune.data.corpus.shard_header import PLAN_FILE, PLAN_FORMAT, PLAN_VERSION, TOKENIZER_FOLDER, TokenHeader
 from finetune.data.corpus.shard_writer import SHARD_NAME
 from finetune.errors import StateError
-from finetune.storage.durable_files import read_bytes, replace_file
-from finetune.storage.run_lock import LOCK_NAME
+from finetune.storage.durable_files import is_still_open, read_bytes, replace_file
+from finetune.storage.run_lock import CLAIM_NAME, LOCK_NAME
 
 _LIMIT_BYTES = 1 << 20
 _PLAN_TEMPORARY = f".{PLAN_FILE}.tmp"
-_OURS = {PLAN_FILE, _PLAN_TEMPORARY, TOKENIZER_FOLDER, f".{TOKENIZER_FOLDER}.tmp", LOCK_NAME}
+_OURS = {PLAN_FILE, _PLAN_TEMPORARY, TOKENIZER_FOLDER, f".{TOKENIZER_FOLDER}.tmp", LOCK_NAME, CLAIM_NAME}
 _PARTS = ("settings", "corpus", "finished")
 
 
@@ -70,10 +70,10 @@ def read_plan(folder: Path) -> Plan | None:
     Raises:
         StateError: the folder holds other things, or a plan that is none.
     """
-    names = {path.name for path in folder.iterdir()}
+    names = {path.name for path in folder.iterdir() if not is_still_open(path.name)}
     strange = sorted(name for name in names if name not in _OURS and not SHARD_NAME.fullmatch(name))
     if PLAN_FILE not in names:
-        strange = strange or sorted(names - {LOCK_NAME, _PLAN_TEMPORARY})
+        strange = strange or sorted(names - {LOCK_NAME, CLAIM_NAME, _PLAN_TEMPORARY})
     if strange:
         what = ", ".join(strange[:3]) + (f" and {len(strange) - 3} more" if len(strange) > 3 else "")
         raise StateError(

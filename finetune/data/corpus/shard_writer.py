@@ -15,7 +15,7 @@ import numpy as np
 from finetune.data.corpus.shard_files import damage
 from finetune.data.corpus.shard_header import DTYPES, INDEX_DTYPE, TokenHeader, header_path, index_path, read_header
 from finetune.errors import DataError, StateError
-from finetune.storage.durable_files import remove_tree, replace_file, sync_file, sync_folder
+from finetune.storage.durable_files import move, remove_tree, replace_file, sync_file, sync_folder
 
 logger = logging.getLogger("finetune")
 
@@ -97,7 +97,7 @@ class ShardWriter:
         sync_file(self._temporary)
         replace_file(index_path(path), index)
         replace_file(header_path(path), header.to_json().encode())
-        os.replace(self._temporary, path)
+        move(self._temporary, path)
         sync_folder(self.folder)
         self.headers.append(header)
         self._begin()

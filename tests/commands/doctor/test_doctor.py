@@ -304,6 +304,8 @@ def test_form_of_json_and_exit_codes():
     assert [name for name in frozen[4].removeprefix("names: ").split() if f'"{name}"' not in source] == [
         "disk_cache",
         "disk_output",
+        "locks_cache",
+        "locks_output",
     ]
 
 

@@ -1,0 +1,235 @@
+"""A sample of the table of storage.py, and what went wrong on such storage before. Needs root and /dev/fuse."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from shared_folder import SharedFolder, why_not
+from storage import MISBEHAVIOURS, try_one
+
+from finetune.commands.doctor.host import check_locks
+from finetune.errors import FinetuneError, StateError
+from finetune.runs.reader import FolderReader
+from finetune.storage import checkpoint_manifest, durable_files, run_lock, shared_storage
+from finetune.storage.checkpoint_files import CheckpointWriter, newest_valid, rotate, verify
+from finetune.storage.results import put_output
+from finetune.storage.run_folder import describe_folder, write_status
+from finetune.storage.run_lock import CLAIM_NAME, RunLock, is_held
+from finetune.training.resume import decide_resume
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+SAMPLE = (("flock: ENOLCK", "run lock"), ("rename done, ENOENT reported, each time", "save"))
+
+
+@pytest.mark.parametrize(("name", "operation"), SAMPLE)
+def test_a_sample_of_the_table(tmp_path: Path, name: str, operation: str) -> None:
+    misbehaviour = next(each for each in MISBEHAVIOURS if each.name == name)
+    cell = try_one(misbehaviour, operation, tmp_path / "cell")
+    assert cell.holds, cell.text
+
+
+@pytest.fixture(scope="module")
+def mounted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedFolder]:
+    with SharedFolder(tmp_path_factory.mktemp("shared")) as shared:
+        yield shared
+
+
+@pytest.fixture
+def shared(mounted: SharedFolder, monkeypatch: pytest.MonkeyPatch) -> Iterator[SharedFolder]:
+    """Two nodes of an empty folder; what is not seen is looked for as long as seconds, not as a minute."""
+    monkeypatch.setattr(checkpoint_manifest, "UNREAD_SECONDS", 1.0)
+    monkeypatch.setattr(checkpoint_manifest, "SEEN_WITHIN_SECONDS", 3.0)
+    yield mounted
+    mounted.heal()
+    mounted.set(absent_seconds=0, listing_seconds=0, attribute_seconds=0, entry_seconds=0)
+    mounted.set(flock="shared", quota_bytes=1e18)
+    for path in mounted.disk.iterdir():
+        durable_files.remove_tree(path)
+
+
+def save(run: Path, step: int) -> Path:
+    with CheckpointWriter(run, step, f"t{step}") as writer:
+        (writer.folder / "state.json").write_text(f'{{"step": {step}}}')
+        return writer.publish(writer.seal(["state.json"]), {"identity": {}})
+
+
+def test_it_is_known_to_be_shared(shared: SharedFolder, tmp_path: Path) -> None:
+    assert shared_storage.is_shared(shared.nodes[0] / "not there yet")
+    assert not shared_storage.is_shared(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
+def test_without_flock_a_claim_keeps_others_out(
+    shared: SharedFolder, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared.set(flock=number)
+    run = shared.nodes[0] / "run"
+    with caplog.at_level(logging.WARNING, "finetune"), RunLock(run, 0):
+        assert CLAIM_NAME in caplog.text and is_held(shared.nodes[1] / "run")
+        with pytest.raises(StateError, match=f"process {os.getpid()} on"), RunLock(shared.nodes[1] / "run", 0):
+            pass
+    assert is_held(run) is False and not (run / CLAIM_NAME).exists()
+    with RunLock(shared.nodes[1] / "run", 0):
+        pass
+
+
+def test_a_machine_without_locks_respects_the_lock_of_one_that_has_some(
+    shared: SharedFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the other way round; both believed to be alone before."""
+    first, second = (node / "run" for node in shared.nodes)
+    with RunLock(first, 0):
+        shared.set(flock=errno.ENOLCK)
+        with pytest.raises(StateError, match="another run works"), RunLock(second, 0):
+            pass
+    with RunLock(second, 0):
+        shared.set(flock="shared")
+        with pytest.raises(StateError, match="another run works"), RunLock(first, 0):
+            pass
+    with RunLock(first, 0):
+        pass
+
+
+def test_locks_that_only_one_machine_sees_are_none(shared: SharedFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_storage, "mount_of", lambda path: ("nfs", "rw,vers=3,nolock"))
+    with RunLock(shared.nodes[0] / "run", 0):
+        assert (shared.disk / "run" / CLAIM_NAME).exists()
+
+
+def test_a_run_at_work_is_seen_by_who_opens_the_lock_for_reading(shared: SharedFolder) -> None:
+    """NFS grants no exclusive lock on what is open for reading: `clean` took that for a file system without locks."""
+    with RunLock(shared.nodes[0] / "run", 0):
+        assert is_held(shared.nodes[1] / "run") is True
+    assert is_held(shared.nodes[1] / "run") is False
+
+
+def test_files_that_are_still_open_are_nobodys(shared: SharedFolder) -> None:
+    """A reader on this machine: the file stays as `.nfs...`, the checkpoint is valid, and the reader is left alone."""
+    run = shared.nodes[0] / "run"
+    run.mkdir()
+    kept = save(run, 1)
+    (kept / "state.json").with_name("other.json").write_text("x")
+    with (kept / "other.json").open() as reader:
+        (kept / "other.json").unlink()
+        assert any(map(durable_files.is_still_open, os.listdir(kept)))
+        assert verify(kept).valid
+        save(run, 2), save(run, 3)
+        assert rotate(run, 2, known_valid={"checkpoint-2", "checkpoint-3"}) == []  # not all of it could go
+        left = os.listdir(run / ".removing-checkpoint-1")
+        assert left and all(map(durable_files.is_still_open, left)) and reader.read() == "x"
+    time.sleep(0.2)
+    rotate(run, 2, known_valid={"checkpoint-2", "checkpoint-3"})
+    assert sorted(os.listdir(run)) == ["checkpoint-2", "checkpoint-3"]
+
+
+def test_a_listing_that_is_old_makes_no_checkpoint_invalid(shared: SharedFolder) -> None:
+    """The other node believes in a checkpoint that has gone meanwhile: it looks anew instead of skipping it."""
+    run, other = (node / "run" for node in shared.nodes)
+    run.mkdir()
+    save(run, 1)
+    shared.set(listing_seconds=1.0, entry_seconds=1.0, absent_seconds=1.0, attribute_seconds=1.0)
+    assert newest_valid(other)[0] == other / "checkpoint-1"
+    save(run, 2), save(run, 3), save(run, 4)
+    rotate(run, 2, known_valid={"checkpoint-3", "checkpoint-4"})
+    found, skipped = newest_valid(other)
+    assert skipped == [] and found is not None and found.name in ("checkpoint-1", "checkpoint-4")
+
+
+def test_an_error_of_the_mount_does_not_send_a_run_back(shared: SharedFolder) -> None:
+    """Before, the newest checkpoint was skipped, and set aside once the mount was well again."""
+    run = shared.nodes[0] / "run"
+    run.mkdir()
+    (run / "run_identity.json").write_text("{}")
+    save(run, 1), save(run, 2)
+    shared.fail("open|read", errno.EIO, "checkpoint-2/manifest", times=2)
+    start = decide_resume(run, "auto", {}, total_steps=9, allow_change=False)
+    assert start is not None and start.name == "checkpoint-2" and not start.skipped
+    shared.fail("open|read", errno.EIO, "checkpoint-2/manifest", times=-1)
+    with pytest.raises(StateError, match="checkpoint-2 cannot be read.*Input/output error"):
+        decide_resume(run, "auto", {}, total_steps=9, allow_change=False)
+
+
+def test_a_file_that_is_replaced_while_it_is_read(shared: SharedFolder) -> None:
+    run, other = (node / "run" for node in shared.nodes)
+    run.mkdir()
+    (run / "run_identity.json").write_text('{"seed": 1}')
+    assert describe_folder(other).identity == {"seed": 1}
+    shared.fail("read", errno.ESTALE, "run_identity")
+    assert describe_folder(other).identity == {"seed": 1}
+
+
+def test_a_pause_is_only_waited_for(shared: SharedFolder) -> None:
+    run = shared.nodes[0] / "run"
+    run.mkdir()
+    with RunLock(run, 0):
+        shared.pause(1.0)
+        assert verify(save(run, 1)).valid
+        with pytest.raises(StateError), RunLock(shared.nodes[1] / "run", 0):
+            pass
+
+
+def test_an_error_of_a_close_is_not_lost(shared: SharedFolder) -> None:
+    """numpy's and safetensors' own writing lose it: cache entries and results were whole by their hashes, and empty."""
+    run = shared.nodes[0] / "run"
+    run.mkdir()
+    values = np.arange(50_000, dtype=np.float32)
+    shared.set(quota_bytes=1000)
+    with pytest.raises(OSError, match="quota"):
+        durable_files.save_array(run / "tokens.npy", values)
+    with pytest.raises(FinetuneError, match="model.safetensors was written, and is not whole"):
+        put_output(run, lambda folder: save_file({"weights": values}, folder / "model.safetensors"))
+    assert not (run / "model.safetensors").exists()
+    shared.set(quota_bytes=1e18)
+    put_output(run, lambda folder: save_file({"weights": values}, folder / "model.safetensors"))
+    np.testing.assert_array_equal(load_file(run / "model.safetensors")["weights"], values)
+
+
+def test_doctor_says_where_there_are_no_locks(shared: SharedFolder, tmp_path: Path) -> None:
+    folder = shared.nodes[0] / "runs" / "new"
+    assert [check.verdict for check in check_locks("output", folder)] == ["ok"]
+    shared.set(flock=errno.ENOLCK)
+    (check,) = check_locks("output", folder)
+    assert check.verdict == "warn" and check.name == "locks_output" and "fuse.nfslike" in check.what and check.fix
+    assert os.listdir(shared.disk) == [] and not list(check_locks("cache", tmp_path))
+
+
+def test_an_error_while_the_lock_is_signed(shared: SharedFolder) -> None:
+    """It was held then by a process that believed it was refused."""
+    shared.fail("write", errno.EIO, "/.lock$")
+    with RunLock(shared.nodes[0] / "run", 0):
+        assert is_held(shared.nodes[1] / "run")
+
+
+def test_a_reader_goes_on_after_an_error_of_its_mount(shared: SharedFolder) -> None:
+    """A monitor ended with a traceback where its log was replaced, or the folder could not be read for a moment."""
+    run = shared.nodes[0] / "run"
+    with RunLock(run, 0):
+        write_status(run, "running", None, step=1)
+        (run / "trainer_log.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+        reader = FolderReader(shared.nodes[1] / "run")
+        assert (reader.poll().step, reader.poll().state) == (1, "running")
+        for operation in ("opendir", "read", "open"):
+            shared.fail(operation, errno.ESTALE, "", times=4, node=1)
+            assert (reader.poll().step, reader.poll().state) == (1, "running")
+            shared.heal()
+
+
+def test_earlier_signatures_keep_nobody_out(shared: SharedFolder) -> None:
+    """Versions without claims left their name in the lock's file at the end."""
+    (shared.disk / "run").mkdir()
+    (shared.disk / "run" / ".lock").write_text('{"pid": 1, "host": "elsewhere", "since": "2026-01-01T00:00:00+00:00"}')
+    shared.set(flock=errno.ENOLCK)
+    with RunLock(shared.nodes[0] / "run", 0):
+        assert run_lock.holder(shared.nodes[0] / "run")["pid"] == os.getpid()
