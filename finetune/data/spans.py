@@ -99,7 +99,7 @@ class ChatTemplate:
                 chat_template=self.source,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
-                **({"tools": list(self.tools)} if self.tools else {}),
+                tools=[dict(tool) for tool in self.tools] or None,
             )
             return str(text)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:

@@ -183,9 +183,7 @@ def check_locks(use: str, folder: Path) -> Iterator[Check]:
         yield ok(name, _("{folder} ({kind}) has locks").format(folder=there, kind=kind), filesystem=kind)
         return
     what = _("{folder} ({kind}) has no locks that all machines see: a file stands for one while a run works there")
-    fix = _(
-        "mount it with locks (NFS: lockd, no local_lock; Lustre: flock), or remove that file if a machine is lost"
-    )
+    fix = _("mount it with locks (NFS: lockd, no local_lock; Lustre: flock), or remove that file if a machine is lost")
     yield warn(name, what.format(folder=there, kind=kind), fix, filesystem=kind)
 
 
