@@ -205,7 +205,11 @@ def session_of(case: Case, folder: str) -> Any:
     from finetune.training.control import Control
 
     return SimpleNamespace(
-        control=Control(case.world.world_size), runlog=RunLog(None), sample_log=None, output_dir=Path(folder)
+        control=Control(case.world.world_size),
+        runlog=RunLog(None),
+        sample_log=None,
+        output_dir=Path(folder),
+        out_of_memory_note=lambda: None,
     )
 
 

@@ -273,10 +273,12 @@ def stranger(rank: int, proof: str) -> None:
         dist.init_process_group("gloo")
         os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
         group = dist.new_group(backend="gloo")
-        # Ranks compare digests first: with another one they ask for the whole.
-        digest = torch.zeros(8, dtype=torch.int64)
-        dist.send(digest, 0, group=group)
-        dist.broadcast(digest, 0, group=group)
+        # Ranks compare digests (`Control.have_one`): with another one of the checkpoints they see they ask whether a
+        # network may be why, with another one of the run for the whole.
+        for numbers in (8, 1, 8):
+            said = torch.zeros(numbers, dtype=torch.int64)
+            dist.send(said, 0, group=group)
+            dist.broadcast(said, 0, group=group)
         sent = torch.frombuffer(bytearray(pickle.dumps(_Pickle(proof))), dtype=torch.uint8)
         # As all_gather_object sends it: the length, then the bytes, padded to the longest.
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]

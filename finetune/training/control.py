@@ -72,7 +72,7 @@ class Control:
             FinetuneError: names every fact that differs, its values, and the ranks that have them.
         """
         known = {name: str(value) for name, value in facts.items()}
-        if self.group is not None and self._have_one(known):
+        if self.group is not None and self.have_one(known):
             return
         everyone = self.gather(known)
         differing = [
@@ -141,8 +141,10 @@ class Control:
             self.wait_for(done)
         return done
 
-    def _have_one(self, known: object) -> bool:
-        """Whether all ranks have this, by the digests alone: 64 bytes a rank, however much it is."""
+    def have_one(self, known: object) -> bool:
+        """Whether all ranks have this, by digests alone: 64 bytes a rank, however much it is. Every rank must call."""
+        if self.group is None:
+            return True
         digest = hashlib.sha256(json.dumps(known).encode()).digest()
         words = [int(word) for word in np.frombuffer(digest, dtype="<i8")]
         # The largest of ~x is ~ of the smallest x: where smallest and largest are one, all are.

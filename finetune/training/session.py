@@ -154,8 +154,7 @@ class Session:
     def _see_the_same_checkpoints(self) -> None:
         """Wait until all ranks do: of nodes that share the folder over a network, one may see those of a minute ago."""
         for _ in range(int(SEEN_WITHIN_SECONDS)):
-            everyone = self.control.gather([self._checkpoint_names(), is_shared(self.output_dir)])
-            if all(names == everyone[0][0] for names, _ in everyone) or not any(shared for _, shared in everyone):
+            if self.control.have_one(self._checkpoint_names()) or not self.control.any(is_shared(self.output_dir)):
                 return
             time.sleep(1.0)
 

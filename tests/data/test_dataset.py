@@ -23,7 +23,7 @@ from finetune.data.formats import Conversation, Message, detect_format, to_conve
 from finetune.data.problems import RecordProblem
 from finetune.data.render import Renderer, render
 from finetune.errors import DataError
-from finetune.storage.durable_files import hash_files
+from finetune.storage import durable_files
 
 LEVELS = ("explain", "reasoning", "topology")
 QUESTIONS = ("What is a router?", "什么是交换机？", "Which port does BGP use? " * 5)
@@ -347,7 +347,7 @@ def _open_as(rank: int, node: str, cache_dir: Path, log: Path, meet: Any) -> Non
     """A rank that opens the entry, with every hash of a file noted; with `meet`, it waits there for other nodes."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "8"}
     cache.socket.gethostname = lambda: node
-    plain = cache.hash_files
+    plain = durable_files.hash_files
 
     def noted(paths: list[Path]) -> list[str]:
         for path in paths:
@@ -357,7 +357,7 @@ def _open_as(rank: int, node: str, cache_dir: Path, log: Path, meet: Any) -> Non
                 meet.wait(60)
         return plain(paths)
 
-    cache.hash_files = noted
+    durable_files.hash_files = noted
     cache.open_or_make(cache_dir, {"data": "1"}, _make_two)
 
 
@@ -407,7 +407,8 @@ def test_nodes_check_an_entry_side_by_side(tmp_path: Path) -> None:
 def test_a_start_without_launcher_trusts_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.open_or_make(tmp_path / "cache", {"data": "1"}, _make_two)
     hashed = []
-    monkeypatch.setattr(cache, "hash_files", lambda paths: hashed.extend(p.name for p in paths) or hash_files(paths))
+    plain = durable_files.hash_files
+    monkeypatch.setattr(durable_files, "hash_files", lambda paths: hashed.extend(p.name for p in paths) or plain(paths))
     cache.open_or_make(tmp_path / "cache", {"data": "1"}, _make_two)
     assert hashed == ["a", "b"]
 

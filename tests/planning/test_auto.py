@@ -208,7 +208,7 @@ def test_ranks_with_different_memory_choose_the_same(tmp_path: Path, monkeypatch
     events: list[Any] = []
     session = SimpleNamespace(
         control=SimpleNamespace(gather=lambda item: everyone),
-        output_dir=tmp_path,
+        out_of_memory_note=lambda: None,
         runlog=SimpleNamespace(event=lambda name, **facts: events.append((name, facts))),
     )
     world = SimpleNamespace(world_size=2, local_world_size=2, local_rank=0)

@@ -52,7 +52,9 @@ def interrupted(materials: Materials, tmp_path: Path) -> Path:
     template = materials.folder / "interrupted"
     if not template.exists():
         killed = {"patch": run_patches.kill_self, "patch_arguments": (0, 8)}
-        assert run_helpers.start(settings(materials, template), **killed).wait() == [-signal.SIGKILL]
+        # Not behind the training, whose steps here are shorter than a save.
+        waits = settings(materials, template, async_save=False)
+        assert run_helpers.start(waits, **killed).wait() == [-signal.SIGKILL]
         assert [folder.name for folder in list_checkpoints(template)] == ["checkpoint-3", "checkpoint-6"]
     return Path(shutil.copytree(template, tmp_path / "run"))
 
