@@ -69,7 +69,7 @@ ASKED = {
     "trains": ("Which trains go to {}?", "I want to go to {}.", "Trains, {}!", "How do I get to {}?"),
 }
 PREFIXES = ("", "Please: ", "Hello. ", "Now: ", "So, ")
-TOOLS = [tool(name, "place") for name in ASKED]
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ASKED]
 
 
 def conversations() -> list[tuple[str, str, str]]:
@@ -109,7 +109,7 @@ def test_a_small_model_learns_to_call_and_is_served(tmp_path: Path):
         "cache-dir": tmp_path / "cache",
         "finetuning": "full",
         "learning-rate": "3e-3",
-        "num-epochs": 8,
+        "num-epochs": 6,
         "global-batch-size": 10,
         "save-steps": 1000,
         "cutoff-len": 1024,
