@@ -10,7 +10,8 @@ Short conversations (a question of five words, an answer of four; {tokens:.0f} t
 made locally, 2 processes on 2 cores. Memory is the sum over all processes of their share of each page (Pss), highest
 of looks every half second; "private" leaves out the pages of files. Disk is all that was written at the highest, the
 rows themselves apart. The load is the machine's average over 15 minutes: above 3, other work ran beside it, and
-seconds are too many by as much; rows per core second (of processor time, imports apart), memory and disk hold.
+seconds are too many by as much; rows per core second (of processor time, imports apart) depend on it less, memory
+and disk do not.
 
 TRL: `load_dataset("json")` and the constructor of SFTTrainer with `assistant_only_loss`. LLaMA-Factory: its own
 `get_dataset`. Both with 2 processes, as they come in the environments of `make bench`.
@@ -30,7 +31,7 @@ STARTED = """
 A start with {rows:,} samples that are there ({gib:.1f} GiB; their tokens were drawn at random instead of tokenized, all
 else is what a run finds), until `prepare_data` returns, and 100 global batches of 128 read after it. Private is what
 the data added to a process (Private_Dirty); before, the arrays of lengths, counts, record ids and difficulties and the
-plan's order were 267 MiB in each. One process of a node reads the entry and, where their hash is not known, the rows.
+plan's order were 267 MiB in each (115 measured, the rest by their sizes). One process of a node reads the entry and, where their hash is not known, the rows.
 
 | processes of a node | seconds until all were ready | private of each, MiB | after 100 global batches, MiB | load |
 |---|---:|---:|---:|---:|
