@@ -31,7 +31,8 @@ STARTED = """
 A start with {rows:,} samples that are there ({gib:.1f} GiB; their tokens were drawn at random instead of tokenized, all
 else is what a run finds), until `prepare_data` returns, and 100 global batches of 128 read after it. Private is what
 the data added to a process (Private_Dirty); before, the arrays of lengths, counts, record ids and difficulties and the
-plan's order were 267 MiB in each (115 measured, the rest by their sizes). One process of a node reads the entry and, where their hash is not known, the rows.
+plan's order were 267 MiB in each (115 measured, the rest by their sizes). One process of a node reads the entry and,
+where their hash is not known, the rows.
 
 | processes of a node | seconds until all were ready | private of each, MiB | after 100 global batches, MiB | load |
 |---|---:|---:|---:|---:|
