@@ -1,4 +1,4 @@
-"""The rows of the shipped data files, for the tests of what is in them."""
+"""Rows of data files: those of the shipped ones, and those that a test writes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ FOLDER = Path(__file__).resolve().parent.parent / "data_samples"
 
 def read_records(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (FOLDER / name).read_text(encoding="utf-8").splitlines()]
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    """A line each, of records or of texts as they are."""
+    lines = (row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows)
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return path
 
 
 def chinese(text: str) -> bool:

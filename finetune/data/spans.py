@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.data.formats import Message
 from finetune.data.problems import RecordProblem
-from finetune.data.tools import Tools, written_out
+from finetune.data.tools import Tools, squeezed, written_out
 
 # Templates that print today's date would give other tokens tomorrow, and two nodes could disagree at midnight. Theirs
 # is this date instead (the one that Llama 3.1's own template falls back to).
@@ -170,7 +170,7 @@ def _check_tools(template: ChatTemplate, messages: tuple[Message, ...]) -> None:
         if not message.calls:
             continue
         before, after = template.render(messages[:number]), template.render(messages[: number + 1])
-        written = _squeezed(after[len(os.path.commonprefix([before, after])) :])
+        written = squeezed(after[len(os.path.commonprefix([before, after])) :])
         if not all(written_out(call, written) for call in message.calls):
             raise RecordProblem(
                 "calls left out by the chat template",
@@ -214,21 +214,17 @@ def _by_prefix(
     return None
 
 
-def _squeezed(text: str) -> str:
-    return "".join(text.split())
-
-
 def _holds(text: str, message: Message) -> bool:
     """Whether the text has the message's reasoning, and then its content and calls, whatever the white space."""
-    text, reasoning = _squeezed(text), _squeezed(message.reasoning)
+    text, reasoning = squeezed(text), squeezed(message.reasoning)
     found = text.find(reasoning)
     rest = text[found + len(reasoning) :]
-    return found >= 0 and _squeezed(message.content) in rest and all(written_out(call, rest) for call in message.calls)
+    return found >= 0 and squeezed(message.content) in rest and all(written_out(call, rest) for call in message.calls)
 
 
 def _continues(prompt: str, written: str, message: Message) -> bool:
     """Whether the content begins at the prompt's end: Qwen3.5's prompt ends with the <think> of the answer."""
-    prompt, written, content = _squeezed(prompt), _squeezed(written), _squeezed(message.content)
+    prompt, written, content = squeezed(prompt), squeezed(written), squeezed(message.content)
     if not all(written_out(call, written) for call in message.calls):
         return False
     return any(

@@ -133,7 +133,7 @@ def match_results(calls: Sequence[Call], ids: Sequence[str], turn: int) -> list[
 
 def written_out(call: Call, text: str) -> bool:
     """Whether a text without white space has the call: its name and every value of its arguments."""
-    return _squeezed(call.name) in text and all(
+    return squeezed(call.name) in text and all(
         any(form in text for form in _forms(value)) for value in _leaves(call.arguments)
     )
 
@@ -149,8 +149,9 @@ def _leaves(value: Any) -> list[Any]:
 def _forms(value: Any) -> list[str]:
     """A name, text or number as templates may write it: as it is, or as in JSON with or without escapes."""
     forms = [str(value), json.dumps(value, ensure_ascii=False), json.dumps(value)]
-    return [_squeezed(form.removeprefix('"').removesuffix('"')) for form in forms]
+    return [squeezed(form.removeprefix('"').removesuffix('"')) for form in forms]
 
 
-def _squeezed(text: str) -> str:
+def squeezed(text: str) -> str:
+    """Without white space."""
     return "".join(text.split())

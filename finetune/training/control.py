@@ -28,6 +28,7 @@ import torch.distributed as dist
 from finetune.errors import FinetuneError
 from finetune.runtime.collectives import all_gather_plain, broadcast_plain, largest_of_all, name_ranks, plain
 from finetune.runtime.parent_watchdog import progress
+from finetune.runtime.timeouts import in_thread
 from finetune.storage.run_folder import SampleLog
 from finetune.storage.run_log import RunLog
 
@@ -125,20 +126,9 @@ class Control:
         Raises:
             FinetuneError: as for `wait_for`.
         """
-        done: Future[T] = Future()
-
-        def do() -> None:
-            try:
-                done.set_result(work())
-            except BaseException as error:
-                done.set_exception(error)
-
-        if self.world_size == 1:
-            do()
-        else:
-            # Not a pool's: the process would not end before a thread that waits for a disk.
-            threading.Thread(target=do, name="together", daemon=True).start()
-            self.wait_for(done)
+        # Not a pool's: the process would not end before a thread that waits for a disk.
+        done = in_thread(work, "together")
+        self.wait_for(done)
         return done
 
     def have_one(self, known: object) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import multiprocessing
 import os
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 from chat_models import SPECIALS, TEMPLATES, family, make_tokenizer
 from rich.console import Console
+from sample_rows import write_rows as write
 
 from finetune.data import cache
 from finetune.data.dataset import Samples, prepare_samples
@@ -35,12 +35,6 @@ def rows_of(count: int, difficulty: bool = True) -> list[dict[str, Any]]:
         | ({"difficulty": LEVELS[number % 3]} if difficulty else {})
         for number in range(count)
     ]
-
-
-def write(path: Path, rows: list[Any]) -> Path:
-    lines = (row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows)
-    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    return path
 
 
 @pytest.fixture

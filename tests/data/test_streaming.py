@@ -26,6 +26,7 @@ import pytest
 from chat_models import family
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sample_rows import write_rows as write
 
 from finetune.batching.curriculum import choose_schedule
 from finetune.batching.sampler import GlobalBatches
@@ -50,12 +51,6 @@ def rows_of(count: int, labelled: bool = True) -> list[dict[str, Any]]:
         | ({"difficulty": LEVELS[number % 3]} if labelled else {})
         for number in range(count)
     ]
-
-
-def write(path: Path, rows: list[Any]) -> Path:
-    lines = (row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows)
-    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    return path
 
 
 @pytest.fixture
