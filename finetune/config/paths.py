@@ -36,8 +36,8 @@ def _check_model(model: str) -> Iterator[ConfigError]:
 
 
 def _check_data(config: RunConfig) -> Iterator[ConfigError]:
-    for name in ("data", "valid_data"):
-        for entry in getattr(config, name):
+    for name, sources in (("data", config.sources), ("valid_data", config.valid_sources)):
+        for entry in (source.path for source in sources):
             path = Path(entry)
             if path.is_dir():
                 fix = "name the files in it, separated by spaces"

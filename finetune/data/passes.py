@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from finetune.data.formats import Conversation, detect_format, to_conversation
+from finetune.config.sources import DataSource
+from finetune.data.formats import Conversation, detect_format
 from finetune.data.parts import Part
 from finetune.data.problems import RecordProblem
 from finetune.data.render import Rendered, Renderer
 from finetune.data.report import DataReport
+from finetune.data.sources import read_conversation
 
 NO_DIFFICULTY = -1
 NO_ROOM = "no room for an answer within cutoff_len"
@@ -57,6 +59,7 @@ class PartJob:
     renderer: Renderer
     difficulties: tuple[str, ...] | None
     difficulty_field: str
+    sources: tuple[DataSource, ...]  # of each data file
 
     def __call__(self, item: tuple[Part, bool | None]) -> Checked | Tokenized:
         part, labelled_only = item
@@ -98,14 +101,14 @@ class PartJob:
     def _conversations(
         self, part: Part, records: list[tuple[int, object]]
     ) -> Iterator[tuple[int, Conversation | RecordProblem]]:
-        form = part.form
+        form, source = part.form, self.sources[part.file]
         for line, record in records:
             try:
                 if isinstance(record, RecordProblem):
                     raise record
                 form = form or detect_format(record)
-                found: Conversation | RecordProblem = to_conversation(
-                    record, form, self.difficulties, self.difficulty_field
+                found: Conversation | RecordProblem = read_conversation(
+                    record, form, source, self.difficulties, self.difficulty_field
                 )
             except RecordProblem as problem:
                 found = problem

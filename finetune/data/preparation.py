@@ -29,6 +29,7 @@ from finetune.data.problems import LISTED_RECORDS, ProblemLog, RecordProblem
 from finetune.data.render import Renderer
 from finetune.data.report import DataReport
 from finetune.data.sample_shards import SCRATCH, TOKEN_BYTES, ShardWriter, write_arrays
+from finetune.data.sources import DataFile
 from finetune.errors import DataError
 from finetune.runtime.host import usable_cores
 from finetune.storage.durable_files import replace_file
@@ -46,7 +47,7 @@ Apply = Callable[[Iterable[tuple[Part, bool | None]]], Iterator[Any]]
 class Preparation:
     """One set of data files and how to make samples of them."""
 
-    sources: tuple[Path, ...]
+    files: tuple[DataFile, ...]
     renderer: Renderer  # is sent to the processes that tokenize
     difficulties: tuple[str, ...] | None  # their names; None: difficulties are not looked at
     difficulty_field: str  # the key that holds a record's difficulty
@@ -55,14 +56,20 @@ class Preparation:
 
     def options(self) -> str:
         """What the samples depend on besides data, tokenizer and template, as JSON."""
-        return json.dumps(
-            {
-                "cutoff_len": self.renderer.cutoff_len,
-                "levels": self.difficulties,
-                "difficulty_field": self.difficulty_field,
-                "drop_bad_rows": self.drop_bad_records,
-            }
-        )
+        options: dict[str, Any] = {
+            "cutoff_len": self.renderer.cutoff_len,
+            "levels": self.difficulties,
+            "difficulty_field": self.difficulty_field,
+            "drop_bad_rows": self.drop_bad_records,
+        }
+        set_difficulties = [file.source.difficulty for file in self.files]
+        if self.difficulties is not None and any(set_difficulties):
+            options["difficulties_of_files"] = set_difficulties
+        return json.dumps(options)
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return tuple(file.path for file in self.files)
 
     def write_samples(self, folder: Path) -> dict[str, Any]:
         """Fill the folder with arrays, and return what belongs beside them; `files` are hashes that are known already.
@@ -73,7 +80,8 @@ class Preparation:
             DataError: bad records (unless they are dropped), no records, or none left.
             FinetuneError: a process was killed: call again to go on.
         """
-        job = PartJob(self.renderer, self.difficulties, self.difficulty_field)
+        sources = tuple(file.source for file in self.files)
+        job = PartJob(self.renderer, self.difficulties, self.difficulty_field, sources)
         processes = self._processes()
         (folder / SCRATCH).mkdir(exist_ok=True)
         with ordered_map(job, processes, start="fork", option="--preprocessing-num-workers") as apply:
@@ -95,7 +103,7 @@ class Preparation:
         }
 
     def _processes(self) -> int:
-        input_bytes = sum(path.stat().st_size for path in self.sources)
+        input_bytes = sum(path.stat().st_size for path in self.paths)
         return self.num_proc or max(1, min(usable_cores(), _MOST_PROCESSES, input_bytes // _BYTES_PER_PROCESS))
 
     # ------------------------------------------------------------------ first pass
@@ -106,9 +114,9 @@ class Preparation:
             return DataReport(**json.loads(kept.read_bytes()))
         report, problems, unlabelled = DataReport(), ProblemLog(), ProblemLog()
         missing = RecordProblem("no difficulty", f"other records have a '{self.difficulty_field}', this one has none")
-        pace = Pace("checking data", sum(path.stat().st_size for path in self.sources))
+        pace = Pace("checking data", sum(path.stat().st_size for path in self.paths))
         place, input_bytes = _Place(), 0
-        for checked in apply((part, None) for part in parts_of(self.sources)):
+        for checked in apply((part, None) for part in parts_of(self.paths)):
             before = place.at(checked)
             report.add(checked.report)
             self._note(problems, checked.part, before, checked.problems)
@@ -138,7 +146,7 @@ class Preparation:
             what = "tokenized data: going on after %s of %s records, which are finished"
             logger.info(what, f"{done.place.records:,}", f"{checked.records_read:,}")
         pace = Pace("tokenizing data", checked.records_read, done.place.records)
-        parts = islice(parts_of(self.sources), done.parts, None)
+        parts = islice(parts_of(self.paths), done.parts, None)
         for tokenized in apply((part, checked.difficulty_field_found) for part in parts):
             done.take(tokenized, writer)
             self._note(done.refused, tokenized.part, done.lines_before, tokenized.refused)
@@ -181,8 +189,8 @@ class Preparation:
             log.add((part.file, place), f"{part.path}:{place}", problem)
 
     def _where(self) -> str:
-        named = ", ".join(map(str, self.sources[:3]))
-        return named if len(self.sources) <= 3 else f"{named} and {len(self.sources) - 3} more"
+        named = ", ".join(map(str, self.paths[:3]))
+        return named if len(self.files) <= 3 else f"{named} and {len(self.files) - 3} more"
 
 
 @dataclass

@@ -122,6 +122,7 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
     sharding = sharding_of(config.deepspeed, shape, config.lora_r if lora else 0)
     accelerator = cluster.device_type in ("cuda", "npu")
     tokens = config.tokens_per_microbatch
+    paths = [source.path for source in (*config.sources, *config.valid_sources)]
     return Workload(
         shape=shape,
         computing=Computing(
@@ -154,7 +155,7 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
         hccl_bytes=_hccl_bytes(config, cluster),
         saves_behind=config.async_save and config.save_steps > 0,
         # A character of text is about a quarter of a token; a token is 4 bytes of id and 1 of mask.
-        data_bytes=int(1.25 * sum(_size(path) for path in (*config.data, *config.valid_data))),
+        data_bytes=int(1.25 * sum(_size(path) for path in paths)),
     )
 
 
