@@ -69,6 +69,25 @@ class Mix:
 
 
 @dataclass(frozen=True)
+class SourceDraws:
+    """What a run has of a source that is mixed.
+
+    Attributes:
+        weight: its share by the weights.
+        expected: the share it can have, which differs where it has no sample of a difficulty that is used.
+        draws: samples of the whole run.
+        passes: how often the run goes through the source's samples of each difficulty, by name; those it draws.
+    """
+
+    name: str
+    samples: int
+    weight: float
+    expected: float
+    draws: int
+    passes: dict[str, float]
+
+
+@dataclass(frozen=True)
 class _Group:
     """Difficulties that the same sources have, the share of each of those, and the samples of every step."""
 
@@ -105,12 +124,45 @@ def plan_cells(counts: np.ndarray, held: np.ndarray, shares: Sequence[Fraction])
     return cells
 
 
-def expected_shares(counts: np.ndarray, held: np.ndarray, shares: Sequence[Fraction]) -> list[Fraction]:
-    """What part of all samples each source has as its target, exactly."""
-    found = [Fraction(0)] * len(shares)
-    for group in _groups(counts, held, shares):
+def source_draws(mix: Mix, held: np.ndarray, cells: np.ndarray, difficulties: Sequence[str]) -> list[SourceDraws]:
+    """What a run has of each source.
+
+    Args:
+        held: int64[sources, difficulties], the samples of each.
+        cells: of `plan_cells`.
+        difficulties: their names.
+    """
+    drawn = cells.sum(axis=0, dtype=np.int64)
+    expected = [0.0] * len(mix.names)
+    for group in _groups(drawn.sum(axis=0)[None], held > 0, mix.shares):
         for source, share in zip(group.sources.tolist(), group.shares, strict=True):
-            found[source] += share * int(group.totals.sum()) / int(counts.sum())
+            expected[source] += float(share * int(group.totals.sum()) / int(drawn.sum()))
+    return [
+        SourceDraws(
+            name=name,
+            samples=mix.sizes[source],
+            weight=float(mix.shares[source]),
+            expected=expected[source],
+            draws=int(drawn[source].sum()),
+            passes={
+                difficulties[at]: int(drawn[source, at]) / int(held[source, at])
+                for at in np.flatnonzero(drawn[source]).tolist()
+            },
+        )
+        for source, name in enumerate(mix.names)
+    ]
+
+
+def source_warnings(draws: Sequence[SourceDraws]) -> list[str]:
+    """Where the weights are not what the sources have of the run."""
+    found = []
+    off = [one for one in draws if abs(one.expected - one.weight) > 1e-9]
+    if off:
+        parts = ", ".join(f"{one.name} is {one.expected:.1%} of the samples, not {one.weight:.1%}" for one in off)
+        found.append(
+            "the weights of the sources hold within each difficulty, and not every source has samples of each that "
+            f"the curriculum uses: {parts}"
+        )
     return found
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from finetune.batching.curriculum import Schedule, count_difficulties, plan_counts, portions
-from finetune.batching.mixing import Mix, expected_shares, plan_cells
+from finetune.batching.mixing import Mix, SourceDraws, plan_cells, source_draws
 from finetune.batching.permutation import EXACT_LIMIT, Permutation, exact_order
 from finetune.errors import DataError, raise_problems
 
@@ -34,25 +34,6 @@ class _Cell:
     start: int  # its samples are `_members[start : start + size]`
     size: int
     key: tuple[int, ...]  # of its permutations
-
-
-@dataclass(frozen=True)
-class SourceDraws:
-    """What a run has of a source that is mixed.
-
-    Attributes:
-        weight: its share by the weights.
-        expected: the share it can have, which differs where it has no sample of a difficulty that is used.
-        draws: samples of the whole run.
-        passes: how often the run goes through the source's samples of each difficulty, by name; those it draws.
-    """
-
-    name: str
-    samples: int
-    weight: float
-    expected: float
-    draws: int
-    passes: dict[str, float]
 
 
 class GlobalBatches:
@@ -148,23 +129,7 @@ class GlobalBatches:
         """What the run has of each source; empty where none are mixed."""
         if self.mix is None:
             return []
-        drawn = self._table.sum(axis=0, dtype=np.int64)
-        expected = expected_shares(self.counts, self._held > 0, self.mix.shares)
-        names = self.schedule.difficulties
-        return [
-            SourceDraws(
-                name=name,
-                samples=self.mix.sizes[source],
-                weight=float(self.mix.shares[source]),
-                expected=float(expected[source]),
-                draws=int(drawn[source].sum()),
-                passes={
-                    names[at]: int(drawn[source, at]) / int(self._held[source, at])
-                    for at in np.flatnonzero(drawn[source]).tolist()
-                },
-            )
-            for source, name in enumerate(self.mix.names)
-        ]
+        return source_draws(self.mix, self._held, self._table, self.schedule.difficulties)
 
     @property
     def unused(self) -> dict[str, int]:

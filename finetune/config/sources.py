@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -52,9 +53,13 @@ class DataSource(Strict):
     """One source of samples."""
 
     path: Text = Field(description="A file, folder or glob.")
-    weight: Weight | None = Field(default=None, description="Its part of the samples; natural is the number of its samples.")
+    weight: Weight | None = Field(
+        default=None, description="Its part of the samples; natural is the number of its samples."
+    )
     columns: dict[Text, Text] | None = Field(default=None, description="Names of the format -> fields of the records.")
-    difficulty: Text | None = Field(default=None, description="The difficulty of all its records, instead of their own.")
+    difficulty: Text | None = Field(
+        default=None, description="The difficulty of all its records, instead of their own."
+    )
 
     @model_serializer(mode="wrap")
     def _given(self, values_of: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -95,6 +100,17 @@ def weighted(
     if all(source.weight is None for source in sources):
         return sources
     return tuple(source.model_copy(update={"weight": source.weight or NATURAL}) for source in sources)
+
+
+def source_names(sources: Sequence[DataSource]) -> tuple[str, ...]:
+    """A name for each, as short as tells them apart: a file's without suffix, the path, the path with a number."""
+    paths = [source.path for source in sources]
+    short = [Path(path).stem for path in paths]
+    names = [name if short.count(name) == 1 and name else path for name, path in zip(short, paths, strict=True)]
+    return tuple(
+        name if names.count(name) == 1 else f"{name} ({names[:number].count(name) + 1})"
+        for number, name in enumerate(names)
+    )
 
 
 def source_problems(
