@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from finetune.batching.mixing import source_line
 from finetune.config.deepspeed_config import deepspeed_dict, offloads, zero_stage
 from finetune.config.run_config import RunConfig
 from finetune.config.schedules import ScheduleSettings, learning_rate_schedule, warmup_count
@@ -226,11 +227,14 @@ def _say_start(
         samples_per_microbatch=config.samples_per_microbatch,
     )
     reports = (("training data", data.train), ("validation data", data.valid))
+    tables = {title: samples.report.lines() for title, samples in reports if samples is not None}
+    if draws := data.batches.source_draws():
+        tables["sources"] = [(source.name, source_line(source)) for source in draws]
     say_start(
         trainer,
         world,
         summary,
-        tables={title: samples.report.lines() for title, samples in reports if samples is not None},
+        tables=tables,
         facts={
             "steps": f"{start + 1} to {trainer.context.total_steps}, {config.global_batch_size} samples each",
             "processes": f"{world.world_size} on {device_type}, {dtype}, sharding {sharding}",

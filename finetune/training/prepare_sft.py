@@ -12,7 +12,6 @@ from finetune.config.sources import DataSource, source_names
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from finetune.batching.mixing import Mix
     from finetune.batching.sampler import GlobalBatches
     from finetune.data.dataset import Samples
 
@@ -59,7 +58,7 @@ class Prepared:
 def prepare_data(config: RunConfig) -> Prepared:
     """Tokenizer, samples, and the list of global batches, with the checks that need no weights."""
     from finetune.batching.curriculum import build_schedule
-    from finetune.batching.mixing import source_warnings
+    from finetune.batching.mixing import mix_of, source_warnings
     from finetune.batching.sampler import GlobalBatches, count_steps
     from finetune.data.dataset import prepare_samples
     from finetune.data.templates import load_tokenizer
@@ -99,7 +98,7 @@ def prepare_data(config: RunConfig) -> Prepared:
         config.global_batch_size,
         total_steps,
         config.curriculum_seed,
-        mix=_mix(config, train),
+        mix=mix_of(config.sources, train.source_starts),
         by_difficulty=train.by_difficulty,
     )
     for warning in source_warnings(batches.source_draws()):
@@ -127,14 +126,6 @@ def prepare_data(config: RunConfig) -> Prepared:
         padding_id=models.padding_id(model_config, tokenizer),
         identity=_identity(config, train, batches) | {"weights": models.weights_identity(config.model, model_config)},
     )
-
-
-def _mix(config: RunConfig, train: Samples) -> Mix | None:
-    from finetune.batching.mixing import Mix
-
-    sources = config.sources
-    weights = tuple(source.weight for source in sources if source.weight is not None)
-    return Mix(source_names(sources), weights, train.source_starts) if weights else None
 
 
 def _warn_of_untrained_stops(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
