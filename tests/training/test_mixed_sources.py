@@ -21,6 +21,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
         data=[sources[0] | {"difficulty": "explain"}, sources[1]],
         valid_data=[str(materials.valid), str(materials.data)],
         max_steps=STEPS,
+        global_batch_size=6,
         curriculum={"levels": ["explain", "reasoning", "topology"], "stages": [{"until": 1.0, "mix": [1, 1, 1]}]},
     )
 
@@ -36,7 +37,7 @@ def test_shares_are_exact_and_the_log_has_losses_by_source(whole: Path, settings
     # Of the three difficulties the first source has explain alone, which the second has too: 3 to 13 of a third.
     counts = list(accumulate(sum(number < 40 for number in ids) for ids in runs.sample_ids(whole)))
     for step, count in enumerate(counts, 1):
-        assert abs(count - step * 8 / 3 * 3 / 16) < 2, "one sample for the difficulty, one for the source"
+        assert abs(count - step * 6 / 3 * 3 / 16) < 1
     for line in runs.lines(whole / "trainer_log.jsonl"):
         losses = [(line[f"source_tokens/{name}"], line.get(f"source_loss/{name}", 0.0)) for name in ("train", "valid")]
         tokens = sum(count for count, _ in losses)
