@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from finetune.config.fields import (
+    Columns,
     CurriculumConfig,
     Names,
     NpuTuning,
@@ -174,7 +175,13 @@ class RunConfig(BaseConfig):
 
     model: Text = data_setting(..., "Folder of the base model, or its name on the hub.", unit="FOLDER|NAME")
     data: Paths = data_setting(
-        ..., "Training files: alpaca, sharegpt or messages, JSON or JSONL.", unit="file...", min_length=1
+        ..., "Training files, folders and globs, in any of the formats of docs/data.md.", unit="file...", min_length=1
+    )
+    columns: Columns | None = data_setting(
+        None,
+        "What the data calls the keys of our formats.",
+        unit="prompt=question,response=answer",
+        shown_default="the same",
     )
     valid_data: Paths = data_setting((), "Validation files, in the same formats.", unit="file...")
     template: Text | None = data_setting(

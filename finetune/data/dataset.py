@@ -22,6 +22,7 @@ from finetune.data import (
     passes,
     preparation,
     problems,
+    records,
     render,
     report,
     sample_shards,
@@ -32,6 +33,7 @@ from finetune.data import (
 )
 from finetune.data.files import expand_paths
 from finetune.data.preparation import Preparation
+from finetune.data.records import Columns, RecordReader
 from finetune.data.render import Renderer
 from finetune.data.samples import Samples
 from finetune.data.source_hashes import source_hashes
@@ -51,6 +53,7 @@ def prepare_samples(
     template: str | None = None,
     difficulties: Sequence[str] | None = None,
     difficulty_field: str = "difficulty",
+    columns: Columns | None = None,
     on_bad_row: str = "refuse",
     cache_dir: str | Path | None = None,
     num_proc: int | None = None,
@@ -66,6 +69,7 @@ def prepare_samples(
         template: a template's name or file, set on the tokenizer first; None: as it is.
         difficulties: the difficulties' names, in order; None: difficulties are not looked at.
         difficulty_field: the key that holds a record's difficulty.
+        columns: key of our formats -> the key that the data has for it; None: they have the same names.
         on_bad_row: "refuse" raises for bad records, "drop" leaves them out and counts them.
         cache_dir: where tokenized data is kept; None: `default_cache_dir()`.
         num_proc: processes that tokenize; None: as many as pay, up to the CPUs of this process.
@@ -79,10 +83,12 @@ def prepare_samples(
         tokenizer.chat_template = template_source(template)
     sources = expand_paths(paths)
     renderer = Renderer(tokenizer, cutoff_len)
+    levels = None if difficulties is None else tuple(difficulties)
     task = Preparation(
         sources=sources,
         renderer=renderer,
-        difficulties=None if difficulties is None else tuple(difficulties),
+        readers=(RecordReader(levels, difficulty_field, columns),) * len(sources),
+        difficulties=levels,
         difficulty_field=difficulty_field,
         drop_bad_records=on_bad_row == "drop",
         num_proc=num_proc,
@@ -134,7 +140,7 @@ def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 def _code_hash() -> str:
     """The source of the modules that turn records into samples, and the versions of the libraries that they lean on."""
     modules = (
-        *(files, json_array, problems, formats, spans, encode, truncate, render, report),
+        *(files, json_array, problems, formats, records, spans, encode, truncate, render, report),
         *(parts, passes, preparation, sample_shards, samples, tools),
     )
     sources = (Path(str(module.__file__)).read_text(encoding="utf-8") for module in modules)

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.files import file_kind, line_records, parquet_batches, read_records, said_if_unreadable
-from finetune.data.formats import detect_format
-from finetune.data.problems import RecordProblem
+from finetune.data.records import RecordReader
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -52,17 +51,20 @@ class Part:
         return list(enumerate(self.records.to_pylist(), self.first_record)), 0
 
 
-def parts_of(files: Sequence[Path]) -> Iterator[Part]:
+def parts_of(files: Sequence[Path], readers: Sequence[RecordReader] | None = None) -> Iterator[Part]:
     """The parts of all files in order, each with its file's format where a part before it has shown one.
+
+    Args:
+        readers: how the records of each file are read; None: under their own names.
 
     Raises:
         DataError: a file that cannot be read, a broken array or parquet file.
     """
     for number, path in enumerate(files):
-        form = None
+        reader, form = readers[number] if readers else RecordReader(), None
         for part in _parts(number, path):
             yield replace(part, form=form)
-            form = form or _form_shown(part)
+            form = form or reader.form_shown(part.read()[0])
 
 
 def _parts(number: int, path: Path) -> Iterator[Part]:
@@ -96,14 +98,3 @@ def _spans(path: Path, size_bytes: int) -> Iterator[tuple[int, int]]:
 def _batches(records: Iterator[tuple[int, Any]]) -> Iterator[list[tuple[int, Any]]]:
     while batch := list(islice(records, PART_RECORDS)):
         yield batch
-
-
-def _form_shown(part: Part) -> str | None:
-    """The format of the first record that has one."""
-    for _, record in part.read()[0]:
-        try:
-            if not isinstance(record, RecordProblem):
-                return detect_format(record)
-        except RecordProblem:
-            continue
-    return None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from finetune.data.formats import Conversation, detect_format, to_conversation
 from finetune.data.parts import Part
 from finetune.data.problems import RecordProblem
+from finetune.data.records import RecordReader
 from finetune.data.render import Rendered, Renderer
 from finetune.data.report import DataReport
 
@@ -34,6 +34,7 @@ class Checked:
     report: DataReport = field(default_factory=DataReport)
     problems: Lines = field(default_factory=list)
     unlabelled: list[int] = field(default_factory=list)  # lines of the records without difficulty
+    columns: set[str] = field(default_factory=set)  # keys of the mapping that a record has
 
 
 @dataclass
@@ -55,8 +56,8 @@ class PartJob:
     """(part, None) -> Checked; (part, whether records without difficulty are left out) -> Tokenized."""
 
     renderer: Renderer
+    readers: Sequence[RecordReader]  # of each file
     difficulties: tuple[str, ...] | None
-    difficulty_field: str
 
     def __call__(self, item: tuple[Part, bool | None]) -> Checked | Tokenized:
         part, labelled_only = item
@@ -67,7 +68,9 @@ class PartJob:
         checked = Checked(_named(part), lines)
         report = checked.report
         report.records_read = len(part_records)
-        for line, found in self._conversations(part, part_records):
+        reader = self.readers[part.file]
+        for line, record, found in reader.conversations(part_records, part.form):
+            checked.columns |= reader.mapped_in(record)
             if isinstance(found, RecordProblem):
                 checked.problems.append((line, found))
                 continue
@@ -82,7 +85,8 @@ class PartJob:
         part_records, lines = part.read()
         kept = _Kept(self.difficulties or ())
         refused: Lines = []
-        for number, (line, found) in enumerate(self._conversations(part, part_records)):
+        found_in_part = self.readers[part.file].conversations(part_records, part.form)
+        for number, (line, _record, found) in enumerate(found_in_part):
             if isinstance(found, RecordProblem) or (labelled_only and found.difficulty is None):
                 continue
             try:
@@ -94,22 +98,6 @@ class PartJob:
         facts = np.array(kept.facts, dtype=SAMPLE_FACTS)
         tokens, supervised = (np.concatenate(arrays) for arrays in (kept.tokens, kept.supervised))
         return Tokenized(_named(part), len(part_records), lines, kept.report, refused, facts, tokens, supervised)
-
-    def _conversations(
-        self, part: Part, records: list[tuple[int, object]]
-    ) -> Iterator[tuple[int, Conversation | RecordProblem]]:
-        form = part.form
-        for line, record in records:
-            try:
-                if isinstance(record, RecordProblem):
-                    raise record
-                form = form or detect_format(record)
-                found: Conversation | RecordProblem = to_conversation(
-                    record, form, self.difficulties, self.difficulty_field
-                )
-            except RecordProblem as problem:
-                found = problem
-            yield line, found
 
 
 class _Kept:
@@ -145,6 +133,8 @@ class _Kept:
             report.trimmed_tokens += sample.trimmed_tokens
             report.dropped_turns += sample.dropped_turns
             report.cut_answers += sample.cut_answer
+            report.cut_texts += sample.cut_text_tokens > 0
+            report.cut_text_tokens += sample.cut_text_tokens
             report.unended_samples += not sample.ends
             report.off_prompt_samples += not sample.follows_prompt
 

@@ -14,7 +14,7 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -26,6 +26,7 @@ from finetune.data.pace import Pace
 from finetune.data.parts import Part, parts_of
 from finetune.data.passes import NO_ROOM, Checked, Lines, PartJob, Tokenized
 from finetune.data.problems import LISTED_RECORDS, ProblemLog, RecordProblem
+from finetune.data.records import RecordReader
 from finetune.data.render import Renderer
 from finetune.data.report import DataReport
 from finetune.data.sample_shards import SCRATCH, TOKEN_BYTES, ShardWriter, write_arrays
@@ -48,6 +49,7 @@ class Preparation:
 
     sources: tuple[Path, ...]
     renderer: Renderer  # is sent to the processes that tokenize
+    readers: tuple[RecordReader, ...]  # how the records of each file are read
     difficulties: tuple[str, ...] | None  # their names; None: difficulties are not looked at
     difficulty_field: str  # the key that holds a record's difficulty
     drop_bad_records: bool  # leave bad records out and count them, instead of refusing them
@@ -61,6 +63,7 @@ class Preparation:
                 "levels": self.difficulties,
                 "difficulty_field": self.difficulty_field,
                 "drop_bad_rows": self.drop_bad_records,
+                "columns": [dict(reader.columns or {}) for reader in self.readers],
             }
         )
 
@@ -73,7 +76,7 @@ class Preparation:
             DataError: bad records (unless they are dropped), no records, or none left.
             FinetuneError: a process was killed: call again to go on.
         """
-        job = PartJob(self.renderer, self.difficulties, self.difficulty_field)
+        job = PartJob(self.renderer, self.readers, self.difficulties)
         processes = self._processes()
         (folder / SCRATCH).mkdir(exist_ok=True)
         with ordered_map(job, processes, start="fork", option="--preprocessing-num-workers") as apply:
@@ -108,9 +111,11 @@ class Preparation:
         missing = RecordProblem("no difficulty", f"other records have a '{self.difficulty_field}', this one has none")
         pace = Pace("checking data", sum(path.stat().st_size for path in self.sources))
         place, input_bytes = _Place(), 0
-        for checked in apply((part, None) for part in parts_of(self.sources)):
+        columns: dict[int, set[str]] = {}
+        for checked in apply((part, None) for part in parts_of(self.sources, self.readers)):
             before = place.at(checked)
             report.add(checked.report)
+            columns.setdefault(checked.part.file, set()).update(checked.columns)
             self._note(problems, checked.part, before, checked.problems)
             if self.difficulties is not None and checked.unlabelled:
                 listed, rest = checked.unlabelled[:LISTED_RECORDS], checked.unlabelled[LISTED_RECORDS:]
@@ -122,6 +127,7 @@ class Preparation:
             problems.merge(unlabelled)
         if not report.records_read:
             raise DataError("the data files hold no record", where=self._where(), fix="give --data files with records")
+        self._refuse_unmapped(columns)
         if not self.drop_bad_records:
             problems.refuse(report.records_read)
         report.dropped = dict(problems.counts)
@@ -129,6 +135,21 @@ class Preparation:
             raise self._none_left(report)
         replace_file(kept, json.dumps(asdict(report)).encode())
         return report
+
+    def _refuse_unmapped(self, found: Mapping[int, set[str]]) -> None:
+        """Refuse columns that no record of the files that share them has."""
+        shared: dict[tuple[tuple[str, str], ...], list[int]] = {}
+        for file, reader in enumerate(self.readers):
+            shared.setdefault(tuple((reader.columns or {}).items()), []).append(file)
+        for columns, files in shared.items():
+            seen = set().union(*(found.get(file, set()) for file in files))
+            for ours, theirs in columns:
+                if ours not in seen:
+                    raise DataError(
+                        f"no record has '{theirs}', which --columns reads as '{ours}'",
+                        where=f"{self.sources[files[0]]}:1",
+                        fix=f"write {ours}= and the key that the records have, or leave it out",
+                    )
 
     # ------------------------------------------------------------------ second pass
 
@@ -138,7 +159,7 @@ class Preparation:
             what = "tokenized data: going on after %s of %s records, which are finished"
             logger.info(what, f"{done.place.records:,}", f"{checked.records_read:,}")
         pace = Pace("tokenizing data", checked.records_read, done.place.records)
-        parts = islice(parts_of(self.sources), done.parts, None)
+        parts = islice(parts_of(self.sources, self.readers), done.parts, None)
         for tokenized in apply((part, checked.difficulty_field_found) for part in parts):
             done.take(tokenized, writer)
             self._note(done.refused, tokenized.part, done.lines_before, tokenized.refused)

@@ -29,6 +29,8 @@ class DataReport:
     difficulty_field_found: bool = False  # whether any record has a difficulty
     unended_samples: int = 0  # samples in which no whole answer ends with a special token
     off_prompt_samples: int = 0  # samples with an answer that does not follow the template's own generation prompt
+    cut_texts: int = 0  # plain texts that lost their end to the cutoff
+    cut_text_tokens: int = 0  # tokens lost so
     control_token_records: int = 0  # records whose text spells a special token of the tokenizer
 
     def add(self, other: DataReport) -> None:
@@ -83,6 +85,8 @@ class DataReport:
             lines.append(("turns dropped", f"{self.dropped_turns:,} (ends of long conversations)"))
         if self.cut_answers:
             lines.append(("answers cut", f"{self.cut_answers:,}"))
+        if self.cut_texts:
+            lines.append(("texts cut", f"{self.cut_texts:,} ({self.cut_text_tokens:,} tokens)"))
         lines += [(f"dropped: {reason}", f"{count:,}") for reason, count in self.dropped.items()]
         lines.append(("tokens", f"{self.tokens:,} (longest sample {self.longest_tokens:,})"))
         lines.append(("supervised tokens", f"{self.supervised_tokens:,} ({share:.1%})"))

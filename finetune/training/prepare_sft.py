@@ -76,6 +76,7 @@ def prepare_data(config: RunConfig) -> Prepared:
             cutoff_len=config.cutoff_len,
             difficulties=difficulties,
             difficulty_field=config.difficulty_field,
+            columns=config.columns,
             on_bad_row=config.on_bad_row,
             cache_dir=config.cache_dir,
             num_proc=config.preprocessing_num_workers,

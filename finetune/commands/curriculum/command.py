@@ -226,28 +226,24 @@ def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[s
     Raises:
         DataError: a file cannot be read; records are bad and `on_bad_row` is refuse.
     """
-    from finetune.data.files import expand_paths, read_records
-    from finetune.data.formats import detect_format, to_conversation
+    from finetune.data.files import expand_paths
     from finetune.data.problems import ProblemLog, RecordProblem
+    from finetune.data.records import RecordReader
 
     names = config.curriculum.levels
     index: dict[str | None, int] = {None: -1, **{name: number for number, name in enumerate(names)}}
     difficulties: list[int] = []
     record_ids: list[int] = []
+    reader = RecordReader(names, config.difficulty_field, config.columns)
     problems, read = ProblemLog(), 0
     for number, path in enumerate(expand_paths(config.data)):
-        form = None
-        for line, record in read_records(path):
+        for line, _record, found in reader.file(path):
             read += 1
-            try:
-                if isinstance(record, RecordProblem):
-                    raise record
-                form = form or detect_format(record)
-                conversation = to_conversation(record, form, names, config.difficulty_field)
-                difficulties.append(index[conversation.difficulty])
-                record_ids.append(read - 1)
-            except RecordProblem as problem:
-                problems.add((number, line), f"{path}:{line}", problem)
+            if isinstance(found, RecordProblem):
+                problems.add((number, line), f"{path}:{line}", found)
+                continue
+            difficulties.append(index[found.difficulty])
+            record_ids.append(read - 1)
     if config.on_bad_row == "refuse":
         problems.refuse(read)
     kinds = ", ".join(f"{count} {kind}" for kind, count in problems.counts.most_common())

@@ -65,6 +65,7 @@ def _check_data(config: RunConfig, paths: tuple[str, ...], model_config: Any, to
             cutoff_len=config.cutoff_len,
             difficulties=config.curriculum.levels if config.use_curriculum else None,
             difficulty_field=config.difficulty_field,
+            columns=config.columns,
             on_bad_row=config.on_bad_row,
             cache_dir=folder,
             num_proc=1,
@@ -79,22 +80,16 @@ def _check_data(config: RunConfig, paths: tuple[str, ...], model_config: Any, to
 
 def _check_form(config: RunConfig, sources: tuple[Path, ...], names: str) -> Check:
     """The form of the first records of large files."""
-    from finetune.data.files import read_records
-    from finetune.data.formats import detect_format, to_conversation
     from finetune.data.problems import ProblemLog, RecordProblem
+    from finetune.data.records import RecordReader
 
+    reader = RecordReader(config.curriculum.levels, config.difficulty_field, config.columns)
     problems, read = ProblemLog(), 0
     for number, path in enumerate(sources):
-        form = None
-        for line, record in islice(read_records(path), SAMPLED_RECORDS):
+        for line, _record, found in islice(reader.file(path), SAMPLED_RECORDS):
             read += 1
-            try:
-                if isinstance(record, RecordProblem):
-                    raise record
-                form = form or detect_format(record)
-                to_conversation(record, form, config.curriculum.levels, config.difficulty_field)
-            except RecordProblem as problem:
-                problems.add((number, line), f"{path}:{line}", problem)
+            if isinstance(found, RecordProblem):
+                problems.add((number, line), f"{path}:{line}", found)
     if config.on_bad_row == "refuse":
         problems.refuse(read)
     what = _("{files}: large; the form of {read:,} records is right, they were not tokenized")

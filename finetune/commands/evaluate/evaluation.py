@@ -21,6 +21,7 @@ from finetune.commands.evaluate.prompts import EvalPrompt, find_difficulties, re
 from finetune.commands.evaluate.scores import ModelScores
 from finetune.data.dataset import prepare_samples
 from finetune.data.files import expand_paths
+from finetune.data.records import RecordReader
 from finetune.inference.answer import Answer, AnswerStream
 from finetune.inference.generation import Generator, PromptTooLong
 from finetune.inference.loading import check_fit, load_tokenizer_of, load_weights
@@ -68,12 +69,14 @@ class Evaluation:
             cutoff_len=self.cutoff_len,
             difficulties=difficulties or None,
             difficulty_field=field,
+            columns=options.columns,
             on_bad_row=options.on_bad_row,
             cache_dir=options.cache_dir,
         )
         self.chosen = spread(self.samples.difficulties, options.max_samples)
         records = np.unique(self.samples.record_ids[self.chosen]).tolist()
-        self.prompts = self._asked(read_prompts(paths, difficulties, field, options.answer_field, records))
+        reader = RecordReader(difficulties or None, field, options.columns)
+        self.prompts = self._asked(read_prompts(paths, reader, options.answer_field, records))
 
     def _asked(self, prompts: list[EvalPrompt]) -> list[EvalPrompt]:
         """Those that `--generate` asks for."""

@@ -73,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cutoff_len=config.cutoff_len,
         difficulties=config.curriculum.levels,
         difficulty_field=config.difficulty_field,
+        columns=config.columns,
         on_bad_row=config.on_bad_row,
         cache_dir=config.cache_dir,
         num_proc=config.preprocessing_num_workers,
