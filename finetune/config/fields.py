@@ -28,22 +28,10 @@ GROUPS = (
 )
 
 # Keys of a record that formats know and that data may have under other names (data/formats.py).
-COLUMNS = tuple(
-    [
-        "messages",
-        "conversations",
-        "instruction",
-        "input",
-        "output",
-        "history",
-        "prompt",
-        "completion",
-        "response",
-        "text",
-        "system",
-        "tools",
-    ]
-)
+COLUMNS = (
+    "messages", "conversations", "instruction", "input", "output", "history", "prompt", "completion", "response",
+    "text", "system", "tools",
+)  # fmt: skip
 Reporter = Literal["none", "tensorboard", "wandb", "swanlab", "trackio"]
 
 

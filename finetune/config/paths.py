@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,10 +40,7 @@ def _check_data(config: RunConfig) -> Iterator[ConfigError]:
     for name in ("data", "valid_data"):
         for entry in getattr(config, name):
             path = Path(entry)
-            if path.is_dir():
-                fix = "name the files in it, separated by spaces"
-                yield ConfigError(f"{entry} is a folder, not a file", flag(name), fix)
-            elif not path.exists():
+            if not path.exists() and not any(glob.iglob(entry, recursive=True)):
                 together = [part for part in entry.split(",") if part]
                 fix = f"write {flag(name)} {' '.join(together)}" if len(together) > 1 else _remedy(path)
                 yield ConfigError(f"the file {entry} does not exist", flag(name), fix)

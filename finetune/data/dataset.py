@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from finetune.data import (
     cache,
     encode,
+    file_kinds,
     files,
     formats,
     json_array,
@@ -140,7 +141,7 @@ def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 def _code_hash() -> str:
     """The source of the modules that turn records into samples, and the versions of the libraries that they lean on."""
     modules = (
-        *(files, json_array, problems, formats, records, spans, encode, truncate, render, report),
+        *(files, file_kinds, json_array, problems, formats, records, spans, encode, truncate, render, report),
         *(parts, passes, preparation, sample_shards, samples, tools),
     )
     sources = (Path(str(module.__file__)).read_text(encoding="utf-8") for module in modules)
