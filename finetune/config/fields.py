@@ -105,7 +105,8 @@ def _names(keyword: str) -> Callable[[Any], Any]:
 def _columns(value: Any) -> Any:
     """`prompt=question,response=answer` as a mapping; its problems, and those of a mapping from a file."""
     if isinstance(value, str):
-        pairs = [tuple(map(str.strip, pair.partition("=")[::2])) for pair in value.split(",")]
+        halves = (pair.partition("=") for pair in value.split(","))
+        pairs = [(ours.strip(), theirs.strip()) for ours, _, theirs in halves]
     elif isinstance(value, dict) and all(isinstance(name, str) for name in value.values()):
         pairs = list(value.items())
     else:

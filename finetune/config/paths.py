@@ -37,8 +37,8 @@ def _check_model(model: str) -> Iterator[ConfigError]:
 
 
 def _check_data(config: RunConfig) -> Iterator[ConfigError]:
-    for name in ("data", "valid_data"):
-        for entry in getattr(config, name):
+    for name, sources in (("data", config.sources), ("valid_data", config.valid_sources)):
+        for entry in (source.path for source in sources):
             path = Path(entry)
             if not path.exists() and not any(glob.iglob(entry, recursive=True)):
                 together = [part for part in entry.split(",") if part]

@@ -16,7 +16,6 @@ from finetune.config.fields import (
     CurriculumConfig,
     Names,
     NpuTuning,
-    Paths,
     Positive,
     Recompute,
     Reporters,
@@ -37,6 +36,15 @@ from finetune.config.fields import (
 from finetune.config.precedence import Rule
 from finetune.config.rules import RULES_FOR_FINE_TUNING, batch_problem
 from finetune.config.schedules import PretrainingScheduleName, ScheduleName, described
+from finetune.config.sources import (
+    DataEntries,
+    DataSource,
+    Weights,
+    as_sources,
+    source_problems,
+    weighted,
+    with_columns,
+)
 from finetune.runtime.language import _
 from finetune.runtime.npu_tuning import npu_variables
 
@@ -174,7 +182,7 @@ class RunConfig(BaseConfig):
     machine_fields: ClassVar[frozenset[str]] = frozenset({"gradient_accumulation_steps"})
 
     model: Text = data_setting(..., "Folder of the base model, or its name on the hub.", unit="FOLDER|NAME")
-    data: Paths = data_setting(
+    data: DataEntries = data_setting(
         ..., "Training files, folders and globs, in any of the formats of docs/data.md.", unit="file...", min_length=1
     )
     columns: Columns | None = data_setting(
@@ -183,7 +191,12 @@ class RunConfig(BaseConfig):
         unit="prompt=question,response=answer",
         shown_default="the same",
     )
-    valid_data: Paths = data_setting((), "Validation files, in the same formats.", unit="file...")
+    data_weights: Weights = data_setting(
+        (),
+        "Mix the entries of data by these weights, one for each; natural is its number of samples.",
+        unit="weight...",
+    )
+    valid_data: DataEntries = data_setting((), "Validation files, in the same formats.", unit="file...")
     template: Text | None = data_setting(
         None, "Chat template: a known name or a file.", unit="NAME|FILE", shown_default="the tokenizer's own"
     )
@@ -246,6 +259,15 @@ class RunConfig(BaseConfig):
     )
 
     @property
+    def sources(self) -> tuple[DataSource, ...]:
+        """The entries of `data`; each has a weight where they are mixed, and none has where they are not."""
+        return with_columns(weighted(self.data, self.data_weights), self.columns)
+
+    @property
+    def valid_sources(self) -> tuple[DataSource, ...]:
+        return with_columns(as_sources(self.valid_data), self.columns)
+
+    @property
     def samples_per_microbatch(self) -> int:
         """`micro_batch_size` as a number; the smallest while it is auto."""
         return 1 if self.micro_batch_size == "auto" else self.micro_batch_size
@@ -284,6 +306,8 @@ class RunConfig(BaseConfig):
 
     def problems(self) -> list[tuple[str, str]]:
         found = super().problems()
+        levels = self.curriculum.levels if self.use_curriculum else None
+        found += source_problems(self.data, self.data_weights, self.valid_data, levels)
         if self.micro_batch_size == "auto":
             # Left out beside accumulation it is 1: rules.py, resolve_batch.
             if self.gradient_accumulation_steps is not None and "micro_batch_size" in self.model_fields_set:

@@ -45,12 +45,23 @@ def expand_paths(paths: Sequence[str | Path]) -> tuple[Path, ...]:
     """
     if isinstance(paths, (str, Path)):
         paths = [paths]
-    files = expand_each(paths, _expand)
+    return tuple(itertools.chain.from_iterable(expand_groups(paths)))
+
+
+def expand_groups(paths: Sequence[str | Path]) -> list[list[Path]]:
+    """`expand_paths`, with the files of each path apart."""
+    groups: list[list[Path]] = []
+
+    def expand(given: str) -> list[Path]:
+        groups.append(_expand(given))
+        return groups[-1]
+
+    files = expand_each(paths, expand)
     if not files:
         raise DataError("no data files were named", where="--data", fix="give --data a file, a folder or a glob")
     if twice := named_twice(files):
         logger.warning("read more than once, as asked: %s (name a file once to train on it once)", ", ".join(twice))
-    return tuple(files)
+    return groups
 
 
 def expand_each(paths: Sequence[str | Path], expand: Callable[[str], list[Path]]) -> list[Path]:

@@ -30,6 +30,7 @@ from finetune.data.records import RecordReader
 from finetune.data.render import Renderer
 from finetune.data.report import DataReport
 from finetune.data.sample_shards import SCRATCH, TOKEN_BYTES, ShardWriter, write_arrays
+from finetune.data.sources import DataFile
 from finetune.errors import DataError
 from finetune.runtime.host import usable_cores
 from finetune.storage.durable_files import replace_file
@@ -47,9 +48,8 @@ Apply = Callable[[Iterable[tuple[Part, bool | None]]], Iterator[Any]]
 class Preparation:
     """One set of data files and how to make samples of them."""
 
-    sources: tuple[Path, ...]
+    files: tuple[DataFile, ...]
     renderer: Renderer  # is sent to the processes that tokenize
-    readers: tuple[RecordReader, ...]  # how the records of each file are read
     difficulties: tuple[str, ...] | None  # their names; None: difficulties are not looked at
     difficulty_field: str  # the key that holds a record's difficulty
     drop_bad_records: bool  # leave bad records out and count them, instead of refusing them
@@ -57,15 +57,28 @@ class Preparation:
 
     def options(self) -> str:
         """What the samples depend on besides data, tokenizer and template, as JSON."""
-        return json.dumps(
-            {
-                "cutoff_len": self.renderer.cutoff_len,
-                "levels": self.difficulties,
-                "difficulty_field": self.difficulty_field,
-                "drop_bad_rows": self.drop_bad_records,
-                "columns": [dict(reader.columns or {}) for reader in self.readers],
-            }
-        )
+        options: dict[str, Any] = {
+            "cutoff_len": self.renderer.cutoff_len,
+            "levels": self.difficulties,
+            "difficulty_field": self.difficulty_field,
+            "drop_bad_rows": self.drop_bad_records,
+        }
+        set_difficulties = [file.source.difficulty for file in self.files]
+        if self.difficulties is not None and any(set_difficulties):
+            options["difficulties_of_files"] = set_difficulties
+        columns = [file.source.columns for file in self.files]
+        if any(columns):
+            options["columns_of_files"] = columns
+        return json.dumps(options)
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return tuple(file.path for file in self.files)
+
+    @property
+    def readers(self) -> tuple[RecordReader, ...]:
+        """How the records of each file are read."""
+        return tuple(RecordReader(self.difficulties, self.difficulty_field, file.source) for file in self.files)
 
     def write_samples(self, folder: Path) -> dict[str, Any]:
         """Fill the folder with arrays, and return what belongs beside them; `files` are hashes that are known already.
@@ -98,7 +111,7 @@ class Preparation:
         }
 
     def _processes(self) -> int:
-        input_bytes = sum(path.stat().st_size for path in self.sources)
+        input_bytes = sum(path.stat().st_size for path in self.paths)
         return self.num_proc or max(1, min(usable_cores(), _MOST_PROCESSES, input_bytes // _BYTES_PER_PROCESS))
 
     # ------------------------------------------------------------------ first pass
@@ -109,10 +122,10 @@ class Preparation:
             return DataReport(**json.loads(kept.read_bytes()))
         report, problems, unlabelled = DataReport(), ProblemLog(), ProblemLog()
         missing = RecordProblem("no difficulty", f"other records have a '{self.difficulty_field}', this one has none")
-        pace = Pace("checking data", sum(path.stat().st_size for path in self.sources))
+        pace = Pace("checking data", sum(path.stat().st_size for path in self.paths))
         place, input_bytes = _Place(), 0
         columns: dict[int, set[str]] = {}
-        for checked in apply((part, None) for part in parts_of(self.sources, self.readers)):
+        for checked in apply((part, None) for part in parts_of(self.paths, self.readers)):
             before = place.at(checked)
             report.add(checked.report)
             columns.setdefault(checked.part.file, set()).update(checked.columns)
@@ -140,14 +153,14 @@ class Preparation:
         """Refuse columns that no record of the files that share them has."""
         shared: dict[tuple[tuple[str, str], ...], list[int]] = {}
         for file, reader in enumerate(self.readers):
-            shared.setdefault(tuple((reader.columns or {}).items()), []).append(file)
+            shared.setdefault(tuple(reader.columns.items()), []).append(file)
         for columns, files in shared.items():
             seen = set().union(*(found.get(file, set()) for file in files))
             for ours, theirs in columns:
                 if ours not in seen:
                     raise DataError(
                         f"no record has '{theirs}', which --columns reads as '{ours}'",
-                        where=f"{self.sources[files[0]]}:1",
+                        where=f"{self.paths[files[0]]}:1",
                         fix=f"write {ours}= and the key that the records have, or leave it out",
                     )
 
@@ -159,7 +172,7 @@ class Preparation:
             what = "tokenized data: going on after %s of %s records, which are finished"
             logger.info(what, f"{done.place.records:,}", f"{checked.records_read:,}")
         pace = Pace("tokenizing data", checked.records_read, done.place.records)
-        parts = islice(parts_of(self.sources, self.readers), done.parts, None)
+        parts = islice(parts_of(self.paths, self.readers), done.parts, None)
         for tokenized in apply((part, checked.difficulty_field_found) for part in parts):
             done.take(tokenized, writer)
             self._note(done.refused, tokenized.part, done.lines_before, tokenized.refused)
@@ -202,8 +215,8 @@ class Preparation:
             log.add((part.file, place), f"{part.path}:{place}", problem)
 
     def _where(self) -> str:
-        named = ", ".join(map(str, self.sources[:3]))
-        return named if len(self.sources) <= 3 else f"{named} and {len(self.sources) - 3} more"
+        named = ", ".join(map(str, self.paths[:3]))
+        return named if len(self.files) <= 3 else f"{named} and {len(self.files) - 3} more"
 
 
 @dataclass

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from finetune.config.sources import DataSource
 from finetune.data.files import read_records
 from finetune.data.formats import Conversation, detect_format, to_conversation
 from finetune.data.problems import RecordProblem
-
-Columns = Mapping[str, str]  # key of our formats -> the data's own key
 
 
 @dataclass(frozen=True)
@@ -21,12 +20,17 @@ class RecordReader:
     Attributes:
         difficulties: their names; None: difficulties are not looked at.
         difficulty_field: the key that holds a record's difficulty.
-        columns: what the data calls the keys of our formats; others have their own names.
+        source: what the entry of `data` says: what it calls the keys of our formats, and the difficulty of all.
     """
 
     difficulties: Sequence[str] | None = None
     difficulty_field: str = "difficulty"
-    columns: Columns | None = None
+    source: DataSource | None = None
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        """Key of our formats -> the data's own key; others have their own names."""
+        return (self.source.columns if self.source else None) or {}
 
     def file(self, path: Path) -> Iterator[tuple[int, Any, Conversation | RecordProblem]]:
         """`(line, record, conversation or what is wrong with it)` of a whole file. Errors are `read_records`'s."""
@@ -46,12 +50,16 @@ class RecordReader:
                     raise record
                 record = self._renamed(record)
                 form = form or self._form_of(record)
-                found: Conversation | RecordProblem = to_conversation(
-                    record, form, self.difficulties, self.difficulty_field
-                )
+                found: Conversation | RecordProblem = self._conversation(record, form)
             except RecordProblem as problem:
                 found = problem
             yield line, record, found
+
+    def _conversation(self, record: Any, form: str) -> Conversation:
+        difficulty = self.source.difficulty if self.source else None
+        if difficulty is None or self.difficulties is None:
+            return to_conversation(record, form, self.difficulties, self.difficulty_field)
+        return replace(to_conversation(record, form), difficulty=difficulty)
 
     def form_shown(self, records: Iterable[tuple[int, Any]]) -> str | None:
         """The format of the first record that has one."""
@@ -70,7 +78,7 @@ class RecordReader:
             RecordProblem: it has none.
         """
         try:
-            return detect_format(record, self.columns or ())
+            return detect_format(record, self.columns)
         except RecordProblem as problem:
             if not self.columns:
                 raise

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.run_config import RunConfig
+from finetune.config.sources import DataSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,21 +70,20 @@ def prepare_data(config: RunConfig) -> Prepared:
         _warn_of_untrained_stops(config, tokenizer)
     difficulties = config.curriculum.levels if config.use_curriculum else None
 
-    def samples_of(paths: tuple[str, ...]) -> Samples:
+    def samples_of(sources: tuple[DataSource, ...]) -> Samples:
         return prepare_samples(
-            paths,
+            sources,
             tokenizer,
             cutoff_len=config.cutoff_len,
             difficulties=difficulties,
             difficulty_field=config.difficulty_field,
-            columns=config.columns,
             on_bad_row=config.on_bad_row,
             cache_dir=config.cache_dir,
             num_proc=config.preprocessing_num_workers,
         )
 
-    train = samples_of(config.data)
-    valid = samples_of(config.valid_data) if config.valid_data else None
+    train = samples_of(config.sources)
+    valid = samples_of(config.valid_sources) if config.valid_data else None
     for prepared in filter(None, (train, valid)):
         models.check_ids(model_config, prepared, tokenizer)
     models.warn_of_missing_embeddings(model_config, tokenizer)

@@ -206,7 +206,7 @@ def nothing_given(place: Place):
 
 
 def data_is_a_folder(place: Place):
-    return place.flags(data=place.folder), ("is a folder",)
+    return place.flags(data=place.folder), ("the folder holds no data file",)
 
 
 def output_is_a_file(place: Place):

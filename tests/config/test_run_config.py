@@ -29,6 +29,8 @@ def test_defaults_are_those_that_were_agreed() -> None:
     expected = {
         "model": "m",
         "data": ("d.jsonl",),
+        "data_weights": (),
+        "columns": None,
         "valid_data": (),
         "output_dir": "runs/x",
         "cutoff_len": 2048,

@@ -12,6 +12,7 @@ from sample_rows import write_rows as write
 
 from finetune.config.fields import COLUMNS
 from finetune.config.resolution import resolve
+from finetune.config.sources import DataSource
 from finetune.data import formats
 from finetune.data.dataset import Samples, prepare_samples
 from finetune.data.problems import RecordProblem
@@ -24,16 +25,19 @@ HUB = [("user", "What is a hub?", True), ("assistant", "A repeater.", True)]
 
 
 def read(record: dict[str, Any], **columns: str) -> list[tuple[str, str, bool]]:
-    ((_, _, found),) = RecordReader(columns=columns or None).conversations([(1, record)])
+    reader = RecordReader(source=DataSource(path="rows.jsonl", columns=columns or None))
+    ((_, _, found),) = reader.conversations([(1, record)])
     if isinstance(found, RecordProblem):
         raise found
     return [(message.role, message.content, message.trained) for message in found.messages]
 
 
-def prepared(tmp_path: Path, rows: list[Any], **options: Any) -> Samples:
+def prepared(tmp_path: Path, rows: list[Any], columns: dict[str, str] | None = None, **options: Any) -> Samples:
     path = write(tmp_path / "rows.jsonl", rows)
     options = {"cutoff_len": 64, "cache_dir": tmp_path / "cache", "num_proc": 1} | options
-    return prepare_samples([path], options.pop("tokenizer", family("chatml")), **options)
+    return prepare_samples(
+        [DataSource(path=str(path), columns=columns)], options.pop("tokenizer", family("chatml")), **options
+    )
 
 
 def test_the_rows_of_the_page_are_read() -> None:
@@ -93,6 +97,8 @@ def test_columns_of_a_file_and_of_a_flag_are_the_same(tmp_path: Path) -> None:
     by_file = resolve([*needed, "--config", str(run_file)], world_size=1).config
     by_flag = resolve([*needed, "--columns", "prompt=question, response=answer"], world_size=1).config
     assert by_file.columns == by_flag.columns == {"prompt": "question", "response": "answer"}
+    entries = by_flag.model_copy(update={"data": ("a", DataSource(path="b", columns={"text": "t"}))})
+    assert [source.columns for source in entries.sources] == [by_flag.columns, {"text": "t"}], "its own count first"
 
 
 def test_a_column_that_no_row_has_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -226,21 +226,20 @@ def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[s
     Raises:
         DataError: a file cannot be read; records are bad and `on_bad_row` is refuse.
     """
-    from finetune.data.files import expand_paths
     from finetune.data.problems import ProblemLog, RecordProblem
     from finetune.data.records import RecordReader
+    from finetune.data.sources import expand_sources
 
     names = config.curriculum.levels
     index: dict[str | None, int] = {None: -1, **{name: number for number, name in enumerate(names)}}
     difficulties: list[int] = []
     record_ids: list[int] = []
-    reader = RecordReader(names, config.difficulty_field, config.columns)
     problems, read = ProblemLog(), 0
-    for number, path in enumerate(expand_paths(config.data)):
-        for line, _record, found in reader.file(path):
+    for number, file in enumerate(expand_sources(config.sources)):
+        for line, _record, found in RecordReader(names, config.difficulty_field, file.source).file(file.path):
             read += 1
             if isinstance(found, RecordProblem):
-                problems.add((number, line), f"{path}:{line}", found)
+                problems.add((number, line), f"{file.path}:{line}", found)
                 continue
             difficulties.append(index[found.difficulty])
             record_ids.append(read - 1)

@@ -68,18 +68,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = resolve(rest, overrides={"output_dir": "."}, world_size=world_size).config  # nothing is written there
     tokenizer = load_tokenizer(config.model, config.template, trust_remote_code=config.trust_remote_code)
     samples = prepare_samples(
-        config.data,
+        config.sources,
         tokenizer,
         cutoff_len=config.cutoff_len,
         difficulties=config.curriculum.levels,
         difficulty_field=config.difficulty_field,
-        columns=config.columns,
         on_bad_row=config.on_bad_row,
         cache_dir=config.cache_dir,
         num_proc=config.preprocessing_num_workers,
     )
     console = terminal_console(highlight=False)
-    console.print(samples.report.table(", ".join(Path(path).name for path in config.data)))
+    console.print(samples.report.table(", ".join(Path(source.path).name for source in config.sources)))
     for index in choose(samples, count=options.count, record=options.record, difficulty=options.difficulty):
         show(samples, index, tokenizer, console)
     return int(ExitCode.DONE)
