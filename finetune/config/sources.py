@@ -52,9 +52,13 @@ class DataSource(Strict):
     """One source of samples."""
 
     path: Text = Field(description="A file, folder or glob.")
-    weight: Weight | None = Field(None, description="Its part of the samples; natural is the number of its samples.")
-    columns: Columns | None = Field(None, description="Names of the format -> fields of the records.")
-    difficulty: Text | None = Field(None, description="The difficulty of all its records, instead of their own.")
+    weight: Weight | None = Field(
+        default=None, description="Its part of the samples; natural is the number of its samples."
+    )
+    columns: Columns | None = Field(default=None, description="Names of the format -> fields of the records.")
+    difficulty: Text | None = Field(
+        default=None, description="The difficulty of all its records, instead of their own."
+    )
 
     @model_serializer(mode="wrap")
     def _given(self, values_of: SerializerFunctionWrapHandler) -> dict[str, Any]:
