@@ -152,6 +152,8 @@ NpuTuning = Annotated[
 Recompute = Annotated[bool | Literal["auto"], BeforeValidator(lambda value: "auto" if value is None else value)]
 # Steps, or below 1 a fraction of them.
 Warmup = Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)]
+# A number of records, or below 1 a share of them.
+Share = Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)]
 Paths = Annotated[tuple[Text, ...], BeforeValidator(_one_or_many, json_schema_input_type=str | list[str])]
 Names = Annotated[
     Literal["all-linear"] | tuple[Text, ...],

@@ -19,6 +19,7 @@ from finetune.config.fields import (
     Positive,
     Recompute,
     Reporters,
+    Share,
     Strict,
     Text,
     Warmup,
@@ -197,6 +198,16 @@ class RunConfig(BaseConfig):
         unit="weight...",
     )
     valid_data: DataEntries = data_setting((), "Validation files, in the same formats.", unit="file...")
+    valid_split: Share | None = data_setting(
+        None,
+        "Validate on a part of data instead: below 1 a share of the records, else a number; by hash.",
+        unit="0.02|500",
+        shown_default="none",
+    )
+    split_by: Text | None = data_setting(
+        None, "Field whose equal values stay on one side of valid_split.", unit="NAME", shown_default="the whole record"
+    )
+    drop_duplicates: bool = data_setting(False, "Leave out records of data that say the same as an earlier one.")
     template: Text | None = data_setting(
         None, "Chat template: a known name or a file.", unit="NAME|FILE", shown_default="the tokenizer's own"
     )
@@ -268,6 +279,11 @@ class RunConfig(BaseConfig):
         return with_columns(as_sources(self.valid_data), self.columns)
 
     @property
+    def validates(self) -> bool:
+        """Whether there is data to evaluate on."""
+        return bool(self.valid_data) or self.valid_split is not None
+
+    @property
     def samples_per_microbatch(self) -> int:
         """`micro_batch_size` as a number; the smallest while it is auto."""
         return 1 if self.micro_batch_size == "auto" else self.micro_batch_size
@@ -308,6 +324,10 @@ class RunConfig(BaseConfig):
         found = super().problems()
         levels = self.curriculum.levels if self.use_curriculum else None
         found += source_problems(self.data, self.data_weights, self.valid_data, levels)
+        if self.valid_split is not None and self.valid_data:
+            found.append(("valid_split and valid_data are both given", "keep one: a part of data, or files of its own"))
+        if self.split_by is not None and self.valid_split is None:
+            found.append(("split_by is given, and nothing is split", "give valid_split as well, or leave it out"))
         if self.micro_batch_size == "auto":
             # Left out beside accumulation it is 1: rules.py, resolve_batch.
             if self.gradient_accumulation_steps is not None and "micro_batch_size" in self.model_fields_set:

@@ -12,6 +12,7 @@ from finetune.data.problems import RecordProblem
 from finetune.data.records import RecordReader
 from finetune.data.render import Rendered, Renderer
 from finetune.data.report import DataReport
+from finetune.data.selection import KEYS, Selection
 
 NO_DIFFICULTY = -1
 NO_ROOM = "no room for an answer within cutoff_len"
@@ -35,6 +36,15 @@ class Checked:
     problems: Lines = field(default_factory=list)
     unlabelled: list[int] = field(default_factory=list)  # lines of the records without difficulty
     columns: set[str] = field(default_factory=set)  # keys of the mapping that a record has
+    keys: np.ndarray = field(default_factory=lambda: np.zeros(0, KEYS))  # where some are to be left out; from 0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Of which records of a part samples are made."""
+
+    labelled_only: bool  # those without difficulty are left out
+    chosen: np.ndarray | None = None  # bool (records of the part,); None: all that are good
 
 
 @dataclass
@@ -53,15 +63,16 @@ class Tokenized:
 
 @dataclass
 class PartJob:
-    """(part, None) -> Checked; (part, whether records without difficulty are left out) -> Tokenized."""
+    """(part, None) -> Checked; (part, which of its records) -> Tokenized."""
 
     renderer: Renderer
     readers: Sequence[RecordReader]  # of each file
     difficulties: tuple[str, ...] | None
+    selection: Selection
 
-    def __call__(self, item: tuple[Part, bool | None]) -> Checked | Tokenized:
-        part, labelled_only = item
-        return self._check(part) if labelled_only is None else self._tokenize(part, labelled_only)
+    def __call__(self, item: tuple[Part, Wanted | None]) -> Checked | Tokenized:
+        part, wanted = item
+        return self._check(part) if wanted is None else self._tokenize(part, wanted)
 
     def _check(self, part: Part) -> Checked:
         part_records, lines = part.read()
@@ -69,25 +80,33 @@ class PartJob:
         report = checked.report
         report.records_read = len(part_records)
         reader = self.readers[part.file]
-        for line, record, found in reader.conversations(part_records, part.form):
+        keys = []
+        for number, (line, record, found) in enumerate(reader.conversations(part_records, part.form)):
             checked.columns |= reader.mapped_in(record)
-            if isinstance(found, RecordProblem):
-                checked.problems.append((line, found))
+            try:
+                if isinstance(found, RecordProblem):
+                    raise found
+                if self.selection:
+                    keys.append(self.selection.key(number, record, found, reader))
+            except RecordProblem as problem:
+                checked.problems.append((line, problem))
                 continue
             report.control_token_records += self.renderer.has_control_tokens(found)
             if found.difficulty is None:
                 checked.unlabelled.append(line)
             else:
                 report.difficulty_field_found = True
+        checked.keys = np.array(keys, dtype=KEYS)
         return checked
 
-    def _tokenize(self, part: Part, labelled_only: bool) -> Tokenized:
+    def _tokenize(self, part: Part, wanted: Wanted) -> Tokenized:
         part_records, lines = part.read()
         kept = _Kept(self.difficulties or ())
         refused: Lines = []
-        found_in_part = self.readers[part.file].conversations(part_records, part.form)
-        for number, (line, _record, found) in enumerate(found_in_part):
-            if isinstance(found, RecordProblem) or (labelled_only and found.difficulty is None):
+        numbers = range(len(part_records)) if wanted.chosen is None else np.flatnonzero(wanted.chosen).tolist()
+        records = self.readers[part.file].conversations([part_records[number] for number in numbers], part.form)
+        for number, (line, _record, found) in zip(numbers, records, strict=True):
+            if isinstance(found, RecordProblem) or (wanted.labelled_only and found.difficulty is None):
                 continue
             try:
                 samples = self.renderer(found)

@@ -11,6 +11,7 @@ Nothing in the result depends on how many processes work, or on how often the wo
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import shutil
@@ -21,15 +22,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from finetune.data.corpus.worker_pool import ordered_map
 from finetune.data.pace import Pace
 from finetune.data.parts import Part, parts_of
-from finetune.data.passes import NO_ROOM, Checked, Lines, PartJob, Tokenized
+from finetune.data.passes import NO_ROOM, Checked, Lines, PartJob, Tokenized, Wanted
 from finetune.data.problems import LISTED_RECORDS, ProblemLog, RecordProblem
 from finetune.data.records import RecordReader
 from finetune.data.render import Renderer
 from finetune.data.report import DataReport
 from finetune.data.sample_shards import SCRATCH, TOKEN_BYTES, ShardWriter, write_arrays
+from finetune.data.selection import Selection, chosen_in_parts
 from finetune.data.sources import DataFile
 from finetune.errors import DataError
 from finetune.runtime.host import usable_cores
@@ -41,7 +45,9 @@ _MOST_PROCESSES = 64
 _BYTES_PER_PROCESS = 2 << 20  # below this, starting another process costs more than it saves
 _CHECKED_FILE = "checked.json"
 
-Apply = Callable[[Iterable[tuple[Part, bool | None]]], Iterator[Any]]
+_CHOSEN_FILE = "chosen.npz"
+
+Apply = Callable[[Iterable[tuple[Part, Wanted | None]]], Iterator[Any]]
 
 
 @dataclass
@@ -54,6 +60,7 @@ class Preparation:
     difficulty_field: str  # the key that holds a record's difficulty
     drop_bad_records: bool  # leave bad records out and count them, instead of refusing them
     num_proc: int | None = None  # processes that tokenize; None: as many as pay
+    selection: Selection = field(default_factory=Selection)  # which of the records
 
     def options(self) -> str:
         """What the samples depend on besides data, tokenizer and template, as JSON."""
@@ -69,6 +76,8 @@ class Preparation:
         columns = [file.source.columns for file in self.files]
         if any(columns):
             options["columns_of_files"] = columns
+        if self.selection:
+            options |= self.selection.options()
         return json.dumps(options)
 
     @property
@@ -89,13 +98,14 @@ class Preparation:
             DataError: bad records (unless they are dropped), no records, or none left.
             FinetuneError: a process was killed: call again to go on.
         """
-        job = PartJob(self.renderer, self.readers, self.difficulties)
+        job = PartJob(self.renderer, self.readers, self.difficulties, self.selection)
         processes = self._processes()
         (folder / SCRATCH).mkdir(exist_ok=True)
         with ordered_map(job, processes, start="fork", option="--preprocessing-num-workers") as apply:
             checked = self._check(apply, folder / SCRATCH / _CHECKED_FILE)
             with closing(ShardWriter(folder)) as writer:
-                done = self._tokenize(apply, checked, writer, processes)
+                chosen = chosen_in_parts(folder / SCRATCH / _CHOSEN_FILE) if self.selection else itertools.repeat(None)
+                done = self._tokenize(apply, checked, chosen, writer, processes)
         report = self._complete(checked, done)
         content = write_arrays(folder, writer.states)
         shutil.rmtree(folder / SCRATCH)
@@ -125,8 +135,13 @@ class Preparation:
         pace = Pace("checking data", sum(path.stat().st_size for path in self.paths))
         place, input_bytes = _Place(), 0
         columns: dict[int, set[str]] = {}
+        keys: list[np.ndarray] = []
+        counts: list[int] = []
         for checked in apply((part, None) for part in parts_of(self.paths, self.readers)):
             before = place.at(checked)
+            checked.keys["record"] += report.records_read
+            keys.append(checked.keys)
+            counts.append(checked.report.records_read)
             report.add(checked.report)
             columns.setdefault(checked.part.file, set()).update(checked.columns)
             self._note(problems, checked.part, before, checked.problems)
@@ -146,8 +161,16 @@ class Preparation:
         report.dropped = dict(problems.counts)
         if problems.total == report.records_read:
             raise self._none_left(report)
+        if self.selection:
+            self._choose(report, np.concatenate(keys), np.array(counts), kept.with_name(_CHOSEN_FILE))
         replace_file(kept, json.dumps(asdict(report)).encode())
         return report
+
+    def _choose(self, report: DataReport, keys: np.ndarray, part_records: np.ndarray, kept: Path) -> None:
+        """Which records are taken, for the second pass; what is left out is counted."""
+        chosen = self.selection.choose(keys, report.records_read, f"{self.paths[0]}:1")
+        chosen.save(kept, part_records)
+        report.duplicates, report.other_side = chosen.duplicates, chosen.other_side
 
     def _refuse_unmapped(self, found: Mapping[int, set[str]]) -> None:
         """Refuse columns that no record of the files that share them has."""
@@ -166,14 +189,21 @@ class Preparation:
 
     # ------------------------------------------------------------------ second pass
 
-    def _tokenize(self, apply: Apply, checked: DataReport, writer: ShardWriter, processes: int) -> _Done:
+    def _tokenize(
+        self,
+        apply: Apply,
+        checked: DataReport,
+        chosen: Iterable[np.ndarray | None],
+        writer: ShardWriter,
+        processes: int,
+    ) -> _Done:
         done = _Done.after(writer.states)
         if done.parts:
             what = "tokenized data: going on after %s of %s records, which are finished"
             logger.info(what, f"{done.place.records:,}", f"{checked.records_read:,}")
         pace = Pace("tokenizing data", checked.records_read, done.place.records)
-        parts = islice(parts_of(self.paths, self.readers), done.parts, None)
-        for tokenized in apply((part, checked.difficulty_field_found) for part in parts):
+        parts = islice(zip(parts_of(self.paths, self.readers), chosen, strict=False), done.parts, None)
+        for tokenized in apply((part, Wanted(checked.difficulty_field_found, mask)) for part, mask in parts):
             done.take(tokenized, writer)
             self._note(done.refused, tokenized.part, done.lines_before, tokenized.refused)
             if writer.is_full:
@@ -202,7 +232,8 @@ class Preparation:
     # ------------------------------------------------------------------ what is said of records
 
     def _none_left(self, report: DataReport) -> DataError:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in report.dropped.items())
+        counts = report.dropped | {"duplicates": report.duplicates, "on the other side of the split": report.other_side}
+        reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
         return DataError(
             f"no record is left to train on ({reasons})",
             where=self._where(),

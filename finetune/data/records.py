@@ -89,6 +89,10 @@ class RecordReader:
         """The keys of the mapping that a record, as `conversations` gives it, has."""
         return set() if not self.columns or not isinstance(record, Mapping) else set(self.columns) & record.keys()
 
+    def value_of(self, record: Mapping[str, Any], name: str) -> Any:
+        """What the data has under a key of its own, of a record as `conversations` gives it."""
+        return record.get(next((ours for ours, theirs in self.columns.items() if theirs == name), name))
+
     def _renamed(self, record: Any) -> Any:
         if not self.columns or not isinstance(record, Mapping):
             return record

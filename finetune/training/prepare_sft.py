@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from finetune.batching.sampler import GlobalBatches
     from finetune.data.dataset import Samples
+    from finetune.data.selection import Selection
 
 logger = logging.getLogger("finetune")
 
@@ -58,6 +59,7 @@ def prepare_data(config: RunConfig) -> Prepared:
     from finetune.batching.curriculum import build_schedule
     from finetune.batching.sampler import GlobalBatches, count_steps
     from finetune.data.dataset import prepare_samples
+    from finetune.data.selection import selection_of
     from finetune.data.templates import load_tokenizer
     from finetune.modeling import model_config as models
     from finetune.modeling.attention import can_pack
@@ -70,7 +72,7 @@ def prepare_data(config: RunConfig) -> Prepared:
         _warn_of_untrained_stops(config, tokenizer)
     difficulties = config.curriculum.levels if config.use_curriculum else None
 
-    def samples_of(sources: tuple[DataSource, ...]) -> Samples:
+    def samples_of(sources: tuple[DataSource, ...], selection: Selection | None = None) -> Samples:
         return prepare_samples(
             sources,
             tokenizer,
@@ -80,10 +82,13 @@ def prepare_data(config: RunConfig) -> Prepared:
             on_bad_row=config.on_bad_row,
             cache_dir=config.cache_dir,
             num_proc=config.preprocessing_num_workers,
+            selection=selection,
         )
 
-    train = samples_of(config.sources)
+    train = samples_of(config.sources, selection_of(config))
     valid = samples_of(config.valid_sources) if config.valid_data else None
+    if config.valid_split is not None:
+        valid = samples_of(config.sources, selection_of(config, "valid"))
     for prepared in filter(None, (train, valid)):
         models.check_ids(model_config, prepared, tokenizer)
     models.warn_of_missing_embeddings(model_config, tokenizer)

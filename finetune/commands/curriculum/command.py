@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -228,6 +229,7 @@ def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[s
     """
     from finetune.data.problems import ProblemLog, RecordProblem
     from finetune.data.records import RecordReader
+    from finetune.data.selection import KEYS, selection_of
     from finetune.data.sources import expand_sources
 
     names = config.curriculum.levels
@@ -235,16 +237,27 @@ def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[s
     difficulties: list[int] = []
     record_ids: list[int] = []
     problems, read = ProblemLog(), 0
-    for number, file in enumerate(expand_sources(config.sources)):
-        for line, _record, found in RecordReader(names, config.difficulty_field, file.source).file(file.path):
+    selection, keys = selection_of(config), []
+    files = expand_sources(config.sources)
+    for number, file in enumerate(files):
+        reader = RecordReader(names, config.difficulty_field, file.source)
+        for line, record, found in reader.file(file.path):
             read += 1
-            if isinstance(found, RecordProblem):
-                problems.add((number, line), f"{file.path}:{line}", found)
+            try:
+                if isinstance(found, RecordProblem):
+                    raise found
+                if selection:
+                    keys.append(selection.key(read - 1, record, found, reader))
+            except RecordProblem as problem:
+                problems.add((number, line), f"{file.path}:{line}", problem)
                 continue
             difficulties.append(index[found.difficulty])
             record_ids.append(read - 1)
     if config.on_bad_row == "refuse":
         problems.refuse(read)
+    if selection:
+        taken = selection.choose(np.array(keys, dtype=KEYS), read, f"{files[0].path}:1").mask[record_ids]
+        difficulties, record_ids = (list(itertools.compress(values, taken)) for values in (difficulties, record_ids))
     kinds = ", ".join(f"{count} {kind}" for kind, count in problems.counts.most_common())
     dropped = [f"{problems.total:,} of {read:,} records are dropped: {kinds}"] if kinds else []
     return np.array(difficulties, dtype=np.int64), np.array(record_ids, dtype=np.int64), dropped

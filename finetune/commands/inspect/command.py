@@ -61,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from finetune.config.resolution import resolve
     from finetune.data.dataset import prepare_samples
+    from finetune.data.selection import selection_of
     from finetune.data.templates import load_tokenizer
     from finetune.runtime.device import launch_world
 
@@ -76,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         on_bad_row=config.on_bad_row,
         cache_dir=config.cache_dir,
         num_proc=config.preprocessing_num_workers,
+        selection=selection_of(config),
     )
     console = terminal_console(highlight=False)
     console.print(samples.report.table(", ".join(Path(source.path).name for source in config.sources)))
