@@ -15,7 +15,7 @@ import itertools
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -48,6 +48,12 @@ _CHECKED_FILE = "checked.json"
 _CHOSEN_FILE = "chosen.npz"
 
 Apply = Callable[[Iterable[tuple[Part, Wanted | None]]], Iterator[Any]]
+
+
+def processes_for(paths: Sequence[Path], num_proc: int | None) -> int:
+    """As many processes as are asked for, or pay."""
+    input_bytes = sum(path.stat().st_size for path in paths)
+    return num_proc or max(1, min(usable_cores(), _MOST_PROCESSES, input_bytes // _BYTES_PER_PROCESS))
 
 
 @dataclass
@@ -99,7 +105,7 @@ class Preparation:
             FinetuneError: a process was killed: call again to go on.
         """
         job = PartJob(self.renderer, self.readers, self.difficulties, self.selection)
-        processes = self._processes()
+        processes = processes_for(self.paths, self.num_proc)
         (folder / SCRATCH).mkdir(exist_ok=True)
         with ordered_map(job, processes, start="fork", option="--preprocessing-num-workers") as apply:
             checked = self._check(apply, folder / SCRATCH / _CHECKED_FILE)
@@ -119,10 +125,6 @@ class Preparation:
             "shards": [[state["samples"], state["tokens"]] for state in writer.states],
             "files": {name: digest for name, digest in hashes.items() if not name.startswith(SCRATCH)},
         }
-
-    def _processes(self) -> int:
-        input_bytes = sum(path.stat().st_size for path in self.paths)
-        return self.num_proc or max(1, min(usable_cores(), _MOST_PROCESSES, input_bytes // _BYTES_PER_PROCESS))
 
     # ------------------------------------------------------------------ first pass
 
