@@ -91,7 +91,10 @@ def with_columns(sources: Sequence[DataSource], columns: Mapping[str, str] | Non
     """The sources with the columns of all where they do not have their own."""
     if columns is None:
         return tuple(sources)
-    return tuple(source.model_copy(update={"columns": source.columns or dict(columns)}) for source in sources)
+    return tuple(
+        source if source.columns is not None else source.model_copy(update={"columns": dict(columns)})
+        for source in sources
+    )
 
 
 def weighted(
