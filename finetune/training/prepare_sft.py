@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.run_config import RunConfig
-from finetune.config.sources import DataSource
+from finetune.config.sources import DataSource, source_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,6 +48,8 @@ class Prepared:
     valid: Samples | None
     batches: GlobalBatches
     difficulty_names: tuple[str, ...]
+    source_names: tuple[str, ...]  # of the training data; empty where it is not mixed
+    valid_source_names: tuple[str, ...]  # empty where there is one
     stages: tuple[float, ...]
     packing: bool
     padding_id: int
@@ -57,6 +59,7 @@ class Prepared:
 def prepare_data(config: RunConfig) -> Prepared:
     """Tokenizer, samples, and the list of global batches, with the checks that need no weights."""
     from finetune.batching.curriculum import build_schedule
+    from finetune.batching.mixing import mix_of, source_warnings
     from finetune.batching.sampler import GlobalBatches, count_steps
     from finetune.data.dataset import prepare_samples
     from finetune.data.selection import selection_of
@@ -100,8 +103,11 @@ def prepare_data(config: RunConfig) -> Prepared:
         config.global_batch_size,
         total_steps,
         config.curriculum_seed,
+        mix=mix_of(config.sources, train.source_starts),
         by_difficulty=train.by_difficulty,
     )
+    for warning in source_warnings(batches.source_draws()):
+        logger.warning("%s", warning)
     for name, samples in batches.unused.items():
         logger.warning("difficulty %s has weight 0 in every stage: its %d samples are not trained on", name, samples)
     packing = config.packing
@@ -118,6 +124,8 @@ def prepare_data(config: RunConfig) -> Prepared:
         valid=valid,
         batches=batches,
         difficulty_names=difficulties if difficulties and train.report.difficulty_field_found else (),
+        source_names=() if batches.mix is None else batches.mix.names,
+        valid_source_names=source_names(config.valid_sources) if len(config.valid_data) > 1 else (),
         stages=tuple(stage.until for stage in schedule.stages),
         packing=packing,
         padding_id=models.padding_id(model_config, tokenizer),

@@ -181,7 +181,7 @@ def test_the_schedule_is_of_the_training_side(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", rows)
     config = RunConfig(model="m", data=str(path), output_dir="o", valid_split=0.25, drop_duplicates=True)
     samples = prepared(path, selection_of(config), difficulties=LEVELS)
-    difficulties, record_ids, _ = read_difficulties(config)
+    difficulties, record_ids, _, _ = read_difficulties(config)
     assert record_ids.tolist() == samples.record_ids.tolist() and difficulties.tolist() == samples.difficulties.tolist()
     assert len(record_ids) < 40
 
