@@ -89,9 +89,9 @@ def prepare_data(config: RunConfig) -> Prepared:
         )
 
     train = samples_of(config.sources, selection_of(config))
-    valid = samples_of(config.valid_sources) if config.valid_data else None
-    if config.valid_split is not None:
-        valid = samples_of(config.sources, selection_of(config, "valid"))
+    splits = config.valid_split is not None
+    held_out = config.sources if splits else config.valid_sources
+    valid = samples_of(held_out, selection_of(config, "valid") if splits else None) if config.validates else None
     for prepared in filter(None, (train, valid)):
         models.check_ids(model_config, prepared, tokenizer)
     models.warn_of_missing_embeddings(model_config, tokenizer)
@@ -125,7 +125,7 @@ def prepare_data(config: RunConfig) -> Prepared:
         batches=batches,
         difficulty_names=difficulties if difficulties and train.report.difficulty_field_found else (),
         source_names=() if batches.mix is None else batches.mix.names,
-        valid_source_names=source_names(config.valid_sources) if len(config.valid_data) > 1 else (),
+        valid_source_names=source_names(held_out) if len(held_out) > 1 else (),
         stages=tuple(stage.until for stage in schedule.stages),
         packing=packing,
         padding_id=models.padding_id(model_config, tokenizer),
