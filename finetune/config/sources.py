@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,9 +18,10 @@ from pydantic import (
     model_serializer,
 )
 
-from finetune.config.fields import Strict, Text, rule_broken
+from finetune.config.fields import Columns, Strict, Text, rule_broken
 
 NATURAL = "natural"
+HUB_PREFIXES = ("hub:", "modelscope:")  # of a data set by name (data/hub_data.py)
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
@@ -56,7 +57,7 @@ class DataSource(Strict):
     weight: Weight | None = Field(
         default=None, description="Its part of the samples; natural is the number of its samples."
     )
-    columns: dict[Text, Text] | None = Field(default=None, description="Names of the format -> fields of the records.")
+    columns: Columns | None = Field(default=None, description="Names of the format -> fields of the records.")
     difficulty: Text | None = Field(
         default=None, description="The difficulty of all its records, instead of their own."
     )
@@ -85,6 +86,16 @@ DataEntries = Annotated[tuple[_Entry, ...], BeforeValidator(_entries, json_schem
 def as_sources(entries: Sequence[str | DataSource]) -> tuple[DataSource, ...]:
     """The entries of `data` or `valid_data` with a path alone written out."""
     return tuple(entry if isinstance(entry, DataSource) else DataSource(path=entry) for entry in entries)
+
+
+def with_columns(sources: Sequence[DataSource], columns: Mapping[str, str] | None) -> tuple[DataSource, ...]:
+    """The sources with the columns of all where they do not have their own."""
+    if columns is None:
+        return tuple(sources)
+    return tuple(
+        source if source.columns is not None else source.model_copy(update={"columns": dict(columns)})
+        for source in sources
+    )
 
 
 def weighted(

@@ -16,12 +16,14 @@ from finetune.config.sources import DataSource
 from finetune.data import (
     cache,
     encode,
+    file_kinds,
     formats,
     json_array,
     parts,
     passes,
     preparation,
     problems,
+    records,
     render,
     report,
     sample_shards,
@@ -32,9 +34,13 @@ from finetune.data import (
     truncate,
 )
 from finetune.data import files as data_files
+from finetune.data import (
+    selection as selections,
+)
 from finetune.data.preparation import Preparation
 from finetune.data.render import Renderer
 from finetune.data.samples import Samples
+from finetune.data.selection import Selection
 from finetune.data.source_hashes import source_hashes
 from finetune.data.sources import expand_sources
 from finetune.data.templates import template_source
@@ -56,6 +62,7 @@ def prepare_samples(
     on_bad_row: str = "refuse",
     cache_dir: str | Path | None = None,
     num_proc: int | None = None,
+    selection: Selection | None = None,
 ) -> Samples:
     """Read data files and make their samples, or reuse them from the cache. Logs warnings of the report.
 
@@ -71,6 +78,7 @@ def prepare_samples(
         on_bad_row: "refuse" raises for bad records, "drop" leaves them out and counts them.
         cache_dir: where tokenized data is kept; None: `default_cache_dir()`.
         num_proc: processes that tokenize; None: as many as pay, up to the CPUs of this process.
+        selection: which of the records; None: all.
 
     Raises:
         DataError: files, records, template or cutoff are wrong (the message names them), or no record is left.
@@ -88,6 +96,7 @@ def prepare_samples(
         difficulty_field=difficulty_field,
         drop_bad_records=on_bad_row == "drop",
         num_proc=num_proc,
+        selection=selection or Selection(),
     )
     folder_of_caches = Path(cache_dir).expanduser() if cache_dir else cache.default_cache_dir()
     with cache.said_if_unwritable(folder_of_caches):
@@ -136,8 +145,8 @@ def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 def _code_hash() -> str:
     """The source of the modules that turn records into samples, and the versions of the libraries that they lean on."""
     modules = (
-        *(data_files, json_array, problems, formats, spans, encode, truncate, render, report),
-        *(parts, passes, preparation, sample_shards, samples, sources, tools),
+        *(data_files, file_kinds, json_array, problems, formats, records, spans, encode, truncate, render, report),
+        *(parts, passes, preparation, sample_shards, samples, selections, sources, tools),
     )
     code = (Path(str(module.__file__)).read_text(encoding="utf-8") for module in modules)
     return _hash(*code, *(version(library) for library in ("tokenizers", "transformers", "jinja2")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -258,7 +259,9 @@ def with_micro_batch(work: Workload, config: BaseConfig, micro_batch: int) -> Wo
 
 
 def _size(name: str) -> int:
+    """Bytes of a file; of the token files in a folder, else of all in it; of what a glob names."""
     path = Path(name)
-    if path.is_dir():
-        return sum(file.stat().st_size for file in path.glob("*.bin"))
-    return path.stat().st_size if path.is_file() else 0
+    inside = (
+        [*path.glob("*.bin")] or [*path.rglob("*")] if path.is_dir() else map(Path, glob.glob(name, recursive=True))
+    )
+    return sum(file.stat().st_size for file in inside if file.is_file())

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from finetune.batching.sampler import GlobalBatches
     from finetune.data.dataset import Samples
+    from finetune.data.selection import Selection
 
 logger = logging.getLogger("finetune")
 
@@ -61,6 +62,7 @@ def prepare_data(config: RunConfig) -> Prepared:
     from finetune.batching.mixing import mix_of, source_warnings
     from finetune.batching.sampler import GlobalBatches, count_steps
     from finetune.data.dataset import prepare_samples
+    from finetune.data.selection import selection_of
     from finetune.data.templates import load_tokenizer
     from finetune.modeling import model_config as models
     from finetune.modeling.attention import can_pack
@@ -73,7 +75,7 @@ def prepare_data(config: RunConfig) -> Prepared:
         _warn_of_untrained_stops(config, tokenizer)
     difficulties = config.curriculum.levels if config.use_curriculum else None
 
-    def samples_of(sources: tuple[DataSource, ...]) -> Samples:
+    def samples_of(sources: tuple[DataSource, ...], selection: Selection | None = None) -> Samples:
         return prepare_samples(
             sources,
             tokenizer,
@@ -83,10 +85,13 @@ def prepare_data(config: RunConfig) -> Prepared:
             on_bad_row=config.on_bad_row,
             cache_dir=config.cache_dir,
             num_proc=config.preprocessing_num_workers,
+            selection=selection,
         )
 
-    train = samples_of(config.sources)
-    valid = samples_of(config.valid_sources) if config.valid_data else None
+    train = samples_of(config.sources, selection_of(config))
+    splits = config.valid_split is not None
+    held_out = config.sources if splits else config.valid_sources
+    valid = samples_of(held_out, selection_of(config, "valid") if splits else None) if config.validates else None
     for prepared in filter(None, (train, valid)):
         models.check_ids(model_config, prepared, tokenizer)
     models.warn_of_missing_embeddings(model_config, tokenizer)
@@ -120,7 +125,7 @@ def prepare_data(config: RunConfig) -> Prepared:
         batches=batches,
         difficulty_names=difficulties if difficulties and train.report.difficulty_field_found else (),
         source_names=() if batches.mix is None else batches.mix.names,
-        valid_source_names=source_names(config.valid_sources) if len(config.valid_data) > 1 else (),
+        valid_source_names=source_names(held_out) if len(held_out) > 1 else (),
         stages=tuple(stage.until for stage in schedule.stages),
         packing=packing,
         padding_id=models.padding_id(model_config, tokenizer),

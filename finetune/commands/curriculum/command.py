@@ -234,37 +234,40 @@ def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[i
     Raises:
         DataError: a file cannot be read; records are bad and `on_bad_row` is refuse.
     """
-    from finetune.data.files import read_records
-    from finetune.data.formats import detect_format
     from finetune.data.problems import ProblemLog, RecordProblem
-    from finetune.data.sources import expand_sources, read_conversation
+    from finetune.data.records import RecordReader
+    from finetune.data.selection import KEYS, selection_of
+    from finetune.data.sources import expand_sources
 
     names = config.curriculum.levels
     index: dict[str | None, int] = {None: -1, **{name: number for number, name in enumerate(names)}}
-    difficulties: list[int] = []
-    record_ids: list[int] = []
+    good: list[tuple[int, int, int]] = []  # difficulty, record, source
     problems, read = ProblemLog(), 0
-    sizes = [0] * len(config.sources)
-    for number, file in enumerate(expand_sources(config.sources)):
-        form = None
-        for line, record in read_records(file.path):
+    selection, keys = selection_of(config), []
+    files = expand_sources(config.sources)
+    for number, file in enumerate(files):
+        reader = RecordReader(names, config.difficulty_field, file.source)
+        for line, record, found in reader.file(file.path):
             read += 1
             try:
-                if isinstance(record, RecordProblem):
-                    raise record
-                form = form or detect_format(record)
-                conversation = read_conversation(record, form, file.source, names, config.difficulty_field)
-                difficulties.append(index[conversation.difficulty])
-                record_ids.append(read - 1)
-                sizes[file.number] += 1
+                if isinstance(found, RecordProblem):
+                    raise found
+                if selection:
+                    keys.append(selection.key(read - 1, record, found, reader))
             except RecordProblem as problem:
                 problems.add((number, line), f"{file.path}:{line}", problem)
+                continue
+            good.append((index[found.difficulty], read - 1, file.number))
     if config.on_bad_row == "refuse":
         problems.refuse(read)
+    difficulties, record_ids, sources = np.array(good, dtype=np.int64).reshape(-1, 3).T
+    if selection:
+        taken = selection.choose(np.array(keys, dtype=KEYS), read, f"{files[0].path}:1").mask[record_ids]
+        difficulties, record_ids, sources = difficulties[taken], record_ids[taken], sources[taken]
     kinds = ", ".join(f"{count} {kind}" for kind, count in problems.counts.most_common())
     dropped = [f"{problems.total:,} of {read:,} records are dropped: {kinds}"] if kinds else []
-    starts = [0, *accumulate(sizes)]
-    return np.array(difficulties, dtype=np.int64), np.array(record_ids, dtype=np.int64), starts, dropped
+    starts = [0, *accumulate(np.bincount(sources, minlength=len(config.sources)).tolist())]
+    return difficulties, record_ids, starts, dropped
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,6 +27,7 @@ from finetune.errors import FinetuneError
 from finetune.runtime.language import _
 
 if TYPE_CHECKING:
+    from finetune.data.selection import Selection
     from finetune.data.sources import DataFile
 
 LARGE_BYTES = 32 << 20
@@ -35,6 +36,7 @@ SAMPLED_RECORDS = 20_000
 
 def probe_sft(config: RunConfig) -> Iterator[Check]:
     """Model, tokenizer and template, then the data."""
+    from finetune.data.selection import selection_of
     from finetune.data.templates import load_tokenizer
     from finetune.modeling.model_config import check_adapter, check_weights, load_model_config
 
@@ -46,11 +48,14 @@ def probe_sft(config: RunConfig) -> Iterator[Check]:
     tokenizer = load_tokenizer(config.model, template=config.template, trust_remote_code=config.trust_remote_code)
     what = _("{tokens:,} tokens, template: {template}")
     yield ok("tokenizer", what.format(tokens=len(tokenizer), template=config.template or _("the tokenizer's own")))
-    for entries in filter(None, (config.sources, config.valid_sources)):
-        yield _check_data(config, entries, model_config, tokenizer)
+    yield _check_data(config, config.sources, selection_of(config), model_config, tokenizer)
+    if config.valid_data:
+        yield _check_data(config, config.valid_sources, None, model_config, tokenizer)
 
 
-def _check_data(config: RunConfig, entries: tuple[DataSource, ...], model_config: Any, tokenizer: Any) -> Check:
+def _check_data(
+    config: RunConfig, entries: tuple[DataSource, ...], selection: Selection | None, model_config: Any, tokenizer: Any
+) -> Check:
     from finetune.data.sources import expand_sources
     from finetune.modeling.model_config import check_ids
 
@@ -71,6 +76,7 @@ def _check_data(config: RunConfig, entries: tuple[DataSource, ...], model_config
             on_bad_row=config.on_bad_row,
             cache_dir=folder,
             num_proc=1,
+            selection=selection,
         )
         check_ids(model_config, samples, tokenizer)
         report = samples.report
@@ -82,23 +88,16 @@ def _check_data(config: RunConfig, entries: tuple[DataSource, ...], model_config
 
 def _check_form(config: RunConfig, files: tuple[DataFile, ...], names: str) -> Check:
     """The form of the first records of large files."""
-    from finetune.data.files import read_records
-    from finetune.data.formats import detect_format
     from finetune.data.problems import ProblemLog, RecordProblem
-    from finetune.data.sources import read_conversation
+    from finetune.data.records import RecordReader
 
     problems, read = ProblemLog(), 0
     for number, file in enumerate(files):
-        form = None
-        for line, record in islice(read_records(file.path), SAMPLED_RECORDS):
+        reader = RecordReader(config.curriculum.levels, config.difficulty_field, file.source)
+        for line, _record, found in islice(reader.file(file.path), SAMPLED_RECORDS):
             read += 1
-            try:
-                if isinstance(record, RecordProblem):
-                    raise record
-                form = form or detect_format(record)
-                read_conversation(record, form, file.source, config.curriculum.levels, config.difficulty_field)
-            except RecordProblem as problem:
-                problems.add((number, line), f"{file.path}:{line}", problem)
+            if isinstance(found, RecordProblem):
+                problems.add((number, line), f"{file.path}:{line}", found)
     if config.on_bad_row == "refuse":
         problems.refuse(read)
     what = _("{files}: large; the form of {read:,} records is right, they were not tokenized")

@@ -85,9 +85,11 @@ def _training(run: Origin) -> list[str]:
     if stages and known.get("use_curriculum"):
         lines += ["Curriculum, where the records have difficulties:", "", *stages]
     data = {name: [_path(entry) for entry in run.settings.get(name) or []] for name in ("data", "valid_data")}
+    split = run.settings.get("valid_split")
+    held_out = ", ".join(map(_short, data["valid_data"])) or (f"{split} of these" if split else "none")
     facts = [
         ("trained on", ", ".join(map(_short, data["data"])) or "not known"),
-        ("held out", ", ".join(map(_short, data["valid_data"])) or "none"),
+        ("held out", held_out),
         ("data fingerprint", known.get("data") if isinstance(known.get("data"), str) else "not known"),
         ("schedule fingerprint", known.get("schedule", "not known")),
     ]
