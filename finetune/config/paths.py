@@ -10,6 +10,7 @@ from pathlib import Path
 from finetune.config.config_files import similar_files
 from finetune.config.names import flag
 from finetune.config.run_config import BaseConfig, RunConfig
+from finetune.config.sources import HUB_PREFIXES
 from finetune.errors import ConfigError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -40,6 +41,8 @@ def _check_data(config: RunConfig) -> Iterator[ConfigError]:
     for name, sources in (("data", config.sources), ("valid_data", config.valid_sources)):
         for entry in (source.path for source in sources):
             path = Path(entry)
+            if entry.startswith(HUB_PREFIXES):
+                continue
             if not path.exists() and not any(glob.iglob(entry, recursive=True)):
                 together = [part for part in entry.split(",") if part]
                 fix = f"write {flag(name)} {' '.join(together)}" if len(together) > 1 else _remedy(path)

@@ -20,6 +20,7 @@ from pydantic import (
 from finetune.config.fields import Columns, Strict, Text, rule_broken
 
 NATURAL = "natural"
+HUB_PREFIXES = ("hub:", "modelscope:")  # of a data set by name (data/hub_data.py)
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
@@ -90,7 +91,10 @@ def with_columns(sources: Sequence[DataSource], columns: Mapping[str, str] | Non
     """The sources with the columns of all where they do not have their own."""
     if columns is None:
         return tuple(sources)
-    return tuple(source.model_copy(update={"columns": source.columns or dict(columns)}) for source in sources)
+    return tuple(
+        source if source.columns is not None else source.model_copy(update={"columns": dict(columns)})
+        for source in sources
+    )
 
 
 def weighted(

@@ -23,6 +23,7 @@ from finetune.data.file_kinds import (
     parquet_batches,
     said_if_unreadable,
 )
+from finetune.data.hub_data import hub_files
 from finetune.data.json_array import array_records
 from finetune.data.problems import RecordProblem
 from finetune.errors import DataError, FinetuneError, raise_problems
@@ -37,8 +38,8 @@ _STATE_FILE, _INFO_FILE, _SPLITS_FILE = "state.json", "dataset_info.json", "data
 def expand_paths(paths: Sequence[str | Path]) -> tuple[Path, ...]:
     """Turn files, folders and globs into files, in the order given; within a folder or glob sorted by name.
 
-    Folders are searched to the bottom for data files; hidden files and folders are left out. One that `save_to_disk`
-    of `datasets` wrote has the files that it names.
+    Names of data sets are those of `hub_data`. Folders are searched to the bottom for data files; hidden files and
+    folders are left out. One that `save_to_disk` of `datasets` wrote has the files that it names.
 
     Raises:
         DataError: a path that does not exist, holds no data file, or is of another kind; several together.
@@ -94,6 +95,8 @@ def glob_files(pattern: Path) -> list[Path]:
 
 
 def _expand(given: str) -> list[Path]:
+    if (named := hub_files(given)) is not None:
+        return named
     path = Path(given).expanduser()
     if path.is_dir():
         files = _saved_files(path) or [inside for inside in visible_files(path) if _is_data(inside)]
