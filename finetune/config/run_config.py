@@ -265,6 +265,10 @@ class RunConfig(BaseConfig):
     curriculum: CurriculumConfig = curriculum_setting(
         default_factory=CurriculumConfig, description="Difficulties and stages; set it in a file."
     )
+    train_thinking: bool = data_setting(True, "Train the think blocks of answers; false leaves them as context.")
+    on_media: Literal["refuse", "drop-row", "drop-media"] = preparation_setting(
+        "refuse", "What to do about a record with images, video or sound; drop-media trains its text."
+    )
     on_bad_row: Literal["refuse", "drop"] = preparation_setting(
         "refuse", "What to do about a record that cannot be used."
     )

@@ -86,6 +86,8 @@ def prepare_data(config: RunConfig) -> Prepared:
             cache_dir=config.cache_dir,
             num_proc=config.preprocessing_num_workers,
             selection=selection,
+            on_media=config.on_media,
+            train_thinking=config.train_thinking,
         )
 
     train = samples_of(config.sources, selection_of(config))

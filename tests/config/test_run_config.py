@@ -78,6 +78,8 @@ def test_defaults_are_those_that_were_agreed() -> None:
         "hccl_buffer_mb": None,
         "template": None,
         "on_bad_row": "refuse",
+        "on_media": "refuse",
+        "train_thinking": True,
         "log_samples": False,
         "trust_remote_code": False,
         "dataloader_num_workers": 0,

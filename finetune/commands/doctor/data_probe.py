@@ -77,6 +77,8 @@ def _check_data(
             cache_dir=folder,
             num_proc=1,
             selection=selection,
+            on_media=config.on_media,
+            train_thinking=config.train_thinking,
         )
         check_ids(model_config, samples, tokenizer)
         report = samples.report
@@ -88,15 +90,16 @@ def _check_data(
 
 def _check_form(config: RunConfig, files: tuple[DataFile, ...], names: str) -> Check:
     """The form of the first records of large files."""
+    from finetune.data.media import MediaLeftOut
     from finetune.data.problems import ProblemLog, RecordProblem
     from finetune.data.records import RecordReader
 
     problems, read = ProblemLog(), 0
     for number, file in enumerate(files):
-        reader = RecordReader(config.curriculum.levels, config.difficulty_field, file.source)
+        reader = RecordReader(config.curriculum.levels, config.difficulty_field, file.source, config.on_media)
         for line, _record, found in islice(reader.file(file.path), SAMPLED_RECORDS):
             read += 1
-            if isinstance(found, RecordProblem):
+            if isinstance(found, RecordProblem) and not isinstance(found, MediaLeftOut):
                 problems.add((number, line), f"{file.path}:{line}", found)
     if config.on_bad_row == "refuse":
         problems.refuse(read)

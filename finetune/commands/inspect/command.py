@@ -101,6 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             cache_dir=config.cache_dir,
             num_proc=config.preprocessing_num_workers,
             selection=selection,
+            on_media=config.on_media,
+            train_thinking=config.train_thinking,
         )
 
     samples = prepare(selection_of(config))
