@@ -10,6 +10,8 @@ import json
 import logging
 import os
 import re
+from functools import cache
+from inspect import getsource, isfunction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -150,8 +152,32 @@ def target_names(wanted: str | tuple[str, ...]) -> str | list[str]:
 
 
 def linear_names(model: torch.nn.Module) -> set[str]:
-    """The last parts of the names of its linear modules."""
-    return {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    """The last parts of the names of its linear modules that an adapter can be on."""
+    linear = {name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    return {name.rpartition(".")[2] for name in linear - set(passed_over(model))}
+
+
+def passed_over(model: torch.nn.Module) -> list[str]:
+    """Names of the linear modules that the model does not call, but reads the weights of: adapters there do nothing.
+
+    State-space layers hand some to their kernels (out_proj of Mamba 2, dt_proj of Jamba), routers to a function. peft
+    knows of some (it refuses them, tuners_utils._check_lora_target_modules_mamba), so it is read off the source.
+    """
+    found = []
+    for name, module in model.named_modules():
+        for child, inner in module.named_children():
+            if isinstance(inner, torch.nn.Linear) and child in _weights_read(type(module)):
+                found.append(f"{name}.{child}".removeprefix("."))
+    return found
+
+
+@cache
+def _weights_read(kind: type[torch.nn.Module]) -> frozenset[str]:
+    """The children whose weight a module's own functions compute with; dtype, device and shape are only looked at."""
+    if not kind.__module__.startswith("transformers.models."):
+        return frozenset()
+    source = "".join(getsource(member) for member in vars(kind).values() if isfunction(member))
+    return frozenset(re.findall(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|size))", source))
 
 
 def check_targets(linear: set[str], wanted: str | list[str]) -> None:
@@ -204,16 +230,28 @@ def lora_config(model: PreTrainedModel, config: RunConfig) -> LoraConfig:
     """peft's settings for this model."""
     from peft import LoraConfig
 
-    outside = outside_text(model)
+    outside = [rf"{re.escape(name)}\..*" for name in outside_text(model)]
+    # One pattern for all layers: peft writes it into adapter_config.json.
+    outside += sorted({re.sub(r"\d+", r"\\d+", re.escape(name)) for name in passed_over(model)})
     return LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
         target_modules=target_names(config.lora_target_modules),
-        exclude_modules=rf"({'|'.join(map(re.escape, outside))})\..*" if outside else None,
+        exclude_modules="|".join(outside) or None,
         task_type="CAUSAL_LM",
         bias="none",
     )
+
+
+def warn_of_text_alone(model: PreTrainedModel, config: PretrainedConfig) -> None:
+    """Say it where of a model with images only the text model was loaded, as transformers does for Qwen3.5."""
+    if model.config.model_type != config.model_type and config.get_text_config() is not config:
+        logger.warning(
+            "of this %s model only its text model (%s) is loaded: what is written is that, without the part for images",
+            config.model_type,
+            model.config.model_type,
+        )
 
 
 def outside_text(model: PreTrainedModel) -> list[str]:

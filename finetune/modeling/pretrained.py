@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from finetune.errors import ConfigError, FinetuneError
 from finetune.modeling.attention import choose_attention
 from finetune.modeling.loss import let_choose_logits
-from finetune.modeling.model_config import load_model_config, lora_config, outside_text
+from finetune.modeling.model_config import load_model_config, lora_config, outside_text, warn_of_text_alone
 
 if TYPE_CHECKING:
     from finetune.config.run_config import RunConfig
@@ -56,6 +56,7 @@ def load_model(config: RunConfig, *, model_dtype: torch.dtype, zero3: bool) -> P
             "save_pretrained on a machine you trust them on",
         ) from error
     let_choose_logits(model)
+    warn_of_text_alone(model, model_config)
     if zero3:
         check_partitioned(model)
         # Names and shapes of files are translated for the model when it is loaded, and back when it is saved, by the
