@@ -8,6 +8,7 @@ from pathlib import Path
 
 from finetune.config.config_files import similar_files
 from finetune.config.names import flag
+from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.run_config import BaseConfig, RunConfig
 from finetune.errors import ConfigError
 
@@ -25,6 +26,12 @@ def check_paths(config: RunConfig) -> list[ConfigError]:
     Only looks whether they exist and are of the right kind; reads none, and does not ask the hub.
     """
     return [*_check_model(config.model), *_check_data(config), *check_folders(config), *_check_template(config)]
+
+
+def check_pretraining_paths(config: PretrainConfig) -> list[ConfigError]:
+    """The same of pretraining; its token files are looked for when they are opened."""
+    model = () if config.model is None else _check_model(config.model)
+    return [*model, *check_folders(config)]
 
 
 def _check_model(model: str) -> Iterator[ConfigError]:

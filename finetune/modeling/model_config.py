@@ -23,6 +23,7 @@ from finetune.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from peft import LoraConfig
 
+    from finetune.config.pretrain_config import PretrainConfig
     from finetune.config.run_config import RunConfig
     from finetune.data.samples import Samples
 
@@ -197,7 +198,7 @@ def check_targets(linear: set[str], wanted: str | list[str]) -> None:
         )
 
 
-def check_adapter(model_config: PretrainedConfig, config: RunConfig) -> None:
+def check_adapter(model_config: PretrainedConfig, config: RunConfig | PretrainConfig) -> None:
     """Raise ConfigError if LoRA cannot be made as asked for; seen on the model without memory."""
     wanted = config.lora_target_modules
     if wanted == "all-linear" and config.lora_dropout == 0:
@@ -226,7 +227,7 @@ def check_adapter(model_config: PretrainedConfig, config: RunConfig) -> None:
     check_targets(linear, sorted(lora.target_modules or ()))
 
 
-def lora_config(model: PreTrainedModel, config: RunConfig) -> LoraConfig:
+def lora_config(model: PreTrainedModel, config: RunConfig | PretrainConfig) -> LoraConfig:
     """peft's settings for this model."""
     from peft import LoraConfig
 

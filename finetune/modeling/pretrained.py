@@ -19,6 +19,7 @@ from finetune.modeling.loss import let_choose_logits
 from finetune.modeling.model_config import load_model_config, lora_config, outside_text, warn_of_text_alone
 
 if TYPE_CHECKING:
+    from finetune.config.pretrain_config import PretrainConfig
     from finetune.config.run_config import RunConfig
 
 logger = logging.getLogger("finetune")
@@ -26,7 +27,7 @@ logger = logging.getLogger("finetune")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def load_model(config: RunConfig, *, model_dtype: torch.dtype, zero3: bool) -> PreTrainedModel:
+def load_model(config: RunConfig | PretrainConfig, *, model_dtype: torch.dtype, zero3: bool) -> PreTrainedModel:
     """The base model, with the attention that keeps documents apart.
 
     Args:
@@ -37,6 +38,7 @@ def load_model(config: RunConfig, *, model_dtype: torch.dtype, zero3: bool) -> P
         ConfigError: no safetensors weights, or they do not fit the configuration.
         FinetuneError: ZeRO-3 was asked for but the parameters are whole.
     """
+    assert config.model is not None
     model_config = load_model_config(config.model, trust_remote_code=config.trust_remote_code)
     attention = choose_attention(model_config)
     try:
@@ -84,7 +86,7 @@ def check_partitioned(model: torch.nn.Module) -> None:
         )
 
 
-def add_adapter(model: PreTrainedModel, config: RunConfig, *, one_dtype: bool) -> torch.nn.Module:
+def add_adapter(model: PreTrainedModel, config: RunConfig | PretrainConfig, *, one_dtype: bool) -> torch.nn.Module:
     """A LoRA adapter on the model, its start a pure function of (seed, parameter name): the same on every machine.
 
     Args:

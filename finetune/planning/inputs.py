@@ -40,6 +40,11 @@ def shape_for(config: BaseConfig, model_config: Path | None = None) -> ModelShap
     return shape
 
 
+def shape_of_pretraining(config: PretrainConfig) -> ModelShape:
+    """The shape that pretraining makes, or of the model that it continues."""
+    return shape_of_base_model(config) if config.model else shape_from_scratch(config)
+
+
 def shape_from_scratch(config: PretrainConfig) -> ModelShape:
     """The shape that pretraining makes."""
     from finetune.modeling.scratch import make_empty_model, scratch_config
@@ -49,8 +54,9 @@ def shape_from_scratch(config: PretrainConfig) -> ModelShape:
     return shape_of_model(make_empty_model(made))
 
 
-def shape_of_base_model(config: RunConfig) -> ModelShape:
-    """The shape of the model that fine-tuning starts from."""
+def shape_of_base_model(config: RunConfig | PretrainConfig) -> ModelShape:
+    """The shape of the model that training starts from."""
+    assert config.model is not None
     folder = Path(config.model).expanduser()
     if folder.exists():
         return read_shape(folder)
@@ -161,13 +167,21 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
 def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Cluster) -> Workload:
     """What a process of a pretraining run has in memory."""
     size = element_bytes(config, cluster.device_type)
-    compiled = cluster.device_type == "cuda" if config.compile is None else config.compile
+    lora = config.finetuning == "lora"
+    compiled = cluster.device_type == "cuda" and not lora if config.compile is None else config.compile
+    adapted = shape.adapted(config.lora_target_modules) if lora else frozenset()
+    adapter = sum(shape.lora_tensors(config.lora_r, adapted))
     tokens = config.tokens_per_microbatch
     return Workload(
         shape=shape,
         computing=Computing(
             element_bytes=size,
-            weight_bytes=4,
+            weight_bytes=size if lora else 4,
+            adapted=adapted,
+            adapter_rank=config.lora_r if lora else 0,
+            adapter_bytes=4 if lora else 0,
+            dropout=lora and config.lora_dropout > 0,
+            fused_lora=lora and config.fused_lora,
             checkpointing=recomputes(config, cluster.device_type),
             compiled=compiled,
             flash=True,  # a window is one document
@@ -176,7 +190,8 @@ def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Clu
             float32_attention=cluster.device_type == "cpu" and size == 2,
         ),
         sharding=Sharding(),
-        trained=shape.total,
+        trained=adapter or shape.total,
+        adapter=adapter,
         processes=cluster.devices,
         local_processes=cluster.devices_per_node,
         microbatch_tokens=tokens,
@@ -186,7 +201,7 @@ def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Clu
         muon=config.optimizer == "muon",
         fused=DEVICE_KINDS[cluster.device_type].fused_adamw,
         device_type=cluster.device_type,
-        file_bytes=0,
+        file_bytes=size if config.model else 0,
         loader_workers=config.dataloader_num_workers,
         hccl_bytes=_hccl_bytes(config, cluster),
         saves_behind=config.async_save and config.save_steps > 0,

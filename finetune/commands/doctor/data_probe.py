@@ -107,7 +107,7 @@ def probe_pretrain(config: PretrainConfig) -> Iterator[Check]:
     from finetune.data.corpus.tokenizer import open_tokenizer, vocabulary_of
     from finetune.data.corpus.windows import Windows
 
-    folder = config.tokenizer or tokenizer_folder(config.train_data_path, split="train")
+    folder = config.model or config.tokenizer or tokenizer_folder(config.train_data_path, split="train")
     tokenizer = None if folder is None else open_tokenizer(folder)
     known: dict[str, Any] = {"vocab_size": config.vocab_size, "tokenizer_hash": None}
     if tokenizer is None:
