@@ -1,4 +1,4 @@
-"""Pretraining, from scratch or of a model that there is: `torchrun --nproc_per_node 4 -m finetune.pretrain --train-data-path data/*train*.bin ...`.
+"""Pretraining, from scratch or continued: `torchrun --nproc_per_node 4 -m finetune.pretrain --train-data-path ...`.
 
 The order in which things happen is in training/run.py, what pretraining prepares in training/prepare_pretrain.py; here
 is how it starts its own processes for `--distributed --world_size N`.

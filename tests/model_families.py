@@ -149,10 +149,21 @@ FAMILIES = (
     Family("Gemma 2", "gemma2", "gemma", changes={"query_pre_attn_scalar": 8}, **_GEMMA),
     Family("Gemma 3", "gemma3_text", "gemma", changes={"query_pre_attn_scalar": 8}, **_GEMMA),
     Family("Gemma 3 with images", "gemma3", "gemma", **_GEMMA),
-    Family("Phi-3", "phi3", "phi3", ends=("<s>", "<|endoftext|>", "<|endoftext|>"), pieces="llama",
-           tokenizer_class="LlamaTokenizerFast"),  # fmt: skip
-    Family("Phi-4", "phi3", "phi4", tokenizer_class="GPT2TokenizerFast",
-           ends=("<|endoftext|>", "<|im_end|>", "<|endoftext|>")),  # fmt: skip
+    Family(
+        "Phi-3",
+        "phi3",
+        "phi3",
+        ends=("<s>", "<|endoftext|>", "<|endoftext|>"),
+        pieces="llama",
+        tokenizer_class="LlamaTokenizerFast",
+    ),  # fmt: skip
+    Family(
+        "Phi-4",
+        "phi3",
+        "phi4",
+        tokenizer_class="GPT2TokenizerFast",
+        ends=("<|endoftext|>", "<|im_end|>", "<|endoftext|>"),
+    ),  # fmt: skip
     Family("GLM-4 9B", "glm", **_GLM),
     Family("GLM-4 0414", "glm4", **_GLM),
     Family("GLM-4.5", "glm4_moe", **_GLM),
@@ -167,27 +178,66 @@ FAMILIES = (
         ends=("<|startoftext|>", "<|return|>", "<|endoftext|>"),
         changes={"layer_types": ["sliding_attention", "full_attention"]},
     ),
-    Family("Granite 3", "granite", "granite", tokenizer_class="GPT2Tokenizer",
-           ends=("<|end_of_text|>", "<|end_of_text|>", "<|end_of_text|>")),  # fmt: skip
-    Family("Granite 3 MoE", "granitemoe", "granite", tokenizer_class="GPT2Tokenizer",
-           ends=("<|end_of_text|>", "<|end_of_text|>", "<|end_of_text|>")),  # fmt: skip
-    Family("OLMo 2", "olmo2", "olmo", tokenizer_class="GPT2Tokenizer",
-           ends=("<|endoftext|>", "<|endoftext|>", "<|pad|>")),  # fmt: skip
+    Family(
+        "Granite 3",
+        "granite",
+        "granite",
+        tokenizer_class="GPT2Tokenizer",
+        ends=("<|end_of_text|>", "<|end_of_text|>", "<|end_of_text|>"),
+    ),  # fmt: skip
+    Family(
+        "Granite 3 MoE",
+        "granitemoe",
+        "granite",
+        tokenizer_class="GPT2Tokenizer",
+        ends=("<|end_of_text|>", "<|end_of_text|>", "<|end_of_text|>"),
+    ),  # fmt: skip
+    Family(
+        "OLMo 2", "olmo2", "olmo", tokenizer_class="GPT2Tokenizer", ends=("<|endoftext|>", "<|endoftext|>", "<|pad|>")
+    ),  # fmt: skip
     Family("SmolLM 3", "smollm3", "tools hermes", ends=(None, "<|im_end|>", "<|im_end|>")),
     Family("NanoChat", "nanochat", "nanochat", ends=("<|bos|>", "<|assistant_end|>", None)),
     Family("Qwen3-Next", "qwen3_next", "tools qwen", changes=_LINEAR, hybrid=True, **_QWEN),
     Family("Qwen3.5", "qwen3_5", "tools qwen-coder", changes=_LINEAR, hybrid=True, **_QWEN),
-    Family("Jamba", "jamba", "jamba", changes={"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
-           "expert_layer_offset": 1, "mamba_dt_rank": 4}, hybrid=True,
-           pieces="llama", tokenizer_class="LlamaTokenizerFast"),  # fmt: skip
+    Family(
+        "Jamba",
+        "jamba",
+        "jamba",
+        changes={
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "mamba_dt_rank": 4,
+        },
+        hybrid=True,
+        pieces="llama",
+        tokenizer_class="LlamaTokenizerFast",
+    ),  # fmt: skip
     Family("Falcon-H1", "falcon_h1", "chatml", changes={**_MAMBA, "mamba_d_ssm": 64}, hybrid=True),
-    Family("Granite 4 hybrid", "granitemoehybrid", "granite", changes={**_MAMBA, "layer_types": ["mamba", "attention"]},
-           hybrid=True, ends=("<|end_of_text|>", "<|end_of_text|>", "<|pad|>")),  # fmt: skip
-    Family("LFM2", "lfm2", "chatml after bos", changes={"layer_types": ["conv", "full_attention"]}, hybrid=True,
-           ends=("<|startoftext|>", "<|im_end|>", "<|pad|>")),  # fmt: skip
+    Family(
+        "Granite 4 hybrid",
+        "granitemoehybrid",
+        "granite",
+        changes={**_MAMBA, "layer_types": ["mamba", "attention"]},
+        hybrid=True,
+        ends=("<|end_of_text|>", "<|end_of_text|>", "<|pad|>"),
+    ),  # fmt: skip
+    Family(
+        "LFM2",
+        "lfm2",
+        "chatml after bos",
+        changes={"layer_types": ["conv", "full_attention"]},
+        hybrid=True,
+        ends=("<|startoftext|>", "<|im_end|>", "<|pad|>"),
+    ),  # fmt: skip
 )
 # What transformers has no code for: it comes with the model, and nothing here runs it.
-REMOTE_CODE = ("InternLM 2 and 2.5", "MiniCPM 1, 2 and 4", "DeepSeek-V2 and Phi-3 as far as a folder names its own code")
+REMOTE_CODE = (
+    "InternLM 2 and 2.5",
+    "MiniCPM 1, 2 and 4",
+    "DeepSeek-V2 and Phi-3 as far as a folder names its own code",
+)
 
 
 # ---------------------------------------------------------------- tokenizers

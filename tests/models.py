@@ -50,7 +50,7 @@ class Row:
         """Note whether it holds; later checks may need what it made."""
         try:
             work()
-        except (AssertionError, Exception) as error:  # noqa: BLE001  (a row says what failed, whatever it was)
+        except (AssertionError, Exception) as error:
             self.failures[name] = str(error).strip()[-2500:] or repr(error)
         else:
             self.held.append(name)
@@ -119,7 +119,7 @@ class Chain:
         self.same_names("full")
 
     def same_names(self, name: str) -> None:
-        """A result has its base's tensors; where transformers loads the text model alone, those of it, and it is said."""
+        """A result has its base's tensors; where the text model alone is loaded, those of it, and it is said."""
         base, ours = (load_file(folder / "model.safetensors") for folder in (self.model, self.folder / name))
         said = "only its text model" in self.log
         wanted = {key for key in base if not (said and ".visual." in key)}

@@ -234,12 +234,11 @@ class PretrainConfig(BaseConfig):
             what = "pretraining does not run under DeepSpeed: Muon needs whole matrices"
             found.append((what, "remove the DeepSpeed keys; torchrun or --distributed use several devices"))
         if self.data_weights and len(self.data_weights) != len(self.train_data_path):
-            what = f"data_weights are {len(self.data_weights)}, and train_data_path has {len(self.train_data_path)} entries"
+            entries = len(self.train_data_path)
+            what = f"data_weights are {len(self.data_weights)}, and train_data_path has {entries} entries"
             found.append((what, "give one weight for each entry"))
         if self.finetuning == "lora" and self.model is None:
-            found.append(
-                ("finetuning is lora, and there is no model", "give --model FOLDER, or train from scratch in full")
-            )
+            found.append(("finetuning is lora, and there is no model", "give --model FOLDER, or leave finetuning out"))
         if self.finetuning == "lora" and self.fp8:
             found.append(("fp8 is for training all weights, and finetuning is lora", "leave one of them out"))
         if self.resume.endswith((".pt", ".pth", ".bin", ".ckpt")):

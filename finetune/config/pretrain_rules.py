@@ -115,7 +115,7 @@ def resolve_continued(resolution: Resolution) -> None:
     if resolution.value("learning_rate") == rate:
         resolution.notes.append(
             f"learning_rate {rate:g} for continuing {model} ({how}), where pretraining usually ends "
-            "(arXiv 2407.07263, 2405.09673): from scratch it would be forgotten; a small or short-trained model takes more"
+            "(arXiv 2407.07263, 2405.09673); a small model, or one that was trained briefly, takes more"
         )
 
 

@@ -83,7 +83,9 @@ class Generator:
         self._template = ChatTemplate(tokenizer)
         if continuous is None:
             # Where it is tested; its cache has one width for keys and values, which latent attention's are not of.
-            continuous = can_pack(model.config) and device.type in ("cpu", "cuda") and not has_latent_cache(model.config)
+            continuous = (
+                can_pack(model.config) and device.type in ("cpu", "cuda") and not has_latent_cache(model.config)
+            )
         engine_class = ContinuousEngine if continuous else StaticEngine
         self.engine: Engine = engine_class(
             model, sorted(self.stop_ids), padding_id(model.config, tokenizer), self.limits

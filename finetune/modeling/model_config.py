@@ -167,7 +167,7 @@ def passed_over(model: torch.nn.Module) -> list[str]:
     found = []
     for name, module in model.named_modules():
         for child, inner in module.named_children():
-            if isinstance(inner, torch.nn.Linear) and child in _weights_read(type(module)):
+            if isinstance(inner, torch.nn.Linear) and child in _weights_read(type(module)):  # type: ignore[arg-type]
                 found.append(f"{name}.{child}".removeprefix("."))
     return found
 

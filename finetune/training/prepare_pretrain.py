@@ -167,7 +167,7 @@ def _batches(config: PretrainConfig, train: Windows | JoinedWindows, total_steps
 
 
 def _identity(config: PretrainConfig, model_config: PretrainedConfig) -> dict[str, Any]:
-    names = IDENTITY_SETTINGS
+    names: tuple[str, ...] = IDENTITY_SETTINGS
     if config.model is None:
         return {"kind": "pretrain", **{name: getattr(config, name) for name in names}}
     from finetune.modeling.model_config import weights_identity

@@ -1,4 +1,4 @@
-"""Pretraining's trainers: from scratch, whose output is a whole transformers model with its tokenizer; and continued."""
+"""Pretraining's trainers: from scratch, whose output is a whole transformers model, and of one that is continued."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class PretrainTrainer(TextTrainer):
 
 
 class ContinuedTrainer(TextTrainer, SFTTrainer):
-    """Continues a model's pretraining: AdamW as in fine-tuning, and what a fine-tuning run leaves (a model or adapter)."""
+    """Continues a model's pretraining: AdamW and output (a model or an adapter) are those of fine-tuning."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Pretraining that goes on from a model: against a plain loop, its sources mixed exactly, resumed, and what it leaves."""
+"""Pretraining that goes on from a model: against a plain loop, with sources mixed exactly, resumed; its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few families of docs/models.md, each made and looked at cheaply; all of them through the whole chain: `make models`."""
+"""A few families of docs/models.md, looked at cheaply; `make models` takes all of them through the whole chain."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_packed_and_padded_have_the_same_gradients(name, tmp_path):
     [("Jamba", "dt_proj"), ("Falcon-H1", "out_proj"), ("Granite 4 hybrid", "out_proj"), ("Qwen3-Next", None)],
 )
 def test_every_adapter_takes_part(name, without, tmp_path):
-    """State-space layers read some weights past their modules: an adapter there would learn nothing, and nobody know."""
+    """State-space layers read some weights past their modules: an adapter there would learn nothing, unseen."""
     model = tiny(BY_NAME[name], tmp_path)
     assert not can_pack(model.config)
     assert {found.rpartition(".")[2] for found in passed_over(model)} == ({without} if without else set())
