@@ -12,12 +12,18 @@ from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.run_config import BaseConfig, RunConfig
 from finetune.errors import ConfigError
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?:@([\w./-]+))?")
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether `model` is to be looked for on the hub: `org/name` or `name`, and no file or folder of that name."""
+    """Whether `model` is to be looked for on a hub: `org/name` or `name`, maybe `@revision`; no file or folder."""
     return bool(_HUB_ID.fullmatch(model)) and not Path(model).exists()
+
+
+def split_revision(model: str) -> tuple[str, str | None]:
+    """`org/name@revision` -> `org/name` and the branch, tag or commit; None of a model without one, and of a folder."""
+    found = _HUB_ID.fullmatch(model) if is_hub_id(model) else None
+    return (model, None) if found is None else (found[1], found[2])
 
 
 def check_paths(config: RunConfig) -> list[ConfigError]:

@@ -81,6 +81,7 @@ class PretrainConfig(BaseConfig):
         unit="FOLDER|NAME",
         shown_default="none: from scratch",
     )
+    hub: Literal["auto", "huggingface", "modelscope"] = redefined(RunConfig, "hub")
     trust_remote_code: bool = redefined(RunConfig, "trust_remote_code")
     finetuning: Literal["lora", "full"] = redefined(
         RunConfig, "finetuning", default="full", description="With model: train a LoRA adapter, or all parameters."

@@ -172,11 +172,14 @@ class RunConfig(BaseConfig):
     rules: ClassVar[tuple[Rule, ...]] = RULES_FOR_FINE_TUNING
     machine_fields: ClassVar[frozenset[str]] = frozenset({"gradient_accumulation_steps"})
 
-    model: Text = data_setting(..., "Folder of the base model, or its name on the hub.", unit="FOLDER|NAME")
+    model: Text = data_setting(..., "Folder of the base model, or its name on the hub.", unit="FOLDER|NAME[@REVISION]")
     data: Paths = data_setting(
         ..., "Training files: alpaca, sharegpt or messages, JSON or JSONL.", unit="file...", min_length=1
     )
     valid_data: Paths = data_setting((), "Validation files, in the same formats.", unit="file...")
+    hub: Literal["auto", "huggingface", "modelscope"] = data_setting(
+        "auto", "Where a model comes from by its name; auto is ModelScope where USE_MODELSCOPE_HUB is 1."
+    )
     template: Text | None = data_setting(
         None, "Chat template: a known name or a file.", unit="NAME|FILE", shown_default="the tokenizer's own"
     )

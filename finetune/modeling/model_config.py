@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from finetune.config.paths import split_revision
 from finetune.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -40,8 +41,9 @@ def load_model_config(name: str, *, trust_remote_code: bool = False) -> Pretrain
     Raises:
         ConfigError: not a model folder or hub id, or an architecture that transformers does not know.
     """
+    repository, revision = split_revision(name)
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(repository, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"the model's configuration cannot be read: {str(error).splitlines()[0]}",
@@ -119,15 +121,16 @@ def _shards(folder: Path) -> list[str]:
         raise ConfigError("the index of the model's weights is broken", str(index), "copy it again") from error
 
 
-def weights_identity(name: str, config: PretrainedConfig) -> str:
+def weights_identity(name: str) -> str:
     """Which weights these are, wherever they lie: a hash of their sizes, their headers and blocks all over them.
 
-    Of a hub's model it is the commit. Two models of one shape differ in it where their weights do, but for a change
-    that touches few of the weights: reading all of them would take minutes at every start.
+    Of a hub's model it is the commit that its name was given (hub.py). Two models of one shape differ in it where their
+    weights do, but for a change that touches few of the weights: reading all of them would take minutes at every start.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        return f"{name}@{getattr(config, '_commit_hash', None)}"
+        repository, commit = split_revision(name)
+        return f"{repository}@{commit}"
     # As it is written, not as this release of transformers completes it.
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for changing in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
@@ -242,6 +245,7 @@ def lora_config(model: PreTrainedModel, config: RunConfig | PretrainConfig) -> L
         exclude_modules="|".join(outside) or None,
         task_type="CAUSAL_LM",
         bias="none",
+        revision=split_revision(config.model or "")[1],  # of the base, on the hub
     )
 
 

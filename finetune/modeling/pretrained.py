@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from finetune.config.paths import split_revision
 from finetune.errors import ConfigError, FinetuneError
 from finetune.modeling.attention import choose_attention
 from finetune.modeling.loss import let_choose_logits
@@ -41,9 +42,11 @@ def load_model(config: RunConfig | PretrainConfig, *, model_dtype: torch.dtype, 
     assert config.model is not None
     model_config = load_model_config(config.model, trust_remote_code=config.trust_remote_code)
     attention = choose_attention(model_config)
+    repository, revision = split_revision(config.model)
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            config.model,
+            repository,
+            revision=revision,
             dtype=model_dtype,
             attn_implementation=attention,
             # A .bin file is a pickle; pickles are never read.

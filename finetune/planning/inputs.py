@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.kinds import kind_of_config
+from finetune.config.paths import split_revision
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve_object
 from finetune.config.run_config import BaseConfig, RunConfig
@@ -62,7 +63,7 @@ def shape_of_base_model(config: RunConfig | PretrainConfig) -> ModelShape:
         return read_shape(folder)
     if (cached := _cached_config(config.model)) is not None:
         return read_shape(cached)
-    if (known := known_config(config.model)) is not None:
+    if (known := known_config(split_revision(config.model)[0])) is not None:
         return shape_of_config(known, config.model)
     raise ConfigError(
         f"the sizes of {config.model} are not known here",
@@ -76,6 +77,7 @@ def _cached_config(name: str) -> Path | None:
     """The config.json of a model in the hub's cache on this machine."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    name, _ = split_revision(name)
     found = sorted(hub.glob(f"models--{name.replace('/', '--')}/snapshots/*/config.json"))
     return found[-1] if found else None
 

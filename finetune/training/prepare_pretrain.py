@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from finetune.config.paths import split_revision
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.errors import ConfigError, DataError
 
@@ -119,7 +120,7 @@ def prepare_data(config: PretrainConfig) -> Prepared:
         valid=valid,
         batches=batches,
         bytes_per_token=None if tokenizer is None else bytes_per_token(tokenizer),
-        identity=_identity(config, model_config)
+        identity=_identity(config)
         | {
             "vocabulary": vocabulary,
             "total_steps": batches.total_steps,
@@ -166,7 +167,7 @@ def _batches(config: PretrainConfig, train: Windows | JoinedWindows, total_steps
     return GlobalBatches(sources, schedule, config.global_batch_size, total_steps, config.seed)
 
 
-def _identity(config: PretrainConfig, model_config: PretrainedConfig) -> dict[str, Any]:
+def _identity(config: PretrainConfig) -> dict[str, Any]:
     names: tuple[str, ...] = IDENTITY_SETTINGS
     if config.model is None:
         return {"kind": "pretrain", **{name: getattr(config, name) for name in names}}
@@ -174,7 +175,8 @@ def _identity(config: PretrainConfig, model_config: PretrainedConfig) -> dict[st
 
     names += CONTINUED_SETTINGS + (ADAPTER_SETTINGS if config.finetuning == "lora" else ())
     facts = {name: getattr(config, name) for name in names}
-    return {"kind": "pretrain", **facts, "weights": weights_identity(config.model, model_config)}
+    facts["model"] = split_revision(config.model)[0]  # its commit is in "weights"
+    return {"kind": "pretrain", **facts, "weights": weights_identity(config.model)}
 
 
 def _tokenizer(config: PretrainConfig) -> PreTrainedTokenizerBase | None:

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from finetune.config.paths import split_revision
 from finetune.config.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def prepare_data(config: RunConfig) -> Prepared:
         stages=tuple(stage.until for stage in schedule.stages),
         packing=packing,
         padding_id=models.padding_id(model_config, tokenizer),
-        identity=_identity(config, train, batches) | {"weights": models.weights_identity(config.model, model_config)},
+        identity=_identity(config, train, batches) | {"weights": models.weights_identity(config.model)},
     )
 
 
@@ -137,6 +138,7 @@ def _warn_of_untrained_stops(config: RunConfig, tokenizer: PreTrainedTokenizerBa
 def _identity(config: RunConfig, train: Samples, batches: GlobalBatches) -> dict[str, Any]:
     """What makes this run this run, as plain JSON."""
     identity: dict[str, Any] = {"kind": "sft", **{name: getattr(config, name) for name in IDENTITY_SETTINGS}}
+    identity["model"] = split_revision(config.model)[0]  # its commit is in "weights"
     if config.finetuning == "lora":
         targets = config.lora_target_modules
         identity["lora_target_modules"] = targets if isinstance(targets, str) else list(targets)
