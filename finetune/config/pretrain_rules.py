@@ -113,10 +113,8 @@ def resolve_continued(resolution: Resolution) -> None:
         if resolution.precedence(name) == Precedence.DEFAULT:
             resolution.derive(name, value, "default with model")
     if resolution.value("learning_rate") == rate:
-        resolution.notes.append(
-            f"learning_rate {rate:g} for continuing {model} ({how}), where pretraining usually ends "
-            "(arXiv 2407.07263, 2405.09673); a small model, or one that was trained briefly, takes more"
-        )
+        why = "as in fine-tuning" if how == "lora" else "where a 15B model's pretraining ended; smaller ones take more"
+        resolution.notes.append(f"learning_rate {rate:g} for continuing {model} ({how}): {why}")
 
 
 def resolve_reporting(resolution: Resolution) -> None:

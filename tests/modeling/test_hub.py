@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +12,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import run_helpers
+import run_patches
 import torch
 import yaml
 
@@ -18,7 +20,7 @@ from finetune.config.paths import split_revision
 from finetune.config.run_config import RunConfig
 from finetune.data.templates import read_tokenizer
 from finetune.errors import ConfigError, DataError
-from finetune.inference.loading import find_source
+from finetune.inference.loading import Source, find_source, load_weights
 from finetune.modeling.hub import from_modelscope, with_model_found
 from finetune.modeling.model_config import load_model_config, weights_identity
 from finetune.modeling.pretrained import add_adapter, load_model
@@ -99,7 +101,42 @@ def test_weights_tokenizer_and_adapter_are_of_that_commit(cache, models, tmp_pat
     adapted = add_adapter(model, found, one_dtype=False)
     (tmp_path / "adapter").mkdir()
     adapter_writer(adapted, {n: p for n, p in adapted.named_parameters() if p.requires_grad})(tmp_path / "adapter")
-    assert find_source(str(tmp_path / "adapter")).base == f"{NAME}@{SECOND}"
+    source = find_source(str(tmp_path / "adapter"))
+    assert source.base == f"{NAME}@{SECOND}"
+    again = load_weights(Source(source.base, None), torch.device("cpu"), "float32", trust_remote_code=False)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), expected.parameters(), strict=True))
+
+
+def use_cache(rank: int, home: str) -> None:
+    """In each rank, whose constants of the hub's library were read before the test."""
+    huggingface_hub.constants.HF_HUB_CACHE = home
+    huggingface_hub.constants.HF_HUB_OFFLINE = True
+
+
+@pytest.mark.slow
+def test_a_stopped_run_goes_on_with_its_commit_on_two_processes(cache, models, tmp_path):
+    """The branch moves while the run stands still; what it ends with is what the first commit's folder gives."""
+    materials = run_helpers.make_materials(tmp_path / "materials")
+
+    def settings(name: str, model: str, **changes: Any) -> dict[str, Any]:
+        return materials.settings(tmp_path / name, model=model, finetuning="full", max_steps=4, **changes)
+
+    here = {"patch": use_cache, "patch_arguments": (str(cache.parent),)}
+    stopped = {"patch": use_cache_and_stop, "patch_arguments": (str(cache.parent),)}
+    run_helpers.train(settings("run", NAME), 2, expect=3, **stopped)
+    (cache / "refs" / "main").write_text(SECOND)
+    run_helpers.train(settings("run", NAME), 2, **here)
+    assert len(run_helpers.events(tmp_path / "run", "resume")) == 1
+    run_helpers.train(settings("plain", str(models[FIRST])), 2)
+    ours, expected = (run_helpers.result_weights(tmp_path / name) for name in ("run", "plain"))
+    assert all(torch.equal(ours[name], tensor) for name, tensor in expected.items())
+    other = run_helpers.train(settings("run", f"{NAME}@v2"), 1, expect=2, **here)
+    assert f"{NAME}@{FIRST}" in other.output() and f"{NAME}@{SECOND}" in other.output()
+
+
+def use_cache_and_stop(rank: int, home: str) -> None:
+    use_cache(rank, home)
+    run_patches.signal_self(rank, 0, 2, signal.SIGTERM)
 
 
 def test_what_is_not_there_is_refused_in_words(cache, tmp_path):

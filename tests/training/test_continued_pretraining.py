@@ -172,6 +172,13 @@ def test_the_adapter_is_merged_and_answers(folder, tmp_path):
         assert answer.completion_tokens
 
 
+def test_the_result_has_its_bases_settings(folder):
+    """The tokenizer's pad token would be an embedding that does not train in whatever is trained from it."""
+    base, ours = (json.loads((part / "config.json").read_text()) for part in (folder / "model", train(folder, "full")))
+    assert base.get("pad_token_id") == ours.get("pad_token_id")
+    assert ours["architectures"] == base["architectures"]
+
+
 def test_bits_per_byte_and_the_beginning_are_the_models_own(folder):
     """The first evaluation is the base's; the last is lower."""
     before, *_, after = [event["eval_bpb"] for event in run_helpers.events(train(folder, "full"), "eval")]
