@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 
 from finetune.errors import ExitCode, FinetuneError
+from finetune.planning.finished_run import peaks_of, planned_of_run, read_events
 from finetune.runtime import device as devices
 from finetune.runtime.host import peak_host_bytes
 from finetune.storage import durable_files
@@ -50,10 +51,22 @@ def train_and_save(trainer: RunTrainer, session: Session) -> RunResult:
             trainer.save_output(session.output_dir)
         state: RunState = "stopped" if trainer.stopped_by is not None else "done"
         steps = trainer.state.global_step
-        session.finish(state, step=steps, checkpoint=trainer.checkpointer.last, peaks=_peaks(trainer))
+        peaks = {**_peaks(trainer), **_planned_peaks(session)}
+        session.finish(state, step=steps, checkpoint=trainer.checkpointer.last, peaks=peaks)
     if state == "stopped":
         logger.warning("stopped by %s at step %d; %s is saved", trainer.stopped_by, steps, trainer.checkpointer.last)
     return RunResult(session.output_dir, state, steps, trainer.measured, trainer.context.start_step)
+
+
+def _planned_peaks(session: Session) -> dict[str, dict[str, int]]:
+    """What `plan` says of the same, on rank 0: here torch and the model's code are loaded, which readers spare."""
+    if not session.world.is_main:
+        return {}
+    try:
+        return {"planned_peak_bytes": peaks_of(*planned_of_run(session.output_dir, read_events(session.output_dir)))}
+    except FinetuneError as error:  # of a model that cannot be planned for
+        logger.debug("the memory of this run is not planned: %s", error)
+        return {}
 
 
 def _peaks(trainer: RunTrainer) -> dict[str, list[int | None]]:

@@ -206,13 +206,13 @@ class Session:
         *,
         step: int,
         exit_code: int | None = None,
-        peaks: dict[str, list[int | None]] | None = None,
+        peaks: Mapping[str, Any] | None = None,
         **facts: Any,
     ) -> None:
         """Write how the run ended, with the code that the process ends with; on rank 0.
 
         Args:
-            peaks: most memory of each rank, for the event.
+            peaks: most memory of each rank, and what was planned, for the event.
         """
         if self.world.is_main and self._begun:
             code = int(EXIT_CODES[state] if exit_code is None else exit_code)
