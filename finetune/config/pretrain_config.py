@@ -78,7 +78,7 @@ class PretrainConfig(BaseConfig):
     model: Text | None = data_setting(
         None,
         "Continue this model's pretraining, on token files of its own tokenizer.",
-        unit="FOLDER|NAME",
+        unit="FOLDER|NAME[@REVISION]",
         shown_default="none: from scratch",
     )
     hub: Literal["auto", "huggingface", "modelscope"] = redefined(RunConfig, "hub")

@@ -108,8 +108,11 @@ def probe_pretrain(config: PretrainConfig) -> Iterator[Check]:
     from finetune.data.corpus.token_shards import TokenShards, tokenizer_folder, tokenizer_hash
     from finetune.data.corpus.tokenizer import open_tokenizer, vocabulary_of
     from finetune.data.corpus.windows import Windows
+    from finetune.modeling.hub import with_model_found
 
-    folder = config.model or config.tokenizer or tokenizer_folder(config.train_data_path, split="train")
+    folder = (
+        with_model_found(config).model or config.tokenizer or tokenizer_folder(config.train_data_path, split="train")
+    )
     tokenizer = None if folder is None else open_tokenizer(folder)
     known: dict[str, Any] = {"vocab_size": config.vocab_size, "tokenizer_hash": None}
     if tokenizer is None:
