@@ -89,6 +89,20 @@ def padding_id(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> 
     return own if own is not None and own < config.get_text_config().vocab_size else 0
 
 
+def check_unquantised(config: PretrainedConfig) -> None:
+    """Raise ConfigError if the model's weights are quantised: what they can learn depends on kernels and devices."""
+    method = getattr(config, "quantization_config", None)
+    if method is None:
+        return
+    kind = method.get("quant_method") if isinstance(method, dict) else getattr(method, "quant_method", None)
+    raise ConfigError(
+        f"the model's weights are quantised ({kind}), and are not trained",
+        where=str(config.name_or_path),
+        fix="take its release in 16 bits, or write one: load it with transformers' quantization config that has "
+        "dequantize=True (Mxfp4Config of gpt-oss, FineGrainedFP8Config), and save_pretrained into a folder",
+    )
+
+
 def check_weights(name: str) -> None:
     """Raise ConfigError if a model folder has not all of its safetensors weights (a hub id shows it when it is loaded).
 

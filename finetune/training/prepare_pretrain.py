@@ -137,6 +137,7 @@ def _continued(config: PretrainConfig) -> tuple[PretrainedConfig, PreTrainedToke
 
     assert config.model is not None
     model_config = models.load_model_config(config.model, trust_remote_code=config.trust_remote_code)
+    models.check_unquantised(model_config)
     models.check_weights(config.model)
     if config.finetuning == "lora":
         models.check_adapter(model_config, config)

@@ -64,6 +64,7 @@ def prepare_data(config: RunConfig) -> Prepared:
 
     model_config = models.load_model_config(config.model, trust_remote_code=config.trust_remote_code)
     tokenizer = load_tokenizer(config.model, template=config.template, trust_remote_code=config.trust_remote_code)
+    models.check_unquantised(model_config)
     models.check_weights(config.model)
     if config.finetuning == "lora":
         models.check_adapter(model_config, config)

@@ -30,7 +30,7 @@ class SFTTrainer(RunTrainer):
     def __init__(self, *, lora: bool, compute_dtype: str, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.lora, self.compute_dtype = lora, compute_dtype
-        self.own_padding = self.model.config.pad_token_id
+        self.own_padding = getattr(self.model.config, "pad_token_id", None)
 
     def model_files(self, weights: Callable[[], dict[str, torch.Tensor]]) -> Callable[[Path], None]:
         """The adapter as peft reads it, and the tokenizer: a LoRA run's checkpoint is an adapter folder of its own."""

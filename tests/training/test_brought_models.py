@@ -154,6 +154,16 @@ def test_an_adapter_that_a_mixture_cannot_have_is_refused_before_its_weights_are
         check_adapter(load_model_config(str(mixture)), config)
 
 
+@pytest.mark.parametrize("method", ["mxfp4", "gptq"])
+def test_quantised_weights_are_refused_before_they_are_read(materials, tmp_path, method):
+    """gpt-oss as it is published; on a machine without the method's kernels it would end in their import."""
+    folder = Path(shutil.copytree(materials.model, tmp_path / "quantised"))
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"quantization_config": {"quant_method": method}}))
+    with pytest.raises(ConfigError, match=f"weights are quantised .{method}."):
+        prepare_data(run_config(materials, model=str(folder)))
+
+
 # ---------------------------------------------------------------- code that came with the model
 
 

@@ -34,10 +34,11 @@ def probe_sft(config: RunConfig) -> Iterator[Check]:
     """Model, tokenizer and template, then the data."""
     from finetune.data.templates import load_tokenizer
     from finetune.modeling.hub import with_model_found
-    from finetune.modeling.model_config import check_adapter, check_weights, load_model_config
+    from finetune.modeling.model_config import check_adapter, check_unquantised, check_weights, load_model_config
 
     config = with_model_found(config)
     model_config = load_model_config(config.model, trust_remote_code=config.trust_remote_code)
+    check_unquantised(model_config)
     check_weights(config.model)
     if config.finetuning == "lora":
         check_adapter(model_config, config)
