@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from finetune.config.paths import split_revision
 from finetune.config.run_config import RunConfig
 from finetune.config.sources import DataSource, source_names
 
@@ -69,6 +70,7 @@ def prepare_data(config: RunConfig) -> Prepared:
 
     model_config = models.load_model_config(config.model, trust_remote_code=config.trust_remote_code)
     tokenizer = load_tokenizer(config.model, template=config.template, trust_remote_code=config.trust_remote_code)
+    models.check_unquantised(model_config)
     models.check_weights(config.model)
     if config.finetuning == "lora":
         models.check_adapter(model_config, config)
@@ -131,7 +133,7 @@ def prepare_data(config: RunConfig) -> Prepared:
         stages=tuple(stage.until for stage in schedule.stages),
         packing=packing,
         padding_id=models.padding_id(model_config, tokenizer),
-        identity=_identity(config, train, batches) | {"weights": models.weights_identity(config.model, model_config)},
+        identity=_identity(config, train, batches) | {"weights": models.weights_identity(config.model)},
     )
 
 
@@ -153,6 +155,7 @@ def _warn_of_untrained_stops(config: RunConfig, tokenizer: PreTrainedTokenizerBa
 def _identity(config: RunConfig, train: Samples, batches: GlobalBatches) -> dict[str, Any]:
     """What makes this run this run, as plain JSON."""
     identity: dict[str, Any] = {"kind": "sft", **{name: getattr(config, name) for name in IDENTITY_SETTINGS}}
+    identity["model"] = split_revision(config.model)[0]  # its commit is in "weights"
     if config.finetuning == "lora":
         targets = config.lora_target_modules
         identity["lora_target_modules"] = targets if isinstance(targets, str) else list(targets)

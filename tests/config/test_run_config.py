@@ -77,6 +77,7 @@ def test_defaults_are_those_that_were_agreed() -> None:
         "npu_tuning": "none",
         "hccl_buffer_mb": None,
         "template": None,
+        "hub": "auto",
         "on_bad_row": "refuse",
         "on_media": "refuse",
         "train_thinking": True,

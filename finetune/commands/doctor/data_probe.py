@@ -38,9 +38,12 @@ def probe_sft(config: RunConfig) -> Iterator[Check]:
     """Model, tokenizer and template, then the data."""
     from finetune.data.selection import selection_of
     from finetune.data.templates import load_tokenizer
-    from finetune.modeling.model_config import check_adapter, check_weights, load_model_config
+    from finetune.modeling.hub import with_model_found
+    from finetune.modeling.model_config import check_adapter, check_unquantised, check_weights, load_model_config
 
+    config = with_model_found(config)
     model_config = load_model_config(config.model, trust_remote_code=config.trust_remote_code)
+    check_unquantised(model_config)
     check_weights(config.model)
     if config.finetuning == "lora":
         check_adapter(model_config, config)
@@ -112,8 +115,11 @@ def probe_pretrain(config: PretrainConfig) -> Iterator[Check]:
     from finetune.data.corpus.token_shards import TokenShards, tokenizer_folder, tokenizer_hash
     from finetune.data.corpus.tokenizer import open_tokenizer, vocabulary_of
     from finetune.data.corpus.windows import Windows
+    from finetune.modeling.hub import with_model_found
 
-    folder = config.tokenizer or tokenizer_folder(config.train_data_path, split="train")
+    folder = (
+        with_model_found(config).model or config.tokenizer or tokenizer_folder(config.train_data_path, split="train")
+    )
     tokenizer = None if folder is None else open_tokenizer(folder)
     known: dict[str, Any] = {"vocab_size": config.vocab_size, "tokenizer_hash": None}
     if tokenizer is None:
