@@ -163,6 +163,10 @@ class PretrainConfig(BaseConfig):
     )
 
     @property
+    def has_validation(self) -> bool:
+        return bool(self.valid_data_path)
+
+    @property
     def global_batch_size(self) -> int:
         """Windows per optimizer step."""
         return self.total_batch_size // self.max_seq_len

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -163,3 +163,8 @@ class StepBatches(torch.utils.data.Dataset):
     def microbatch(self, indices: np.ndarray, *, packing: bool) -> Microbatch:
         members = [(*self.samples[int(index)], int(self.difficulty_ids[index])) for index in indices]
         return collate(members, packing=packing, pad_token_id=self.pad_token_id)
+
+
+def as_is(item: Any) -> Any:
+    """For loaders whose items are whole. Not a lambda: loader processes that are spawned must find it by name."""
+    return item

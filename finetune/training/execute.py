@@ -6,6 +6,8 @@ import contextlib
 import errno
 import logging
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from finetune.errors import ExitCode, FinetuneError
 from finetune.runtime import device as devices
@@ -44,19 +46,43 @@ def train_and_save(trainer: RunTrainer, session: Session) -> RunResult:
         except StepOutOfMemory as error:
             raise _out_of_memory(trainer, session, str(error)) from error
         finally:
-            trainer.close_progress()
+            trainer.console.close()
             session.steps_done = trainer.state.global_step
-        if trainer.stopped_by is None:
-            trainer.save_output(session.output_dir)
         state: RunState = "stopped" if trainer.stopped_by is not None else "done"
-        steps = trainer.state.global_step
-        session.finish(state, step=steps, checkpoint=trainer.checkpointer.last, peaks=_peaks(trainer))
+        steps, told = trainer.state.global_step, trainer.evaluations.best.told()
+        output_step = None
+        if state == "done":
+            best = _best_checkpoint(trainer, session)
+            output_step = steps if best is None else trainer.evaluations.best.step
+            trainer.save_output(session.output_dir, best)
+            told |= {"output_step": output_step}
+        session.finish(state, step=steps, checkpoint=trainer.checkpointer.last, told=_peaks(trainer) | told, **told)
     if state == "stopped":
         logger.warning("stopped by %s at step %d; %s is saved", trainer.stopped_by, steps, trainer.checkpointer.last)
-    return RunResult(session.output_dir, state, steps, trainer.measured, trainer.context.start_step)
+    start = trainer.context.start_step
+    return RunResult(session.output_dir, state, steps, trainer.measured, start, output_step)
 
 
-def _peaks(trainer: RunTrainer) -> dict[str, list[int | None]]:
+def _best_checkpoint(trainer: RunTrainer, session: Session) -> Path | None:
+    """The checkpoint that the output is made of; None: the weights as they are now. Every rank calls.
+
+    Raises:
+        FinetuneError: its content was changed.
+    """
+    best = trainer.evaluations.best
+    if not trainer.evaluations.keep or best.checkpoint is None or best.step == trainer.state.global_step:
+        return None
+    folder = session.output_dir / best.checkpoint
+    if (problem := session.problem_in(folder)) is not None:
+        raise FinetuneError(
+            f"the best checkpoint cannot be made the output: {problem}",
+            str(folder),
+            "start the same command with --keep-best false: the output is then made of the last step",
+        )
+    return folder
+
+
+def _peaks(trainer: RunTrainer) -> dict[str, Any]:
     """The most memory of each rank so far, by rank, on its device and its host. Every rank calls."""
     mine: tuple[int | None, int | None] = (devices.peak_memory_bytes(trainer.args.device), peak_host_bytes())
     of_device, of_host = zip(*trainer.context.control.gather(mine), strict=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.run_config import RunConfig
+from finetune.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -106,17 +107,32 @@ def prepare_data(config: RunConfig) -> Prepared:
             model_config.model_type,
         )
         packing = False
+    difficulty_names = difficulties if difficulties and train.report.difficulty_field_found else ()
+    _check_metric(config.best_metric, valid, difficulty_names)
     return Prepared(
         tokenizer=tokenizer,
         train=train,
         valid=valid,
         batches=batches,
-        difficulty_names=difficulties if difficulties and train.report.difficulty_field_found else (),
+        difficulty_names=difficulty_names,
         stages=tuple(stage.until for stage in schedule.stages),
         packing=packing,
         padding_id=models.padding_id(model_config, tokenizer),
         identity=_identity(config, train, batches) | {"weights": models.weights_identity(config.model, model_config)},
     )
+
+
+def _check_metric(metric: str, valid: Samples | None, difficulty_names: tuple[str, ...]) -> None:
+    """Raise DataError where the best evaluation is that of a difficulty, and no evaluation has it."""
+    name = metric.removeprefix("loss/")
+    if valid is None or name == metric:
+        return
+    if name not in difficulty_names or not (valid.difficulties == difficulty_names.index(name)).any():
+        raise DataError(
+            f"no validation record is of difficulty {name!r}, so no evaluation has {metric}",
+            "--best-metric",
+            "add such records to --valid-data, or take another metric",
+        )
 
 
 def _warn_of_untrained_stops(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
