@@ -153,12 +153,12 @@ def warn_of_long_warmup(resolution: Resolution, total: str, share: str) -> None:
 def evaluation_problems(config: Any) -> list[tuple[str, str]]:
     """Settings that need evaluations, of a run that has none."""
     found = []
-    for name in ("keep_best", "early_stopping", "eval_generate"):
-        given = getattr(config, name, 0)
+    for name in ("keep_best", "early_stopping"):
+        given = getattr(config, name)
         if given and not config.has_validation:
             what = f"{name} is {str(given).lower()}, and there is no validation data"
             found.append((what, f"give validation data, or leave {flag(name)} out"))
-        elif given and name != "eval_generate" and not config.eval_steps:
+        elif given and not config.eval_steps:
             what = f"{name} is {str(given).lower()}, and eval_steps 0 evaluates at the beginning and the end only"
             found.append((what, "set --eval-steps to a number of steps below the run's"))
     return found
@@ -167,12 +167,10 @@ def evaluation_problems(config: Any) -> list[tuple[str, str]]:
 def metric_problems(config: Any) -> list[tuple[str, str]]:
     """A metric of the best evaluation that evaluations do not have."""
     metric, levels = config.best_metric, config.curriculum.levels if config.use_curriculum else ()
-    known = ("loss", *(f"loss/{level}" for level in levels), "exact_match")
-    if metric not in known:
-        return [(f"best_metric is {metric}, which no evaluation has", f"take one of {', '.join(known)}")]
-    if metric == "exact_match" and not config.eval_generate:
-        return [("best_metric is exact_match, and nothing is answered", "set --eval-generate, e.g. to 50")]
-    return []
+    known = ("loss", *(f"loss/{level}" for level in levels))
+    if metric in known:
+        return []
+    return [(f"best_metric is {metric}, which no evaluation has", f"take one of {', '.join(known)}")]
 
 
 def note_unused(resolution: Resolution, unused: Iterable[tuple[tuple[str, ...], bool, str]]) -> None:

@@ -253,13 +253,7 @@ class RunConfig(BaseConfig):
     best_metric: Text = logging_setting(
         "loss",
         "What the best evaluation is the best of, for keep_best and early_stopping.",
-        unit="loss|loss/DIFFICULTY|exact_match",
-    )
-    eval_generate: int = logging_setting(
-        0,
-        "Validation prompts that every evaluation answers, greedily, and compares with their answer field.",
-        ge=0,
-        unit="prompts",
+        unit="loss|loss/DIFFICULTY",
     )
     on_bad_row: Literal["refuse", "drop"] = preparation_setting(
         "refuse", "What to do about a record that cannot be used."

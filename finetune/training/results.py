@@ -93,12 +93,9 @@ class Best:
         """With the evaluation of a step."""
         if step == 0:
             return self
-        if not math.isnan(value) and (self.value is None or self._is_better(value, self.value)):
+        if not math.isnan(value) and (self.value is None or value < self.value):
             return Best(self.metric, value, step, 0, step, f"checkpoint-{step}" if keep else None)
         return replace(self, since=self.since + 1, evaluated=step)
-
-    def _is_better(self, value: float, other: float) -> bool:
-        return value > other if self.metric.endswith("exact_match") else value < other
 
     def facts(self) -> dict[str, Any]:
         """As plain JSON."""

@@ -59,8 +59,7 @@ def test_the_rule() -> None:
         best = best.after(step, value, keep=True)
     assert (best.step, best.since, best.evaluated) == (4, 3, 10)
     assert Best("eval_loss").after(2, math.nan, keep=True).value is None
-    exact = Best("eval_exact_match").after(2, 0.5, keep=False).after(4, 0.75, keep=False)
-    assert (exact.step, exact.checkpoint) == (4, None)
+    assert Best("eval_loss").after(2, 1.0, keep=False).checkpoint is None
     assert read_best("eval_loss", {"best": best.facts()}) == best
     assert read_best("eval_loss/explain", {"best": best.facts()}) == Best("eval_loss/explain")  # of another metric
     assert read_best("eval_loss", {}) == read_best("eval_loss", None) == Best("eval_loss")
@@ -195,7 +194,6 @@ def test_a_damaged_best_is_not_made_the_output(materials: Materials, stopped_ear
         ({"eval_steps": 0}, "eval_steps 0 evaluates at the beginning and the end only"),
         ({"eval_steps": 40}, "the only evaluation is after the last of 40 steps"),
         ({"best_metric": "loss/nobody"}, "best_metric is loss/nobody, which no evaluation has"),
-        ({"best_metric": "exact_match"}, "nothing is answered"),
         ({"best_metric": "loss/topology", "valid_data": "explain.jsonl"}, "no validation record is of difficulty"),
     ],
 )
