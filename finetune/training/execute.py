@@ -7,9 +7,9 @@ import errno
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from finetune.errors import ExitCode, FinetuneError
+from finetune.planning.finished_run import peaks_of, planned_of_run, read_events
 from finetune.runtime import device as devices
 from finetune.runtime.host import peak_host_bytes
 from finetune.storage import durable_files
@@ -56,7 +56,8 @@ def train_and_save(trainer: RunTrainer, session: Session) -> RunResult:
             output_step = steps if best is None else trainer.evaluations.best.step
             trainer.save_output(session.output_dir, best)
             told |= {"output_step": output_step}
-        session.finish(state, step=steps, checkpoint=trainer.checkpointer.last, told=_peaks(trainer) | told, **told)
+        peaks = {**_peaks(trainer), **_planned_peaks(session)}
+        session.finish(state, step=steps, checkpoint=trainer.checkpointer.last, told={**peaks, **told}, **told)
     if state == "stopped":
         logger.warning("stopped by %s at step %d; %s is saved", trainer.stopped_by, steps, trainer.checkpointer.last)
     start = trainer.context.start_step
@@ -82,7 +83,18 @@ def _best_checkpoint(trainer: RunTrainer, session: Session) -> Path | None:
     return folder
 
 
-def _peaks(trainer: RunTrainer) -> dict[str, Any]:
+def _planned_peaks(session: Session) -> dict[str, dict[str, int]]:
+    """What `plan` says of the same, on rank 0: here torch and the model's code are loaded, which readers spare."""
+    if not session.world.is_main:
+        return {}
+    try:
+        return {"planned_peak_bytes": peaks_of(*planned_of_run(session.output_dir, read_events(session.output_dir)))}
+    except FinetuneError as error:  # of a model that cannot be planned for
+        logger.debug("the memory of this run is not planned: %s", error)
+        return {}
+
+
+def _peaks(trainer: RunTrainer) -> dict[str, list[int | None]]:
     """The most memory of each rank so far, by rank, on its device and its host. Every rank calls."""
     mine: tuple[int | None, int | None] = (devices.peak_memory_bytes(trainer.args.device), peak_host_bytes())
     of_device, of_host = zip(*trainer.context.control.gather(mine), strict=True)

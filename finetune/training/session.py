@@ -214,7 +214,7 @@ class Session:
         """Write how the run ended, with the code that the process ends with; on rank 0.
 
         Args:
-            told: further facts for the event: most memory of each rank, the best evaluation.
+            told: further facts for the event: most memory of each rank, what was planned, the best evaluation.
         """
         if self.world.is_main and self._begun:
             code = int(EXIT_CODES[state] if exit_code is None else exit_code)

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from finetune.config.config_files import read_file
-from finetune.config.kinds import kind_names, kind_of_settings, run_kind
-from finetune.config.resolution import resolve_object
 from finetune.errors import DataError
 from finetune.planning.advice import KEPT_BY_GLIBC
-from finetune.planning.auto import with_values
-from finetune.planning.inputs import DTYPE_BYTES, shape_for, workload_of
-from finetune.planning.memory import memory_of
+from finetune.planning.finished_run import last_event, peaks_of, planned_of_run, read_events
 from finetune.planning.traffic import flops_per_token
-from finetune.planning.workload import Cluster, Workload
 from finetune.runtime.language import N_, _
 from finetune.storage.run_log import read_jsonl_tolerant
 
@@ -103,74 +97,37 @@ def check_run(run: Path, model_config: Path | None) -> Checked:
         DataError: it did not log what it started with, or its peak memory.
         ConfigError: its model cannot be planned for.
     """
-    compared, work, cluster, peak = _compared(run, model_config)
-    speed = _speed(run)
+    events = read_events(run)
+    end = _end(run, events)
+    work, cluster = planned_of_run(run, events, model_config)
+    speed, peak = _speed(run), (last_event(events, "start") or {}).get("peak_flops")
     rate = None if speed is None else speed * flops_per_token(work)
     share = rate / (peak * cluster.devices) if rate and peak else None
-    return Checked(run.name, compared, speed, rate, share)
+    return Checked(run.name, _compared(peaks_of(work, cluster), end), speed, rate, share)
 
 
 def compare_memory(run: Path) -> tuple[Compared, ...]:
     """The memory of a finished run beside its plan. Raises as `check_run` does."""
-    return _compared(run, None)[0]
+    events = read_events(run)
+    end = _end(run, events)
+    # The run itself writes it, since 0.2: to plan again takes torch and the model's code, seconds for any reader.
+    return _compared(end.get("planned_peak_bytes") or peaks_of(*planned_of_run(run, events)), end)
 
 
-def _compared(run: Path, model_config: Path | None) -> tuple[tuple[Compared, ...], Workload, Cluster, float | None]:
-    """The numbers, what was planned for, and the peak of a device in FLOP/s, where it is known."""
-    events = _events(run)
-    start = next((event for event in reversed(events) if event["event"] == "start"), None)
-    end = next((event for event in reversed(events) if event["event"] == "end" and "peak_host_bytes" in event), None)
-    if start is None or end is None or not (run / "run.yaml").exists():
+def _end(run: Path, events: list[dict[str, Any]]) -> dict[str, Any]:
+    end = last_event([event for event in events if "peak_host_bytes" in event], "end")
+    if end is None:
         raise DataError(
             "this run did not log its peak memory: it has not ended, failed, or is of an older version",
             where=str(run),
             fix="check a run that trained to its end or to a signal with this version",
         )
-    execution = next((event for event in reversed(events) if event["event"] == "execution"), {})
-    work, cluster = _planned(run, start, execution.get("chosen", {}), model_config)
-    memory = memory_of(work)
-    compared = []
-    if cluster.device_type == "cpu":
-        with_framework = memory.process() + sum(t.bytes for t in memory.terms if t.kind == "framework")
-        compared.append(Compared("host", with_framework, max(end["peak_host_bytes"])))
-    else:
-        of_devices = [peak for peak in end["peak_device_bytes"] if peak]
-        context = sum(t.bytes for t in memory.terms if t.kind == "framework" and t.location == "device")
-        if of_devices:  # what torch allocated: the context is not in it
-            compared.append(Compared("device", memory.device() - context, max(of_devices)))
-    return tuple(compared), work, cluster, start.get("peak_flops")
+    return end
 
 
-def _planned(
-    run: Path, start: dict[str, Any], chosen: dict[str, Any], model_config: Path | None
-) -> tuple[Workload, Cluster]:
-    """The workload of the run as it started, with the microbatches that it had instead of the largest there may be.
-
-    Args:
-        chosen: what the start put where the configuration says auto.
-    """
-    processes = int(start["world_size"])
-    path = run / "run.yaml"
-    kind = kind_of_settings(read_file(path)) or run_kind(kind_names()[0])
-    config = with_values(resolve_object(path, processes, kind.config_class).config, chosen)
-    cluster = Cluster(devices_per_node=processes, device_type=start["device_type"])
-    work = workload_of(config, shape_for(config, model_config), cluster)
-    if start["dtype"] in DTYPE_BYTES and DTYPE_BYTES[start["dtype"]] != work.computing.element_bytes:
-        config = config.model_copy(update={"dtype": start["dtype"]})
-        work = workload_of(config, work.shape, cluster)
-    tokens, count = int(start["plan"]["heaviest_row_tokens"]), int(start["plan"]["rows_per_rank"][2])
-    longest = min(work.longest, tokens)
-    work = replace(work, microbatch_tokens=tokens, targets=tokens, longest=longest, microbatches=count)
-    return work, cluster
-
-
-def _events(run: Path) -> list[dict[str, Any]]:
-    try:
-        return list(read_jsonl_tolerant(run / "events.jsonl"))
-    except OSError as error:
-        raise DataError(
-            f"no run is there: {error.strerror}", where=str(run / "events.jsonl"), fix="name a run's --output-dir"
-        ) from error
+def _compared(planned: dict[str, int], end: dict[str, Any]) -> tuple[Compared, ...]:
+    measured = {name: [peak for peak in end[f"peak_{name}_bytes"] if peak] for name in planned}
+    return tuple(Compared(name, bytes_, max(measured[name])) for name, bytes_ in planned.items() if measured[name])
 
 
 def _speed(run: Path) -> float | None:

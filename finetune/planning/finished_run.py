@@ -1,0 +1,81 @@
+"""What would have been predicted of a run that has been: its own files, planned again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from finetune.config.config_files import read_file
+from finetune.config.kinds import kind_names, kind_of_settings, run_kind
+from finetune.config.resolution import resolve_object
+from finetune.errors import DataError
+from finetune.planning.auto import with_values
+from finetune.planning.inputs import DTYPE_BYTES, shape_for, workload_of
+from finetune.planning.memory import memory_of
+from finetune.planning.workload import Cluster, Workload
+from finetune.storage.run_log import read_jsonl_tolerant
+
+
+def read_events(run: Path) -> list[dict[str, Any]]:
+    """The events of a run folder.
+
+    Raises:
+        DataError: no run is there.
+    """
+    try:
+        return list(read_jsonl_tolerant(run / "events.jsonl"))
+    except OSError as error:
+        raise DataError(
+            f"no run is there: {error.strerror}", where=str(run / "events.jsonl"), fix="name a run's --output-dir"
+        ) from error
+
+
+def last_event(events: list[dict[str, Any]], name: str) -> dict[str, Any] | None:
+    """The newest event of that name."""
+    return next((event for event in reversed(events) if event["event"] == name), None)
+
+
+def planned_of_run(
+    run: Path, events: list[dict[str, Any]], model_config: Path | None = None
+) -> tuple[Workload, Cluster]:
+    """The workload of the run as it started last, with the microbatches it had instead of the largest there may be.
+
+    Args:
+        model_config: a config.json instead of the model's own.
+
+    Raises:
+        DataError: no start was logged.
+        ConfigError: its model cannot be planned for.
+        KeyError: an older version logged less of the start.
+    """
+    start, execution = last_event(events, "start"), last_event(events, "execution") or {}
+    if start is None or not (run / "run.yaml").exists():
+        raise DataError(
+            "this run did not log how it started",
+            where=str(run),
+            fix="name a run of this version that has begun to train",
+        )
+    processes = int(start["world_size"])
+    path = run / "run.yaml"
+    kind = kind_of_settings(read_file(path)) or run_kind(kind_names()[0])
+    chosen = execution.get("chosen", {})  # what the start put where the configuration says auto
+    config = with_values(resolve_object(path, processes, kind.config_class).config, chosen)
+    cluster = Cluster(devices_per_node=processes, device_type=start["device_type"])
+    work = workload_of(config, shape_for(config, model_config), cluster)
+    if start["dtype"] in DTYPE_BYTES and DTYPE_BYTES[start["dtype"]] != work.computing.element_bytes:
+        config = config.model_copy(update={"dtype": start["dtype"]})
+        work = workload_of(config, work.shape, cluster)
+    tokens, count = int(start["plan"]["heaviest_row_tokens"]), int(start["plan"]["rows_per_rank"][2])
+    longest = min(work.longest, tokens)
+    work = replace(work, microbatch_tokens=tokens, targets=tokens, longest=longest, microbatches=count)
+    return work, cluster
+
+
+def peaks_of(work: Workload, cluster: Cluster) -> dict[str, int]:
+    """Bytes of a process on the `host`, or on a `device` as torch counts them (its context is not in it)."""
+    memory = memory_of(work)
+    if cluster.device_type == "cpu":
+        return {"host": memory.process() + sum(t.bytes for t in memory.terms if t.kind == "framework")}
+    context = sum(t.bytes for t in memory.terms if t.kind == "framework" and t.location == "device")
+    return {"device": memory.device() - context}
