@@ -163,7 +163,7 @@ class PretrainConfig(BaseConfig):
     )
 
     @property
-    def has_validation(self) -> bool:
+    def validates(self) -> bool:
         return bool(self.valid_data_path)
 
     @property

@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from finetune.config.fields import (
+    Columns,
     CurriculumConfig,
     Names,
     NpuTuning,
-    Paths,
     Positive,
     Recompute,
     Reporters,
+    Share,
     Strict,
     Text,
     Warmup,
@@ -36,6 +37,15 @@ from finetune.config.fields import (
 from finetune.config.precedence import Rule
 from finetune.config.rules import RULES_FOR_FINE_TUNING, batch_problem, evaluation_problems, metric_problems
 from finetune.config.schedules import PretrainingScheduleName, ScheduleName, described
+from finetune.config.sources import (
+    DataEntries,
+    DataSource,
+    Weights,
+    as_sources,
+    source_problems,
+    weighted,
+    with_columns,
+)
 from finetune.runtime.language import _
 from finetune.runtime.npu_tuning import npu_variables
 
@@ -142,8 +152,8 @@ class BaseConfig(Strict):
         return True
 
     @property
-    def has_validation(self) -> bool:
-        """Whether there are data to evaluate on."""
+    def validates(self) -> bool:
+        """Whether there is data to evaluate on."""
         raise AttributeError(f"{type(self).__name__} does not say whether it has validation data")
 
     @property
@@ -189,10 +199,31 @@ class RunConfig(BaseConfig):
     machine_fields: ClassVar[frozenset[str]] = frozenset({"gradient_accumulation_steps"})
 
     model: Text = data_setting(..., "Folder of the base model, or its name on the hub.", unit="FOLDER|NAME")
-    data: Paths = data_setting(
-        ..., "Training files: alpaca, sharegpt or messages, JSON or JSONL.", unit="file...", min_length=1
+    data: DataEntries = data_setting(
+        ..., "Training files, folders and globs, in any of the formats of docs/data.md.", unit="file...", min_length=1
     )
-    valid_data: Paths = data_setting((), "Validation files, in the same formats.", unit="file...")
+    columns: Columns | None = data_setting(
+        None,
+        "What the data calls the keys of our formats.",
+        unit="prompt=question,response=answer",
+        shown_default="the same",
+    )
+    data_weights: Weights = data_setting(
+        (),
+        "Mix the entries of data by these weights, one for each; natural is its number of samples.",
+        unit="weight...",
+    )
+    valid_data: DataEntries = data_setting((), "Validation files, in the same formats.", unit="file...")
+    valid_split: Share | None = data_setting(
+        None,
+        "Validate on a part of data instead: below 1 a share of the records, else a number; by hash.",
+        unit="0.02|500",
+        shown_default="none",
+    )
+    split_by: Text | None = data_setting(
+        None, "Field whose equal values stay on one side of valid_split.", unit="NAME", shown_default="the whole record"
+    )
+    drop_duplicates: bool = data_setting(False, "Leave out records of data that say the same as an earlier one.")
     template: Text | None = data_setting(
         None, "Chat template: a known name or a file.", unit="NAME|FILE", shown_default="the tokenizer's own"
     )
@@ -260,6 +291,20 @@ class RunConfig(BaseConfig):
     )
 
     @property
+    def sources(self) -> tuple[DataSource, ...]:
+        """The entries of `data`; each has a weight where they are mixed, and none has where they are not."""
+        return with_columns(weighted(self.data, self.data_weights), self.columns)
+
+    @property
+    def valid_sources(self) -> tuple[DataSource, ...]:
+        return with_columns(as_sources(self.valid_data), self.columns)
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is data to evaluate on."""
+        return bool(self.valid_data) or self.valid_split is not None
+
+    @property
     def samples_per_microbatch(self) -> int:
         """`micro_batch_size` as a number; the smallest while it is auto."""
         return 1 if self.micro_batch_size == "auto" else self.micro_batch_size
@@ -271,10 +316,6 @@ class RunConfig(BaseConfig):
     @property
     def trains_all_weights(self) -> bool:
         return self.finetuning == "full"
-
-    @property
-    def has_validation(self) -> bool:
-        return bool(self.valid_data)
 
     @property
     def followed_metric(self) -> str:
@@ -306,6 +347,12 @@ class RunConfig(BaseConfig):
 
     def problems(self) -> list[tuple[str, str]]:
         found = super().problems() + metric_problems(self)
+        levels = self.curriculum.levels if self.use_curriculum else None
+        found += source_problems(self.data, self.data_weights, self.valid_data, levels)
+        if self.valid_split is not None and self.valid_data:
+            found.append(("valid_split and valid_data are both given", "keep one: a part of data, or files of its own"))
+        if self.split_by is not None and self.valid_split is None:
+            found.append(("split_by is given, and nothing is split", "give valid_split as well, or leave it out"))
         if self.micro_batch_size == "auto":
             # Left out beside accumulation it is 1: rules.py, resolve_batch.
             if self.gradient_accumulation_steps is not None and "micro_batch_size" in self.model_fields_set:

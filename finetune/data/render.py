@@ -28,6 +28,7 @@ class Rendered:
     trimmed_tokens: int = 0  # taken out of the prompt's contents
     dropped_turns: int = 0  # answers left out from the end of the conversation
     cut_answer: bool = False  # the last answer lost its end, and no end-of-turn token is trained for it
+    cut_text_tokens: int = 0  # taken off the end of a plain text
     ends: bool = True  # a whole answer ends with a special token: the model learns to stop (True if none is whole)
     follows_prompt: bool = True  # every answer comes right after the generation prompt that inference uses
 
@@ -44,6 +45,11 @@ class Renderer:
         self.template = ChatTemplate(tokenizer)
         self.cutoff_len = cutoff_len
         self._encoder = Encoder(tokenizer)
+        begins = tokenizer.bos_token_id is not None and tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id
+        self._begin_id = (
+            tokenizer.bos_token_id if begins else None
+        )  # where the tokenizer itself writes it before a text
+        self._end_id = tokenizer.eos_token_id
         self._check_cutoff(str(tokenizer.name_or_path))
 
     def __call__(self, conversation: Conversation) -> list[Rendered]:
@@ -52,6 +58,8 @@ class Renderer:
         Raises:
             RecordProblem: the template refuses the record or rewrites its answer; nothing or all would be trained.
         """
+        if conversation.plain_text is not None:
+            return [self._text(conversation.plain_text)]
         template = self.template.with_tools(conversation.tools)
         return [self._sample(template, rendering) for rendering in find_turns(template, conversation.messages)]
 
@@ -60,6 +68,19 @@ class Renderer:
         texts = [message.content for message in conversation.messages]
         texts += [json.dumps(call.arguments) for message in conversation.messages for call in message.calls]
         return any(map(self.template.has_special, texts))
+
+    def _text(self, text: str) -> Rendered:
+        """A plain text between the tokens that begin and end one; every token but the first is a target."""
+        if self._end_id is None:
+            raise RecordProblem("no end token", "a plain text ends with the tokenizer's eos_token, and it has none")
+        begin = [] if self._begin_id is None else [self._begin_id]
+        ids = np.array([*begin, *self._encoder.encode(text).ids.tolist()], dtype=np.int32)
+        if not len(ids) or ids[-1] != self._end_id:  # a text may spell it
+            ids = np.append(ids, np.int32(self._end_id))
+        kept = ids[: self.cutoff_len]
+        supervised = np.ones(len(kept), dtype=bool)
+        supervised[0] = False
+        return Rendered(kept, supervised, cut_text_tokens=len(ids) - len(kept))
 
     def _sample(self, template: ChatTemplate, rendering: Rendering) -> Rendered:
         encoded = self._encoder.encode(rendering.text, rendering.turns)

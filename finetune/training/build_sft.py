@@ -65,7 +65,7 @@ def build_trainer(
     arguments = training_arguments(
         config,
         learning_rate=config.learning_rate,
-        evaluates=bool(config.valid_data),
+        evaluates=config.validates,
         device_type=device_type,
         dtype=dtype,
         total_steps=data.batches.total_steps,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.run_config import RunConfig
+from finetune.config.sources import DataSource
 from finetune.errors import DataError
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
     from finetune.batching.sampler import GlobalBatches
     from finetune.data.dataset import Samples
+    from finetune.data.selection import Selection
 
 logger = logging.getLogger("finetune")
 
@@ -58,6 +60,7 @@ def prepare_data(config: RunConfig) -> Prepared:
     from finetune.batching.curriculum import build_schedule
     from finetune.batching.sampler import GlobalBatches, count_steps
     from finetune.data.dataset import prepare_samples
+    from finetune.data.selection import selection_of
     from finetune.data.templates import load_tokenizer
     from finetune.modeling import model_config as models
     from finetune.modeling.attention import can_pack
@@ -70,9 +73,9 @@ def prepare_data(config: RunConfig) -> Prepared:
         _warn_of_untrained_stops(config, tokenizer)
     difficulties = config.curriculum.levels if config.use_curriculum else None
 
-    def samples_of(paths: tuple[str, ...]) -> Samples:
+    def samples_of(sources: tuple[DataSource, ...], selection: Selection | None = None) -> Samples:
         return prepare_samples(
-            paths,
+            sources,
             tokenizer,
             cutoff_len=config.cutoff_len,
             difficulties=difficulties,
@@ -80,10 +83,13 @@ def prepare_data(config: RunConfig) -> Prepared:
             on_bad_row=config.on_bad_row,
             cache_dir=config.cache_dir,
             num_proc=config.preprocessing_num_workers,
+            selection=selection,
         )
 
-    train = samples_of(config.data)
-    valid = samples_of(config.valid_data) if config.valid_data else None
+    train = samples_of(config.sources, selection_of(config))
+    valid = samples_of(config.valid_sources) if config.valid_data else None
+    if config.valid_split is not None:
+        valid = samples_of(config.sources, selection_of(config, "valid"))
     for prepared in filter(None, (train, valid)):
         models.check_ids(model_config, prepared, tokenizer)
     models.warn_of_missing_embeddings(model_config, tokenizer)

@@ -205,8 +205,8 @@ def nothing_given(place: Place):
     return [], ("model is not set", "data is not set", "output_dir is not set", "3. ")
 
 
-def data_is_a_folder(place: Place):
-    return place.flags(data=place.folder), ("is a folder",)
+def no_data_file_matches(place: Place):
+    return place.flags(data=place.folder / "*.csv"), ("*.csv does not exist",)
 
 
 def output_is_a_file(place: Place):
@@ -232,7 +232,7 @@ BEFORE_TORCH = [
     broken_config_file,
     values_of_the_wrong_kind,
     nothing_given,
-    data_is_a_folder,
+    no_data_file_matches,
     output_is_a_file,
     a_checkpoint_that_is_not_there,
 ]

@@ -653,7 +653,8 @@ def test_check_paths(tmp_path: Path) -> None:
     assert is_hub_id("base/other") and not is_hub_id("base") and not is_hub_id("base/inner")
     assert "did you mean train.jsonl?" in found(data="tran.jsonl")
     assert "write --data train.jsonl valid.jsonl" in found(data="train.jsonl,valid.jsonl")
-    assert "is a folder" in found(data="base")
+    assert found(data="base") == found(data=["*.jsonl", "base"]) == "", "what is in a folder is read where data is"
+    assert "does not exist" in found(data="*.parquet")
     assert "is a file, not a folder" in found(model="weights.safetensors")
     for missing in ("./bas", "/nowhere/base", "base/inner/x", "~/base", "../none"):
         assert "does not exist" in found(model=missing), missing

@@ -29,7 +29,12 @@ def test_defaults_are_those_that_were_agreed() -> None:
     expected = {
         "model": "m",
         "data": ("d.jsonl",),
+        "data_weights": (),
+        "columns": None,
         "valid_data": (),
+        "valid_split": None,
+        "split_by": None,
+        "drop_duplicates": False,
         "output_dir": "runs/x",
         "cutoff_len": 2048,
         "micro_batch_size": "auto",

@@ -94,6 +94,8 @@ def test_every_command_works(number: int, folder: Path) -> None:
         assert "[SUCCESS] done: 2 steps" in output and (folder / "base" / "model.safetensors").is_file()
     elif "checkpoints" in line:
         assert re.fullmatch(r"checkpoint-2  step 2 .* valid\n", output)
+    elif "--audit" in line:
+        assert "near duplicates" in output and "shared with the validation data" in output
     elif "inspect" in line:
         assert output.count("\nrecord ") == 3 and "[[" in output
     elif "curriculum show" in line:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -226,30 +227,37 @@ def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[s
     Raises:
         DataError: a file cannot be read; records are bad and `on_bad_row` is refuse.
     """
-    from finetune.data.files import expand_paths, read_records
-    from finetune.data.formats import detect_format, to_conversation
     from finetune.data.problems import ProblemLog, RecordProblem
+    from finetune.data.records import RecordReader
+    from finetune.data.selection import KEYS, selection_of
+    from finetune.data.sources import expand_sources
 
     names = config.curriculum.levels
     index: dict[str | None, int] = {None: -1, **{name: number for number, name in enumerate(names)}}
     difficulties: list[int] = []
     record_ids: list[int] = []
     problems, read = ProblemLog(), 0
-    for number, path in enumerate(expand_paths(config.data)):
-        form = None
-        for line, record in read_records(path):
+    selection, keys = selection_of(config), []
+    files = expand_sources(config.sources)
+    for number, file in enumerate(files):
+        reader = RecordReader(names, config.difficulty_field, file.source)
+        for line, record, found in reader.file(file.path):
             read += 1
             try:
-                if isinstance(record, RecordProblem):
-                    raise record
-                form = form or detect_format(record)
-                conversation = to_conversation(record, form, names, config.difficulty_field)
-                difficulties.append(index[conversation.difficulty])
-                record_ids.append(read - 1)
+                if isinstance(found, RecordProblem):
+                    raise found
+                if selection:
+                    keys.append(selection.key(read - 1, record, found, reader))
             except RecordProblem as problem:
-                problems.add((number, line), f"{path}:{line}", problem)
+                problems.add((number, line), f"{file.path}:{line}", problem)
+                continue
+            difficulties.append(index[found.difficulty])
+            record_ids.append(read - 1)
     if config.on_bad_row == "refuse":
         problems.refuse(read)
+    if selection:
+        taken = selection.choose(np.array(keys, dtype=KEYS), read, f"{files[0].path}:1").mask[record_ids]
+        difficulties, record_ids = (list(itertools.compress(values, taken)) for values in (difficulties, record_ids))
     kinds = ", ".join(f"{count} {kind}" for kind, count in problems.counts.most_common())
     dropped = [f"{problems.total:,} of {read:,} records are dropped: {kinds}"] if kinds else []
     return np.array(difficulties, dtype=np.int64), np.array(record_ids, dtype=np.int64), dropped
