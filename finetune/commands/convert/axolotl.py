@@ -355,4 +355,11 @@ def _roles(about: dict[str, Any], where: str, draft: Draft) -> None:
         draft.lose(f"{where}: train_on_eos", about["train_on_eos"], "the end of every answer is trained", trains=True)
 
 
-TOOL = Tool("axolotl", "Axolotl", OPTIONS, DEFAULTS, finish, starts=(("axolotl", "train"), ("axolotl.cli.train",)))
+TOOL = Tool(
+    "axolotl",
+    "Axolotl",
+    OPTIONS,
+    DEFAULTS,
+    finish,
+    starts=dict.fromkeys((("axolotl", "train"), ("axolotl.cli.train",)), {}),
+)

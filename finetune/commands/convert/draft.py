@@ -79,7 +79,7 @@ class Tool:
         options: name -> what becomes of it.
         defaults: its own value of options that are not given, where the value decides what is trained or ours differs.
         finish: what several options say together; gets all values, those that were given, the draft, and devices.
-        starts: what its command line begins with.
+        starts: what its command line begins with -> options that this says.
         aliases: other spelling -> option.
     """
 
@@ -88,7 +88,7 @@ class Tool:
     options: Mapping[str, Option]
     defaults: Mapping[str, Any]
     finish: Callable[[dict[str, Any], set[str], Draft, int], None]
-    starts: tuple[tuple[str, ...], ...] = ()
+    starts: Mapping[tuple[str, ...], Mapping[str, Any]] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
 
 

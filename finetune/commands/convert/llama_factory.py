@@ -87,7 +87,8 @@ OPTIONS: dict[str, Option] = {
         "part of an optimizer that is not here",
         "galore_target galore_rank galore_update_interval galore_scale galore_proj_type galore_layerwise apollo_target "
         "apollo_rank apollo_update_interval apollo_scale apollo_proj apollo_proj_type apollo_layerwise "
-        "apollo_scale_type apollo_scale_front badam_mode badam_start_block badam_switch_mode badam_switch_interval badam_update_ratio "
+        "apollo_scale_type apollo_scale_front badam_mode badam_start_block badam_switch_mode badam_switch_interval "
+        "badam_update_ratio "
         "badam_mask_mode badam_verbose",
     ),
     **lost(
@@ -131,7 +132,8 @@ OPTIONS: dict[str, Option] = {
     **lost(
         _ANSWERS,
         "do_sample temperature top_p top_k num_beams max_length max_new_tokens repetition_penalty length_penalty "
-        "skip_special_tokens infer_backend vllm_maxlen vllm_gpu_util vllm_enforce_eager vllm_max_lora_rank vllm_config sglang_maxlen "
+        "skip_special_tokens infer_backend vllm_maxlen vllm_gpu_util vllm_enforce_eager vllm_max_lora_rank vllm_config "
+        "sglang_maxlen "
         "sglang_mem_fraction sglang_tp_size sglang_config sglang_lora_backend",
     ),
     **lost(
@@ -249,7 +251,8 @@ def _data(values: dict[str, Any], draft: Draft) -> None:
         split(values["val_size"], "val_size", draft)
     probabilities = values.get("interleave_probs")
     if values.get("mix_strategy", "concat") != "concat":
-        parts = probabilities.split(",") if isinstance(probabilities, str) else probabilities or [1] * len(names)
+        parts = probabilities.split(",") if isinstance(probabilities, str) else probabilities
+        parts = parts or [1] * len(draft.values["data"])
         draft.values["data_weights"] = [float(part) for part in parts]
         draft.note(
             "mix_strategy",
@@ -340,5 +343,5 @@ TOOL = Tool(
     OPTIONS,
     DEFAULTS,
     finish,
-    starts=(("llamafactory-cli", "train"), ("lmf", "train"), ("src/train.py",)),
+    starts=dict.fromkeys((("llamafactory-cli", "train"), ("lmf", "train"), ("src/train.py",)), {}),
 )

@@ -209,6 +209,10 @@ def _text(values: dict[str, Any], draft: Draft) -> None:
         draft.note(
             "template", values["template"], "the tokenizer's own chat template is used; --template names another"
         )
+    if values["stage"] == "pt":
+        draft.lose(
+            "stage", "pt", "of a conversation the answers are trained; records of text are trained whole", trains=True
+        )
     scale = values.get("loss_scale", "default")
     if scale not in ("default", "all") or (scale == "all" and values["stage"] != "pt"):
         draft.lose("loss_scale", scale, "every answer of a conversation is trained, and nothing else", trains=True)
@@ -256,7 +260,12 @@ TOOL = Tool(
     OPTIONS,
     DEFAULTS,
     finish,
-    starts=(("swift", "sft"), ("swift", "pt"), ("swift/cli/sft.py",), ("swift/cli/pt.py",)),
+    starts={
+        ("swift", "sft"): {},
+        ("swift", "pt"): {"stage": "pt"},
+        ("swift/cli/sft.py",): {},
+        ("swift/cli/pt.py",): {"stage": "pt"},
+    },
     aliases={
         "train_type": "tuner_type",
         "sft_type": "tuner_type",

@@ -62,10 +62,10 @@ def _read_command(text: str) -> tuple[dict[str, Any], Tool | None]:
             words = words[2 if words[0] == "export" else 1 :]
         words = [_VARIABLE.sub(lambda name: variables.get(name[1] or name[2], name[0]), word) for word in words]
         for tool in TOOLS:
-            for start in tool.starts:
+            for start, said in tool.starts.items():
                 place = _place(words, start)
                 if place is not None:
-                    return _options(words[place:]), tool
+                    return {**said, **_options(words[place:])}, tool
     flags = [word for line in text.splitlines() for word in _words(line)]
     first = next((number for number, word in enumerate(flags) if word.startswith("--")), len(flags))
     return _options(flags[first:]), None
@@ -93,7 +93,7 @@ def _options(words: list[str]) -> dict[str, Any]:
     name = None
     for word in words:
         pair = re.fullmatch(r"(?:--)?([A-Za-z][\w.-]*)=(.*)", word, re.S)
-        if word in ("&", "|", ";", ">", "2>&1"):
+        if word in ("&", "&&", "|", "||", ";", ">", ">>", "2>&1", "&>"):
             break
         if pair and (word.startswith("--") or name is None):
             options[pair[1].replace("-", "_")], name = _value(pair[2]), None

@@ -140,6 +140,6 @@ TOOL = Tool(
     OPTIONS,
     DEFAULTS,
     finish,
-    starts=(("trl", "sft"), ("trl/scripts/sft.py",), ("sft.py",)),
+    starts=dict.fromkeys((("trl", "sft"), ("trl/scripts/sft.py",), ("sft.py",)), {}),
     aliases={"torch_dtype": "dtype", "max_seq_length": "max_length"},
 )
