@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.config.paths import split_revision
 from finetune.config.run_config import RunConfig
 from finetune.config.sources import DataSource, source_names
+from finetune.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -122,12 +123,14 @@ def prepare_data(config: RunConfig) -> Prepared:
             model_config.model_type,
         )
         packing = False
+    difficulty_names = difficulties if difficulties and train.report.difficulty_field_found else ()
+    _check_metric(config.best_metric, valid, difficulty_names)
     return Prepared(
         tokenizer=tokenizer,
         train=train,
         valid=valid,
         batches=batches,
-        difficulty_names=difficulties if difficulties and train.report.difficulty_field_found else (),
+        difficulty_names=difficulty_names,
         source_names=() if batches.mix is None else batches.mix.names,
         valid_source_names=source_names(held_out) if len(held_out) > 1 else (),
         stages=tuple(stage.until for stage in schedule.stages),
@@ -135,6 +138,19 @@ def prepare_data(config: RunConfig) -> Prepared:
         padding_id=models.padding_id(model_config, tokenizer),
         identity=_identity(config, train, batches) | {"weights": models.weights_identity(config.model)},
     )
+
+
+def _check_metric(metric: str, valid: Samples | None, difficulty_names: tuple[str, ...]) -> None:
+    """Raise DataError where the best evaluation is that of a difficulty, and no evaluation has it."""
+    name = metric.removeprefix("loss/")
+    if valid is None or name == metric:
+        return
+    if name not in difficulty_names or not (valid.difficulties == difficulty_names.index(name)).any():
+        raise DataError(
+            f"no validation record is of difficulty {name!r}, so no evaluation has {metric}",
+            "--best-metric",
+            "add such records to --valid-data, or take another metric",
+        )
 
 
 def _warn_of_untrained_stops(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
