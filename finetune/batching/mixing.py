@@ -8,8 +8,8 @@ weight's share of all samples.
 Difficulties that the same sources have are one group, and `round_cumulative` deals the group's samples to them: each
 source has had the floor or the ceiling of its target in the group. Where no source shares two groups with others, that
 is the floor or the ceiling of its whole target. Else errors of several groups may add up to a sample: then samples are
-passed on between sources within the step (`_even_out`), which kept random plans of such sources below one sample but
-for 5 of 10,000 steps (1.26 at most).
+passed on between sources within the step (`_even_out`), which keeps all but rare steps below one sample. That has
+no proof: the tests hold random plans of such sources below two.
 """
 
 from __future__ import annotations

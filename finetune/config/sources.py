@@ -103,14 +103,12 @@ def weighted(
 ) -> tuple[DataSource, ...]:
     """The sources with their weights: as `data_weights` gives them, or the entries.
 
-    Where no source has a weight none is mixed; where one has, those without have their natural one.
+    All have one, or none has and they are not mixed (`source_problems`).
     """
     sources = as_sources(entries)
-    if weights:
-        return tuple(source.model_copy(update={"weight": w}) for source, w in zip(sources, weights, strict=True))
-    if all(source.weight is None for source in sources):
+    if not weights:
         return sources
-    return tuple(source.model_copy(update={"weight": source.weight or NATURAL}) for source in sources)
+    return tuple(source.model_copy(update={"weight": w}) for source, w in zip(sources, weights, strict=True))
 
 
 def source_names(sources: Sequence[DataSource]) -> tuple[str, ...]:
@@ -141,6 +139,10 @@ def source_problems(
         found.append((what, "give one weight for each, in the same order"))
     if weights and _any_weight(data):
         found.append(("data_weights is given, and an entry of data has a weight", "keep one of the two"))
+    unweighted = [source.path for source in as_sources(data) if source.weight is None]
+    if unweighted and _any_weight(data):
+        what = f"{', '.join(unweighted)} in data {'have' if len(unweighted) > 1 else 'has'} no weight, and others have"
+        found.append((what, f"give each a number above 0, or {NATURAL} for its size"))
     if _any_weight(valid_data):
         found.append(("an entry of valid_data has a weight", "remove it: each validation sample is evaluated once"))
     for source in (*as_sources(data), *as_sources(valid_data)):

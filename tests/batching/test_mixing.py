@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 from collections import Counter
 from fractions import Fraction
@@ -207,3 +208,12 @@ def test_sources_that_share_several_difficulties_with_others_stay_within_a_sampl
         here = [float(share) if has else 0.0 for share, has in zip(shares, held[:, level], strict=True)]
         wanted += np.cumsum(counts[:, level])[:, None] * np.array(here) / sum(here)
     assert np.abs(drawn - wanted).max() < 1
+
+
+def test_the_order_is_that_of_earlier_versions() -> None:
+    """Another order would be another run under the same fingerprint: raise ORDER_VERSION with it."""
+    level_of = np.tile(np.repeat([0, 1, 2], [50, 30, 20]), 3)
+    mix = Mix(("a", "b", "c"), (3.0, "natural", 12.5), (0, 100, 200, 300))
+    batches = GlobalBatches(level_of, GUIDE, 24, 300, 42, mix=mix)
+    digest = hashlib.sha256(b"".join(batches.indices(step).astype("<i8").tobytes() for step in range(300)))
+    assert digest.hexdigest()[:16] == "f88e4e562e0da606"

@@ -537,7 +537,10 @@ def test_sources_and_their_weights() -> None:
     plain = command(file("a.yaml", {**NEEDED, "data": ["x.jsonl", "d/x.jsonl", "y.json", "y.json"]}))
     assert all(source.weight is None for source in plain.config.sources) and plain.config.data[0] == "x.jsonl"
     assert source_names(plain.config.sources) == ("x.jsonl", "d/x.jsonl", "y.json (1)", "y.json (2)")
-    entries = ["p", {"path": "q.jsonl", "weight": 2, "columns": {"prompt": "question"}, "difficulty": "explain"}]
+    entries = [
+        {"path": "p", "weight": "natural"},
+        {"path": "q.jsonl", "weight": 2, "columns": {"prompt": "question"}, "difficulty": "explain"},
+    ]
     mixed = file("b.yaml", {**NEEDED, "data": entries})
     found = command(mixed).config
     assert [source.weight for source in found.sources] == ["natural", 2.0]
@@ -562,6 +565,8 @@ def test_what_is_no_weight_is_refused(weight: str) -> None:
     assert "a weight is" in problem.what and "give a number above 0, or natural" in problem.fix
     twice = problems(file("b.yaml", {**NEEDED, "data": [{"path": "p", "weight": 1}], "data_weights": [1]}))
     assert "an entry of data has a weight" in twice[0].what
+    some = problems(file("e.yaml", {**NEEDED, "data": ["p", {"path": "q", "weight": 1}]}))
+    assert "p in data has no weight, and others have" in some[0].what
     unknown = problems(file("c.yaml", {**NEEDED, "data": {"path": "p", "difficulty": "hard"}}))
     assert "p has the difficulty 'hard'" in unknown[0].what
     assert (

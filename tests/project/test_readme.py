@@ -179,7 +179,7 @@ def test_the_curriculum_example_is_a_configuration() -> None:
     curriculum, sources = map(yaml.safe_load, blocks(ROOT / "docs" / "curriculum.md", "yaml"))
     settings = {"model": "m", "data": "d", "output_dir": "o", **curriculum}
     assert RunConfig.model_validate(settings).curriculum.levels == ("easy", "hard")
-    assert [source.weight for source in RunConfig.model_validate(settings | sources).sources] == [3.0, "natural"]
+    assert [source.weight for source in RunConfig.model_validate(settings | sources).sources] == [3.0, 1.0]
 
 
 @cache
