@@ -194,3 +194,16 @@ def test_weights_too_fine_for_machine_integers_are_exact_too() -> None:
     cells = plan_cells(counts, np.ones((2, 1), dtype=bool), shares)[:, :, 0].astype(np.int64)
     for step, had in enumerate(np.cumsum(cells, axis=0)[:, 0].tolist(), 1):
         assert abs(had - shares[0] * 977 * step) < 1
+
+
+def test_sources_that_share_several_difficulties_with_others_stay_within_a_sample() -> None:
+    """Dealt out each for itself, the difficulties' errors add up: to 1.7 samples here."""
+    held = np.array([[True, True, True], [True, False, True], [True, True, False], [False, True, True]])
+    counts = np.random.default_rng(3).integers(1, 5, (200, 3))
+    shares = [Fraction(weight, 21) for weight in (10, 7, 3, 1)]
+    drawn = np.cumsum(plan_cells(counts, held, shares).astype(np.int64).sum(axis=2), axis=0)
+    wanted = np.zeros((200, 4))
+    for level in range(3):
+        here = [float(share) if has else 0.0 for share, has in zip(shares, held[:, level], strict=True)]
+        wanted += np.cumsum(counts[:, level])[:, None] * np.array(here) / sum(here)
+    assert np.abs(drawn - wanted).max() < 1

@@ -174,9 +174,10 @@ def test_the_data_example_is_a_record() -> None:
 
 
 def test_the_curriculum_example_is_a_configuration() -> None:
-    (text,) = blocks(ROOT / "docs" / "curriculum.md", "yaml")
-    settings = {"model": "m", "data": "d", "output_dir": "o", **yaml.safe_load(text)}
+    curriculum, sources = map(yaml.safe_load, blocks(ROOT / "docs" / "curriculum.md", "yaml"))
+    settings = {"model": "m", "data": "d", "output_dir": "o", **curriculum}
     assert RunConfig.model_validate(settings).curriculum.levels == ("easy", "hard")
+    assert [source.weight for source in RunConfig.model_validate(settings | sources).sources] == [3.0, "natural"]
 
 
 @cache
