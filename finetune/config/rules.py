@@ -151,6 +151,29 @@ def warn_of_long_warmup(resolution: Resolution, total: str, share: str) -> None:
         )
 
 
+def evaluation_problems(config: Any) -> list[tuple[str, str]]:
+    """Settings that need evaluations, of a run that has none."""
+    found = []
+    for name in ("keep_best", "early_stopping"):
+        given = getattr(config, name)
+        if given and not config.validates:
+            what = f"{name} is {str(given).lower()}, and there is no validation data"
+            found.append((what, f"give validation data, or leave {flag(name)} out"))
+        elif given and not config.eval_steps:
+            what = f"{name} is {str(given).lower()}, and eval_steps 0 evaluates at the beginning and the end only"
+            found.append((what, "set --eval-steps to a number of steps below the run's"))
+    return found
+
+
+def metric_problems(config: Any) -> list[tuple[str, str]]:
+    """A metric of the best evaluation that evaluations do not have."""
+    metric, levels = config.best_metric, config.curriculum.levels if config.use_curriculum else ()
+    known = ("loss", *(f"loss/{level}" for level in levels))
+    if metric in known:
+        return []
+    return [(f"best_metric is {metric}, which no evaluation has", f"take one of {', '.join(known)}")]
+
+
 def note_unused(resolution: Resolution, unused: Iterable[tuple[tuple[str, ...], bool, str]]) -> None:
     """Note settings that somebody gave and that this run does not read.
 
@@ -205,6 +228,7 @@ def _unweighted(entry: Any) -> Any:
 
 
 def _note_unused(resolution: Resolution) -> None:
+    follows = bool(resolution.value("keep_best") or resolution.value("early_stopping"))
     adapter = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "fused_lora")
     curriculum = ("curriculum", "curriculum_seed")
     note_unused(
@@ -212,6 +236,7 @@ def _note_unused(resolution: Resolution) -> None:
         (
             (adapter, resolution.value("finetuning") == "full", "finetuning is full"),
             (curriculum, resolution.value("use_curriculum") is False, "use_curriculum is false"),
+            (("best_metric",), not follows, "neither keep_best nor early_stopping is set"),
         ),
     )
 

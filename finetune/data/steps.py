@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -203,3 +203,8 @@ class StepBatches(torch.utils.data.Dataset):
         pairs = zip(indices.tolist(), self._groups_of(indices).tolist(), strict=True)
         members = [(*self.samples[index], group) for index, group in pairs]
         return collate(members, packing=packing, pad_token_id=self.pad_token_id)
+
+
+def as_is(item: Any) -> Any:
+    """For loaders whose items are whole. Not a lambda: loader processes that are spawned must find it by name."""
+    return item

@@ -9,13 +9,17 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from finetune.data.steps import LossGroups, StepBatch
 from finetune.planning.flops import flops_utilisation
+from finetune.runtime.progress import ProgressLine
+
+if TYPE_CHECKING:
+    from finetune.training.control import RunContext
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,26 @@ def progress_text(logs: dict[str, Any]) -> str:
         return text
     mfu = "unknown" if logs["mfu"] is None else f"{logs['mfu']:.1%}"
     return f"{text}  lr {logs['learning_rate']:.3g}  dt {logs['step_seconds']:.3f} s  mfu {mfu}"
+
+
+class ConsoleProgress:
+    """The progress line of a run, from the first line of its log on. Only rank 0 shows it."""
+
+    def __init__(self, context: RunContext) -> None:
+        self.context = context
+        self._line: ProgressLine | None = None
+
+    def show(self, step: int, logs: dict[str, Any]) -> None:
+        total = self.context.total_steps
+        if self._line is None:
+            self._line = ProgressLine(total, step)
+        eta_seconds = (total - step) * logs["step_seconds"]
+        stage = self.context.stage_name(step - 1)
+        self._line.update(step, stage=stage, facts=progress_text(logs), eta_seconds=eta_seconds)
+
+    def close(self) -> None:
+        if self._line is not None:
+            self._line.close()
 
 
 class StepMeter:

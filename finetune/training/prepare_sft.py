@@ -6,8 +6,10 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from finetune.config.paths import split_revision
 from finetune.config.run_config import RunConfig
 from finetune.config.sources import DataSource, source_names
+from finetune.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,6 +71,7 @@ def prepare_data(config: RunConfig) -> Prepared:
 
     model_config = models.load_model_config(config.model, trust_remote_code=config.trust_remote_code)
     tokenizer = load_tokenizer(config.model, template=config.template, trust_remote_code=config.trust_remote_code)
+    models.check_unquantised(model_config)
     models.check_weights(config.model)
     if config.finetuning == "lora":
         models.check_adapter(model_config, config)
@@ -86,6 +89,8 @@ def prepare_data(config: RunConfig) -> Prepared:
             cache_dir=config.cache_dir,
             num_proc=config.preprocessing_num_workers,
             selection=selection,
+            on_media=config.on_media,
+            train_thinking=config.train_thinking,
         )
 
     train = samples_of(config.sources, selection_of(config))
@@ -118,19 +123,34 @@ def prepare_data(config: RunConfig) -> Prepared:
             model_config.model_type,
         )
         packing = False
+    difficulty_names = difficulties if difficulties and train.report.difficulty_field_found else ()
+    _check_metric(config.best_metric, valid, difficulty_names)
     return Prepared(
         tokenizer=tokenizer,
         train=train,
         valid=valid,
         batches=batches,
-        difficulty_names=difficulties if difficulties and train.report.difficulty_field_found else (),
+        difficulty_names=difficulty_names,
         source_names=() if batches.mix is None else batches.mix.names,
         valid_source_names=source_names(held_out) if len(held_out) > 1 else (),
         stages=tuple(stage.until for stage in schedule.stages),
         packing=packing,
         padding_id=models.padding_id(model_config, tokenizer),
-        identity=_identity(config, train, batches) | {"weights": models.weights_identity(config.model, model_config)},
+        identity=_identity(config, train, batches) | {"weights": models.weights_identity(config.model)},
     )
+
+
+def _check_metric(metric: str, valid: Samples | None, difficulty_names: tuple[str, ...]) -> None:
+    """Raise DataError where the best evaluation is that of a difficulty, and no evaluation has it."""
+    name = metric.removeprefix("loss/")
+    if valid is None or name == metric:
+        return
+    if name not in difficulty_names or not (valid.difficulties == difficulty_names.index(name)).any():
+        raise DataError(
+            f"no validation record is of difficulty {name!r}, so no evaluation has {metric}",
+            "--best-metric",
+            "add such records to --valid-data, or take another metric",
+        )
 
 
 def _warn_of_untrained_stops(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -151,6 +171,7 @@ def _warn_of_untrained_stops(config: RunConfig, tokenizer: PreTrainedTokenizerBa
 def _identity(config: RunConfig, train: Samples, batches: GlobalBatches) -> dict[str, Any]:
     """What makes this run this run, as plain JSON."""
     identity: dict[str, Any] = {"kind": "sft", **{name: getattr(config, name) for name in IDENTITY_SETTINGS}}
+    identity["model"] = split_revision(config.model)[0]  # its commit is in "weights"
     if config.finetuning == "lora":
         targets = config.lora_target_modules
         identity["lora_target_modules"] = targets if isinstance(targets, str) else list(targets)

@@ -32,7 +32,7 @@ from finetune.errors import ConfigError, ExitCode, FinetuneError, raise_problems
 from finetune.runtime.device import LaunchWorld, launch_world, prepare_environment, probe_torch_npu
 from finetune.runtime.parent_watchdog import die_with_launcher
 from finetune.storage.run_log import setup_console, success
-from finetune.training.results import RunResult
+from finetune.training.results import RunResult, check_evaluated, read_best
 
 if TYPE_CHECKING:
     from finetune.training.session import Session
@@ -87,16 +87,17 @@ def _unchanged_environment() -> Iterator[None]:
 def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
     """Steps 2 to 7."""
     die_with_launcher(world)
-    config = resolved.config
     _check(kind, resolved, world)
 
     # torch is loaded from here on: the checks above answer without waiting for it.
     with _collector_paused():
+        from finetune.modeling.hub import with_model_found
         from finetune.runtime import device as devices
         from finetune.training.resume import decide_resume
         from finetune.training.session import Session, process_group
 
         prepare = kind.load(kind.prepare)
+    config = with_model_found(resolved.config)
     device_type = devices.choose_device_type(config.device_type)
     devices.check_local_ranks(device_type, world)
     dtype = devices.choose_dtype(config.dtype, device_type)
@@ -104,13 +105,14 @@ def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
     data = prepare(config)
     output_dir = Path(config.output_dir)
     total_steps = data.batches.total_steps
+    check_evaluated(config, total_steps)
     # Another rank may look when rank 0 has begun this very run.
     resume = config.resume if world.is_main or config.resume != "never" else "auto"
     session = Session(
         output_dir,
         world,
         identity=data.identity,
-        config_yaml=to_yaml(config),
+        config_yaml=to_yaml(resolved.config),
         decide=lambda damaged: decide_resume(
             output_dir,
             resume,
@@ -118,6 +120,9 @@ def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
             total_steps=total_steps,
             allow_change=config.allow_data_change,
             damaged=damaged,
+            is_enough=lambda metadata: (
+                config.early_stopping > 0 and read_best(config.followed_metric, metadata).since >= config.early_stopping
+            ),
         ),
         log_samples=config.log_samples,
     )
@@ -240,5 +245,7 @@ def _exit_code(world: LaunchWorld, run: Callable[[], RunResult | None]) -> int:
     if result is None:
         return int(ExitCode.DONE)
     if world.is_main and result.state == "done":
-        success(f"done: {result.steps} steps, output in {result.output_dir}")
+        best = result.output_step not in (None, result.steps)
+        made_of = f", made of step {result.output_step}, the best" if best else ""
+        success(f"done: {result.steps} steps, output in {result.output_dir}{made_of}")
     return int(result.exit_code)

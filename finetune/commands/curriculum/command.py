@@ -234,6 +234,7 @@ def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[i
     Raises:
         DataError: a file cannot be read; records are bad and `on_bad_row` is refuse.
     """
+    from finetune.data.media import MediaLeftOut
     from finetune.data.problems import ProblemLog, RecordProblem
     from finetune.data.records import RecordReader
     from finetune.data.selection import KEYS, selection_of
@@ -246,7 +247,7 @@ def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[i
     selection, keys = selection_of(config), []
     files = expand_sources(config.sources)
     for number, file in enumerate(files):
-        reader = RecordReader(names, config.difficulty_field, file.source)
+        reader = RecordReader(names, config.difficulty_field, file.source, config.on_media)
         for line, record, found in reader.file(file.path):
             read += 1
             try:
@@ -254,6 +255,8 @@ def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[i
                     raise found
                 if selection:
                     keys.append(selection.key(read - 1, record, found, reader))
+            except MediaLeftOut:
+                continue
             except RecordProblem as problem:
                 problems.add((number, line), f"{file.path}:{line}", problem)
                 continue
