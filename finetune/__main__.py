@@ -27,6 +27,10 @@ COMMANDS = {
     "serve": ("finetune.commands.serve.command", "serve a model: OpenAI protocol and chat page"),
     "eval": ("finetune.commands.evaluate.command", "loss and exact answers per difficulty, base against adapter"),
     "merge": ("finetune.commands.merge.command", "merge an adapter into its base model, tested, with a model card"),
+    "convert": (
+        "finetune.commands.convert.command",
+        "make a run file of another tool's run: LLaMA-Factory, TRL ...",
+    ),
     "inspect": ("finetune.commands.inspect.command", "show records with the trained tokens marked"),
     "curriculum": ("finetune.commands.curriculum.command", "show the curriculum's plan before training"),
     "diagnose": ("finetune.commands.diagnose.command", "say why a run failed, from its logs"),

@@ -135,6 +135,8 @@ def plain(value: Any) -> Any:
     """Paths as texts, because a Python caller may give them."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    if isinstance(value, Mapping):
+        return {name: plain(inner) for name, inner in value.items()}
     return [plain(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
+
+from finetune.config.names import did_you_mean
 
 # The order of `--help`, `--print-config` and run.yaml.
 GROUPS = (
@@ -24,6 +27,11 @@ GROUPS = (
     "data preparation",
 )
 
+# Keys of a record that formats know and that data may have under other names (data/formats.py).
+COLUMNS = (
+    "messages", "conversations", "instruction", "input", "output", "history", "prompt", "completion", "response",
+    "text", "system", "tools",
+)  # fmt: skip
 Reporter = Literal["none", "tensorboard", "wandb", "swanlab", "trackio"]
 
 
@@ -94,6 +102,31 @@ def _names(keyword: str) -> Callable[[Any], Any]:
     return split
 
 
+def _columns(value: Any) -> Any:
+    """`prompt=question,response=answer` as a mapping; its problems, and those of a mapping from a file."""
+    if isinstance(value, str):
+        halves = (pair.partition("=") for pair in value.split(","))
+        pairs = [(ours.strip(), theirs.strip()) for ours, _, theirs in halves]
+    elif isinstance(value, dict) and all(isinstance(name, str) for name in value.values()):
+        pairs = list(value.items())
+    else:
+        return value
+    found = []
+    for ours, theirs in pairs:
+        if not ours or not theirs:
+            found.append((f"{ours}={theirs} is half a column", "write KEY=NAME, e.g. prompt=question,response=answer"))
+        elif ours not in COLUMNS:
+            what = f"unknown column {ours!r}{did_you_mean(ours, COLUMNS)}"
+            found.append((what, f"the columns are {', '.join(COLUMNS)}; difficulty_field names a difficulty"))
+    for number, side in enumerate(("left", "right")):
+        names = Counter(pair[number] for pair in pairs)
+        twice = [name for name, times in names.items() if name and times > 1]
+        found += [(f"the column {name!r} is named twice", f"name it once {side} of =") for name in twice]
+    if found:
+        raise rule_broken(found)
+    return dict(pairs)
+
+
 def shown_of(info: FieldInfo) -> dict[str, Any]:
     """What `setting` notes of a field: group, unit, shown_default, depends_on; those that were given."""
     return dict(info.json_schema_extra) if isinstance(info.json_schema_extra, dict) else {}
@@ -119,6 +152,8 @@ NpuTuning = Annotated[
 Recompute = Annotated[bool | Literal["auto"], BeforeValidator(lambda value: "auto" if value is None else value)]
 # Steps, or below 1 a fraction of them.
 Warmup = Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)]
+# A number of records, or below 1 a share of them.
+Share = Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)]
 Paths = Annotated[tuple[Text, ...], BeforeValidator(_one_or_many, json_schema_input_type=str | list[str])]
 Names = Annotated[
     Literal["all-linear"] | tuple[Text, ...],
@@ -128,6 +163,8 @@ Reporters = Annotated[
     Literal["auto"] | tuple[Reporter, ...],
     BeforeValidator(_names("auto"), json_schema_input_type=Literal["auto"] | Reporter | list[Reporter]),
 ]
+# Key of our formats -> the key that the data has for it.
+Columns = Annotated[dict[Text, Text], BeforeValidator(_columns, json_schema_input_type=str | dict[str, str])]
 Many = BeforeValidator(_one_or_many)
 # A path on a command line; in a run's settings paths stay texts, as run.yaml has them.
 PathOption = Annotated[Path, BeforeValidator(lambda value: Path(value) if isinstance(value, str) else value)]

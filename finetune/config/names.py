@@ -75,6 +75,9 @@ _SAME = {
     "preprocessing_num_workers": "num_proc dataset_num_proc",
     "deepspeed": "deepspeed_config deepspeed_config_file ds_config",
     "use_curriculum": "curriculum_learning",
+    "keep_best": "load_best_model_at_end",
+    "early_stopping": "early_stopping_patience early_stopping_steps early_stop_interval",
+    "best_metric": "metric_for_best_model",
 }
 
 

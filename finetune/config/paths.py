@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from finetune.config.config_files import similar_files
 from finetune.config.names import flag
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.run_config import BaseConfig, RunConfig
+from finetune.config.sources import HUB_PREFIXES
 from finetune.errors import ConfigError
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?:@([\w./-]+))?")
@@ -49,13 +51,12 @@ def _check_model(model: str) -> Iterator[ConfigError]:
 
 
 def _check_data(config: RunConfig) -> Iterator[ConfigError]:
-    for name in ("data", "valid_data"):
-        for entry in getattr(config, name):
+    for name, sources in (("data", config.sources), ("valid_data", config.valid_sources)):
+        for entry in (source.path for source in sources):
             path = Path(entry)
-            if path.is_dir():
-                fix = "name the files in it, separated by spaces"
-                yield ConfigError(f"{entry} is a folder, not a file", flag(name), fix)
-            elif not path.exists():
+            if entry.startswith(HUB_PREFIXES):
+                continue
+            if not path.exists() and not any(glob.iglob(entry, recursive=True)):
                 together = [part for part in entry.split(",") if part]
                 fix = f"write {flag(name)} {' '.join(together)}" if len(together) > 1 else _remedy(path)
                 yield ConfigError(f"the file {entry} does not exist", flag(name), fix)

@@ -206,6 +206,10 @@ class PretrainConfig(BaseConfig):
         return self.finetuning == "full"
 
     @property
+    def validates(self) -> bool:
+        return bool(self.valid_data_path)
+
+    @property
     def global_batch_size(self) -> int:
         """Windows per optimizer step."""
         return self.total_batch_size // self.max_seq_len

@@ -194,7 +194,7 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
             yield from _flat(f"{path}.{name}", inner)
-    elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+    elif isinstance(value, list) and any(isinstance(inner, Mapping) for inner in value):
         for number, inner in enumerate(value):
             yield from _flat(f"{path}[{number}]", inner)
     else:

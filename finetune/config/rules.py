@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from math import ceil
 from typing import Any
@@ -150,6 +151,29 @@ def warn_of_long_warmup(resolution: Resolution, total: str, share: str) -> None:
         )
 
 
+def evaluation_problems(config: Any) -> list[tuple[str, str]]:
+    """Settings that need evaluations, of a run that has none."""
+    found = []
+    for name in ("keep_best", "early_stopping"):
+        given = getattr(config, name)
+        if given and not config.validates:
+            what = f"{name} is {str(given).lower()}, and there is no validation data"
+            found.append((what, f"give validation data, or leave {flag(name)} out"))
+        elif given and not config.eval_steps:
+            what = f"{name} is {str(given).lower()}, and eval_steps 0 evaluates at the beginning and the end only"
+            found.append((what, "set --eval-steps to a number of steps below the run's"))
+    return found
+
+
+def metric_problems(config: Any) -> list[tuple[str, str]]:
+    """A metric of the best evaluation that evaluations do not have."""
+    metric, levels = config.best_metric, config.curriculum.levels if config.use_curriculum else ()
+    known = ("loss", *(f"loss/{level}" for level in levels))
+    if metric in known:
+        return []
+    return [(f"best_metric is {metric}, which no evaluation has", f"take one of {', '.join(known)}")]
+
+
 def note_unused(resolution: Resolution, unused: Iterable[tuple[tuple[str, ...], bool, str]]) -> None:
     """Note settings that somebody gave and that this run does not read.
 
@@ -178,12 +202,33 @@ def resolve_validation_data(resolution: Resolution) -> None:
 
 
 def _listed(value: Any) -> set[str]:
-    if isinstance(value, str):
-        return {value}
-    return {path for path in value if isinstance(path, str)} if isinstance(value, list | tuple) else set()
+    """The paths of `data` or `valid_data`, as far as they are well-formed."""
+    entries = value if isinstance(value, list | tuple) else [value]
+    paths = (entry.get("path") if isinstance(entry, dict) else entry for entry in entries)
+    return {path for path in paths if isinstance(path, str)}
+
+
+def resolve_data_weights(resolution: Resolution) -> None:
+    """Of weights from different places the higher count, and weights of data that was replaced go with it."""
+    data, weights = resolution.values.get("data"), resolution.values.get("data_weights")
+    if not data or not weights or not weights.value:
+        return
+    if data.precedence >= Precedence.FLAG > weights.precedence:
+        resolution.derive("data_weights", [], f"dropped: data is from {data.origin}")
+        resolution.notes.append(f"data_weights ({weights.where}) is dropped, because data is from {data.origin}")
+    elif weights.precedence > data.precedence and isinstance(data.value, list | tuple):
+        entries = [_unweighted(entry) for entry in data.value]
+        if entries != list(data.value):
+            resolution.values["data"] = replace(data, value=entries)
+            resolution.notes.append(f"the weights in data ({data.where}) are not used: data_weights is {weights.where}")
+
+
+def _unweighted(entry: Any) -> Any:
+    return {name: value for name, value in entry.items() if name != "weight"} if isinstance(entry, dict) else entry
 
 
 def _note_unused(resolution: Resolution) -> None:
+    follows = bool(resolution.value("keep_best") or resolution.value("early_stopping"))
     adapter = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "fused_lora")
     curriculum = ("curriculum", "curriculum_seed")
     note_unused(
@@ -191,6 +236,7 @@ def _note_unused(resolution: Resolution) -> None:
         (
             (adapter, resolution.value("finetuning") == "full", "finetuning is full"),
             (curriculum, resolution.value("use_curriculum") is False, "use_curriculum is false"),
+            (("best_metric",), not follows, "neither keep_best nor early_stopping is set"),
         ),
     )
 
@@ -200,5 +246,6 @@ RULES_FOR_FINE_TUNING: tuple[Rule, ...] = (
     resolve_length,
     partial(warn_of_long_warmup, total="max_steps", share="0.03 for 3%"),
     resolve_validation_data,
+    resolve_data_weights,
     _note_unused,
 )

@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from finetune.config.fields import (
+    Columns,
     CurriculumConfig,
     Names,
     NpuTuning,
-    Paths,
     Positive,
     Recompute,
     Reporters,
+    Share,
     Strict,
     Text,
     Warmup,
@@ -34,8 +35,17 @@ from finetune.config.fields import (
     saving_setting,
 )
 from finetune.config.precedence import Rule
-from finetune.config.rules import RULES_FOR_FINE_TUNING, batch_problem
+from finetune.config.rules import RULES_FOR_FINE_TUNING, batch_problem, evaluation_problems, metric_problems
 from finetune.config.schedules import PretrainingScheduleName, ScheduleName, described
+from finetune.config.sources import (
+    DataEntries,
+    DataSource,
+    Weights,
+    as_sources,
+    source_problems,
+    weighted,
+    with_columns,
+)
 from finetune.runtime.language import _
 from finetune.runtime.npu_tuning import npu_variables
 
@@ -98,6 +108,9 @@ class BaseConfig(Strict):
     seed: int = batch_setting(42, "Seed of everything but the curriculum.", ge=0, lt=2**32)
     save_steps: int = saving_setting(100, "Steps between checkpoints; 0: only the last step.", ge=0, unit="steps")
     save_total_limit: int = saving_setting(2, "Newest checkpoints to keep, at least 2.", ge=2, unit="checkpoints")
+    keep_best: bool = saving_setting(
+        False, "Keep the checkpoint with the best validation value, and take the result from it."
+    )
     async_save: bool = saving_setting(
         True, "Write checkpoints while training goes on, from a copy in host memory; the last one at once."
     )
@@ -109,6 +122,9 @@ class BaseConfig(Strict):
     allow_data_change: bool = saving_setting(False, "Resume even if the data, schedule or tokenizer changed.")
     eval_steps: int = logging_setting(
         0, "Steps between evaluations; 0 evaluates before the first and after the last step only.", ge=0, unit="steps"
+    )
+    early_stopping: int = logging_setting(
+        0, "End the run after so many evaluations without a better one; 0: never.", ge=0, unit="evaluations"
     )
     logging_steps: int = logging_setting(1, "Steps between lines of the training log.", ge=1, unit="steps")
     report_to: Reporters = logging_setting(
@@ -134,6 +150,16 @@ class BaseConfig(Strict):
     def trains_all_weights(self) -> bool:
         """Whether every weight is trained, so that each has gradients and moments and is in every checkpoint."""
         return True
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is data to evaluate on."""
+        raise AttributeError(f"{type(self).__name__} does not say whether it has validation data")
+
+    @property
+    def followed_metric(self) -> str:
+        """What says which evaluation is the best, as the log names it."""
+        return "eval_loss"
 
     @property
     def npu_variables(self) -> dict[str, tuple[str, str]]:
@@ -162,7 +188,7 @@ class BaseConfig(Strict):
         if self.deepspeed and isinstance(zero, dict) and not zero.get("stage"):
             fix = "set zero_optimization.stage to 1, 2 or 3, or train without DeepSpeed (--deepspeed none)"
             found.append(("deepspeed has no ZeRO stage, and finetune uses DeepSpeed for ZeRO", fix))
-        return found
+        return found + evaluation_problems(self)
 
 
 class RunConfig(BaseConfig):
@@ -173,10 +199,31 @@ class RunConfig(BaseConfig):
     machine_fields: ClassVar[frozenset[str]] = frozenset({"gradient_accumulation_steps"})
 
     model: Text = data_setting(..., "Folder of the base model, or its name on the hub.", unit="FOLDER|NAME[@REVISION]")
-    data: Paths = data_setting(
-        ..., "Training files: alpaca, sharegpt or messages, JSON or JSONL.", unit="file...", min_length=1
+    data: DataEntries = data_setting(
+        ..., "Training files, folders and globs, in any of the formats of docs/data.md.", unit="file...", min_length=1
     )
-    valid_data: Paths = data_setting((), "Validation files, in the same formats.", unit="file...")
+    columns: Columns | None = data_setting(
+        None,
+        "What the data calls the keys of our formats.",
+        unit="prompt=question,response=answer",
+        shown_default="the same",
+    )
+    data_weights: Weights = data_setting(
+        (),
+        "Mix the entries of data by these weights, one for each; natural is its number of samples.",
+        unit="weight...",
+    )
+    valid_data: DataEntries = data_setting((), "Validation files, in the same formats.", unit="file...")
+    valid_split: Share | None = data_setting(
+        None,
+        "Validate on a part of data instead: below 1 a share of the records, else a number; by hash.",
+        unit="0.02|500",
+        shown_default="none",
+    )
+    split_by: Text | None = data_setting(
+        None, "Field whose equal values stay on one side of valid_split.", unit="NAME", shown_default="the whole record"
+    )
+    drop_duplicates: bool = data_setting(False, "Leave out records of data that say the same as an earlier one.")
     hub: Literal["auto", "huggingface", "modelscope"] = data_setting(
         "auto", "Where a model comes from by its name; auto is ModelScope where USE_MODELSCOPE_HUB is 1."
     )
@@ -237,9 +284,32 @@ class RunConfig(BaseConfig):
     curriculum: CurriculumConfig = curriculum_setting(
         default_factory=CurriculumConfig, description="Difficulties and stages; set it in a file."
     )
+    train_thinking: bool = data_setting(True, "Train the think blocks of answers; false leaves them as context.")
+    on_media: Literal["refuse", "drop-row", "drop-media"] = preparation_setting(
+        "refuse", "What to do about a record with images, video or sound; drop-media trains its text."
+    )
+    best_metric: Text = logging_setting(
+        "loss",
+        "What the best evaluation is the best of, for keep_best and early_stopping.",
+        unit="loss|loss/DIFFICULTY",
+    )
     on_bad_row: Literal["refuse", "drop"] = preparation_setting(
         "refuse", "What to do about a record that cannot be used."
     )
+
+    @property
+    def sources(self) -> tuple[DataSource, ...]:
+        """The entries of `data`; each has a weight where they are mixed, and none has where they are not."""
+        return with_columns(weighted(self.data, self.data_weights), self.columns)
+
+    @property
+    def valid_sources(self) -> tuple[DataSource, ...]:
+        return with_columns(as_sources(self.valid_data), self.columns)
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is data to evaluate on."""
+        return bool(self.valid_data) or self.valid_split is not None
 
     @property
     def samples_per_microbatch(self) -> int:
@@ -253,6 +323,10 @@ class RunConfig(BaseConfig):
     @property
     def trains_all_weights(self) -> bool:
         return self.finetuning == "full"
+
+    @property
+    def followed_metric(self) -> str:
+        return f"eval_{self.best_metric}"
 
     @property
     def tokens_per_step(self) -> int:
@@ -279,7 +353,13 @@ class RunConfig(BaseConfig):
         return text, {"samples": self.global_batch_size, "accumulation": accumulation, "world_size": world_size}
 
     def problems(self) -> list[tuple[str, str]]:
-        found = super().problems()
+        found = super().problems() + metric_problems(self)
+        levels = self.curriculum.levels if self.use_curriculum else None
+        found += source_problems(self.data, self.data_weights, self.valid_data, levels)
+        if self.valid_split is not None and self.valid_data:
+            found.append(("valid_split and valid_data are both given", "keep one: a part of data, or files of its own"))
+        if self.split_by is not None and self.valid_split is None:
+            found.append(("split_by is given, and nothing is split", "give valid_split as well, or leave it out"))
         if self.micro_batch_size == "auto":
             # Left out beside accumulation it is 1: rules.py, resolve_batch.
             if self.gradient_accumulation_steps is not None and "micro_batch_size" in self.model_fields_set:

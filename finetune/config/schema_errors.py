@@ -6,15 +6,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from finetune.config.fields import CurriculumConfig, StageConfig, Strict, ordered_fields
 from finetune.config.flags import Flag, flags_of
 from finetune.config.names import OTHERWISE, UnknownName, flag, nearest, normal
 from finetune.config.precedence import SourcedValue
 from finetune.config.run_config import BaseConfig
+from finetune.config.sources import DataSource
 from finetune.errors import ConfigError
 
-NESTED = {"curriculum": (*CurriculumConfig.model_fields, *StageConfig.model_fields)}
+NESTED = {
+    "curriculum": (*CurriculumConfig.model_fields, *StageConfig.model_fields),
+    "data": tuple(DataSource.model_fields),
+    "valid_data": tuple(DataSource.model_fields),
+}
 
 
 class MissingSetting(UnknownName):
@@ -32,23 +38,32 @@ def problems_of(
     flags, order = flags_of(model_class), ordered_fields(model_class)
     found: dict[tuple[Any, ...], list[ConfigError]] = {}
     entries = error.errors()
-    for entry in sorted(entries, key=lambda entry: order.index(str(entry["loc"][0])) if entry["loc"] else len(order)):
+    for entry in sorted(
+        map(_untagged, entries), key=lambda entry: order.index(str(entry["loc"][0])) if entry["loc"] else len(order)
+    ):
         name = str(entry["loc"][0]) if entry["loc"] else ""
+        is_nested = name == "curriculum" or (name in NESTED and len(entry["loc"]) > 2)
         if entry["type"] == "default_factory_not_called" or _follows_from_another(entry, entries):
             continue
         if entry["type"] == "rule_broken":
             where = values[name].where if name in values else _origins(values)
             stem = f"{name}: " if name else ""
             problems = [ConfigError(stem + what, where, fix) for what, fix in entry["ctx"]["problems"]]
-        elif name in NESTED and len(entry["loc"]) > 1:
+        elif is_nested and len(entry["loc"]) > 1:
             problems = [_nested(entry, values[name].where)]
         elif entry["type"] == "missing":
             problems = [_missing(flags[name], model_class)]
         else:
             null = issubclass(model_class, BaseConfig)
             problems = [_wrong(flags[name], values[name], null=null)]
-        found.setdefault(entry["loc"] if name in NESTED else (name,), problems)
+        found.setdefault(entry["loc"] if is_nested else (name,), problems)
     return [problem for problems in found.values() for problem in problems]
+
+
+def _untagged(entry: ErrorDetails) -> ErrorDetails:
+    """An error in an entry of data without pydantic's word for the kind of entry: data, 0, path."""
+    head, tag, rest = entry["loc"][:2], entry["loc"][2:3], entry["loc"][3:]
+    return {**entry, "loc": (*head, *rest)} if tag in (("path",), ("source",)) else entry
 
 
 def _follows_from_another(entry: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> bool:

@@ -12,29 +12,39 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from finetune.config.sources import DataSource
 from finetune.data import (
     cache,
     encode,
-    files,
+    file_kinds,
     formats,
     json_array,
+    media,
     parts,
     passes,
     preparation,
     problems,
+    records,
     render,
     report,
     sample_shards,
     samples,
+    sources,
     spans,
+    thinking,
     tools,
     truncate,
 )
-from finetune.data.files import expand_paths
+from finetune.data import files as data_files
+from finetune.data import (
+    selection as selections,
+)
 from finetune.data.preparation import Preparation
 from finetune.data.render import Renderer
 from finetune.data.samples import Samples
+from finetune.data.selection import Selection
 from finetune.data.source_hashes import source_hashes
+from finetune.data.sources import expand_sources
 from finetune.data.templates import template_source
 from finetune.errors import DataError
 
@@ -44,7 +54,7 @@ logger = logging.getLogger("finetune")
 
 
 def prepare_samples(
-    paths: Sequence[str | Path],
+    entries: Sequence[str | Path | DataSource],
     tokenizer: PreTrainedTokenizerBase,
     *,
     cutoff_len: int,
@@ -54,13 +64,16 @@ def prepare_samples(
     on_bad_row: str = "refuse",
     cache_dir: str | Path | None = None,
     num_proc: int | None = None,
+    selection: Selection | None = None,
+    on_media: str = "refuse",
+    train_thinking: bool = True,
 ) -> Samples:
     """Read data files and make their samples, or reuse them from the cache. Logs warnings of the report.
 
     Every rank may call this at the same time, before any process group exists: one does the work, the others wait.
 
     Args:
-        paths: files, folders and globs, in order.
+        entries: files, folders and globs, in order, or sources that say more of theirs.
         tokenizer: a fast tokenizer with a chat template (see `load_tokenizer`).
         cutoff_len: most tokens of a sample.
         template: a template's name or file, set on the tokenizer first; None: as it is.
@@ -69,6 +82,10 @@ def prepare_samples(
         on_bad_row: "refuse" raises for bad records, "drop" leaves them out and counts them.
         cache_dir: where tokenized data is kept; None: `default_cache_dir()`.
         num_proc: processes that tokenize; None: as many as pay, up to the CPUs of this process.
+        selection: which of the records; None: all.
+        on_media: what becomes of records with images, video or sound: "refuse", "drop-row", or "drop-media", which
+            reads their text.
+        train_thinking: whether the think blocks of answers are targets, or context only.
 
     Raises:
         DataError: files, records, template or cutoff are wrong (the message names them), or no record is left.
@@ -77,20 +94,22 @@ def prepare_samples(
         raise ValueError(f"on_bad_row is {on_bad_row!r}; it is 'refuse' or 'drop'")
     if template is not None:
         tokenizer.chat_template = template_source(template)
-    sources = expand_paths(paths)
-    renderer = Renderer(tokenizer, cutoff_len)
+    files = expand_sources(entries)
+    renderer = Renderer(tokenizer, cutoff_len, train_thinking=train_thinking)
     task = Preparation(
-        sources=sources,
+        files=files,
         renderer=renderer,
         difficulties=None if difficulties is None else tuple(difficulties),
         difficulty_field=difficulty_field,
         drop_bad_records=on_bad_row == "drop",
         num_proc=num_proc,
+        selection=selection or Selection(),
+        on_media=on_media,
     )
     folder_of_caches = Path(cache_dir).expanduser() if cache_dir else cache.default_cache_dir()
     with cache.said_if_unwritable(folder_of_caches):
         folder_of_caches.mkdir(parents=True, exist_ok=True)
-        hashes = source_hashes(sources, folder_of_caches)
+        hashes = source_hashes(task.paths, folder_of_caches)
     key_parts = {
         "data": _hash(*hashes),
         "tokenizer": _tokenizer_hash(tokenizer),
@@ -101,11 +120,11 @@ def prepare_samples(
 
     def make(folder: Path) -> dict[str, Any]:
         made = task.write_samples(folder)
-        if source_hashes(sources, folder_of_caches) != hashes:
+        if source_hashes(task.paths, folder_of_caches) != hashes:
             raise DataError("the data files were changed while they were read", fix="start again when they are whole")
         return made
 
-    prepared = Samples(cache.open_or_make(folder_of_caches, key_parts, make), sources)
+    prepared = Samples(cache.open_or_make(folder_of_caches, key_parts, make), files)
     for warning in prepared.report.warnings():
         logger.warning("%s", warning)
     return prepared
@@ -134,8 +153,9 @@ def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 def _code_hash() -> str:
     """The source of the modules that turn records into samples, and the versions of the libraries that they lean on."""
     modules = (
-        *(files, json_array, problems, formats, spans, encode, truncate, render, report),
-        *(parts, passes, preparation, sample_shards, samples, tools),
+        *(data_files, file_kinds, json_array, problems, formats, media, records, spans, thinking, encode, truncate),
+        *(render, report),
+        *(parts, passes, preparation, sample_shards, samples, selections, sources, tools),
     )
-    sources = (Path(str(module.__file__)).read_text(encoding="utf-8") for module in modules)
-    return _hash(*sources, *(version(library) for library in ("tokenizers", "transformers", "jinja2")))
+    code = (Path(str(module.__file__)).read_text(encoding="utf-8") for module in modules)
+    return _hash(*code, *(version(library) for library in ("tokenizers", "transformers", "jinja2")))

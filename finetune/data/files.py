@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import contextlib
 import glob
 import itertools
 import json
@@ -11,38 +10,59 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.config.config_files import similar_files
+from finetune.data.file_kinds import (
+    KINDS_IN_WORDS,
+    arrow_batches,
+    csv_records,
+    file_kind,
+    is_data_file,
+    open_text,
+    parquet_batches,
+    said_if_unreadable,
+)
+from finetune.data.hub_data import hub_files
 from finetune.data.json_array import array_records
 from finetune.data.problems import RecordProblem
 from finetune.errors import DataError, FinetuneError, raise_problems
 
-if TYPE_CHECKING:
-    from pyarrow import RecordBatch
-
 logger = logging.getLogger("finetune")
 
-SUFFIXES = (".json", ".jsonl", ".parquet")
-_PARQUET_BATCH_RECORDS = 1024
+_BATCH_RECORDS = 1024  # of parquet and arrow
+# What `Dataset.save_to_disk` and `DatasetDict.save_to_disk` write beside the data.
+_STATE_FILE, _INFO_FILE, _SPLITS_FILE = "state.json", "dataset_info.json", "dataset_dict.json"
 
 
 def expand_paths(paths: Sequence[str | Path]) -> tuple[Path, ...]:
     """Turn files, folders and globs into files, in the order given; within a folder or glob sorted by name.
 
-    Folders are searched to the bottom for .json, .jsonl and .parquet files; hidden files and folders are left out.
+    Names of data sets are those of `hub_data`. Folders are searched to the bottom for data files; hidden files and
+    folders are left out. One that `save_to_disk` of `datasets` wrote has the files that it names.
 
     Raises:
         DataError: a path that does not exist, holds no data file, or is of another kind; several together.
     """
     if isinstance(paths, (str, Path)):
         paths = [paths]
-    files = expand_each(paths, _expand)
+    return tuple(itertools.chain.from_iterable(expand_groups(paths)))
+
+
+def expand_groups(paths: Sequence[str | Path]) -> list[list[Path]]:
+    """`expand_paths`, with the files of each path apart."""
+    groups: list[list[Path]] = []
+
+    def expand(given: str) -> list[Path]:
+        groups.append(_expand(given))
+        return groups[-1]
+
+    files = expand_each(paths, expand)
     if not files:
         raise DataError("no data files were named", where="--data", fix="give --data a file, a folder or a glob")
     if twice := named_twice(files):
         logger.warning("read more than once, as asked: %s (name a file once to train on it once)", ", ".join(twice))
-    return tuple(files)
+    return groups
 
 
 def expand_each(paths: Sequence[str | Path], expand: Callable[[str], list[Path]]) -> list[Path]:
@@ -75,75 +95,73 @@ def glob_files(pattern: Path) -> list[Path]:
 
 
 def _expand(given: str) -> list[Path]:
+    if (named := hub_files(given)) is not None:
+        return named
     path = Path(given).expanduser()
     if path.is_dir():
-        files = [inside for inside in visible_files(path) if inside.suffix.lower() in SUFFIXES]
+        files = _saved_files(path) or [inside for inside in visible_files(path) if _is_data(inside)]
         if not files:
-            raise DataError(
-                f"the folder holds no {', '.join(SUFFIXES)} file", where=given, fix="name a folder with data files"
-            )
+            raise DataError("the folder holds no data file", where=given, fix=f"kinds: {KINDS_IN_WORDS}")
         return files
     if path.exists():
-        if path.suffix.lower() not in SUFFIXES:
+        if not is_data_file(path):
             raise DataError(
                 f"{path.suffix or 'a file without suffix'} is not a known kind of data file",
                 where=given,
-                fix=f"use one of {', '.join(SUFFIXES)}",
+                fix=f"use one of {KINDS_IN_WORDS}",
             )
         return [path]
-    if matches := [match for match in glob_files(path) if match.suffix.lower() in SUFFIXES]:
+    if matches := [match for match in glob_files(path) if _is_data(match)]:
         return matches
     if glob.has_magic(given):
-        raise DataError("no data file matches", where=given, fix=f"check the pattern; kinds: {', '.join(SUFFIXES)}")
+        raise DataError("no data file matches", where=given, fix=f"check the pattern; kinds: {KINDS_IN_WORDS}")
     raise DataError("no such file or folder", where=given, fix=similar_files(path))
 
 
-def read_records(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield `(line, record)`, or `(line, RecordProblem)`; lines count from 1 (records, for parquet).
+def _is_data(path: Path) -> bool:
+    """Whether a file that was found, not named, is one; what `save_to_disk` writes about the data is none."""
+    about = path.name in (_STATE_FILE, _INFO_FILE) and (path.parent / _STATE_FILE).is_file()
+    about = about and (path.parent / _INFO_FILE).is_file()
+    return is_data_file(path) and path.name != _SPLITS_FILE and not about
 
-    A file whose first character is `[` is one JSON array, any other text file is JSON Lines, whatever its suffix.
-    Both are streamed; blank lines are no records.
+
+def _saved_files(folder: Path) -> list[Path]:
+    """The files of a data set that `save_to_disk` wrote there, in order; empty where it is no such folder."""
+    try:
+        if (folder / _SPLITS_FILE).is_file():
+            splits = json.loads((folder / _SPLITS_FILE).read_bytes())["splits"]
+            if len(splits) != 1:
+                fix = f"name one of them, e.g. {folder / splits[0]}" if splits else "save it again"
+                raise DataError(f"holds the splits {', '.join(splits) or 'none'}", where=str(folder), fix=fix)
+            folder = folder / splits[0]
+        if not ((folder / _STATE_FILE).is_file() and (folder / _INFO_FILE).is_file()):
+            return []
+        return [folder / entry["filename"] for entry in json.loads((folder / _STATE_FILE).read_bytes())["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = f"looks like a saved data set and is none: {error!r}"
+        raise DataError(what, where=str(folder), fix="save it again with save_to_disk") from error
+
+
+def read_records(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield `(line, record)`, or `(line, RecordProblem)`; lines count from 1 (records, for parquet and arrow).
+
+    A file whose first character is `[` is one JSON array, any other text file but .csv is JSON Lines, whatever its
+    suffix. All are streamed; blank lines are no records.
 
     Raises:
         DataError: an array that is broken (records after the break cannot be told apart), or an unreadable file.
     """
     with said_if_unreadable(path):
         kind = file_kind(path)
-        if kind == "parquet":
-            batches = (batch.to_pylist() for batch in parquet_batches(path, _PARQUET_BATCH_RECORDS))
+        if kind in ("parquet", "arrow"):
+            read = parquet_batches if kind == "parquet" else arrow_batches
+            batches = (batch.to_pylist() for batch in read(path, _BATCH_RECORDS))
             yield from enumerate(itertools.chain.from_iterable(batches), 1)
-        elif kind == "array":
-            yield from array_records(path)
+        elif kind in ("array", "csv"):
+            yield from (array_records if kind == "array" else csv_records)(path)
         else:
-            with path.open("rb") as file:
+            with open_text(path) as file:
                 yield from line_records(file, path)
-
-
-@contextlib.contextmanager
-def said_if_unreadable(path: Path) -> Iterator[None]:
-    """Turn the system's errors into DataError."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror or error}", where=str(path), fix="check the file") from error
-
-
-def file_kind(path: Path) -> str:
-    """parquet, array or lines: how the records of a file are told apart. May raise OSError."""
-    if path.suffix.lower() == ".parquet":
-        return "parquet"
-    return "array" if first_character(path) == b"[" else "lines"
-
-
-def first_character(path: Path) -> bytes:
-    """The first byte that is no white space; empty where there is none. `[` tells an array of records from lines."""
-    with path.open("rb") as file:
-        block = file.read(4096).removeprefix(codecs.BOM_UTF8)
-        while block:
-            if block := block.lstrip(b" \t\r\n"):
-                return block[:1]
-            block = file.read(4096)
-    return b""
 
 
 def line_records(lines: Iterable[bytes], path: Path, *, is_start: bool = True) -> Iterator[tuple[int, Any]]:
@@ -176,18 +194,3 @@ def decode_record(raw: bytes) -> Any:
         return RecordProblem("broken JSON", f"{error.msg} at column {error.colno}")
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of nested brackets
         return RecordProblem("broken JSON", str(error).split(";")[0])
-
-
-def parquet_batches(path: Path, records: int) -> Iterator[RecordBatch]:
-    """The records of a parquet file in batches of at most so many.
-
-    Raises:
-        DataError: it is none.
-    """
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        yield from pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=records)
-    except pyarrow.ArrowInvalid as error:
-        raise DataError(f"is no parquet file: {error}", where=str(path), fix="write the file again") from error

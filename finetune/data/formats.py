@@ -1,17 +1,19 @@
-"""Records -> conversations: Alpaca, ShareGPT and messages, checked so that nothing wrong is trained on in silence.
+"""Records -> conversations, in the forms that the field has, checked so that nothing wrong is trained on in silence.
 
-The three forms are the field's own: Alpaca (instruction, input, output) from the Stanford Alpaca data, ShareGPT
-(conversations of from/value) from FastChat, messages (role/content) from the OpenAI chat format.
+Alpaca (instruction, input, output) is from the Stanford Alpaca data, ShareGPT (conversations of from/value) from
+FastChat, messages (role/content) from the OpenAI chat format; prompt and completion, as texts or as lists of messages,
+and plain text are those of TRL's data formats.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from finetune.config.names import did_you_mean
+from finetune.data.media import MEDIA_KEYS, has_media, holds_something
 from finetune.data.problems import RecordProblem
 from finetune.data.tools import Call, Tools, match_results, read_calls, read_tools
 
@@ -24,16 +26,15 @@ _ROLES = {
 }
 # Parts of a record that nothing here trains, and how to keep what they say. Refused where they hold something: without
 # them the record says something else.
-_MEDIA = "only text is trained; remove it where the text stands without it"
-_NOT_READ_OF_RECORD = {
-    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _MEDIA),
-}
+_MEDIA = "only text is trained: --on-media drop-row leaves such records out, drop-media trains their text"
+_NOT_READ_OF_RECORD = dict.fromkeys(MEDIA_KEYS, _MEDIA)
 _NOT_READ_OF_TURN = {
-    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _MEDIA),
+    **_NOT_READ_OF_RECORD,
     "thinking": "give it as 'reasoning_content'",
 }
 _MAY_FOLLOW = {
-    None: ("system", "user"),
+    None: ("system", "user", "text"),
+    "text": (),
     "system": ("user",),
     "user": ("assistant",),
     "assistant": ("user", "tool"),
@@ -45,7 +46,7 @@ _MAY_FOLLOW = {
 class Message:
     """One turn."""
 
-    role: str  # system, user, assistant or tool
+    role: str  # system, user, assistant or tool; text: a plain text, which is trained whole and is the only message
     content: str
     trained: bool = True  # False for an answer with `"weight": 0`; without meaning for the other roles
     reasoning: str = ""  # what the assistant thought before it answered, for templates that read `reasoning_content`
@@ -61,21 +62,30 @@ class Conversation:
     messages: tuple[Message, ...]
     difficulty: str | None = None
     tools: Tools = ()  # that may be called
+    had_media: bool = False  # which were taken out
+
+    @property
+    def plain_text(self) -> str | None:
+        """What is trained without chat template, of a record that is a plain text."""
+        return self.messages[0].content if self.messages[0].role == "text" else None
 
 
-def detect_format(record: Any) -> str:
-    """Which of `FORMATS` a record has, by its key.
+def detect_format(record: Any, columns: Iterable[str] = ()) -> str:
+    """Which of `FORMATS` a record has, by its key; of `columns`, which a mapping names, if there is a key among them.
 
     Raises:
         RecordProblem: the record is not an object, or has none of the keys.
     """
     if not isinstance(record, Mapping):
         raise RecordProblem("wrong type", f"the record is {_kind(record)}, not an object")
-    for name, (key, _reader) in FORMATS.items():
+    mapped = set(columns)
+    known = {name: key for name, (key, _reader) in FORMATS.items()}
+    known = {name: key for name, key in known.items() if key in mapped} or known
+    for name, key in known.items():
         if record.get(key) is not None:
             return name
     keys = ", ".join(sorted(map(str, record))[:8]) or "none"
-    needed = " or ".join(f"'{key}' ({name})" for name, (key, _reader) in FORMATS.items())
+    needed = " or ".join(f"'{key}' ({name})" for name, key in known.items())
     raise RecordProblem("unknown format", f"keys are {keys}; a record needs {needed}")
 
 
@@ -136,19 +146,38 @@ def _alpaca(record: Mapping[str, Any], key: str) -> list[Message]:
     return [*messages, question, Message("assistant", _text(record, "output"))]
 
 
+def _prompt_completion(record: Mapping[str, Any], key: str) -> list[Message]:
+    """A question and its answer; or TRL's conversational form, whose prompt is context with all its answers."""
+    answer_keys = [name for name in ("completion", "response") if record.get(name) is not None]
+    if len(answer_keys) != 1:
+        what = "'completion' and 'response'" if answer_keys else "no 'completion' or 'response'"
+        raise RecordProblem("two answers" if answer_keys else "no answer", what)
+    prompt, completion = record[key], record[answer_keys[0]]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return [*_leading_system(record), Message("user", prompt), Message("assistant", completion)]
+    if isinstance(prompt, str) or isinstance(completion, str):
+        raise RecordProblem("wrong type", f"of '{key}' and '{answer_keys[0]}' one is a text and one is none")
+    context = [replace(message, trained=False) for message in _turns(record, key)]
+    return context + _turns({answer_keys[0]: completion}, answer_keys[0], len(context))
+
+
+def _plain_text(record: Mapping[str, Any], key: str) -> list[Message]:
+    return [Message("text", _text(record, key))]
+
+
 def _leading_system(record: Mapping[str, Any]) -> list[Message]:
     """The system message of a column: an empty one there means none. A system *turn* may be empty and stays."""
     system = _text(record, "system")
     return [Message("system", system)] if system else []
 
 
-def _turns(record: Mapping[str, Any], key: str) -> list[Message]:
+def _turns(record: Mapping[str, Any], key: str, before: int = 0) -> list[Message]:
     turns = record[key]
     if not isinstance(turns, (list, tuple)):
         raise RecordProblem("wrong type", f"'{key}' is {_kind(turns)}, not a list of turns")
     if not turns:
         raise RecordProblem("no answer", f"'{key}' is empty")
-    messages = [_turn(turn, f"{key}[{number}]", number) for number, turn in enumerate(turns)]
+    messages = [_turn(turn, f"{key}[{number}]", before + number) for number, turn in enumerate(turns)]
     leading = _leading_system(record)
     if leading and messages[0].role == "system":
         raise RecordProblem("two system texts", f"a 'system' column and a system turn in '{key}'")
@@ -204,15 +233,15 @@ def _calls(turn: Mapping[str, Any], given: str, content_key: str, where: str, nu
 
 def _refuse_unread(holder: Mapping[str, Any], unread: Mapping[str, str], where: str) -> None:
     for key, fix in unread.items():
-        value = holder.get(key)
-        # Some files write an empty list of tools as a text.
-        if value and not (isinstance(value, str) and value.strip() in ("", "[]", "{}", "null")):
+        if holds_something(holder.get(key)):
             raise RecordProblem("unsupported key", f"{where} has '{key}'; {fix}")
 
 
 def _part(part: Any, where: str) -> str:
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return part["text"]
+    if has_media(part):
+        raise RecordProblem("unsupported key", f"{where} has a part of type {part['type']!r}; {_MEDIA}")
     kind = part.get("type") if isinstance(part, Mapping) else _kind(part)
     raise RecordProblem("wrong type", f"{where}: a content part is {kind!r}, only parts of type 'text' are trained")
 
@@ -222,7 +251,11 @@ FORMATS: dict[str, tuple[str, Callable[[Mapping[str, Any], str], list[Message]]]
     "messages": ("messages", _turns),
     "sharegpt": ("conversations", _turns),
     "alpaca": ("instruction", _alpaca),
+    "prompt-completion": ("prompt", _prompt_completion),
+    "text": ("text", _plain_text),
 }
+_EMPTY = {"user": "empty question", "assistant": "empty answer", "text": "empty text"}
+_TRAINED_ROLES = ("assistant", "text")
 
 
 def _text(record: Mapping[str, Any], key: str) -> str:
@@ -236,7 +269,7 @@ def _text(record: Mapping[str, Any], key: str) -> str:
 
 def _check_order(messages: Sequence[Message]) -> None:
     """System first if at all, then question and answer in turn; tool results between answers; an answer last."""
-    if not any(message.role == "assistant" for message in messages):
+    if not any(message.role in _TRAINED_ROLES for message in messages):
         raise RecordProblem("no answer", "no turn is by the assistant")
     before = None
     for number, message in enumerate(messages):
@@ -244,17 +277,16 @@ def _check_order(messages: Sequence[Message]) -> None:
             position = f"after {before}" if before else "at the start"
             raise RecordProblem("roles out of order", f"turn {number + 1} is {message.role}, {position}")
         before = message.role
-    if before != "assistant":
+    if before not in _TRAINED_ROLES:
         raise RecordProblem("no answer", f"the last turn is by the {before}, and nothing answers it")
-    if not any(message.role == "assistant" and message.trained for message in messages):
+    if not any(message.role in _TRAINED_ROLES and message.trained for message in messages):
         raise RecordProblem("no answer", "every answer has weight 0")
 
 
 def _check_contents(messages: Sequence[Message]) -> None:
     for number, message in enumerate(messages):
-        if message.role in ("user", "assistant") and not message.content.strip() and not message.calls:
-            kind = "empty answer" if message.role == "assistant" else "empty question"
-            raise RecordProblem(kind, f"turn {number + 1}")
+        if message.role in _EMPTY and not message.content.strip() and not message.calls:
+            raise RecordProblem(_EMPTY[message.role], f"turn {number + 1}")
         try:
             (message.reasoning + message.content).encode()
         except UnicodeEncodeError:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from finetune.data.file_kinds import open_text
 from finetune.errors import DataError
 
 CHUNK_BYTES = 1 << 20
@@ -25,7 +26,7 @@ def array_records(path: Path) -> Iterator[tuple[int, Any]]:
         DataError: the array is broken (records after the break cannot be told apart), or not UTF-8.
         OSError: the file cannot be read.
     """
-    with path.open("rb") as file:
+    with open_text(path) as file:
         text = _Text(file, path)
         text.skip_space()
         text.position += 1  # "["

@@ -1,23 +1,30 @@
-"""Data files in parts that any process reads alone: lines by their bytes, arrays and parquet as batches of records."""
+"""Data files in parts that any process reads alone: lines by their bytes, the other kinds as batches of records."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.data.files import file_kind, line_records, parquet_batches, read_records, said_if_unreadable
-from finetune.data.formats import detect_format
-from finetune.data.problems import RecordProblem
+from finetune.data.file_kinds import (
+    arrow_batches,
+    file_kind,
+    is_compressed,
+    open_text,
+    parquet_batches,
+    said_if_unreadable,
+)
+from finetune.data.files import line_records, read_records
+from finetune.data.records import RecordReader
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
 
 PART_BYTES = 1 << 20  # of JSON Lines; what is under way is a few parts per process
-PART_RECORDS = 256  # of arrays and parquet
+PART_RECORDS = 256  # of the other kinds
 
 
 @dataclass(frozen=True)
@@ -26,10 +33,12 @@ class Part:
 
     file: int  # its number among the data files
     path: Path
-    size_bytes: int  # of the file, for the progress; an array or parquet file counts whole with its first part
+    size_bytes: int  # of the file, for the progress; all but JSON Lines count whole with their first part
     span: tuple[int, int] | None = None  # JSON Lines: from the beginning of a line to the end of one, in bytes
-    records: RecordBatch | list[tuple[int, Any]] | None = None  # of parquet, or (line, record) of an array
-    first_record: int = 1  # of parquet: the number of the first record
+    raw: bytes | None = None  # JSON Lines of a compressed file: some of its lines
+    records: RecordBatch | list[tuple[int, Any]] | None = None  # of parquet and arrow, or (line, record)
+    first_record: int = 1  # of parquet and arrow: the number of the first record
+    begins: bool = True  # whether it is the first part of the file
     form: str | None = None  # the file's format, where a part before this one has shown it
 
     def read(self) -> tuple[list[tuple[int, Any]], int]:
@@ -44,41 +53,60 @@ class Part:
             with said_if_unreadable(self.path), self.path.open("rb") as file:
                 file.seek(self.span[0])
                 raw = file.read(self.span[1] - self.span[0])
-            records = list(line_records(io.BytesIO(raw), self.path, is_start=self.span[0] == 0))
-            return records, raw.count(b"\n") + (not raw.endswith(b"\n"))
+            return self._lines(raw)
+        if self.raw is not None:
+            return self._lines(self.raw)
         if isinstance(self.records, list):
             return self.records, 0
         assert self.records is not None
         return list(enumerate(self.records.to_pylist(), self.first_record)), 0
 
+    def _lines(self, raw: bytes) -> tuple[list[tuple[int, Any]], int]:
+        records = list(line_records(io.BytesIO(raw), self.path, is_start=self.begins))
+        return records, raw.count(b"\n") + (not raw.endswith(b"\n"))
 
-def parts_of(files: Sequence[Path]) -> Iterator[Part]:
+
+def parts_of(files: Sequence[Path], readers: Sequence[RecordReader] | None = None) -> Iterator[Part]:
     """The parts of all files in order, each with its file's format where a part before it has shown one.
+
+    Args:
+        readers: how the records of each file are read; None: under their own names.
 
     Raises:
         DataError: a file that cannot be read, a broken array or parquet file.
     """
     for number, path in enumerate(files):
-        form = None
+        reader, form = readers[number] if readers else RecordReader(), None
         for part in _parts(number, path):
             yield replace(part, form=form)
-            form = form or _form_shown(part)
+            form = form or reader.form_shown(part.read()[0])
 
 
 def _parts(number: int, path: Path) -> Iterator[Part]:
     with said_if_unreadable(path):
         kind, size_bytes = file_kind(path), path.stat().st_size
-        if kind == "lines":
+        if kind == "lines" and not is_compressed(path):
             for span in _spans(path, size_bytes):
-                yield Part(number, path, span[1] - span[0], span=span)
+                yield Part(number, path, span[1] - span[0], span=span, begins=span[0] == 0)
             return
-        batches: Iterable[Any] = (
-            _batches(read_records(path)) if kind == "array" else parquet_batches(path, PART_RECORDS)
-        )
-        first = 1
+        first = Part(number, path, size_bytes)
+        if kind == "lines":
+            for raw in _blocks(path):
+                yield replace(first, raw=raw)
+                first = replace(first, size_bytes=0, begins=False)
+            return
+        whole: dict[str, Callable[[Path, int], Iterable[Any]]] = {"parquet": parquet_batches, "arrow": arrow_batches}
+        batches = whole[kind](path, PART_RECORDS) if kind in whole else _batches(read_records(path))
         for batch in batches:
-            yield Part(number, path, size_bytes if first == 1 else 0, records=batch, first_record=first)
-            first += len(batch)
+            yield replace(first, records=batch)
+            first = replace(first, size_bytes=0, begins=False, first_record=first.first_record + len(batch))
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    """The decompressed lines of a file, about `PART_BYTES` at a time."""
+    with open_text(path) as file:
+        while block := file.read(PART_BYTES):
+            yield block + file.readline()
 
 
 def _spans(path: Path, size_bytes: int) -> Iterator[tuple[int, int]]:
@@ -96,14 +124,3 @@ def _spans(path: Path, size_bytes: int) -> Iterator[tuple[int, int]]:
 def _batches(records: Iterator[tuple[int, Any]]) -> Iterator[list[tuple[int, Any]]]:
     while batch := list(islice(records, PART_RECORDS)):
         yield batch
-
-
-def _form_shown(part: Part) -> str | None:
-    """The format of the first record that has one."""
-    for _, record in part.read()[0]:
-        try:
-            if not isinstance(record, RecordProblem):
-                return detect_format(record)
-        except RecordProblem:
-            continue
-    return None

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from finetune.data.formats import Conversation, detect_format, to_conversation
+from finetune.data.media import MediaLeftOut
 from finetune.data.parts import Part
 from finetune.data.problems import RecordProblem
+from finetune.data.records import RecordReader
 from finetune.data.render import Rendered, Renderer
 from finetune.data.report import DataReport
+from finetune.data.selection import KEYS, Selection
 
 NO_DIFFICULTY = -1
 NO_ROOM = "no room for an answer within cutoff_len"
@@ -34,6 +36,16 @@ class Checked:
     report: DataReport = field(default_factory=DataReport)
     problems: Lines = field(default_factory=list)
     unlabelled: list[int] = field(default_factory=list)  # lines of the records without difficulty
+    columns: set[str] = field(default_factory=set)  # keys of the mapping that a record has
+    keys: np.ndarray = field(default_factory=lambda: np.zeros(0, KEYS))  # where some are to be left out; from 0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Of which records of a part samples are made."""
+
+    labelled_only: bool  # those without difficulty are left out
+    chosen: np.ndarray | None = None  # bool (records of the part,); None: all that are good
 
 
 @dataclass
@@ -52,38 +64,54 @@ class Tokenized:
 
 @dataclass
 class PartJob:
-    """(part, None) -> Checked; (part, whether records without difficulty are left out) -> Tokenized."""
+    """(part, None) -> Checked; (part, which of its records) -> Tokenized."""
 
     renderer: Renderer
+    readers: Sequence[RecordReader]  # of each file
     difficulties: tuple[str, ...] | None
-    difficulty_field: str
+    selection: Selection
 
-    def __call__(self, item: tuple[Part, bool | None]) -> Checked | Tokenized:
-        part, labelled_only = item
-        return self._check(part) if labelled_only is None else self._tokenize(part, labelled_only)
+    def __call__(self, item: tuple[Part, Wanted | None]) -> Checked | Tokenized:
+        part, wanted = item
+        return self._check(part) if wanted is None else self._tokenize(part, wanted)
 
     def _check(self, part: Part) -> Checked:
         part_records, lines = part.read()
         checked = Checked(_named(part), lines)
         report = checked.report
         report.records_read = len(part_records)
-        for line, found in self._conversations(part, part_records):
-            if isinstance(found, RecordProblem):
-                checked.problems.append((line, found))
+        reader = self.readers[part.file]
+        keys = []
+        for number, (line, record, found) in enumerate(reader.conversations(part_records, part.form)):
+            checked.columns |= reader.mapped_in(record)
+            try:
+                if isinstance(found, RecordProblem):
+                    raise found
+                if self.selection:
+                    keys.append(self.selection.key(number, record, found, reader))
+            except MediaLeftOut:
+                report.left_out_media += 1
                 continue
+            except RecordProblem as problem:
+                checked.problems.append((line, problem))
+                continue
+            report.without_media += found.had_media
             report.control_token_records += self.renderer.has_control_tokens(found)
             if found.difficulty is None:
                 checked.unlabelled.append(line)
             else:
                 report.difficulty_field_found = True
+        checked.keys = np.array(keys, dtype=KEYS)
         return checked
 
-    def _tokenize(self, part: Part, labelled_only: bool) -> Tokenized:
+    def _tokenize(self, part: Part, wanted: Wanted) -> Tokenized:
         part_records, lines = part.read()
         kept = _Kept(self.difficulties or ())
         refused: Lines = []
-        for number, (line, found) in enumerate(self._conversations(part, part_records)):
-            if isinstance(found, RecordProblem) or (labelled_only and found.difficulty is None):
+        numbers = range(len(part_records)) if wanted.chosen is None else np.flatnonzero(wanted.chosen).tolist()
+        records = self.readers[part.file].conversations([part_records[number] for number in numbers], part.form)
+        for number, (line, _record, found) in zip(numbers, records, strict=True):
+            if isinstance(found, RecordProblem) or (wanted.labelled_only and found.difficulty is None):
                 continue
             try:
                 samples = self.renderer(found)
@@ -94,22 +122,6 @@ class PartJob:
         facts = np.array(kept.facts, dtype=SAMPLE_FACTS)
         tokens, supervised = (np.concatenate(arrays) for arrays in (kept.tokens, kept.supervised))
         return Tokenized(_named(part), len(part_records), lines, kept.report, refused, facts, tokens, supervised)
-
-    def _conversations(
-        self, part: Part, records: list[tuple[int, object]]
-    ) -> Iterator[tuple[int, Conversation | RecordProblem]]:
-        form = part.form
-        for line, record in records:
-            try:
-                if isinstance(record, RecordProblem):
-                    raise record
-                form = form or detect_format(record)
-                found: Conversation | RecordProblem = to_conversation(
-                    record, form, self.difficulties, self.difficulty_field
-                )
-            except RecordProblem as problem:
-                found = problem
-            yield line, found
 
 
 class _Kept:
@@ -145,6 +157,8 @@ class _Kept:
             report.trimmed_tokens += sample.trimmed_tokens
             report.dropped_turns += sample.dropped_turns
             report.cut_answers += sample.cut_answer
+            report.cut_texts += sample.cut_text_tokens > 0
+            report.cut_text_tokens += sample.cut_text_tokens
             report.unended_samples += not sample.ends
             report.off_prompt_samples += not sample.follows_prompt
 

@@ -11,24 +11,30 @@ Nothing in the result depends on how many processes work, or on how often the wo
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from finetune.data.corpus.worker_pool import ordered_map
 from finetune.data.pace import Pace
 from finetune.data.parts import Part, parts_of
-from finetune.data.passes import NO_ROOM, Checked, Lines, PartJob, Tokenized
+from finetune.data.passes import NO_ROOM, Checked, Lines, PartJob, Tokenized, Wanted
 from finetune.data.problems import LISTED_RECORDS, ProblemLog, RecordProblem
+from finetune.data.records import RecordReader
 from finetune.data.render import Renderer
 from finetune.data.report import DataReport
 from finetune.data.sample_shards import SCRATCH, TOKEN_BYTES, ShardWriter, write_arrays
+from finetune.data.selection import Selection, chosen_in_parts
+from finetune.data.sources import DataFile
 from finetune.errors import DataError
 from finetune.runtime.host import usable_cores
 from finetune.storage.durable_files import replace_file
@@ -39,29 +45,61 @@ _MOST_PROCESSES = 64
 _BYTES_PER_PROCESS = 2 << 20  # below this, starting another process costs more than it saves
 _CHECKED_FILE = "checked.json"
 
-Apply = Callable[[Iterable[tuple[Part, bool | None]]], Iterator[Any]]
+_CHOSEN_FILE = "chosen.npz"
+
+Apply = Callable[[Iterable[tuple[Part, Wanted | None]]], Iterator[Any]]
+
+
+def processes_for(paths: Sequence[Path], num_proc: int | None) -> int:
+    """As many processes as are asked for, or pay."""
+    input_bytes = sum(path.stat().st_size for path in paths)
+    return num_proc or max(1, min(usable_cores(), _MOST_PROCESSES, input_bytes // _BYTES_PER_PROCESS))
 
 
 @dataclass
 class Preparation:
     """One set of data files and how to make samples of them."""
 
-    sources: tuple[Path, ...]
+    files: tuple[DataFile, ...]
     renderer: Renderer  # is sent to the processes that tokenize
     difficulties: tuple[str, ...] | None  # their names; None: difficulties are not looked at
     difficulty_field: str  # the key that holds a record's difficulty
     drop_bad_records: bool  # leave bad records out and count them, instead of refusing them
     num_proc: int | None = None  # processes that tokenize; None: as many as pay
+    selection: Selection = field(default_factory=Selection)  # which of the records
+    on_media: str = "refuse"  # see RecordReader
 
     def options(self) -> str:
         """What the samples depend on besides data, tokenizer and template, as JSON."""
-        return json.dumps(
-            {
-                "cutoff_len": self.renderer.cutoff_len,
-                "levels": self.difficulties,
-                "difficulty_field": self.difficulty_field,
-                "drop_bad_rows": self.drop_bad_records,
-            }
+        options: dict[str, Any] = {
+            "cutoff_len": self.renderer.cutoff_len,
+            "levels": self.difficulties,
+            "difficulty_field": self.difficulty_field,
+            "drop_bad_rows": self.drop_bad_records,
+        }
+        set_difficulties = [file.source.difficulty for file in self.files]
+        if self.difficulties is not None and any(set_difficulties):
+            options["difficulties_of_files"] = set_difficulties
+        columns = [file.source.columns for file in self.files]
+        if any(columns):
+            options["columns_of_files"] = columns
+        if self.selection:
+            options |= self.selection.options()
+        if self.on_media != "refuse":
+            options["on_media"] = self.on_media
+        if not self.renderer.train_thinking:
+            options["train_thinking"] = False
+        return json.dumps(options)
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return tuple(file.path for file in self.files)
+
+    @property
+    def readers(self) -> tuple[RecordReader, ...]:
+        """How the records of each file are read."""
+        return tuple(
+            RecordReader(self.difficulties, self.difficulty_field, file.source, self.on_media) for file in self.files
         )
 
     def write_samples(self, folder: Path) -> dict[str, Any]:
@@ -73,13 +111,14 @@ class Preparation:
             DataError: bad records (unless they are dropped), no records, or none left.
             FinetuneError: a process was killed: call again to go on.
         """
-        job = PartJob(self.renderer, self.difficulties, self.difficulty_field)
-        processes = self._processes()
+        job = PartJob(self.renderer, self.readers, self.difficulties, self.selection)
+        processes = processes_for(self.paths, self.num_proc)
         (folder / SCRATCH).mkdir(exist_ok=True)
         with ordered_map(job, processes, start="fork", option="--preprocessing-num-workers") as apply:
             checked = self._check(apply, folder / SCRATCH / _CHECKED_FILE)
             with closing(ShardWriter(folder)) as writer:
-                done = self._tokenize(apply, checked, writer, processes)
+                chosen = chosen_in_parts(folder / SCRATCH / _CHOSEN_FILE) if self.selection else itertools.repeat(None)
+                done = self._tokenize(apply, checked, chosen, writer, processes)
         report = self._complete(checked, done)
         content = write_arrays(folder, writer.states)
         shutil.rmtree(folder / SCRATCH)
@@ -94,10 +133,6 @@ class Preparation:
             "files": {name: digest for name, digest in hashes.items() if not name.startswith(SCRATCH)},
         }
 
-    def _processes(self) -> int:
-        input_bytes = sum(path.stat().st_size for path in self.sources)
-        return self.num_proc or max(1, min(usable_cores(), _MOST_PROCESSES, input_bytes // _BYTES_PER_PROCESS))
-
     # ------------------------------------------------------------------ first pass
 
     def _check(self, apply: Apply, kept: Path) -> DataReport:
@@ -106,11 +141,18 @@ class Preparation:
             return DataReport(**json.loads(kept.read_bytes()))
         report, problems, unlabelled = DataReport(), ProblemLog(), ProblemLog()
         missing = RecordProblem("no difficulty", f"other records have a '{self.difficulty_field}', this one has none")
-        pace = Pace("checking data", sum(path.stat().st_size for path in self.sources))
+        pace = Pace("checking data", sum(path.stat().st_size for path in self.paths))
         place, input_bytes = _Place(), 0
-        for checked in apply((part, None) for part in parts_of(self.sources)):
+        columns: dict[int, set[str]] = {}
+        keys: list[np.ndarray] = []
+        counts: list[int] = []
+        for checked in apply((part, None) for part in parts_of(self.paths, self.readers)):
             before = place.at(checked)
+            checked.keys["record"] += report.records_read
+            keys.append(checked.keys)
+            counts.append(checked.report.records_read)
             report.add(checked.report)
+            columns.setdefault(checked.part.file, set()).update(checked.columns)
             self._note(problems, checked.part, before, checked.problems)
             if self.difficulties is not None and checked.unlabelled:
                 listed, rest = checked.unlabelled[:LISTED_RECORDS], checked.unlabelled[LISTED_RECORDS:]
@@ -122,24 +164,55 @@ class Preparation:
             problems.merge(unlabelled)
         if not report.records_read:
             raise DataError("the data files hold no record", where=self._where(), fix="give --data files with records")
+        self._refuse_unmapped(columns)
         if not self.drop_bad_records:
             problems.refuse(report.records_read)
         report.dropped = dict(problems.counts)
-        if problems.total == report.records_read:
+        if problems.total + report.left_out_media == report.records_read:
             raise self._none_left(report)
+        if self.selection:
+            self._choose(report, np.concatenate(keys), np.array(counts), kept.with_name(_CHOSEN_FILE))
         replace_file(kept, json.dumps(asdict(report)).encode())
         return report
 
+    def _choose(self, report: DataReport, keys: np.ndarray, part_records: np.ndarray, kept: Path) -> None:
+        """Which records are taken, for the second pass; what is left out is counted."""
+        chosen = self.selection.choose(keys, report.records_read, f"{self.paths[0]}:1")
+        chosen.save(kept, part_records)
+        report.duplicates, report.other_side = chosen.duplicates, chosen.other_side
+
+    def _refuse_unmapped(self, found: Mapping[int, set[str]]) -> None:
+        """Refuse columns that no record of the files that share them has."""
+        shared: dict[tuple[tuple[str, str], ...], list[int]] = {}
+        for file, reader in enumerate(self.readers):
+            shared.setdefault(tuple(reader.columns.items()), []).append(file)
+        for columns, files in shared.items():
+            seen = set().union(*(found.get(file, set()) for file in files))
+            for ours, theirs in columns:
+                if ours not in seen:
+                    raise DataError(
+                        f"no record has '{theirs}', which --columns reads as '{ours}'",
+                        where=f"{self.paths[files[0]]}:1",
+                        fix=f"write {ours}= and the key that the records have, or leave it out",
+                    )
+
     # ------------------------------------------------------------------ second pass
 
-    def _tokenize(self, apply: Apply, checked: DataReport, writer: ShardWriter, processes: int) -> _Done:
+    def _tokenize(
+        self,
+        apply: Apply,
+        checked: DataReport,
+        chosen: Iterable[np.ndarray | None],
+        writer: ShardWriter,
+        processes: int,
+    ) -> _Done:
         done = _Done.after(writer.states)
         if done.parts:
             what = "tokenized data: going on after %s of %s records, which are finished"
             logger.info(what, f"{done.place.records:,}", f"{checked.records_read:,}")
         pace = Pace("tokenizing data", checked.records_read, done.place.records)
-        parts = islice(parts_of(self.sources), done.parts, None)
-        for tokenized in apply((part, checked.difficulty_field_found) for part in parts):
+        parts = islice(zip(parts_of(self.paths, self.readers), chosen, strict=False), done.parts, None)
+        for tokenized in apply((part, Wanted(checked.difficulty_field_found, mask)) for part, mask in parts):
             done.take(tokenized, writer)
             self._note(done.refused, tokenized.part, done.lines_before, tokenized.refused)
             if writer.is_full:
@@ -168,7 +241,9 @@ class Preparation:
     # ------------------------------------------------------------------ what is said of records
 
     def _none_left(self, report: DataReport) -> DataError:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in report.dropped.items())
+        counts = report.dropped | {"duplicates": report.duplicates, "on the other side of the split": report.other_side}
+        counts["with images, video or sound"] = report.left_out_media
+        reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
         return DataError(
             f"no record is left to train on ({reasons})",
             where=self._where(),
@@ -181,8 +256,8 @@ class Preparation:
             log.add((part.file, place), f"{part.path}:{place}", problem)
 
     def _where(self) -> str:
-        named = ", ".join(map(str, self.sources[:3]))
-        return named if len(self.sources) <= 3 else f"{named} and {len(self.sources) - 3} more"
+        named = ", ".join(map(str, self.paths[:3]))
+        return named if len(self.files) <= 3 else f"{named} and {len(self.files) - 3} more"
 
 
 @dataclass

@@ -12,6 +12,7 @@ from finetune.data.encode import Encoded, Encoder, trained_tokens
 from finetune.data.formats import Conversation, Message
 from finetune.data.problems import RecordProblem
 from finetune.data.spans import ChatTemplate, Rendering, content_span, find_turns
+from finetune.data.thinking import behind_thinking
 from finetune.data.truncate import fit
 from finetune.errors import DataError
 
@@ -28,6 +29,7 @@ class Rendered:
     trimmed_tokens: int = 0  # taken out of the prompt's contents
     dropped_turns: int = 0  # answers left out from the end of the conversation
     cut_answer: bool = False  # the last answer lost its end, and no end-of-turn token is trained for it
+    cut_text_tokens: int = 0  # taken off the end of a plain text
     ends: bool = True  # a whole answer ends with a special token: the model learns to stop (True if none is whole)
     follows_prompt: bool = True  # every answer comes right after the generation prompt that inference uses
 
@@ -40,10 +42,16 @@ class Renderer:
             answer after the template's own tokens.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, cutoff_len: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, cutoff_len: int, *, train_thinking: bool = True) -> None:
         self.template = ChatTemplate(tokenizer)
         self.cutoff_len = cutoff_len
+        self.train_thinking = train_thinking  # else think blocks are context
         self._encoder = Encoder(tokenizer)
+        begins = tokenizer.bos_token_id is not None and tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id
+        self._begin_id = (
+            tokenizer.bos_token_id if begins else None
+        )  # where the tokenizer itself writes it before a text
+        self._end_id = tokenizer.eos_token_id
         self._check_cutoff(str(tokenizer.name_or_path))
 
     def __call__(self, conversation: Conversation) -> list[Rendered]:
@@ -52,14 +60,32 @@ class Renderer:
         Raises:
             RecordProblem: the template refuses the record or rewrites its answer; nothing or all would be trained.
         """
+        if conversation.plain_text is not None:
+            return [self._text(conversation.plain_text)]
         template = self.template.with_tools(conversation.tools)
-        return [self._sample(template, rendering) for rendering in find_turns(template, conversation.messages)]
+        renderings = find_turns(template, conversation.messages)
+        if not self.train_thinking:
+            renderings = list(map(behind_thinking, renderings))
+        return [self._sample(template, rendering) for rendering in renderings]
 
     def has_control_tokens(self, conversation: Conversation) -> bool:
         """Whether a text of the record spells a special token, which the tokenizer will read as one."""
         texts = [message.content for message in conversation.messages]
         texts += [json.dumps(call.arguments) for message in conversation.messages for call in message.calls]
         return any(map(self.template.has_special, texts))
+
+    def _text(self, text: str) -> Rendered:
+        """A plain text between the tokens that begin and end one; every token but the first is a target."""
+        if self._end_id is None:
+            raise RecordProblem("no end token", "a plain text ends with the tokenizer's eos_token, and it has none")
+        begin = [] if self._begin_id is None else [self._begin_id]
+        ids = np.array([*begin, *self._encoder.encode(text).ids.tolist()], dtype=np.int32)
+        if not len(ids) or ids[-1] != self._end_id:  # a text may spell it
+            ids = np.append(ids, np.int32(self._end_id))
+        kept = ids[: self.cutoff_len]
+        supervised = np.ones(len(kept), dtype=bool)
+        supervised[0] = False
+        return Rendered(kept, supervised, cut_text_tokens=len(ids) - len(kept))
 
     def _sample(self, template: ChatTemplate, rendering: Rendering) -> Rendered:
         encoded = self._encoder.encode(rendering.text, rendering.turns)

@@ -24,11 +24,17 @@ class DataReport:
     cut_answers: int = 0  # samples whose answer was too long and lost its end
     dropped_turns: int = 0  # answers left out from the ends of long conversations
     dropped: dict[str, int] = field(default_factory=dict)  # records not kept, by reason
+    duplicates: int = 0  # records not kept because an earlier one says the same
+    other_side: int = 0  # records not kept because they are on the other side of the split
+    left_out_media: int = 0  # records not kept because they have images, video or sound
+    without_media: int = 0  # records read without theirs
     # Kept records, in the order of the difficulties; empty where difficulties are not looked at.
     records_per_difficulty: dict[str, int] = field(default_factory=dict)
     difficulty_field_found: bool = False  # whether any record has a difficulty
     unended_samples: int = 0  # samples in which no whole answer ends with a special token
     off_prompt_samples: int = 0  # samples with an answer that does not follow the template's own generation prompt
+    cut_texts: int = 0  # plain texts that lost their end to the cutoff
+    cut_text_tokens: int = 0  # tokens lost so
     control_token_records: int = 0  # records whose text spells a special token of the tokenizer
 
     def add(self, other: DataReport) -> None:
@@ -83,7 +89,17 @@ class DataReport:
             lines.append(("turns dropped", f"{self.dropped_turns:,} (ends of long conversations)"))
         if self.cut_answers:
             lines.append(("answers cut", f"{self.cut_answers:,}"))
+        if self.cut_texts:
+            lines.append(("texts cut", f"{self.cut_texts:,} ({self.cut_text_tokens:,} tokens)"))
         lines += [(f"dropped: {reason}", f"{count:,}") for reason, count in self.dropped.items()]
+        if self.left_out_media:
+            lines.append(("left out: images, video or sound", f"{self.left_out_media:,}"))
+        if self.without_media:
+            lines.append(("read without images, video or sound", f"{self.without_media:,}"))
+        if self.duplicates:
+            lines.append(("duplicates dropped", f"{self.duplicates:,}"))
+        if self.other_side:
+            lines.append(("on the other side of the split", f"{self.other_side:,}"))
         lines.append(("tokens", f"{self.tokens:,} (longest sample {self.longest_tokens:,})"))
         lines.append(("supervised tokens", f"{self.supervised_tokens:,} ({share:.1%})"))
         for name, records in self.records_per_difficulty.items():

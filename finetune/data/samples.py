@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 from finetune.data import cache
 from finetune.data.report import DataReport
 from finetune.data.sample_shards import SAMPLE_ARRAYS, TOKEN_ARRAYS, map_tokens
+from finetune.data.sources import DataFile
 
 
 class Samples:
@@ -29,10 +30,12 @@ class Samples:
         fingerprint: hash of the samples themselves: equal for equal data, wherever it lies.
         highest_id: of all tokens.
         report: what became of the records.
+        source_starts: the first sample of each entry of `data`, and the number of samples: an entry's samples lie
+            one after another.
     """
 
-    def __init__(self, folder: Path, sources: tuple[Path, ...]) -> None:
-        self._folder, self._sources = folder, sources
+    def __init__(self, folder: Path, files: tuple[DataFile, ...]) -> None:
+        self._folder, self._files = folder, files
         meta = cache.read_meta(folder)
         # As plain arrays, for what is computed of a np.memmap is one by name.
         arrays = {
@@ -54,6 +57,10 @@ class Samples:
         self.fingerprint: str = meta["fingerprint"]
         self.highest_id: int = meta["highest_id"]
         self.report = DataReport(**meta["report"])
+        first_files = [
+            bisect_left(files, number, key=lambda file: file.number) for number in range(files[-1].number + 2)
+        ]
+        self.source_starts = tuple(bisect_left(self._places[:, 0], file) for file in first_files)
 
     def __len__(self) -> int:
         return len(self.difficulties)
@@ -70,7 +77,7 @@ class Samples:
     def location(self, index: int) -> str:
         """`file:line` of the record that sample `index` came from."""
         file, line = self._places[index]
-        return f"{self._sources[file]}:{line}"
+        return f"{self._files[file].path}:{line}"
 
     def first_above(self, limit: int) -> tuple[int, str]:
         """The first token id that is `limit` or more, and where its record lies; there is one (see `highest_id`)."""
@@ -80,4 +87,4 @@ class Samples:
         return int(self._tokens[shard][place]), self.location(sample)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Samples, (self._folder, self._sources)  # the maps are opened again, not copied through a pipe
+        return Samples, (self._folder, self._files)  # the maps are opened again, not copied through a pipe

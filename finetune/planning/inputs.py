@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -130,6 +131,7 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
     sharding = sharding_of(config.deepspeed, shape, config.lora_r if lora else 0)
     accelerator = cluster.device_type in ("cuda", "npu")
     tokens = config.tokens_per_microbatch
+    paths = [source.path for source in (*config.sources, *config.valid_sources)]
     return Workload(
         shape=shape,
         computing=Computing(
@@ -162,7 +164,7 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
         hccl_bytes=_hccl_bytes(config, cluster),
         saves_behind=config.async_save and config.save_steps > 0,
         # A character of text is about a quarter of a token; a token is 4 bytes of id and 1 of mask.
-        data_bytes=int(1.25 * sum(_size(path) for path in (*config.data, *config.valid_data))),
+        data_bytes=int(1.25 * sum(_size(path) for path in paths)),
     )
 
 
@@ -274,7 +276,9 @@ def with_micro_batch(work: Workload, config: BaseConfig, micro_batch: int) -> Wo
 
 
 def _size(name: str) -> int:
+    """Bytes of a file; of the token files in a folder, else of all in it; of what a glob names."""
     path = Path(name)
-    if path.is_dir():
-        return sum(file.stat().st_size for file in path.glob("*.bin"))
-    return path.stat().st_size if path.is_file() else 0
+    inside = (
+        [*path.glob("*.bin")] or [*path.rglob("*")] if path.is_dir() else map(Path, glob.glob(name, recursive=True))
+    )
+    return sum(file.stat().st_size for file in inside if file.is_file())

@@ -24,6 +24,9 @@ EVENTS = {
     "resume": N_("resumed from {checkpoint}"),
     "skipped_checkpoint": N_("{name} was skipped: {why}"),
     "eval": N_("step {step}: validation loss {eval_loss}"),
+    "early_stop": N_(
+        "step {step}: no better evaluation in the last {evaluations}, the run ends; the best was at step {best_step}"
+    ),
     "sample": N_("step {step}: samples written"),
     "checkpoint": N_("{name} saved, {size}"),
     "spike": N_("step {step}: loss {loss} is a spike; events.jsonl has the ids of its records"),

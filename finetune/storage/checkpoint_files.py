@@ -243,7 +243,7 @@ def rotate(run_folder: Path | str, keep: int, *, known_valid: Collection[str]) -
 
     No content is read: a save would take longer with each one kept. Nothing is removed before two newer ones are known
     to be valid. What does not even look like a checkpoint of this package (by manifest, names and sizes) is left where
-    it is.
+    it is, and so is what a kept one names as the best: whichever of them a run resumes from, its best is there.
 
     Args:
         run_folder: locked by this run.
@@ -256,6 +256,7 @@ def rotate(run_folder: Path | str, keep: int, *, known_valid: Collection[str]) -
     if keep < KEEP_AT_LEAST:
         raise ConfigError(f"save_total_limit is {keep}, below {KEEP_AT_LEAST}", "save_total_limit", "give 2 or more")
     removed: list[str] = []
+    best: set[str] = set()
     kept = known = 0
     try:
         checkpoints = list_checkpoints(run_folder)
@@ -271,7 +272,8 @@ def rotate(run_folder: Path | str, keep: int, *, known_valid: Collection[str]) -
         elif not enough:
             kept += 1
             known += folder.name in known_valid
-        elif _removed(folder, _remove_checkpoint):
+            best.add(str(((validity.manifest or {}).get("metadata", {}).get("best") or {}).get("checkpoint")))
+        elif folder.name not in best and _removed(folder, _remove_checkpoint):
             removed.append(folder.name)
     _finish_removals(run_folder)
     return removed

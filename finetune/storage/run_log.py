@@ -37,6 +37,7 @@ EVENTS = (
     "execution",  # what was chosen where the configuration says auto, and why
     "eval",  # validation loss, overall and per difficulty
     "sample",  # pretraining: beginnings of windows and how the model continues them
+    "early_stop",  # the evaluations were not better for long: the run ends here, as done
     "checkpoint",  # a checkpoint was verified and published
     "skipped_checkpoint",  # an invalid checkpoint was skipped, and why
     "resume",  # the run resumes from a checkpoint

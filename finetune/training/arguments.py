@@ -1,4 +1,4 @@
-"""Settings -> TrainingArguments: the one place where the two meet.
+"""Settings -> TrainingArguments: the one place where the two meet; and where Trainer calls a run back.
 
 Trainer, accelerate and DeepSpeed are all told micro-batch 1, accumulation 1: one loader item is one optimizer step.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from finetune.config.deepspeed_config import offloads
 from finetune.config.run_config import BaseConfig
@@ -105,3 +106,16 @@ def _use_one_device(arguments: TrainingArguments) -> None:
             arguments.n_gpu,
         )
         arguments._n_gpu = 1
+
+
+class StepEnd(TrainerCallback):
+    """Calls the trainer at the end of each step."""
+
+    # A callback, because Trainer has no method there to override; added last, so that it runs after DefaultFlowCallback
+    # has decided whether to evaluate, save or stop, and can decide otherwise.
+
+    def __init__(self, end_of_step: Callable[[], None]) -> None:
+        self._end_of_step = end_of_step
+
+    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        self._end_of_step()

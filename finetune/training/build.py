@@ -6,7 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -23,11 +23,13 @@ from finetune.modeling.loss import ChunkedHead
 from finetune.modeling.pretrained import count_parameters
 from finetune.runtime.device import LaunchWorld
 from finetune.runtime.terminal import console as terminal_console
+from finetune.storage.checkpoint_files import verify
 from finetune.training.arguments import reporters
 from finetune.training.checkpointer import Checkpointer
 from finetune.training.control import RunContext, StopSignals
 from finetune.training.executor import LOOKED_AT_SAMPLES, StepExecutor, largest_microbatch, looked_at_steps
-from finetune.training.resume import Resume
+from finetune.training.results import Best, Evaluations, read_best
+from finetune.training.resume import Resume, metadata_of
 from finetune.training.session import Session
 from finetune.training.trainer import RunTrainer
 
@@ -71,14 +73,12 @@ def make_context(
     *,
     learning_rate_factor: Callable[[int], float],
     epochs_per_step: float,
-    difficulty_names: tuple[str, ...] = (),
     stage_name: Callable[[int], str] = lambda step: "",
 ) -> RunContext:
     return RunContext(
         total_steps=data.batches.total_steps,
         resume_from=start.folder,
         start_step=start.step,
-        difficulty_names=difficulty_names,
         stage_name=stage_name,
         learning_rate_factor=learning_rate_factor,
         epochs_per_step=epochs_per_step,
@@ -140,6 +140,8 @@ def make_trainer(
     # Ranks plan and name tensors without communication: other packages or microbatches would part them in silence.
     context.control.check_equal({**package_versions(), "packing": step_batches.execution.describe()})
     trained = count_parameters(model)["trainable"]
+    best = _best_so_far(config, context, session.output_dir)
+    arguments.eval_on_start = arguments.eval_on_start or _lacks_evaluation(config, context, best)
     trainer = trainer_class(
         model=model,
         args=arguments,
@@ -170,7 +172,30 @@ def make_trainer(
         verified=_resumed_here(context, session.output_dir),
         behind=config.async_save,
     )
+    trainer.evaluations = Evaluations(best, context, keep=config.keep_best, patience=config.early_stopping)
+    trainer.checkpointer.best = None if best.evaluated is None else best.facts()
     return trainer
+
+
+def _best_so_far(config: BaseConfig, context: RunContext, output_dir: Path) -> Best:
+    """The best evaluation before the checkpoint that the run resumes from. Every rank calls."""
+    folder, own = context.resume_from, _resumed_here(context, output_dir)
+    best = read_best(config.followed_metric, metadata_of(folder))
+    if config.keep_best and best.value is not None:
+        kept = own is not None and best.checkpoint is not None
+        if not (kept and verify(output_dir / str(best.checkpoint), hashes=False).valid):
+            logger.warning("the best checkpoint, of step %d, is not here: the best is looked for anew", best.step)
+            best = Best(best.metric)
+    elif best.checkpoint is not None:
+        best = replace(best, checkpoint=None)
+    return Best(**context.control.share(best.facts()))
+
+
+def _lacks_evaluation(config: BaseConfig, context: RunContext, best: Best) -> bool:
+    """Whether a signal stopped the run at a step that it had to evaluate, so that this start makes up for it."""
+    step, follows = context.start_step, config.keep_best or config.early_stopping
+    due = step % config.eval_steps == 0 if config.eval_steps else False
+    return bool(follows and step and best.evaluated != step and (due or step == context.total_steps))
 
 
 def _resumed_here(context: RunContext, output_dir: Path) -> str | None:

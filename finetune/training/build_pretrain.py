@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.schedules import ScheduleSettings, learning_rate_schedule, warmup_count
 from finetune.data.corpus.windows import JoinedWindows, Windows
-from finetune.data.steps import InOrder, StepBatches
+from finetune.data.steps import InOrder, LossGroups, StepBatches
 from finetune.errors import ConfigError
 from finetune.modeling.attention import choose_attention
 from finetune.modeling.attention_check import check_attention
@@ -233,7 +233,9 @@ def _step_batches(
 
     def make(windows: Windows | JoinedWindows, batches: Any) -> StepBatches:
         difficulties = np.broadcast_to(np.int64(-1), (len(windows),))
-        return StepBatches(windows, batches, execution, difficulty_ids=difficulties, difficulties=0, pad_token_id=0)
+        return StepBatches(
+            windows, batches, execution, difficulty_ids=difficulties, groups=LossGroups(), pad_token_id=0
+        )
 
     at_a_time = config.device_batch_size * world.world_size
     valid = None if data.valid is None else make(data.valid, InOrder(len(data.valid), at_a_time))

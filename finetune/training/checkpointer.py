@@ -81,7 +81,7 @@ class Checkpointer:
         metadata: plain JSON facts for the manifest, the same on every rank.
         model_files: on rank 0, gives what writes the files that make the checkpoint usable as it is (a peft adapter)
             into a folder; called between steps with what gives the saved weights, by parameter name.
-        keep: valid checkpoints to keep, at least 2.
+        keep: newest valid checkpoints to keep, at least 2; with each the one that it names as the best.
         last: name of the checkpoint that this start resumed from.
         verified: the same, where it is one of this run folder.
         behind: save behind the training, where the host has memory for a copy of the state.
@@ -111,6 +111,7 @@ class Checkpointer:
         self.metadata, self.model_files, self.keep = metadata, model_files, keep
         self.runlog, self.sample_log, self.local_world_size = runlog, sample_log, local_world_size
         self.last = last
+        self.best: dict[str, Any] | None = None  # of the evaluations so far, for the manifest
         self._verified = set() if verified is None else {verified}
         self._behind, self._memory_asked = behind, False
         self._copies, self._copies_made = HostCopies(), False
@@ -258,7 +259,8 @@ class Checkpointer:
         # ones, which may be there already).
         if self.sample_log is not None:
             self.sample_log.sync()
-        folder = writer.publish(records, self.metadata)
+        # No evaluation comes between a save and its publishing: it waits for that.
+        folder = writer.publish(records, self.metadata | ({} if self.best is None else {"best": self.best}))
         self._verified.add(folder.name)
         # After publish has verified it; `keep` counts valid ones only, so a damaged disk never costs the last.
         removed = rotate(self.run_folder, self.keep, known_valid=self._verified)

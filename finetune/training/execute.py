@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 from finetune.errors import ExitCode, FinetuneError
 from finetune.planning.finished_run import peaks_of, planned_of_run, read_events
@@ -45,17 +46,41 @@ def train_and_save(trainer: RunTrainer, session: Session) -> RunResult:
         except StepOutOfMemory as error:
             raise _out_of_memory(trainer, session, str(error)) from error
         finally:
-            trainer.close_progress()
+            trainer.console.close()
             session.steps_done = trainer.state.global_step
-        if trainer.stopped_by is None:
-            trainer.save_output(session.output_dir)
         state: RunState = "stopped" if trainer.stopped_by is not None else "done"
-        steps = trainer.state.global_step
+        steps, told = trainer.state.global_step, trainer.evaluations.best.told()
+        output_step = None
+        if state == "done":
+            best = _best_checkpoint(trainer, session)
+            output_step = steps if best is None else trainer.evaluations.best.step
+            trainer.save_output(session.output_dir, best)
+            told |= {"output_step": output_step}
         peaks = {**_peaks(trainer), **_planned_peaks(session)}
-        session.finish(state, step=steps, checkpoint=trainer.checkpointer.last, peaks=peaks)
+        session.finish(state, step=steps, checkpoint=trainer.checkpointer.last, told={**peaks, **told}, **told)
     if state == "stopped":
         logger.warning("stopped by %s at step %d; %s is saved", trainer.stopped_by, steps, trainer.checkpointer.last)
-    return RunResult(session.output_dir, state, steps, trainer.measured, trainer.context.start_step)
+    start = trainer.context.start_step
+    return RunResult(session.output_dir, state, steps, trainer.measured, start, output_step)
+
+
+def _best_checkpoint(trainer: RunTrainer, session: Session) -> Path | None:
+    """The checkpoint that the output is made of; None: the weights as they are now. Every rank calls.
+
+    Raises:
+        FinetuneError: its content was changed.
+    """
+    best = trainer.evaluations.best
+    if not trainer.evaluations.keep or best.checkpoint is None or best.step == trainer.state.global_step:
+        return None
+    folder = session.output_dir / best.checkpoint
+    if (problem := session.problem_in(folder)) is not None:
+        raise FinetuneError(
+            f"the best checkpoint cannot be made the output: {problem}",
+            str(folder),
+            "start the same command with --keep-best false: the output is then made of the last step",
+        )
+    return folder
 
 
 def _planned_peaks(session: Session) -> dict[str, dict[str, int]]:

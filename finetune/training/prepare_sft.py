@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config.paths import split_revision
 from finetune.config.run_config import RunConfig
+from finetune.config.sources import DataSource, source_names
+from finetune.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.batching.sampler import GlobalBatches
     from finetune.data.dataset import Samples
+    from finetune.data.selection import Selection
 
 logger = logging.getLogger("finetune")
 
@@ -47,6 +50,8 @@ class Prepared:
     valid: Samples | None
     batches: GlobalBatches
     difficulty_names: tuple[str, ...]
+    source_names: tuple[str, ...]  # of the training data; empty where it is not mixed
+    valid_source_names: tuple[str, ...]  # empty where there is one
     stages: tuple[float, ...]
     packing: bool
     padding_id: int
@@ -56,8 +61,10 @@ class Prepared:
 def prepare_data(config: RunConfig) -> Prepared:
     """Tokenizer, samples, and the list of global batches, with the checks that need no weights."""
     from finetune.batching.curriculum import build_schedule
+    from finetune.batching.mixing import mix_of, source_warnings
     from finetune.batching.sampler import GlobalBatches, count_steps
     from finetune.data.dataset import prepare_samples
+    from finetune.data.selection import selection_of
     from finetune.data.templates import load_tokenizer
     from finetune.modeling import model_config as models
     from finetune.modeling.attention import can_pack
@@ -71,9 +78,9 @@ def prepare_data(config: RunConfig) -> Prepared:
         _warn_of_untrained_stops(config, tokenizer)
     difficulties = config.curriculum.levels if config.use_curriculum else None
 
-    def samples_of(paths: tuple[str, ...]) -> Samples:
+    def samples_of(sources: tuple[DataSource, ...], selection: Selection | None = None) -> Samples:
         return prepare_samples(
-            paths,
+            sources,
             tokenizer,
             cutoff_len=config.cutoff_len,
             difficulties=difficulties,
@@ -81,10 +88,15 @@ def prepare_data(config: RunConfig) -> Prepared:
             on_bad_row=config.on_bad_row,
             cache_dir=config.cache_dir,
             num_proc=config.preprocessing_num_workers,
+            selection=selection,
+            on_media=config.on_media,
+            train_thinking=config.train_thinking,
         )
 
-    train = samples_of(config.data)
-    valid = samples_of(config.valid_data) if config.valid_data else None
+    train = samples_of(config.sources, selection_of(config))
+    splits = config.valid_split is not None
+    held_out = config.sources if splits else config.valid_sources
+    valid = samples_of(held_out, selection_of(config, "valid") if splits else None) if config.validates else None
     for prepared in filter(None, (train, valid)):
         models.check_ids(model_config, prepared, tokenizer)
     models.warn_of_missing_embeddings(model_config, tokenizer)
@@ -96,8 +108,11 @@ def prepare_data(config: RunConfig) -> Prepared:
         config.global_batch_size,
         total_steps,
         config.curriculum_seed,
+        mix=mix_of(config.sources, train.source_starts),
         by_difficulty=train.by_difficulty,
     )
+    for warning in source_warnings(batches.source_draws()):
+        logger.warning("%s", warning)
     for name, samples in batches.unused.items():
         logger.warning("difficulty %s has weight 0 in every stage: its %d samples are not trained on", name, samples)
     packing = config.packing
@@ -108,17 +123,34 @@ def prepare_data(config: RunConfig) -> Prepared:
             model_config.model_type,
         )
         packing = False
+    difficulty_names = difficulties if difficulties and train.report.difficulty_field_found else ()
+    _check_metric(config.best_metric, valid, difficulty_names)
     return Prepared(
         tokenizer=tokenizer,
         train=train,
         valid=valid,
         batches=batches,
-        difficulty_names=difficulties if difficulties and train.report.difficulty_field_found else (),
+        difficulty_names=difficulty_names,
+        source_names=() if batches.mix is None else batches.mix.names,
+        valid_source_names=source_names(held_out) if len(held_out) > 1 else (),
         stages=tuple(stage.until for stage in schedule.stages),
         packing=packing,
         padding_id=models.padding_id(model_config, tokenizer),
         identity=_identity(config, train, batches) | {"weights": models.weights_identity(config.model)},
     )
+
+
+def _check_metric(metric: str, valid: Samples | None, difficulty_names: tuple[str, ...]) -> None:
+    """Raise DataError where the best evaluation is that of a difficulty, and no evaluation has it."""
+    name = metric.removeprefix("loss/")
+    if valid is None or name == metric:
+        return
+    if name not in difficulty_names or not (valid.difficulties == difficulty_names.index(name)).any():
+        raise DataError(
+            f"no validation record is of difficulty {name!r}, so no evaluation has {metric}",
+            "--best-metric",
+            "add such records to --valid-data, or take another metric",
+        )
 
 
 def _warn_of_untrained_stops(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,13 +1,24 @@
-"""What a run came to."""
+"""What a run came to, and which of its evaluations was the best."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from finetune.errors import ExitCode
+from finetune.config.run_config import BaseConfig
+from finetune.errors import ConfigError, ExitCode
 from finetune.storage.run_log import read_jsonl_tolerant
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl
+
+    from finetune.training.control import RunContext
+
+logger = logging.getLogger("finetune")
 
 EXIT_CODES = {"done": ExitCode.DONE, "stopped": ExitCode.STOPPED, "failed": ExitCode.FAILED}
 
@@ -22,6 +33,7 @@ class RunResult:
         steps: optimizer steps done.
         metrics: of the last evaluation and the last logged step.
         first_step: done before this start; None where it did nothing, as the run was finished.
+        output_step: step of the weights that the output is made of; None where there is none, or it was there before.
     """
 
     output_dir: Path
@@ -29,6 +41,7 @@ class RunResult:
     steps: int
     metrics: dict[str, Any] = field(default_factory=dict)
     first_step: int | None = None
+    output_step: int | None = None
 
     @property
     def exit_code(self) -> ExitCode:
@@ -52,3 +65,89 @@ class RunResult:
         ]
         own = [*(line for line in steps if line["step"] > self.first_step), *evaluations]
         return sorted(own, key=lambda line: line["step"])  # what is equal stays in order: an evaluation ends its step
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best evaluation so far: what a checkpoint says of it. A tie is no improvement, and NaN is never the best.
+
+    The evaluation before the first step does not count: there is no checkpoint of it, and nothing trained in one.
+
+    Attributes:
+        metric: as the log names it.
+        value: of the best one; None before the first.
+        step: of the best one.
+        since: evaluations after it.
+        evaluated: step of the last evaluation; None before the first.
+        checkpoint: the best one's, where it is kept.
+    """
+
+    metric: str
+    value: float | None = None
+    step: int = 0
+    since: int = 0
+    evaluated: int | None = None
+    checkpoint: str | None = None
+
+    def after(self, step: int, value: float, *, keep: bool) -> Best:
+        """With the evaluation of a step."""
+        if step == 0:
+            return self
+        if not math.isnan(value) and (self.value is None or value < self.value):
+            return Best(self.metric, value, step, 0, step, f"checkpoint-{step}" if keep else None)
+        return replace(self, since=self.since + 1, evaluated=step)
+
+    def facts(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return asdict(self)
+
+    def told(self) -> dict[str, Any]:
+        """What an event says of it; nothing before the first."""
+        return {} if self.value is None else {"metric": self.metric, "best": self.value, "best_step": self.step}
+
+
+class Evaluations:
+    """Follows the evaluations of a run: saves what is the best, and ends the run when nothing better has come for long.
+
+    Args:
+        keep: the best one's checkpoint.
+        patience: evaluations without a better one, after which the run ends; 0: any number.
+    """
+
+    def __init__(self, best: Best, context: RunContext, *, keep: bool, patience: int) -> None:
+        self.best, self.context, self.keep, self.patience = best, context, keep, patience
+
+    @property
+    def enough(self) -> bool:
+        return 0 < self.patience <= self.best.since
+
+    def note(self, step: int, metrics: Mapping[str, float], flow: TrainerControl) -> None:
+        """Take in an evaluation after so many steps, and tell Trainer what follows of it. Every rank calls."""
+        now = self.best.after(step, metrics[self.best.metric], keep=self.keep)
+        self.best = Best(**self.context.control.share(now.facts()))  # one decision, however the ranks round
+        if self.keep and step and self.best.step == step:
+            flow.should_save = True
+        if self.enough and step < self.context.total_steps:
+            logger.info("step %d: the last %d evaluations were not better: the run ends", step, self.best.since)
+            self.context.runlog.event("early_stop", step=step, evaluations=self.best.since, **self.best.told())
+            flow.should_save = flow.should_training_stop = True
+
+
+def read_best(metric: str, metadata: Mapping[str, Any] | None) -> Best:
+    """What a checkpoint's facts say of the best evaluation; the beginning where they say nothing of this metric."""
+    found = (metadata or {}).get("best") or {}
+    names = {each.name for each in fields(Best)}
+    if found.get("metric") != metric:
+        return Best(metric)
+    return Best(**{name: found[name] for name in names & found.keys()})
+
+
+def check_evaluated(config: BaseConfig, total_steps: int) -> None:
+    """Raise ConfigError for a run that is to follow its evaluations and ends with the first."""
+    name = "keep_best" if config.keep_best else "early_stopping"
+    if getattr(config, name) and config.eval_steps >= total_steps:
+        raise ConfigError(
+            f"{name} is set, and the only evaluation is after the last of {total_steps} steps",
+            f"--eval-steps {config.eval_steps}",
+            f"evaluate more often, e.g. --eval-steps {max(1, total_steps // 10)}",
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ def decide_resume(
     total_steps: int,
     allow_change: bool,
     damaged: Mapping[str, str] | None = None,
+    is_enough: Callable[[Mapping[str, Any]], bool] = lambda metadata: False,
 ) -> Resume | None:
     """What to do with what is in the output folder. None: this run is finished already.
 
@@ -56,6 +57,7 @@ def decide_resume(
 
     Args:
         damaged: names of checkpoints whose content was found changed, with the reason.
+        is_enough: whether a checkpoint's facts say that the run ends with it, before its last step.
 
     Raises:
         StateError: the folder holds another run or foreign files; the checkpoint asked for is broken or another run's.
@@ -75,7 +77,7 @@ def decide_resume(
     folder, skipped = newest_valid(output_dir, hashes=False, damaged=damaged)
     _refuse_unread([path for path, _ in skipped])
     status = describe_folder(output_dir).status or {}
-    if step_in(folder) >= total_steps and status.get("state") == "done":
+    if status.get("state") == "done" and (step_in(folder) >= total_steps or is_enough(metadata_of(folder))):
         return None
     reasons = tuple((path.name, why) for path, why in skipped)
     return Resume(folder, step_in(folder), changed=bool(found), skipped=reasons)
@@ -125,6 +127,12 @@ def _refuse_differences(found: list[Difference], where: str, allow_change: bool)
         "choose another --output-dir for a new run; give the old values to continue the old one; or continue it "
         "changed, on your own account, with --allow-data-change",
     )
+
+
+def metadata_of(folder: Path | None) -> dict[str, Any]:
+    """The facts in a checkpoint's manifest; none of no checkpoint."""
+    manifest = None if folder is None else verify(folder, hashes=False).manifest
+    return {} if manifest is None else dict(manifest["metadata"])
 
 
 def step_in(folder: Path | None) -> int:

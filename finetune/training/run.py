@@ -32,7 +32,7 @@ from finetune.errors import ConfigError, ExitCode, FinetuneError, raise_problems
 from finetune.runtime.device import LaunchWorld, launch_world, prepare_environment, probe_torch_npu
 from finetune.runtime.parent_watchdog import die_with_launcher
 from finetune.storage.run_log import setup_console, success
-from finetune.training.results import RunResult
+from finetune.training.results import RunResult, check_evaluated, read_best
 
 if TYPE_CHECKING:
     from finetune.training.session import Session
@@ -105,6 +105,7 @@ def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
     data = prepare(config)
     output_dir = Path(config.output_dir)
     total_steps = data.batches.total_steps
+    check_evaluated(config, total_steps)
     # Another rank may look when rank 0 has begun this very run.
     resume = config.resume if world.is_main or config.resume != "never" else "auto"
     session = Session(
@@ -119,6 +120,9 @@ def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
             total_steps=total_steps,
             allow_change=config.allow_data_change,
             damaged=damaged,
+            is_enough=lambda metadata: (
+                config.early_stopping > 0 and read_best(config.followed_metric, metadata).since >= config.early_stopping
+            ),
         ),
         log_samples=config.log_samples,
     )
@@ -241,5 +245,7 @@ def _exit_code(world: LaunchWorld, run: Callable[[], RunResult | None]) -> int:
     if result is None:
         return int(ExitCode.DONE)
     if world.is_main and result.state == "done":
-        success(f"done: {result.steps} steps, output in {result.output_dir}")
+        best = result.output_step not in (None, result.steps)
+        made_of = f", made of step {result.output_step}, the best" if best else ""
+        success(f"done: {result.steps} steps, output in {result.output_dir}{made_of}")
     return int(result.exit_code)

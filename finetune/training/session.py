@@ -144,7 +144,7 @@ class Session:
         self._see_the_same_checkpoints()
         start = self._decide_again()
         self.control.check_equal({**facts, "checkpoint": start.name})
-        while start.folder is not None and (problem := self._problem_in(start.folder)) is not None:
+        while start.folder is not None and (problem := self.problem_in(start.folder)) is not None:
             self._damaged[start.folder.name] = problem
             start = self._decide_again()
             self.control.check_equal({"checkpoint": start.name})
@@ -158,8 +158,10 @@ class Session:
                 return
             time.sleep(1.0)
 
-    def _problem_in(self, checkpoint: Path) -> str | None:
+    def problem_in(self, checkpoint: Path) -> str | None:
         """What is wrong with the content of a checkpoint; the same on every rank, which all read their share of it.
+
+        Every rank must call.
 
         16 ranks that each read all of a 32B model's state would read 6 TB. What a rank will load is in its share.
         """
@@ -206,18 +208,18 @@ class Session:
         *,
         step: int,
         exit_code: int | None = None,
-        peaks: Mapping[str, Any] | None = None,
+        told: Mapping[str, Any] | None = None,
         **facts: Any,
     ) -> None:
         """Write how the run ended, with the code that the process ends with; on rank 0.
 
         Args:
-            peaks: most memory of each rank, and what was planned, for the event.
+            told: further facts for the event: most memory of each rank, what was planned, the best evaluation.
         """
         if self.world.is_main and self._begun:
             code = int(EXIT_CODES[state] if exit_code is None else exit_code)
             write_status(self.output_dir, state, code, step=step, **facts)
-            self.runlog.event("end", state=state, exit_code=code, step=step, **(peaks or {}))
+            self.runlog.event("end", state=state, exit_code=code, step=step, **(told or {}))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         if error is not None:

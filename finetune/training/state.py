@@ -344,6 +344,15 @@ def _fill_partitioned(parameter: Any, saved: SavedTensors, name: str) -> None:
             parameter.copy_(saved.get(name))
 
 
+def with_saved(folder: Path, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights by parameter name with a checkpoint's in place of those that it has, in the dtype that they have."""
+    saved = SavedTensors(folder, "weights")
+    return weights | {
+        name: saved.get(name).reshape(weights[name].shape).to(weights[name].dtype)
+        for name in saved.description["shapes"].keys() & weights.keys()
+    }
+
+
 def whole_weights(model: torch.nn.Module, dtype: torch.dtype | None, *, keep: bool) -> dict[str, torch.Tensor]:
     """Parameters and buffers by name on the CPU, whole whatever holds them. Every rank calls.
 

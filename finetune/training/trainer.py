@@ -20,22 +20,23 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
 from finetune.data.collate import Microbatch
-from finetune.data.steps import Execution, StepBatch, StepBatches
-from finetune.modeling.loss import ChunkedHead, microbatch_losses, sums_by_difficulty
+from finetune.data.steps import Execution, StepBatch, StepBatches, as_is
+from finetune.modeling.loss import ChunkedHead, microbatch_losses, sums_by_group
 from finetune.runtime.device import read_later
 from finetune.runtime.parent_watchdog import progress
-from finetune.runtime.progress import ProgressLine
 from finetune.storage.results import put_output
+from finetune.training.arguments import StepEnd
 from finetune.training.checkpointer import Checkpointer
 from finetune.training.control import RunContext
 from finetune.training.executor import StepExecutor
 from finetune.training.guards import NonFiniteGuard, SpikeDetector, StepOutcomes, step_engine
-from finetune.training.metrics import ComputeCost, StepMeter, line_facts, progress_text
+from finetune.training.metrics import ComputeCost, ConsoleProgress, StepMeter, line_facts
 from finetune.training.optimizers import skip_where
-from finetune.training.state import Form, TrainingState, whole_weights
+from finetune.training.results import Evaluations
+from finetune.training.state import Form, TrainingState, whole_weights, with_saved
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -60,7 +61,8 @@ class RunTrainer(Trainer):
     model: PreTrainedModel
     processing_class: PreTrainedTokenizerBase | None
     optimizer: Any  # torch's, then accelerate's wrapper around it, or DeepSpeed's
-    checkpointer: Checkpointer  # given once the model is known (build.make_trainer)
+    checkpointer: Checkpointer  # given once the model is known, as the next (build.make_trainer)
+    evaluations: Evaluations
     _batch: StepBatch  # of the step under way
     _learning_rate: float  # of its first group
 
@@ -81,16 +83,16 @@ class RunTrainer(Trainer):
         # Trainer adds the first with disable_tqdm, the second without: both would write over our progress line.
         self.remove_callback(PrinterCallback)
         self.remove_callback(ProgressCallback)
-        self.add_callback(_StepEnd(self))
+        self.add_callback(StepEnd(self.end_of_step))
         self.step_batches, self.eval_step_batches, self.context = step_batches, eval_step_batches, context
         self.head, self.state_form, self.num_workers = head, state_form, num_workers
         self.executor = make_executor(self.accelerator)
         self.executor.on_out_of_memory = self._log_out_of_memory
-        self.meter = StepMeter(context.difficulty_names, self.args.device, cost)
+        self.meter = StepMeter(step_batches.groups, self.args.device, cost)
         self.guard, self.spikes, self.outcomes = NonFiniteGuard(), SpikeDetector(), StepOutcomes()
         self.stopped_by: str | None = None
         self.measured: dict[str, Any] = {}  # by the last line of the log and the last evaluation
-        self._progress: ProgressLine | None = None
+        self.console = ConsoleProgress(context)
         self._nonfinite: Callable[[], bool] = lambda: False  # the step under way, asked when it has to be known
 
     # ------------------------------------------------------------------ the list of global batches
@@ -102,11 +104,16 @@ class RunTrainer(Trainer):
         return DataLoader(
             self.step_batches,
             batch_size=None,
-            sampler=range(self.context.start_step, self.context.total_steps),
+            sampler=self._steps_left(),
             num_workers=self.num_workers,
-            collate_fn=_as_is,
+            collate_fn=as_is,
             persistent_workers=False,
         )
+
+    def _steps_left(self) -> Iterator[int]:
+        # A generator, as an evaluation before the first of them may say that there are none.
+        if not self.evaluations.enough:
+            yield from range(self.context.start_step, self.context.total_steps)
 
     def set_initial_training_values(
         self, args: TrainingArguments, dataloader: DataLoader
@@ -169,7 +176,7 @@ class RunTrainer(Trainer):
         self._set_learning_rate(inputs.step)
         result = self.executor.run(model, inputs)
         self._batch = inputs
-        self.meter.add_step(inputs, result.difficulty_losses)
+        self.meter.add_step(inputs, result.group_losses)
         if self.is_deepspeed_enabled:
             skipped = step_engine(model)
             self._nonfinite = lambda: skipped
@@ -258,24 +265,29 @@ class RunTrainer(Trainer):
             measured = self.evaluation(step_batches)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
         self.log(dict(metrics))
+        self.evaluations.note(self.state.global_step, metrics, self.control)
+        self.checkpointer.best = self.evaluations.best.facts()
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
     def evaluation(self, step_batches: StepBatches) -> dict[str, float]:
-        """The loss of validation batches, overall and per difficulty. Every rank calls."""
-        total, tokens = 0.0, 0
-        sums = torch.zeros(step_batches.difficulties, dtype=torch.float64)
-        difficulty_tokens = np.zeros(step_batches.difficulties, dtype=np.int64)
+        """The loss of validation batches, overall, per difficulty and per source. Every rank calls."""
+        groups, total, tokens = step_batches.groups, 0.0, 0
+        sums = torch.zeros(len(groups), dtype=torch.float64)
+        group_tokens = np.zeros(len(groups), dtype=np.int64)
         for batch, scored in self.scored(step_batches):
             tokens += batch.supervised_tokens
-            difficulty_tokens += batch.difficulty_tokens
+            group_tokens += batch.group_tokens
             for microbatch, losses in scored:
                 precise = losses.cpu().double()  # millions of targets are added up
                 total += float(precise.sum())
-                sums += sums_by_difficulty(precise, microbatch.difficulties, len(sums))
-        total, *of_difficulties = self.context.control.sum([total, *sums.tolist()])
-        found = zip(self.context.difficulty_names, of_difficulties, difficulty_tokens.tolist(), strict=False)
-        return {"loss": total / tokens} | {f"loss/{name}": loss / count for name, loss, count in found if count}
+                sums += sums_by_group(precise, microbatch.groups, len(sums))
+        total, *of_groups = self.context.control.sum([total, *sums.tolist()])
+        found = {"loss": total / tokens}
+        for name, by in (("loss", groups.by_difficulty), ("source_loss", groups.by_source)):
+            counts = by(group_tokens.tolist())
+            found |= {f"{name}/{one}": loss / counts[one] for one, loss in by(of_groups).items() if counts[one]}
+        return found
 
     def scored(
         self, step_batches: StepBatches
@@ -311,7 +323,8 @@ class RunTrainer(Trainer):
             logs.update(line_facts(self.meter.take(self._sum_over_ranks)))
             self._look_for_spike(step, logs["loss"])
             self.context.runlog.step({"step": step, **logs})
-            self._show_progress(step, logs)
+            if self.is_world_process_zero():
+                self.console.show(step, logs)
         elif "eval_loss" in logs:
             self.context.runlog.event("eval", step=step, **logs)
             logger.info("step %d  %s", step, "  ".join(f"{k} {v:.4f}" for k, v in logs.items()))
@@ -324,22 +337,6 @@ class RunTrainer(Trainer):
         if self.spikes.is_spike(loss):
             logger.warning("step %d: loss %.4f is a spike", step, loss)
             self.context.runlog.event("spike", step=step, loss=loss, ids=self._record_ids(self._batch))
-
-    def _show_progress(self, step: int, logs: dict[str, Any]) -> None:
-        if not self.is_world_process_zero():
-            return
-        if self._progress is None:
-            self._progress = ProgressLine(self.context.total_steps, step)
-        self._progress.update(
-            step,
-            stage=self.context.stage_name(step - 1),
-            facts=progress_text(logs),
-            eta_seconds=(self.context.total_steps - step) * logs["step_seconds"],
-        )
-
-    def close_progress(self) -> None:
-        if self._progress is not None:
-            self._progress.close()
 
     def _log_out_of_memory(self, step: int, old: Execution, new: Execution, error: str) -> None:
         # Evaluation makes no gradients, but the same microbatches: what did not fit would hardly fit there.
@@ -370,10 +367,16 @@ class RunTrainer(Trainer):
         """On rank 0: write the output and check it."""
         raise NotImplementedError
 
-    def save_output(self, output_dir: Path) -> None:
-        """Put the result into the run folder: written beside, reopened, then moved in. Every rank calls."""
+    def save_output(self, output_dir: Path, best: Path | None = None) -> None:
+        """Put the result into the run folder: written beside, reopened, then moved in. Every rank calls.
+
+        Args:
+            best: the checkpoint that it is made of; None: the weights as they are.
+        """
         progress.begin_save(self.context.control.timeout_seconds)
         weights, main = self.output_weights(), self.is_world_process_zero()
+        if main and best is not None:
+            weights = with_saved(best, weights)
         write = partial(put_output, output_dir, lambda folder: self.write_output(folder, weights))
         # The others must not end, and have a launcher tear the run down, while rank 0 writes.
         self.context.control.together(write if main else lambda: None).result()
@@ -381,20 +384,3 @@ class RunTrainer(Trainer):
     def whole_weights(self, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
         """Whole parameters and buffers on rank 0's CPU, parameters in `dtype` (None: as they are). Every rank calls."""
         return whole_weights(self.model, dtype, keep=self.is_world_process_zero())
-
-
-class _StepEnd(TrainerCallback):
-    """Calls the trainer at the end of each step."""
-
-    # A callback, because Trainer has no method there to override; added last, so that it runs after DefaultFlowCallback
-    # has decided whether to evaluate, save or stop, and can decide otherwise.
-
-    def __init__(self, trainer: RunTrainer) -> None:
-        self._end_of_step = trainer.end_of_step
-
-    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        self._end_of_step()
-
-
-def _as_is(item: Any) -> Any:
-    return item  # a function of the module and not a lambda: loader processes that are spawned must find it by name

@@ -88,7 +88,18 @@ def test_weight_and_reasoning() -> None:
 BAD = [
     (None, "wrong type: the record is null"),
     (["q", "a"], "wrong type: the record is a list"),
-    ({"text": "q", "label": 1}, "unknown format: keys are label, text"),
+    ({"body": "q", "label": 1}, "unknown format: keys are body, label"),
+    ({"text": " \n"}, "empty text"),
+    ({"text": ["q"]}, "wrong type: 'text' is a list"),
+    ({"text": "\ud83d"}, "not UTF-8: turn 1"),
+    ({"prompt": "q"}, "no answer: no 'completion' or 'response'"),
+    ({"prompt": "q", "completion": "a", "response": "a"}, "two answers: 'completion' and 'response'"),
+    (
+        {"prompt": "q", "completion": [{"role": "assistant", "content": "a"}]},
+        "wrong type: of 'prompt' and 'completion'",
+    ),
+    ({"prompt": [{"role": "user", "content": "q"}], "completion": []}, "no answer: 'completion' is empty"),
+    ({"question": "q", "answer": "a"}, "unknown format: keys are answer, question"),
     ({}, "unknown format: keys are none"),
     ({"instruction": "q"}, "no answer: no 'output'"),
     ({"instruction": "q", "output": None}, "no answer"),
@@ -122,7 +133,10 @@ BAD = [
     ({"conversations": ["q", "a"]}, r"wrong type: conversations\[0\] is a text, not an object"),
     ({"messages": [{"content": "q"}]}, r"wrong type: messages\[0\] has no role"),
     (messages(("user", "q"), ("assistant", None)), r"no answer: messages\[1\] has no 'content'"),
-    (messages(("user", [{"type": "image_url"}]), ("assistant", "a")), "wrong type: .* a content part is 'image_url'"),
+    (
+        messages(("user", [{"type": "image_url"}]), ("assistant", "a")),
+        "unsupported key: .* 'image_url'.*--on-media",
+    ),
     *(
         ({**row, key: value}, rf"unsupported key: the record has '{key}'")
         for row in (ALPACA, sharegpt(("human", "q"), ("gpt", "a")), messages(("user", "q"), ("assistant", "a")))

@@ -96,6 +96,8 @@ def test_every_command_works(number: int, folder: Path) -> None:
         )
     elif "checkpoints" in line:
         assert re.fullmatch(r"checkpoint-2  step 2 .* valid\n", output)
+    elif "--audit" in line:
+        assert "near duplicates" in output and "shared with the validation data" in output
     elif "inspect" in line:
         assert output.count("\nrecord ") == 3 and "[[" in output
     elif "curriculum show" in line:
@@ -174,9 +176,10 @@ def test_the_data_example_is_a_record() -> None:
 
 
 def test_the_curriculum_example_is_a_configuration() -> None:
-    (text,) = blocks(ROOT / "docs" / "curriculum.md", "yaml")
-    settings = {"model": "m", "data": "d", "output_dir": "o", **yaml.safe_load(text)}
+    curriculum, sources = map(yaml.safe_load, blocks(ROOT / "docs" / "curriculum.md", "yaml"))
+    settings = {"model": "m", "data": "d", "output_dir": "o", **curriculum}
     assert RunConfig.model_validate(settings).curriculum.levels == ("easy", "hard")
+    assert [source.weight for source in RunConfig.model_validate(settings | sources).sources] == [3.0, "natural"]
 
 
 @cache

@@ -21,7 +21,14 @@ from thread_ranks import Meeting, ThreadControl
 from finetune.errors import FinetuneError
 from finetune.runtime.host import HostMeter, HostUse
 from finetune.storage import durable_files
-from finetune.storage.checkpoint_files import CheckpointWriter, clean_staging, list_checkpoints, newest_valid, verify
+from finetune.storage.checkpoint_files import (
+    CheckpointWriter,
+    clean_staging,
+    list_checkpoints,
+    newest_valid,
+    rotate,
+    verify,
+)
 from finetune.storage.run_folder import SampleLog
 from finetune.storage.run_log import RunLog, read_jsonl_tolerant
 from finetune.training import saved_tensors
@@ -372,3 +379,20 @@ def test_killed_at_every_call_of_a_save_behind_the_training(tmp_path: Path, torn
             break
     assert not killed and steps == sorted(steps) and set(steps) == {2, 3}
     assert len(steps) > (1 if torn else 100)
+
+
+def test_what_a_kept_checkpoint_names_as_the_best_stays(tmp_path: Path) -> None:
+    """Also the best of the older one: a run that has to go back to it must find it."""
+    training, saver = Training(), checkpointer(tmp_path, keep=2, behind=False)
+    for step, best in enumerate((1, 1, 1, 4, 4, 4), 1):
+        saver.best = {"checkpoint": f"checkpoint-{best}"}
+        saver.save(step, training.train(step).state())
+        if step == 4:  # 3 is kept, and its best was 1
+            assert [folder.name for folder in list_checkpoints(tmp_path)] == [f"checkpoint-{n}" for n in (1, 3, 4)]
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == [f"checkpoint-{n}" for n in (4, 5, 6)]
+    saver.best = None
+    saver.save(7, training.train(7).state())
+    saver.save(8, training.train(8).state())
+    saver.__exit__(None, None, None)
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == ["checkpoint-7", "checkpoint-8"]
+    assert rotate(tmp_path, 2, known_valid=()) == []

@@ -360,7 +360,7 @@ def test_partitioned_parameters_have_these():
 
 def test_names_that_our_code_compares_with():
     assert accelerate.utils.DistributedType.DEEPSPEED.value == "DEEPSPEED", f"used by {EXECUTION}"
-    assert {"on_step_end"} <= set(dir(TrainerCallback)), f"used by {TRAINER}: _StepEnd"
+    assert {"on_step_end"} <= set(dir(TrainerCallback)), "used by training/arguments.py: StepEnd"
     fields = TrainingArguments.__dataclass_fields__
     needed = "activation_checkpointing ddp_broadcast_buffers average_tokens_across_devices logging_nan_inf_filter"
     for name in needed.split():

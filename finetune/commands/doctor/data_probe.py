@@ -14,8 +14,7 @@ import logging
 import tempfile
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.commands.doctor.check import Check, fail, failed, ok, warn
 from finetune.commands.doctor.probe import answer_with
@@ -23,8 +22,13 @@ from finetune.config.kinds import register, run_kind
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve
 from finetune.config.run_config import RunConfig
+from finetune.config.sources import DataSource
 from finetune.errors import FinetuneError
 from finetune.runtime.language import _
+
+if TYPE_CHECKING:
+    from finetune.data.selection import Selection
+    from finetune.data.sources import DataFile
 
 LARGE_BYTES = 32 << 20
 SAMPLED_RECORDS = 20_000
@@ -32,6 +36,7 @@ SAMPLED_RECORDS = 20_000
 
 def probe_sft(config: RunConfig) -> Iterator[Check]:
     """Model, tokenizer and template, then the data."""
+    from finetune.data.selection import selection_of
     from finetune.data.templates import load_tokenizer
     from finetune.modeling.hub import with_model_found
     from finetune.modeling.model_config import check_adapter, check_unquantised, check_weights, load_model_config
@@ -46,24 +51,27 @@ def probe_sft(config: RunConfig) -> Iterator[Check]:
     tokenizer = load_tokenizer(config.model, template=config.template, trust_remote_code=config.trust_remote_code)
     what = _("{tokens:,} tokens, template: {template}")
     yield ok("tokenizer", what.format(tokens=len(tokenizer), template=config.template or _("the tokenizer's own")))
-    for paths in filter(None, (config.data, config.valid_data)):
-        yield _check_data(config, paths, model_config, tokenizer)
+    yield _check_data(config, config.sources, selection_of(config), model_config, tokenizer)
+    if config.valid_data:
+        yield _check_data(config, config.valid_sources, None, model_config, tokenizer)
 
 
-def _check_data(config: RunConfig, paths: tuple[str, ...], model_config: Any, tokenizer: Any) -> Check:
-    from finetune.data.files import expand_paths
+def _check_data(
+    config: RunConfig, entries: tuple[DataSource, ...], selection: Selection | None, model_config: Any, tokenizer: Any
+) -> Check:
+    from finetune.data.sources import expand_sources
     from finetune.modeling.model_config import check_ids
 
-    sources = expand_paths(paths)
-    size = sum(path.stat().st_size for path in sources)
-    names = ", ".join(path.name for path in sources[:3]) + (" ..." if len(sources) > 3 else "")
+    files = expand_sources(entries)
+    size = sum(file.path.stat().st_size for file in files)
+    names = ", ".join(file.path.name for file in files[:3]) + (" ..." if len(files) > 3 else "")
     if size > LARGE_BYTES:
-        return _check_form(config, sources, names)
+        return _check_form(config, files, names)
     from finetune.data.dataset import prepare_samples
 
     with tempfile.TemporaryDirectory(prefix="finetune-doctor-") as folder:
         samples = prepare_samples(
-            paths,
+            entries,
             tokenizer,
             cutoff_len=config.cutoff_len,
             difficulties=config.curriculum.levels if config.use_curriculum else None,
@@ -71,6 +79,9 @@ def _check_data(config: RunConfig, paths: tuple[str, ...], model_config: Any, to
             on_bad_row=config.on_bad_row,
             cache_dir=folder,
             num_proc=1,
+            selection=selection,
+            on_media=config.on_media,
+            train_thinking=config.train_thinking,
         )
         check_ids(model_config, samples, tokenizer)
         report = samples.report
@@ -80,24 +91,19 @@ def _check_data(config: RunConfig, paths: tuple[str, ...], model_config: Any, to
     return warn("data", f"{what}; {doubts}", doubts, **values) if doubts else ok("data", what, **values)
 
 
-def _check_form(config: RunConfig, sources: tuple[Path, ...], names: str) -> Check:
+def _check_form(config: RunConfig, files: tuple[DataFile, ...], names: str) -> Check:
     """The form of the first records of large files."""
-    from finetune.data.files import read_records
-    from finetune.data.formats import detect_format, to_conversation
+    from finetune.data.media import MediaLeftOut
     from finetune.data.problems import ProblemLog, RecordProblem
+    from finetune.data.records import RecordReader
 
     problems, read = ProblemLog(), 0
-    for number, path in enumerate(sources):
-        form = None
-        for line, record in islice(read_records(path), SAMPLED_RECORDS):
+    for number, file in enumerate(files):
+        reader = RecordReader(config.curriculum.levels, config.difficulty_field, file.source, config.on_media)
+        for line, _record, found in islice(reader.file(file.path), SAMPLED_RECORDS):
             read += 1
-            try:
-                if isinstance(record, RecordProblem):
-                    raise record
-                form = form or detect_format(record)
-                to_conversation(record, form, config.curriculum.levels, config.difficulty_field)
-            except RecordProblem as problem:
-                problems.add((number, line), f"{path}:{line}", problem)
+            if isinstance(found, RecordProblem) and not isinstance(found, MediaLeftOut):
+                problems.add((number, line), f"{file.path}:{line}", found)
     if config.on_bad_row == "refuse":
         problems.refuse(read)
     what = _("{files}: large; the form of {read:,} records is right, they were not tokenized")

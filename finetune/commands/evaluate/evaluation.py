@@ -19,8 +19,10 @@ from finetune.commands.evaluate.measure_loss import add_losses
 from finetune.commands.evaluate.options import GENERATIONS_NAME, EvalOptions
 from finetune.commands.evaluate.prompts import EvalPrompt, find_difficulties, read_prompts, spread
 from finetune.commands.evaluate.scores import ModelScores
+from finetune.config.sources import as_sources, with_columns
 from finetune.data.dataset import prepare_samples
-from finetune.data.files import expand_paths
+from finetune.data.records import RecordReader
+from finetune.data.sources import expand_sources
 from finetune.inference.answer import Answer, AnswerStream
 from finetune.inference.generation import Generator, PromptTooLong
 from finetune.inference.loading import check_fit, load_tokenizer_of, load_weights
@@ -60,20 +62,24 @@ class Evaluation:
         self.cutoff_len = options.cutoff_len or (cutoff if isinstance(cutoff, int) else DEFAULT_CUTOFF_TOKENS)
         field = options.difficulty_field or (field if isinstance(field, str) else "difficulty")
         known = curriculum.get("levels") if isinstance(curriculum, dict) else None
-        paths = expand_paths(options.data)
+        sources = with_columns(as_sources(options.data), options.columns)
+        paths = [file.path for file in expand_sources(sources)]
         difficulties = find_difficulties(paths, field, tuple(map(str, known)) if isinstance(known, list) else ())
         self.samples = prepare_samples(
-            options.data,
+            sources,
             self.tokenizer,
             cutoff_len=self.cutoff_len,
             difficulties=difficulties or None,
             difficulty_field=field,
             on_bad_row=options.on_bad_row,
+            on_media=options.on_media,
+            train_thinking=run.get("train_thinking") is not False,
             cache_dir=options.cache_dir,
         )
         self.chosen = spread(self.samples.difficulties, options.max_samples)
         records = np.unique(self.samples.record_ids[self.chosen]).tolist()
-        self.prompts = self._asked(read_prompts(paths, difficulties, field, options.answer_field, records))
+        reader = RecordReader(difficulties or None, field, sources[0], options.on_media)  # all have the same columns
+        self.prompts = self._asked(read_prompts(paths, reader, options.answer_field, records))
 
     def _asked(self, prompts: list[EvalPrompt]) -> list[EvalPrompt]:
         """Those that `--generate` asks for."""

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from finetune.config.fields import PathOption, Paths, Text, setting
+from finetune.config.fields import Columns, PathOption, Paths, Text, setting
 from finetune.inference.options import Count, ModelOptions
 
 GENERATIONS_NAME, RESULT_NAME, TABLE_NAME = "generations.jsonl", "evaluation.json", "table.md"
@@ -26,6 +26,13 @@ class EvalOptions(ModelOptions):
         (), group="model", unit="FOLDER|ID", description="LoRA adapters for --model; without --model on their base."
     )
     data: Paths = setting(min_length=1, group="data", unit="FILE...", description="Held-out records.")
+    columns: Columns | None = setting(
+        None,
+        group="data",
+        unit="prompt=question,response=answer",
+        shown_default="the same",
+        description="What the data calls the keys of our formats.",
+    )
     max_samples: Count | None = setting(
         None, group="data", unit="N", shown_default="all", description="Of so many samples only, difficulties in turn."
     )
@@ -37,6 +44,9 @@ class EvalOptions(ModelOptions):
     )
     answer_field: Text = setting("answer", group="data", unit="NAME", description="Field with the answer.")
     on_bad_row: Literal["refuse", "drop"] = setting("refuse", group="data", description="What to do with bad records.")
+    on_media: Literal["refuse", "drop-row", "drop-media"] = setting(
+        "refuse", group="data", description="What to do with records that have images, video or sound."
+    )
     cache_dir: Text | None = setting(
         None, group="data", unit="FOLDER", shown_default="that of training", description="For tokenized data."
     )

@@ -12,8 +12,9 @@ import numpy as np
 
 from finetune.commands.evaluate.answers import find_answer, same_answer
 from finetune.data.files import read_records
-from finetune.data.formats import Conversation, detect_format, to_conversation
+from finetune.data.formats import Conversation
 from finetune.data.problems import RecordProblem
+from finetune.data.records import RecordReader
 from finetune.errors import ConfigError, DataError
 
 MOST_DIFFICULTIES = 50
@@ -52,27 +53,22 @@ def find_difficulties(paths: Sequence[Path], field: str, known: Sequence[str] = 
 
 
 def read_prompts(
-    paths: Sequence[Path], difficulties: Sequence[str], field: str, answer_field: str, records: Sequence[int]
+    paths: Sequence[Path], reader: RecordReader, answer_field: str, records: Sequence[int]
 ) -> list[EvalPrompt]:
     """The prompts of the records with these numbers, which are known to be good; counted as for training.
+
+    A plain text asks nothing, and has none.
 
     Raises:
         DataError: an answer that is neither text nor number.
     """
     wanted, prompts, number = set(records), [], -1
     for path in paths:
-        form = None
-        for line, record in read_records(path):
+        for line, record, found in reader.file(path):
             number += 1
-            try:
-                if isinstance(record, RecordProblem):
-                    raise record
-                form = form or detect_format(record)
-                conversation = to_conversation(record, form, difficulties or None, field)
-            except RecordProblem:  # `prepare_samples` has reported it
-                continue
-            if number in wanted:
-                prompts.append(_prompt(number, f"{path}:{line}", record, conversation, answer_field))
+            # `prepare_samples` has reported what is bad.
+            if number in wanted and not isinstance(found, RecordProblem) and found.plain_text is None:
+                prompts.append(_prompt(number, f"{path}:{line}", record, found, answer_field))
     return prompts
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import numpy as np
 from pydantic import Field
 
-from finetune.config.fields import setting
+from finetune.config.fields import Paths, setting
 from finetune.config.names import did_you_mean
 from finetune.config.options import Options, read_known_options
 from finetune.errors import DataError, ExitCode
@@ -30,7 +32,10 @@ _TRAINED, _CONTEXT = "bold green", "dim"
 class InspectOptions(Options):
     """The command line, but for the flags of training."""
 
-    usage: ClassVar[str] = "python -m finetune inspect [--rows N] [--row ID] [--level NAME] [FLAGS OF TRAINING]"
+    usage: ClassVar[str] = (
+        "python -m finetune inspect [--rows N] [--row ID] [--level NAME] [--audit [--benchmark FILE...] [--json]] "
+        "[FLAGS OF TRAINING]"
+    )
     summary: ClassVar[str] = (
         "Shows how the data becomes samples: a table of what is kept, trimmed and dropped, then samples as the model\n"
         "sees them. What is trained is green on a terminal and stands in brackets elsewhere. Needs the data and the\n"
@@ -53,14 +58,31 @@ class InspectOptions(Options):
     difficulty: str | None = setting(
         None, alias="level", group="options", unit="NAME", description="Show only records of this difficulty."
     )
+    audit: bool = setting(
+        False,
+        group="options",
+        description="Instead of samples: duplicates, scripts, and what validation data and benchmarks share with it.",
+    )
+    benchmark: Paths = setting(
+        (), group="options", unit="FILE...", description="Files that must not be in the data, of any keys; for --audit."
+    )
+    as_json: bool = setting(
+        False, alias="json", group="options", description="Write the audit as one JSON object instead of a table."
+    )
+
+    def problems(self) -> list[tuple[str, str]]:
+        alone = [flag for flag, given in (("--benchmark", self.benchmark), ("--json", self.as_json)) if given]
+        return [(f"{flag} belongs to --audit", "give --audit as well") for flag in alone if not self.audit]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0; what is wrong is raised as FinetuneError."""
     options, rest = read_known_options(InspectOptions, argv)
 
+    from finetune.commands.inspect.audit import audit_data, print_audit
     from finetune.config.resolution import resolve
     from finetune.data.dataset import prepare_samples
+    from finetune.data.selection import Selection, selection_of
     from finetune.data.templates import load_tokenizer
     from finetune.modeling.hub import from_modelscope
     from finetune.runtime.device import launch_world
@@ -70,18 +92,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokenizer = load_tokenizer(
         from_modelscope(config.model, config.hub), config.template, trust_remote_code=config.trust_remote_code
     )
-    samples = prepare_samples(
-        config.data,
-        tokenizer,
-        cutoff_len=config.cutoff_len,
-        difficulties=config.curriculum.levels,
-        difficulty_field=config.difficulty_field,
-        on_bad_row=config.on_bad_row,
-        cache_dir=config.cache_dir,
-        num_proc=config.preprocessing_num_workers,
-    )
+
+    def prepare(selection: Selection) -> Samples:
+        return prepare_samples(
+            config.sources,
+            tokenizer,
+            cutoff_len=config.cutoff_len,
+            difficulties=config.curriculum.levels,
+            difficulty_field=config.difficulty_field,
+            on_bad_row="drop" if options.audit else config.on_bad_row,
+            cache_dir=config.cache_dir,
+            num_proc=config.preprocessing_num_workers,
+            selection=selection,
+            on_media=config.on_media,
+            train_thinking=config.train_thinking,
+        )
+
+    samples = prepare(selection_of(config))
     console = terminal_console(highlight=False)
-    console.print(samples.report.table(", ".join(Path(path).name for path in config.data)))
+    if options.audit:
+        valid = None if config.valid_split is None else prepare(selection_of(config, "valid"))
+        result = audit_data(config, samples, valid, options.benchmark)
+        if options.as_json:
+            sys.stdout.write(json.dumps(result, ensure_ascii=False, indent=2) + "\n")
+        else:
+            print_audit(result, console)
+        return int(ExitCode.DONE)
+    console.print(samples.report.table(", ".join(Path(source.path).name for source in config.sources)))
     for index in choose(samples, count=options.count, record=options.record, difficulty=options.difficulty):
         show(samples, index, tokenizer, console)
     return int(ExitCode.DONE)

@@ -85,10 +85,12 @@ def _training(run: Origin) -> list[str]:
     stages = _stages(run.settings)
     if stages and known.get("use_curriculum"):
         lines += ["Curriculum, where the records have difficulties:", "", *stages]
-    data = {name: run.settings.get(name) or [] for name in ("data", "valid_data")}
+    data = {name: [_path(entry) for entry in run.settings.get(name) or []] for name in ("data", "valid_data")}
+    split = run.settings.get("valid_split")
+    held_out = ", ".join(map(_short, data["valid_data"])) or (f"{split} of these" if split else "none")
     facts = [
         ("trained on", ", ".join(map(_short, data["data"])) or "not known"),
-        ("held out", ", ".join(map(_short, data["valid_data"])) or "none"),
+        ("held out", held_out),
         ("data fingerprint", known.get("data") if isinstance(known.get("data"), str) else "not known"),
         ("schedule fingerprint", known.get("schedule", "not known")),
     ]
@@ -140,6 +142,11 @@ def _table(heading: Sequence[str], lines: Iterable[Sequence[Any]]) -> list[str]:
 def _cell(value: Any) -> str:
     text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
     return " ".join(text.split()).replace("|", "\\|")
+
+
+def _path(entry: str | dict[str, Any]) -> str:
+    """Of an entry of `data` in run.yaml."""
+    return entry if isinstance(entry, str) else entry["path"]
 
 
 def _short(name: str) -> str:

@@ -12,10 +12,10 @@ from typing import Any
 
 from finetune.config.config_files import similar_files
 from finetune.config.names import nearest
+from finetune.data.file_kinds import first_character
 from finetune.data.files import (
     decode_record,
     expand_each,
-    first_character,
     glob_files,
     named_twice,
     read_records,

@@ -1,0 +1,100 @@
+"""`python -m finetune convert`: a run of LLaMA-Factory, TRL, Axolotl or ms-swift as a run file of ours."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import yaml
+from pydantic import Field
+
+from finetune.commands.convert.draft import Draft, Named, convert
+from finetune.commands.convert.read import read_run
+from finetune.config.fields import PathOption, Text, ordered_fields, setting
+from finetune.config.options import Options, read_options
+from finetune.config.resolution import resolve_object
+from finetune.config.run_config import RunConfig
+from finetune.errors import ConfigError, ExitCode
+from finetune.storage import durable_files
+
+_WIDTH = 118
+
+
+class ConvertOptions(Options):
+    usage: ClassVar[str] = "python -m finetune convert RUN [--flag value ...]"
+    summary: ClassVar[str] = (
+        "Writes the run file of a run of LLaMA-Factory, TRL, Axolotl or ms-swift: a YAML file, a shell script,\n"
+        "or a command line in quotes. What has no counterpart, or means something else here, is named."
+    )
+    epilog: ClassVar[str] = "Exit code: 0 written; 2 refused, nothing written."
+    positional: ClassVar[tuple[str, ...]] = ("run",)
+
+    run: Text = setting(group="options", unit="FILE|COMMAND", description="The run, or - for standard input.")
+    origin: Literal["llamafactory", "trl", "axolotl", "ms-swift"] | None = setting(
+        None, alias="from", group="options", shown_default="recognised", description="The tool that the run is for."
+    )
+    devices: Annotated[int, Field(ge=1)] = setting(
+        1, group="options", unit="N", description="Devices that the run was on: their samples make the global batch."
+    )
+    output: PathOption | None = setting(
+        None,
+        group="output",
+        unit="FILE",
+        shown_default="standard output",
+        description="New run file; never overwritten.",
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = read_options(ConvertOptions, arguments)
+    if options.output is not None and durable_files.is_taken(options.output):
+        raise ConfigError("the file exists, and nothing is overwritten", str(options.output), "name a new file")
+    tool, given, source = read_run(options.run, options.origin)
+    draft = convert(tool, given, options.devices)
+    draft.values.setdefault("output_dir", "runs/converted")
+    # The run file must be one: what is wrong with it is said here and not when it is started.
+    resolve_object(draft.values, options.devices, RunConfig)
+    sections = list(_sections(draft))
+    text = _run_file(f"{tool.title}: {source}", draft.values, sections)
+    if options.output is None:
+        sys.stdout.write(text)
+    else:
+        durable_files.write_new(options.output, text.encode())
+    for title, lines in sections:
+        sys.stderr.write("\n".join([f"{title}:", *(f"  {line}" for line in lines), ""]))
+    sys.stderr.write(f"[SUCCESS] converted from {tool.title}\n")
+    return int(ExitCode.DONE)
+
+
+def _sections(draft: Draft) -> Iterable[tuple[str, list[str]]]:
+    """What to tell, most important first: a title, and a line for each option."""
+    for title, named in (
+        ("no counterpart, and it changes what is trained", draft.trained),
+        ("means something else here", draft.differs),
+        ("no counterpart; it only says how a run is executed", draft.executed),
+    ):
+        if named:
+            yield title, [_line(each) for each in dict.fromkeys(_hashable(named))]
+
+
+def _hashable(named: list[Named]) -> Iterable[Named]:
+    return (each._replace(value=_shown(each.value)) for each in named)
+
+
+def _shown(value: Any) -> str:
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    text = " ".join(text.split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _line(each: Named) -> str:
+    return f"{each.name} {each.value}: {each.why}"
+
+
+def _run_file(source: str, values: dict[str, Any], sections: list[tuple[str, list[str]]]) -> str:
+    lines = [f"# From {source}. Start it: python -m finetune.sft --config THIS_FILE"]
+    for title, named in sections:
+        lines += ["#", f"# {title[0].upper()}{title[1:]}:", *(f"#   {line}" for line in named)]
+    ordered = {name: values[name] for name in ordered_fields(RunConfig) if name in values}
+    return "\n".join(lines) + "\n" + yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=_WIDTH)

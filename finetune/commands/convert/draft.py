@@ -1,0 +1,130 @@
+"""A run file in the making: settings of ours, and what of the other tool's has none, or means something else here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+# Words for "no value" that people write.
+_NOTHING = (None, False, 0, "", "none", "None", "null", "no", [], {})
+
+
+class Lost(NamedTuple):
+    """An option without a counterpart.
+
+    Attributes:
+        trains: whether it changes what is trained, and not only how.
+        off: values that say what happens here anyway; those that say nothing are so always.
+    """
+
+    why: str
+    trains: bool
+    off: tuple[Any, ...] = ()
+
+
+class To(NamedTuple):
+    """An option that is a setting of ours, with its value written as ours."""
+
+    name: str
+    change: Callable[[Any], Any]
+
+
+class Read(NamedTuple):
+    """An option that the tool's `finish` reads, with others."""
+
+
+READ = Read()
+Option = str | To | Lost | Read
+
+
+class Named(NamedTuple):
+    """An option that is named to people."""
+
+    name: str
+    value: Any
+    why: str
+
+
+@dataclass
+class Draft:
+    """What a conversion comes to.
+
+    Attributes:
+        values: settings of ours, by name.
+        trained: options without counterpart that change what is trained.
+        executed: those that only say how.
+        differs: options that mean something else here.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    trained: list[Named] = field(default_factory=list)
+    executed: list[Named] = field(default_factory=list)
+    differs: list[Named] = field(default_factory=list)
+
+    def lose(self, name: str, value: Any, why: str, *, trains: bool) -> None:
+        (self.trained if trains else self.executed).append(Named(name, value, why))
+
+    def note(self, name: str, value: Any, why: str) -> None:
+        self.differs.append(Named(name, value, why))
+
+
+@dataclass(frozen=True, eq=False)
+class Tool:
+    """A tool that runs come from.
+
+    Attributes:
+        name: for `--from`.
+        title: for people.
+        options: name -> what becomes of it.
+        defaults: its own value of options that are not given, where the value decides what is trained or ours differs.
+        finish: what several options say together; gets all values, those that were given, the draft, and devices.
+        starts: what its command line begins with -> options that this says.
+        aliases: other spelling -> option.
+    """
+
+    name: str
+    title: str
+    options: Mapping[str, Option]
+    defaults: Mapping[str, Any]
+    finish: Callable[[dict[str, Any], set[str], Draft, int], None]
+    starts: Mapping[tuple[str, ...], Mapping[str, Any]] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+
+def lost(why: str, names: str, *, trains: bool = False, off: tuple[Any, ...] = ()) -> dict[str, Option]:
+    """The same said of several options, their names with spaces between."""
+    return dict.fromkeys(names.split(), Lost(why, trains, off))
+
+
+def read(names: str) -> dict[str, Option]:
+    """Options that `finish` reads, their names with spaces between."""
+    return dict.fromkeys(names.split(), READ)
+
+
+def is_nothing(value: Any) -> bool:
+    """Whether a value only says that something is not used."""
+    return any(type(value) is type(nothing) and value == nothing for nothing in _NOTHING)
+
+
+def convert(tool: Tool, given: Mapping[str, Any], devices: int) -> Draft:
+    """The draft of a tool's run."""
+    draft, known = Draft(), {}
+    for written, value in given.items():
+        name = tool.aliases.get(written, written)
+        if name not in tool.options:
+            draft.lose(written, value, f"not an option of {tool.title} that is known here: look it up", trains=True)
+        else:
+            known[name] = value
+    values = {**tool.defaults, **{name: value for name, value in known.items() if value is not None}}
+    for name, value in values.items():
+        option = tool.options[name]
+        if isinstance(option, Lost):
+            if not is_nothing(value) and value not in option.off and name in known:
+                draft.lose(name, value, option.why, trains=option.trains)
+        elif isinstance(option, To):
+            draft.values[option.name] = option.change(value)
+        elif isinstance(option, str):
+            draft.values[option] = value
+    tool.finish(values, set(known), draft, devices)
+    return draft

@@ -1,0 +1,145 @@
+"""TRL 1.16's supervised fine-tuning: SFTConfig, ModelConfig and the arguments of its script."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from finetune.commands.convert import hugging_face
+from finetune.commands.convert.draft import Draft, Option, Tool, lost, read
+from finetune.commands.convert.llama_factory import split, targets
+from finetune.errors import ConfigError
+
+_TOKENS = "the tokenizer's own tokens are used"
+
+OPTIONS: dict[str, Option] = {
+    **hugging_face.OPTIONS,
+    "model_name_or_path": "model",
+    "trust_remote_code": "trust_remote_code",
+    "dataset_num_proc": "preprocessing_num_workers",
+    "lora_dropout": "lora_dropout",
+    **read(
+        "max_length packing packing_strategy use_peft lora_r lora_alpha lora_target_modules dataset_name datasets "
+        "dataset_config dataset_train_split dataset_test_split dataset_text_field test_split_size "
+        "chat_template_path assistant_only_loss completion_only_loss load_in_4bit load_in_8bit dtype eos_token "
+        "truncation_mode"
+    ),
+    **lost("the model is loaded as it is", "model_init_kwargs", trains=True),
+    **lost("data is prepared in one way here", "dataset_kwargs", trains=True),
+    **lost("routers have the auxiliary loss of the model's configuration", "router_aux_loss_coef", trains=True),
+    **lost("the loss is cross-entropy here", "loss_type", trains=True, off=("nll", "chunked_nll")),
+    **lost("experts' parameters get no adapter here", "lora_target_parameters", trains=True),
+    **lost("modules beside the adapter are not trained here", "lora_modules_to_save", trains=True),
+    **lost("this kind of LoRA is not trained here", "use_rslora use_dora", trains=True),
+    **lost("the revision is that of the folder: download it", "model_revision", trains=True, off=("main",)),
+    **lost("the order is a shuffle in any case", "shuffle_dataset"),
+    **lost("padding is what execution needs", "padding_free pad_to_multiple_of eval_packing", off=("auto",)),
+    **lost(_TOKENS, "pad_token"),
+    **lost("activations are recomputed or kept here", "activation_offloading"),
+    **lost("samples are prepared once and read from memory maps", "dataset_streaming streaming"),
+    **lost("the kernel is the device's best (docs/configuration.md)", "attn_implementation"),
+    **lost("finetune decides it by itself", "ignore_bias_buffers lora_task_type", off=("CAUSAL_LM",)),
+    **lost("base weights are not quantized here", "bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage"),
+}
+DEFAULTS = {
+    **hugging_face.DEFAULTS,
+    "learning_rate": 2e-5,
+    "logging_steps": 10,
+    "gradient_checkpointing": True,
+    "max_length": 1024,
+    "lora_r": 16,
+    "lora_alpha": 32,
+    "lora_dropout": 0.05,
+    "dataset_train_split": "train",
+    "dataset_text_field": "text",
+}
+
+
+def finish(values: dict[str, Any], given: set[str], draft: Draft, devices: int) -> None:
+    _data(values, draft)
+    _method(values, draft)
+    if values["max_length"]:
+        draft.values["cutoff_len"] = values["max_length"]
+        draft.note("max_length", values["max_length"], "what is too long is cut so that the answer stays")
+    if values.get("truncation_mode", "keep_start") != "keep_start":
+        draft.lose(
+            "truncation_mode", values["truncation_mode"], "what is too long loses its question's middle", trains=True
+        )
+    if values.get("packing") and values.get("packing_strategy") == "wrapped":
+        draft.lose(
+            "packing_strategy", "wrapped", "samples are packed whole, and do not attend to one another", trains=True
+        )
+    if not values.get("assistant_only_loss"):
+        draft.note(
+            "assistant_only_loss",
+            False,
+            "TRL trains every token of a conversation (messages), here only the answers are; of prompt and completion "
+            "both train the completion, of text every token",
+        )
+    if values.get("completion_only_loss") is False:
+        draft.lose("completion_only_loss", False, "only completions are trained", trains=True)
+    if values.get("eos_token"):
+        draft.lose("eos_token", values["eos_token"], _TOKENS, trains=True)
+    if template := values.get("chat_template_path"):
+        draft.values["template"] = template
+    values.setdefault("bf16", not values.get("fp16"))
+    hugging_face.finish(values, given, draft, devices)
+
+
+def _method(values: dict[str, Any], draft: Draft) -> None:
+    if not values.get("use_peft"):
+        draft.values["finetuning"] = "full"
+        draft.values.pop("lora_dropout")
+        return
+    draft.values |= {"finetuning": "lora", "lora_r": values["lora_r"], "lora_alpha": values["lora_alpha"]}
+    modules = values.get("lora_target_modules")
+    draft.values["lora_target_modules"] = targets(modules, "all-linear") if modules else ["q_proj", "v_proj"]
+    if not modules:
+        draft.note("lora_target_modules", "not set", "written are peft's own of most models: q_proj, v_proj")
+    for name in ("load_in_4bit", "load_in_8bit"):
+        if values.get(name):
+            draft.lose(name, True, "base weights are not quantized here: the adapter stands on 16 bits", trains=True)
+
+
+def _data(values: dict[str, Any], draft: Draft) -> None:
+    sources = values.get("datasets") or [{"path": values.get("dataset_name"), "name": values.get("dataset_config")}]
+    text, entries = values["dataset_text_field"], []
+    for source in sources:
+        path = source.get("data_files") or source.get("path")
+        if not path:
+            raise ConfigError("the run names no data", "dataset_name", "add it")
+        for key in ("name", "data_dir", "columns", "fraction"):
+            if source.get(key):
+                draft.lose(
+                    f"{path}: {key}",
+                    source[key],
+                    "write the records that are meant to a file of their own",
+                    trains=True,
+                )
+        if source.get("split", values["dataset_train_split"]) != "train":
+            draft.lose(
+                f"{path}: split",
+                source.get("split", values["dataset_train_split"]),
+                "the split train is read",
+                trains=True,
+            )
+        for one in path if isinstance(path, list) else [path]:
+            entries.append({"path": one, "columns": {"text": text}} if text != "text" else one)
+    draft.values["data"] = entries
+    if share := values.get("test_split_size"):
+        split(share, "test_split_size", draft)
+    elif values.get("eval_strategy", "no") != "no":
+        name = values.get("dataset_test_split", "test")
+        kind = "folder" if Path(str(entries[0])).is_dir() else "data set"
+        draft.lose("dataset_test_split", name, f"name the {kind}'s test file as valid_data", trains=False)
+
+
+TOOL = Tool(
+    "trl",
+    "TRL",
+    OPTIONS,
+    DEFAULTS,
+    finish,
+    starts=dict.fromkeys((("trl", "sft"), ("trl/scripts/sft.py",), ("sft.py",)), {}),
+    aliases={"torch_dtype": "dtype", "max_seq_length": "max_length"},
+)

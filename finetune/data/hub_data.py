@@ -1,0 +1,67 @@
+"""Data sets by name, from the Hugging Face hub or ModelScope: the Arrow files that their libraries keep of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+from finetune.config.sources import HUB_PREFIXES
+from finetune.errors import DataError
+
+# hub:owner/name, with /subset, @revision and :split behind it where they are needed.
+_NAME = re.compile(
+    r"(?P<name>[\w.-]+/[\w.-]+)(/(?P<subset>[^/@:]+))?(@(?P<revision>[^@:]+))?(:(?P<split>\w+(\.\w+)*))?"
+)
+_FORM = "write hub:OWNER/NAME, and where needed /SUBSET, @REVISION, :SPLIT behind it, in this order"
+
+
+def hub_files(given: str) -> list[Path] | None:
+    """The Arrow files of a data set by name, in order; None where it is no such name.
+
+    The libraries download it where it is not cached, keep it under their own folders (HF_HOME, MODELSCOPE_CACHE), and
+    read HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE.
+
+    Raises:
+        DataError: no such data set, subset, revision or split, out of reach and not cached; no ModelScope library.
+    """
+    prefix = next((prefix for prefix in HUB_PREFIXES if given.startswith(prefix)), None)
+    if prefix is None:
+        return None
+    found = _NAME.fullmatch(given.removeprefix(prefix))
+    if found is None:
+        raise DataError("is no name of a data set", where=given, fix=_FORM)
+    if prefix == "modelscope:" and importlib.util.find_spec("modelscope") is None:
+        raise DataError("the library of ModelScope is not installed", where=given, fix="pip install modelscope")
+    load = _load_modelscope if prefix == "modelscope:" else _load_hub
+    try:
+        rows = load(found["name"], found["subset"], found["revision"], found["split"] or "train")
+    except Exception as error:  # the libraries, and those below them, raise kinds of their own
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        fix = f"check name and connection (HF_ENDPOINT names a mirror; offline it must be cached); {_FORM}"
+        raise DataError(f"the data set cannot be loaded: {reason}", where=given, fix=fix) from error
+    files = [Path(entry["filename"]) for entry in rows.cache_files]
+    if not files:
+        raise DataError("the data set has no files on disk", where=given, fix="unset HF_DATASETS_IN_MEMORY_MAX_SIZE")
+    return list(dict.fromkeys(files))
+
+
+def _load_hub(name: str, subset: str | None, revision: str | None, split: str) -> Any:
+    import datasets
+
+    rows = datasets.load_dataset(name, subset, revision=revision, split=split)
+    if revision and re.fullmatch(r"[0-9a-f]{40}", revision):
+        for entry in rows.cache_files:
+            # Offline, datasets takes the latest that is cached; it keeps each under its commit.
+            if revision not in Path(entry["filename"]).parts:
+                raise ValueError(f"revision {revision} is not cached, another one is: {entry['filename']}")
+    return rows
+
+
+def _load_modelscope(name: str, subset: str | None, revision: str | None, split: str) -> Any:
+    from modelscope.msdatasets import MsDataset
+
+    version = {} if revision is None else {"version": revision}
+    rows = MsDataset.load(name, subset_name=subset, split=split, **version)
+    return rows.to_hf_dataset() if hasattr(rows, "to_hf_dataset") else rows  # an MsDataset, or what it wraps

@@ -1,0 +1,111 @@
+"""Records of a file one by one as conversations, with the data's own keys read as those that our formats know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from finetune.config.sources import DataSource
+from finetune.data.files import read_records
+from finetune.data.formats import Conversation, detect_format, to_conversation
+from finetune.data.media import MediaLeftOut, has_media, without_media
+from finetune.data.problems import RecordProblem
+
+
+@dataclass(frozen=True)
+class RecordReader:
+    """How records are read.
+
+    Attributes:
+        difficulties: their names; None: difficulties are not looked at.
+        difficulty_field: the key that holds a record's difficulty.
+        on_media: "refuse" finds records with media wrong, "drop-row" leaves them out, "drop-media" reads their text.
+        source: what the entry of `data` says: what it calls the keys of our formats, and the difficulty of all.
+    """
+
+    difficulties: Sequence[str] | None = None
+    difficulty_field: str = "difficulty"
+    source: DataSource | None = None
+    on_media: str = "refuse"
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        """Key of our formats -> the data's own key; others have their own names."""
+        return (self.source.columns if self.source else None) or {}
+
+    def file(self, path: Path) -> Iterator[tuple[int, Any, Conversation | RecordProblem]]:
+        """`(line, record, conversation or what is wrong with it)` of a whole file. Errors are `read_records`'s."""
+        return self.conversations(read_records(path))
+
+    def conversations(
+        self, records: Iterable[tuple[int, Any]], form: str | None = None
+    ) -> Iterator[tuple[int, Any, Conversation | RecordProblem]]:
+        """The same of some records of one file.
+
+        Args:
+            form: the file's format, where a record before these has shown it.
+        """
+        for line, record in records:
+            try:
+                if isinstance(record, RecordProblem):
+                    raise record
+                record = self._renamed(record)
+                form = form or self._form_of(record)
+                found: Conversation | RecordProblem = self._conversation(record, form)
+            except RecordProblem as problem:
+                found = problem
+            yield line, record, found
+
+    def _conversation(self, record: Any, form: str) -> Conversation:
+        if self.on_media == "refuse" or not isinstance(record, Mapping) or not has_media(record):
+            return self._read(record, form)
+        if self.on_media == "drop-row":
+            raise MediaLeftOut
+        return replace(self._read(without_media(record), form), had_media=True)
+
+    def _read(self, record: Any, form: str) -> Conversation:
+        difficulty = self.source.difficulty if self.source else None
+        if difficulty is None or self.difficulties is None:
+            return to_conversation(record, form, self.difficulties, self.difficulty_field)
+        return replace(to_conversation(record, form), difficulty=difficulty)
+
+    def form_shown(self, records: Iterable[tuple[int, Any]]) -> str | None:
+        """The format of the first record that has one."""
+        for _, record in records:
+            try:
+                if not isinstance(record, RecordProblem):
+                    return self._form_of(self._renamed(record))
+            except RecordProblem:
+                continue
+        return None
+
+    def _form_of(self, record: Any) -> str:
+        """The format of a record with the names that our formats know.
+
+        Raises:
+            RecordProblem: it has none.
+        """
+        try:
+            return detect_format(record, self.columns)
+        except RecordProblem as problem:
+            if not self.columns:
+                raise
+            mapped = ", ".join(f"{ours}={theirs}" for ours, theirs in self.columns.items())
+            raise RecordProblem(problem.kind, f"{problem.detail}; --columns has {mapped}") from None
+
+    def mapped_in(self, record: Any) -> set[str]:
+        """The keys of the mapping that a record, as `conversations` gives it, has."""
+        return set() if not self.columns or not isinstance(record, Mapping) else set(self.columns) & record.keys()
+
+    def value_of(self, record: Mapping[str, Any], name: str) -> Any:
+        """What the data has under a key of its own, of a record as `conversations` gives it."""
+        return record.get(next((ours for ours, theirs in self.columns.items() if theirs == name), name))
+
+    def _renamed(self, record: Any) -> Any:
+        if not self.columns or not isinstance(record, Mapping):
+            return record
+        theirs = set(self.columns.values())
+        kept = {name: value for name, value in record.items() if name not in theirs and name not in self.columns}
+        return kept | {ours: record[name] for ours, name in self.columns.items() if name in record}

@@ -1,0 +1,111 @@
+"""Data sets by name: from a cache that is made here as `datasets` makes it, without network."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import datasets
+import huggingface_hub.constants
+import pyarrow as pa
+import pytest
+from chat_models import family
+
+from finetune.config.paths import check_paths
+from finetune.config.run_config import RunConfig
+from finetune.data.dataset import prepare_samples
+from finetune.data.files import expand_paths, read_records
+from finetune.errors import DataError
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+ROWS = [{"prompt": f"q {number}", "completion": f"a {number}"} for number in range(5)]
+
+
+def cached(cache: Path, config: str, splits: dict[str, list[dict[str, Any]]]) -> None:
+    """As `load_dataset("owner/toy", config)` leaves it."""
+    folder = cache / "owner___toy" / config / "0.0.0" / COMMIT
+    folder.mkdir(parents=True)
+    infos = datasets.SplitDict(dataset_name="toy")
+    for name, rows in splits.items():
+        table = pa.Table.from_pylist(rows)
+        with pa.ipc.new_stream(folder / f"toy-{name}.arrow", table.schema) as writer:
+            writer.write_table(table)
+        infos.add(datasets.SplitInfo(name, num_examples=len(rows), dataset_name="toy"))
+    features = datasets.Features.from_arrow_schema(table.schema)
+    info = datasets.DatasetInfo(features=features, splits=infos, config_name=config, dataset_name="toy")
+    info.write_to_directory(str(folder))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    cached(tmp_path / "cache", "default", {"train": ROWS, "test": ROWS[:2]})
+    return tmp_path / "cache"
+
+
+def records(given: str) -> list[Any]:
+    return [record for path in expand_paths([given]) for _, record in read_records(path)]
+
+
+def test_a_cached_data_set_is_read_by_name(cache: Path, tmp_path: Path) -> None:
+    assert records("hub:owner/toy") == ROWS
+    assert records(f"hub:owner/toy@{COMMIT}:test") == ROWS[:2]
+    samples = prepare_samples(
+        ["hub:owner/toy"], family("gemma"), cutoff_len=64, cache_dir=tmp_path / "samples", num_proc=1
+    )
+    assert len(samples) == 5 and samples.location(0).endswith("toy-train.arrow:1")
+    assert check_paths(RunConfig(model="gpt2", data="hub:owner/toy", output_dir=str(tmp_path / "o"))) == []
+
+
+def test_subsets_are_told_apart(cache: Path) -> None:
+    cached(cache, "other", {"train": ROWS[3:]})
+    assert records("hub:owner/toy/other") == ROWS[3:]
+    with pytest.raises(DataError, match="the data set cannot be loaded: There are multiple"):
+        records("hub:owner/toy")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("hub:toy", "is no name of a data set"),
+        ("hub:owner/toy:train[:10%]", "is no name of a data set"),
+        ("hub:owner/none", "the data set cannot be loaded: .*owner/none"),
+        ("hub:owner/toy:valid", "the data set cannot be loaded: Unknown split"),
+        (f"hub:owner/toy@{COMMIT[::-1]}", "the data set cannot be loaded: revision .* is not cached"),
+    ],
+)
+def test_what_is_not_there_is_said(cache: Path, given: str, said: str) -> None:
+    with pytest.raises(DataError, match=said) as caught:
+        expand_paths([given])
+    assert given in caught.value.where
+
+
+def test_modelscope_needs_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "modelscope" else find(name))
+    with pytest.raises(DataError, match="is not installed") as caught:
+        expand_paths(["modelscope:owner/toy"])
+    assert caught.value.fix == "pip install modelscope"
+
+
+def test_modelscope_is_asked_as_its_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = datasets.Dataset.from_list(ROWS)
+    rows.save_to_disk(tmp_path / "saved")
+    asked: list[Any] = []
+
+    def load(name: str, **options: Any) -> Any:
+        asked.append((name, options))
+        return SimpleNamespace(to_hf_dataset=lambda: datasets.load_from_disk(str(tmp_path / "saved")))
+
+    package, module = ModuleType("modelscope"), ModuleType("modelscope.msdatasets")
+    package.__spec__ = importlib.util.spec_from_loader("modelscope", loader=None)
+    module.MsDataset = SimpleNamespace(load=load)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "modelscope", package)
+    monkeypatch.setitem(sys.modules, "modelscope.msdatasets", module)
+    assert records("modelscope:owner/toy/small@v2:test") == ROWS
+    assert asked == [("owner/toy", {"subset_name": "small", "split": "test", "version": "v2"})]
