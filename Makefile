@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo pretrain-demo test test-slow test-gpu check lock translations grid grid-cuda crash faults roofline scale bench clean-venv
+.PHONY: demo pretrain-demo test test-slow test-gpu check lock translations grid grid-cuda crash faults models roofline scale bench clean-venv
 
 # All but torch has its hash in requirements.lock, and --no-deps keeps anything else out. What builds DeepSpeed goes first. torch and
 # what comes with its build are the machine's own (TORCH says which); the rest of what torch needs is there by then.
@@ -82,6 +82,10 @@ grid-cuda: $(READY)
 
 crash: $(READY)
 	$(BIN)/python tests/crash.py
+
+# A tiny model of each family that people bring, trained, resumed, merged and asked: docs/models.md.
+models: $(READY)
+	$(BIN)/python tests/models.py
 
 # Faults put into the core on purpose: each must be caught by a test.
 faults: $(READY)

@@ -1,4 +1,4 @@
-"""Pretraining from scratch: `torchrun --nproc_per_node 4 -m finetune.pretrain --train-data-path data/*train*.bin ...`.
+"""Pretraining, from scratch or continued: `torchrun --nproc_per_node 4 -m finetune.pretrain --train-data-path ...`.
 
 The order in which things happen is in training/run.py, what pretraining prepares in training/prepare_pretrain.py; here
 is how it starts its own processes for `--distributed --world_size N`.
@@ -15,7 +15,7 @@ from typing import Any
 
 from finetune.config.config_sources import source_of_file
 from finetune.config.kinds import RunKind
-from finetune.config.paths import check_folders
+from finetune.config.paths import check_pretraining_paths
 from finetune.config.precedence import Precedence
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve
@@ -83,6 +83,9 @@ def _devices_here(requested: str) -> int:
 
 
 def _describe(settings: Mapping[str, Any]) -> str:
+    if settings.get("model"):
+        how = settings.get("finetuning")
+        return _("{model}, {how}, pretraining continued").format(model=settings["model"], how=how)
     text = _("{arch} of depth {depth}, from scratch")
     return text.format(arch=settings.get("arch"), depth=settings.get("depth"))
 
@@ -96,11 +99,11 @@ KIND = RunKind(
     telling_settings=frozenset(
         {"train_data_path", "train_data", "depth", "total_batch_size", "device_batch_size", "num_iterations"}
     ),
-    check=lambda config: list(check_folders(config)),
+    check=check_pretraining_paths,
     describe=_describe,
     prepare="finetune.training.prepare_pretrain:prepare_data",
     build_trainer="finetune.training.build_pretrain:build_trainer",
-    shape="finetune.planning.inputs:shape_from_scratch",
+    shape="finetune.planning.inputs:shape_of_pretraining",
     workload="finetune.planning.inputs:pretraining_workload",
     probe="finetune.commands.doctor.data_probe:probe_pretrain",
     probed=("tokenizer", "data"),

@@ -86,12 +86,13 @@ class Cell:
     dtype: str = "float32"
     fused_layers: str = "off"
     device: str = "cpu"
+    mixed: bool = False  # two sources by weight
 
     @property
     def name(self) -> str:
         packing = "packed" if self.packing else "padded"
         own = "".join(f"-{part}".replace(" ", "_") for part in (self.model, self.dropout) if part)
-        own += "" if self.fused_lora else "-peft"
+        own += ("" if self.fused_lora else "-peft") + ("-mixed" if self.mixed else "")
         others = ((self.dtype, "float32"), (self.fused_layers, "off"), (self.device, "cpu"))
         own += "".join(f"-{value}" for value, usual in others if value != usual)
         return f"{self.finetuning}-{self.layout}-{self.processes}-{packing}-{self.micro_batch_size}{own}"
@@ -99,11 +100,13 @@ class Cell:
     @property
     def run(self) -> Cell:
         """The reference: the same run on one process without DeepSpeed; in float32 on the CPU."""
-        reference = Cell(self.finetuning, "plain", 1, True, 1, self.model, self.dropout, dtype=self.dtype)
+        same = {"model": self.model, "dropout": self.dropout, "dtype": self.dtype, "mixed": self.mixed}
+        reference = Cell(self.finetuning, "plain", 1, True, 1, **same)
         return reference if self.dtype == "float32" else replace(reference, device=self.device)
 
     def settings(self, materials: runs.Materials, folder: Path) -> dict[str, Any]:
         model = materials.folder / self.model if self.model else materials.model
+        sources = {"data": [str(materials.data), str(materials.valid)], "data_weights": [3, 1]} if self.mixed else {}
         return materials.settings(
             folder / self.name,
             model=str(model),
@@ -117,6 +120,7 @@ class Cell:
             micro_batch_size=self.micro_batch_size,
             max_steps=STEPS,
             **runs.LAYOUTS[self.layout],
+            **sources,
         )
 
 
@@ -135,7 +139,8 @@ def cells() -> list[Cell]:
     ways = itertools.product(("lora", "full"), runs.LAYOUTS, (1, 2), (True, False), (1, 4))
     others = (("plain", 1, False, 4), ("plain", 2, True, 4), ("zero2", 2, True, 1), ("zero3", 2, False, 4))
     of_models = [Cell(kind, *way, model) for model in MODELS for kind in ("lora", "full") for way in others]
-    of_adapters = [Cell("lora", *way, **own) for own in ({"dropout": 0.3}, {"fused_lora": False}) for way in others]
+    special = ({"dropout": 0.3}, {"fused_lora": False}, {"mixed": True})
+    of_adapters = [Cell("lora", *way, **own) for own in special for way in others]
     return [Cell(*way) for way in ways] + of_models + of_adapters
 
 
@@ -148,7 +153,7 @@ def starting_weights(cell: Cell, materials: runs.Materials, folder: Path) -> dic
     from finetune.training.state import trainable
 
     settings = cell.settings(materials, folder)
-    config = RunConfig(**settings | {name: (settings[name],) for name in ("data", "report_to")})
+    config = RunConfig(**settings | {"report_to": (settings["report_to"],)})
     model = load_model(config, model_dtype=torch.float32, zero3=False)
     if cell.finetuning == "lora":
         model = add_adapter(model, config, one_dtype=False)
@@ -255,6 +260,7 @@ def rows(outcomes: list[Outcome]) -> list[str]:
             cell.model,
             f"dropout {cell.dropout}" if cell.dropout else "",
             "" if cell.fused_lora else "peft's own LoRA",
+            "two sources, 3 to 1" if cell.mixed else "",
             "" if cell.dtype == "float32" else cell.dtype,
             "" if cell.fused_layers == "off" else f"layers by {cell.fused_layers}",
         )

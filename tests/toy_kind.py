@@ -137,7 +137,7 @@ def build_trainer(config: ToyConfig, world: Any, data: Prepared, start: Any, ses
     import numpy as np
     from safetensors.torch import save_file
 
-    from finetune.data.steps import StepBatches
+    from finetune.data.steps import LossGroups, StepBatches
     from finetune.modeling.scratch import make_model
     from finetune.training import build
     from finetune.training.arguments import training_arguments
@@ -173,7 +173,7 @@ def build_trainer(config: ToyConfig, world: Any, data: Prepared, start: Any, ses
         data.batches,
         execution,
         difficulty_ids=np.full(len(data.windows), -1),
-        difficulties=0,
+        groups=LossGroups(),
         pad_token_id=0,
     )
     trainer = build.make_trainer(

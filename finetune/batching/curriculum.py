@@ -132,7 +132,7 @@ def plan_counts(schedule: Schedule, total_steps: int, global_batch_size: int) ->
         for difficulty, polynomial in enumerate(polynomials):
             constant, slope, bend = (int(c * denominator) for c in polynomial)
             targets[first : last + 1, difficulty] = constant + steps * slope + (steps * steps * bend if bend else 0)
-    return round_cumulative(targets, denominator, global_batch_size)
+    return round_cumulative(targets, denominator)
 
 
 def build_schedule(

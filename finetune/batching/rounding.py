@@ -25,29 +25,28 @@ from dataclasses import dataclass
 import numpy as np
 
 
-def round_cumulative(targets: np.ndarray, denominator: int, samples_per_step: int) -> np.ndarray:
+def round_cumulative(targets: np.ndarray, denominator: int) -> np.ndarray:
     """Round cumulative targets to counts per step.
 
     Args:
         targets: int64 or object (Python integers) [steps + 1, difficulties], in units of 1/denominator samples: row 0
-            is zero, no difficulty ever falls, row t sums to t x samples_per_step x denominator.
+            is zero, no difficulty ever falls, each row sums to whole samples.
         denominator: how many units are one sample.
-        samples_per_step: the global batch size, in samples.
 
     Returns:
-        int64[steps, difficulties], none negative; each row sums to samples_per_step, each prefix sum is the floor or
-        the ceiling of its target, and a difficulty has zero in every step in which its target does not grow.
+        int64[steps, difficulties], none negative; each row sums to the samples that its step has, each prefix sum is
+        the floor or the ceiling of its target, and a difficulty has zero in every step in which its target does not
+        grow.
     """
     floors = targets // denominator
     units = targets - floors * denominator
     floors = floors.astype(np.int64)
-    steps = np.arange(len(targets), dtype=np.int64)
     rounding = _Rounding(
         floors=floors,
         fractions=(units / denominator).astype(np.float64),
         partial=(units > 0).astype(bool),
         grows=(targets[1:] > targets[:-1]).astype(bool),
-        ups=steps * samples_per_step - floors.sum(axis=1),
+        ups=(units.sum(axis=1) // denominator).astype(np.int64),  # what the fractions make, whole
     )
     rounding.solve()
     return np.diff(floors + rounding.up, axis=0)
@@ -126,7 +125,7 @@ class _Rounding:
                     if other not in links:
                         links[other] = (step, sample)
                         queue.append(other)
-        raise AssertionError(f"no plan in whole samples up to step {row}: targets do not sum to the global batch size")
+        raise AssertionError(f"no plan in whole samples up to step {row}: targets do not sum to whole samples")
 
     def _follow(self, links: dict[int, tuple[int, _Sample] | None], step: int, too_many: bool) -> None:
         """Move the samples on the way from `step` back to the row that is being repaired."""

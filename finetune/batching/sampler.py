@@ -7,19 +7,33 @@ for step k.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
+from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
 from finetune.batching.curriculum import Schedule, count_difficulties, plan_counts, portions
+from finetune.batching.mixing import Mix, SourceDraws, plan_cells, source_draws
 from finetune.batching.permutation import EXACT_LIMIT, Permutation, exact_order
 from finetune.errors import DataError, raise_problems
 
 ORDER_VERSION = 1  # part of the fingerprint: raise it when the same arguments give another order
-_STEP_KEY, _DIFFICULTY_KEY = 0, 1  # keep the random streams of steps and of difficulties apart
-_PASSES_HELD = 16  # permutations kept in memory, or two for each difficulty where that is more
+_STEP_KEY, _DIFFICULTY_KEY, _CELL_KEY = 0, 1, 2  # keep the random streams of steps, difficulties and cells apart
+_PASSES_HELD = 16  # permutations kept in memory, or two for each cell where that is more
+_MARKED = 256  # steps between those before which it is noted what was taken
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """Samples that have an order of their own: those of a difficulty or, of sources that are mixed, of a source's."""
+
+    start: int  # its samples are `_members[start : start + size]`
+    size: int
+    key: tuple[int, ...]  # of its permutations
 
 
 class GlobalBatches:
@@ -27,12 +41,14 @@ class GlobalBatches:
 
     The k-th sample of a difficulty over the whole run is the one at position k mod n of the difficulty's pass k div n,
     where n is the number of its samples and each pass is a permutation of its own: no sample of a difficulty comes
-    again before every other has come as often. Inside a step the difficulties are shuffled.
+    again before every other has come as often. Inside a step the difficulties are shuffled. Of sources that are mixed
+    the same holds for each difficulty of each source: these are the cells below, which else are the difficulties.
 
     Args:
         difficulty_of_sample: int[N], the index of each sample's difficulty in `schedule.difficulties`.
         schedule: difficulties and stages; `uniform_schedule()` for training without curriculum.
         total_steps: optimizer steps of the whole run, not of what is left of it.
+        mix: sources and their weights; None: the samples are one whole.
         by_difficulty: int[N], `numpy.argsort(difficulty_of_sample, kind="stable")` where that is there already.
         exact_limit: see `Permutation`; for tests.
 
@@ -48,6 +64,7 @@ class GlobalBatches:
         total_steps: int,
         seed: int,
         *,
+        mix: Mix | None = None,
         by_difficulty: np.ndarray | None = None,
         exact_limit: int = EXACT_LIMIT,
     ) -> None:
@@ -55,17 +72,24 @@ class GlobalBatches:
         self.schedule, self.seed = schedule, seed
         self.global_batch_size, self.total_steps = global_batch_size, total_steps
         self.samples_per_difficulty = _samples_per_difficulty(difficulty_of_sample, schedule)
-        # The samples of difficulty l are _members[_starts[l] : _starts[l + 1]], in the order of the data.
+        # The samples by difficulty, those of one in the order of the data: one source's are one after another there.
         # With one difficulty that is each sample at its own place, and None.
         self._members: np.ndarray | None = by_difficulty
         if len(schedule.difficulties) == 1:
             self._members = None
         elif by_difficulty is None:
             self._members = np.argsort(difficulty_of_sample, kind="stable")
-        self._starts = np.concatenate([[0], np.cumsum(self.samples_per_difficulty)])
+        starts = np.concatenate([[0], np.cumsum(self.samples_per_difficulty)])
         self._difficulties_digest = _digest(difficulty_of_sample)
         self.counts = plan_counts(schedule, total_steps, global_batch_size)
-        self._taken_before = np.cumsum(self.counts, axis=0) - self.counts
+        self.mix = mix
+        self._cell_counts, self._cells = self.counts, _cells_of_difficulties(self.samples_per_difficulty, starts)
+        if mix is not None:
+            self._held = _samples_per_cell(mix, starts, self._members)
+            self._table = plan_cells(self.counts, self._held > 0, mix.shares)
+            self._cell_counts = self._table.reshape(total_steps, -1)
+            self._cells = _cells_of_sources(self._held, starts)
+        self._taken_at_marks = _taken_at_marks(self._cell_counts)
         self._stages = schedule.stage_of_steps(total_steps)
         self._exact_limit = exact_limit
         self._passes: dict[tuple[int, int], Permutation] = {}
@@ -76,15 +100,16 @@ class GlobalBatches:
     def indices(self, step: int) -> np.ndarray:
         """The samples of a step, counted from 0 (else IndexError): int64[global_batch_size] dataset indices."""
         self._check(step)
-        counts = self.counts[step]
-        batch = np.concatenate([self._take(difficulty, step) for difficulty in np.flatnonzero(counts).tolist()])
-        if np.count_nonzero(counts) == 1:
+        counts, taken = self._cell_counts[step], self._taken_before(step)
+        cells = np.flatnonzero(counts).tolist()
+        batch = np.concatenate([self._take(cell, int(taken[cell]), int(counts[cell])) for cell in cells])
+        if len(cells) == 1:
             return batch
-        # Slot i takes a difficulty from the shuffled multiset; the slots of a difficulty take its samples in order.
+        # Slot i takes a cell from the shuffled multiset; the slots of a cell take its samples in order.
         order = exact_order(self.global_batch_size, self.seed, _STEP_KEY, step)
-        difficulty_of_slot = np.repeat(np.arange(len(counts)), counts)[order]
+        cell_of_slot = np.repeat(np.arange(len(counts)), counts)[order]
         shuffled = np.empty_like(batch)
-        shuffled[np.argsort(difficulty_of_slot, kind="stable")] = batch
+        shuffled[np.argsort(cell_of_slot, kind="stable")] = batch
         return shuffled
 
     def stage(self, step: int) -> int:
@@ -100,6 +125,12 @@ class GlobalBatches:
             for name, count, samples in zip(self.schedule.difficulties, taken, self.samples_per_difficulty, strict=True)
         }
 
+    def source_draws(self) -> list[SourceDraws]:
+        """What the run has of each source; empty where none are mixed."""
+        if self.mix is None:
+            return []
+        return source_draws(self.mix, self._held, self._table, self.schedule.difficulties)
+
     @property
     def unused(self) -> dict[str, int]:
         """Samples by difficulty that no step can have, as its weight is zero in every stage."""
@@ -109,7 +140,7 @@ class GlobalBatches:
 
     def fingerprint(self) -> str:
         """SHA-256 of everything that decides the order. Equal fingerprints mean equal global batches at every step."""
-        facts = {
+        facts: dict[str, Any] = {
             "version": ORDER_VERSION,
             "seed": self.seed,
             "global_batch_size": self.global_batch_size,
@@ -118,35 +149,70 @@ class GlobalBatches:
             "levels": self._difficulties_digest,
             "exact_limit": self._exact_limit,
         }
+        if self.mix is not None:
+            facts["sources"] = [list(map(str, self.mix.shares)), list(map(int, self.mix.starts))]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode("utf-8")).hexdigest()
 
     def _check(self, step: int) -> None:
         if not 0 <= step < self.total_steps:
             raise IndexError(f"step {step} is not one of the {self.total_steps} steps, counted from 0")
 
-    def _take(self, difficulty: int, step: int) -> np.ndarray:
-        """The samples of a difficulty in a step, in order: int64[counts[step, difficulty]]."""
-        size, start = int(self.samples_per_difficulty[difficulty]), int(self._starts[difficulty])
-        first = int(self._taken_before[step, difficulty])
+    def _taken_before(self, step: int) -> np.ndarray:
+        """Samples of each cell in the steps before: int64[cells]."""
+        mark = step // _MARKED
+        return self._taken_at_marks[mark] + self._cell_counts[mark * _MARKED : step].sum(axis=0, dtype=np.int64)
+
+    def _take(self, cell: int, first: int, count: int) -> np.ndarray:
+        """`count` samples of a cell, in order, from number `first` of the whole run: int64[count]."""
+        size, start = self._cells[cell].size, self._cells[cell].start
         # Numbers over the whole run, so that a step may hold the end of one pass and the beginning of the next.
-        numbers = np.arange(first, first + int(self.counts[step, difficulty]))
+        numbers = np.arange(first, first + count)
         passes = numbers // size
         parts = [
-            self._pass(difficulty, number)(numbers[passes == number] - number * size)
+            self._pass(cell, number)(numbers[passes == number] - number * size)
             for number in range(int(passes[0]), int(passes[-1]) + 1)
         ]
-        places = np.concatenate(parts)
-        return places if self._members is None else self._members[start + places]
+        places = start + np.concatenate(parts)
+        return places if self._members is None else self._members[places]
 
-    def _pass(self, difficulty: int, number: int) -> Permutation:
-        """The order of a difficulty in one pass. The ones made last are kept: steps usually come in order."""
-        key = (difficulty, number)
+    def _pass(self, cell: int, number: int) -> Permutation:
+        """The order of a cell in one pass. The ones made last are kept: steps usually come in order."""
+        key = (cell, number)
         if key not in self._passes:
-            while len(self._passes) >= max(_PASSES_HELD, 2 * len(self.schedule.difficulties)):
+            while len(self._passes) >= max(_PASSES_HELD, 2 * len(self._cells)):
                 del self._passes[next(iter(self._passes))]
-            size = int(self.samples_per_difficulty[difficulty])
-            self._passes[key] = Permutation(size, self.seed, _DIFFICULTY_KEY, *key, exact_limit=self._exact_limit)
+            found = self._cells[cell]
+            self._passes[key] = Permutation(found.size, self.seed, *found.key, number, exact_limit=self._exact_limit)
         return self._passes[key]
+
+
+def _cells_of_difficulties(samples: np.ndarray, starts: np.ndarray) -> list[_Cell]:
+    return [
+        _Cell(start, size, (_DIFFICULTY_KEY, difficulty))
+        for difficulty, (start, size) in enumerate(zip(starts.tolist(), samples.tolist(), strict=False))
+    ]
+
+
+def _cells_of_sources(held: np.ndarray, starts: np.ndarray) -> list[_Cell]:
+    """The cells of int64[sources, difficulties] samples, source by source."""
+    first = starts[:-1] + np.cumsum(held, axis=0) - held
+    return [
+        _Cell(int(first[place]), int(held[place]), (_CELL_KEY, *map(int, place))) for place in np.ndindex(*held.shape)
+    ]
+
+
+def _samples_per_cell(mix: Mix, starts: np.ndarray, members: np.ndarray | None) -> np.ndarray:
+    """Samples of each source and difficulty: int64[sources, difficulties]."""
+    if members is None:
+        return np.array(mix.sizes, dtype=np.int64)[:, None]
+    spans = itertools.pairwise(starts.tolist())
+    return np.stack([np.diff(np.searchsorted(members[start:end], mix.starts)) for start, end in spans], axis=1)
+
+
+def _taken_at_marks(counts: np.ndarray) -> np.ndarray:
+    """Samples of each cell before every step that is a multiple of _MARKED: int64[marks, cells]."""
+    sums = np.add.reduceat(counts, np.arange(0, len(counts), _MARKED), axis=0, dtype=np.int64)
+    return np.cumsum(sums, axis=0) - sums
 
 
 def count_steps(samples: int, global_batch_size: int, num_epochs: float, max_steps: int | None = None) -> int:

@@ -9,16 +9,23 @@ from pathlib import Path
 
 from finetune.config.config_files import similar_files
 from finetune.config.names import flag
+from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.run_config import BaseConfig, RunConfig
 from finetune.config.sources import HUB_PREFIXES
 from finetune.errors import ConfigError
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?:@([\w./-]+))?")
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether `model` is to be looked for on the hub: `org/name` or `name`, and no file or folder of that name."""
+    """Whether `model` is to be looked for on a hub: `org/name` or `name`, maybe `@revision`; no file or folder."""
     return bool(_HUB_ID.fullmatch(model)) and not Path(model).exists()
+
+
+def split_revision(model: str) -> tuple[str, str | None]:
+    """`org/name@revision` -> `org/name` and the branch, tag or commit; None of a model without one, and of a folder."""
+    found = _HUB_ID.fullmatch(model) if is_hub_id(model) else None
+    return (model, None) if found is None else (found[1], found[2])
 
 
 def check_paths(config: RunConfig) -> list[ConfigError]:
@@ -27,6 +34,12 @@ def check_paths(config: RunConfig) -> list[ConfigError]:
     Only looks whether they exist and are of the right kind; reads none, and does not ask the hub.
     """
     return [*_check_model(config.model), *_check_data(config), *check_folders(config), *_check_template(config)]
+
+
+def check_pretraining_paths(config: PretrainConfig) -> list[ConfigError]:
+    """The same of pretraining; its token files are looked for when they are opened."""
+    model = () if config.model is None else _check_model(config.model)
+    return [*model, *check_folders(config)]
 
 
 def _check_model(model: str) -> Iterator[ConfigError]:

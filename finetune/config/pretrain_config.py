@@ -6,11 +6,12 @@ A batch is counted in tokens here: `total_batch_size / max_seq_len` windows are 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from finetune.config.fields import (
+    Names,
     Paths,
     Positive,
     Text,
@@ -24,11 +25,24 @@ from finetune.config.fields import (
 )
 from finetune.config.precedence import Rule
 from finetune.config.pretrain_rules import RULES_FOR_PRETRAINING
-from finetune.config.run_config import BaseConfig
+from finetune.config.run_config import BaseConfig, RunConfig
 from finetune.config.schedules import PretrainingScheduleName
 from finetune.runtime.language import _
 
 Rate = Annotated[float, Field(gt=0)]
+
+
+def _numbers(value: Any) -> Any:
+    """A single number is a list of one; flags give texts."""
+    if not isinstance(value, list | tuple):
+        value = [value]
+    try:
+        return tuple(float(one) for one in value)
+    except (TypeError, ValueError):
+        return value  # refused by the type
+
+
+Weights = Annotated[tuple[Rate, ...], BeforeValidator(_numbers, json_schema_input_type=list[float])]
 
 
 class PretrainConfig(BaseConfig):
@@ -57,7 +71,26 @@ class PretrainConfig(BaseConfig):
     }
 
     train_data_path: Paths = data_setting(..., "Token files (.bin), folders, globs.", unit="file...", min_length=1)
+    data_weights: Weights = data_setting(
+        (), "Mix the entries of train_data_path by these weights, one for each.", unit="weight..."
+    )
     valid_data_path: Paths = data_setting((), "Token files to validate on.", unit="file...")
+    model: Text | None = data_setting(
+        None,
+        "Continue this model's pretraining, on token files of its own tokenizer.",
+        unit="FOLDER|NAME[@REVISION]",
+        shown_default="none: from scratch",
+    )
+    hub: Literal["auto", "huggingface", "modelscope"] = redefined(RunConfig, "hub")
+    trust_remote_code: bool = redefined(RunConfig, "trust_remote_code")
+    finetuning: Literal["lora", "full"] = redefined(
+        RunConfig, "finetuning", default="full", description="With model: train a LoRA adapter, or all parameters."
+    )
+    lora_r: int = redefined(RunConfig, "lora_r")
+    lora_alpha: int = redefined(RunConfig, "lora_alpha")
+    lora_dropout: float = redefined(RunConfig, "lora_dropout")
+    lora_target_modules: Names = redefined(RunConfig, "lora_target_modules")
+    fused_lora: bool = redefined(RunConfig, "fused_lora")
     arch: Literal["nanochat", "qwen3", "llama"] = data_setting("nanochat", "Architecture, as transformers has it.")
     depth: Positive = data_setting(12, "Layers; width (64 x depth) and heads follow from it.", unit="layers")
     vocab_size: Positive | None = data_setting(
@@ -105,7 +138,9 @@ class PretrainConfig(BaseConfig):
     embedding_lr: Rate = optimizer_setting(0.3, "Learning rate of the embedding.")
     unembedding_lr: Rate = optimizer_setting(0.008, "Learning rate of the output head and of vectors.")
     learning_rate: Rate | None = optimizer_setting(
-        None, "One learning rate for everything, instead of the three above."
+        None,
+        "One learning rate for everything, instead of the three above.",
+        shown_default="none; with model 4.5e-5 for full, 2e-4 for lora",
     )
     lr_scale: float = optimizer_setting(1.0, "Factor on all learning rates.", gt=0)
     lr_scaling: bool = optimizer_setting(
@@ -163,6 +198,14 @@ class PretrainConfig(BaseConfig):
     )
 
     @property
+    def base_model(self) -> str | None:
+        return self.model
+
+    @property
+    def trains_all_weights(self) -> bool:
+        return self.finetuning == "full"
+
+    @property
     def validates(self) -> bool:
         return bool(self.valid_data_path)
 
@@ -195,6 +238,14 @@ class PretrainConfig(BaseConfig):
         if self.deepspeed:
             what = "pretraining does not run under DeepSpeed: Muon needs whole matrices"
             found.append((what, "remove the DeepSpeed keys; torchrun or --distributed use several devices"))
+        if self.data_weights and len(self.data_weights) != len(self.train_data_path):
+            entries = len(self.train_data_path)
+            what = f"data_weights are {len(self.data_weights)}, and train_data_path has {entries} entries"
+            found.append((what, "give one weight for each entry"))
+        if self.finetuning == "lora" and self.model is None:
+            found.append(("finetuning is lora, and there is no model", "give --model FOLDER, or leave finetuning out"))
+        if self.finetuning == "lora" and self.fp8:
+            found.append(("fp8 is for training all weights, and finetuning is lora", "leave one of them out"))
         if self.resume.endswith((".pt", ".pth", ".bin", ".ckpt")):
             what = f"resume is {self.resume}: a pickle of another program, which is never read"
             fix = (

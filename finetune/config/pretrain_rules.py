@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from finetune.config.names import flag
-from finetune.config.precedence import Resolution, Rule
+from finetune.config.precedence import Precedence, Resolution, Rule
 from finetune.config.rules import (
     ACCUMULATION,
     divisors_around,
@@ -17,6 +17,22 @@ from finetune.config.rules import (
     warn_of_long_warmup,
 )
 
+# What is the model's own when one is continued.
+OF_THE_MODEL = ("arch", "depth", "vocab_size", "tokenizer", "optimizer", "lr_scaling")
+# A model is continued where its own pretraining ended: 4.5e-5 for a 15B model, then down in a cosine (Parmar et al.
+# 2024, arXiv 2407.07263); warmed up over a hundredth of the run (Ibrahim et al. 2024, arXiv 2403.08763). LoRA's rate is
+# that of fine-tuning, within what Biderman et al. 2024 found for continued pretraining (arXiv 2405.09673).
+CONTINUED_RATES = {"full": 4.5e-5, "lora": 2e-4}
+CONTINUED = {
+    "optimizer": "adamw",
+    "lr_scaling": False,
+    "lr_scheduler": "cosine",
+    "warmup_steps": 0.01,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.95,
+    "adam_epsilon": 1e-8,
+    "max_grad_norm": 1.0,
+}
 DEVICE, TOTAL, LENGTH = "device_batch_size", "total_batch_size", "max_seq_len"
 
 
@@ -75,6 +91,32 @@ def _refuse_indivisible(resolution: Resolution, at_once: int) -> None:
     )
 
 
+def resolve_continued(resolution: Resolution) -> None:
+    """With a model: what is its own is refused, and rates and optimizer are those of training that goes on."""
+    model, how = resolution.value("model"), resolution.value("finetuning")
+    if not isinstance(model, str):
+        return
+    for name in OF_THE_MODEL:
+        value, own = resolution.value(name), CONTINUED.get(name, resolution.defaults.get(name))
+        if resolution.precedence(name) > Precedence.DEFAULT and value != own:
+            what = f"{name} is {value}, and model is {model}: a model that is continued has its own"
+            if name in CONTINUED:
+                what = f"{name} is {value}, and a model is continued with {own}"
+            resolution.refuse(what, (name, "model"), f"leave {flag(name)} out, or {flag('model')}")
+    lengths = ("num_iterations", "target_param_data_ratio")
+    if all(resolution.precedence(name) == Precedence.DEFAULT for name in lengths):
+        what = "how long to continue is not said: tokens per parameter are for a model from scratch"
+        resolution.refuse(what, ("model",), f"give {flag('num_iterations')} N, the optimizer steps")
+    rate = CONTINUED_RATES.get(str(how), CONTINUED_RATES["full"])
+    chosen = CONTINUED | {"learning_rate": rate, "weight_decay": 0.0 if how == "lora" else 0.1}
+    for name, value in chosen.items():
+        if resolution.precedence(name) == Precedence.DEFAULT:
+            resolution.derive(name, value, "default with model")
+    if resolution.value("learning_rate") == rate:
+        why = "as in fine-tuning" if how == "lora" else "where a 15B model's pretraining ended; smaller ones take more"
+        resolution.notes.append(f"learning_rate {rate:g} for continuing {model} ({how}): {why}")
+
+
 def resolve_reporting(resolution: Resolution) -> None:
     """--use_wandb is --report-to wandb; a run named dummy is nanochat's word for no wandb."""
     if resolution.value("wandb_run_name") == "dummy":
@@ -94,10 +136,12 @@ def _note_unused(resolution: Resolution) -> None:
         return resolution.value(name) is not None
 
     rates = ("matrix_lr", "embedding_lr", "unembedding_lr")
+    adapter = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "fused_lora")
     prepared = ("cache_dir", "preprocessing_num_workers")
     note_unused(
         resolution,
         (
+            (adapter, resolution.value("finetuning") != "lora", "finetuning is full"),
             (rates, given("learning_rate"), "learning_rate is the rate of everything"),
             (("world_size",), resolution.value("distributed") is False, "distributed is false"),
             (("target_param_data_ratio",), given("num_iterations"), "num_iterations is set"),
@@ -109,6 +153,7 @@ def _note_unused(resolution: Resolution) -> None:
 RULES_FOR_PRETRAINING: tuple[Rule, ...] = (
     resolve_tokens,
     resolve_reporting,
+    resolve_continued,
     partial(warn_of_long_warmup, total="num_iterations", share="0.1 for a tenth"),
     _note_unused,
 )

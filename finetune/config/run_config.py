@@ -198,7 +198,7 @@ class RunConfig(BaseConfig):
     rules: ClassVar[tuple[Rule, ...]] = RULES_FOR_FINE_TUNING
     machine_fields: ClassVar[frozenset[str]] = frozenset({"gradient_accumulation_steps"})
 
-    model: Text = data_setting(..., "Folder of the base model, or its name on the hub.", unit="FOLDER|NAME")
+    model: Text = data_setting(..., "Folder of the base model, or its name on the hub.", unit="FOLDER|NAME[@REVISION]")
     data: DataEntries = data_setting(
         ..., "Training files, folders and globs, in any of the formats of docs/data.md.", unit="file...", min_length=1
     )
@@ -224,6 +224,9 @@ class RunConfig(BaseConfig):
         None, "Field whose equal values stay on one side of valid_split.", unit="NAME", shown_default="the whole record"
     )
     drop_duplicates: bool = data_setting(False, "Leave out records of data that say the same as an earlier one.")
+    hub: Literal["auto", "huggingface", "modelscope"] = data_setting(
+        "auto", "Where a model comes from by its name; auto is ModelScope where USE_MODELSCOPE_HUB is 1."
+    )
     template: Text | None = data_setting(
         None, "Chat template: a known name or a file.", unit="NAME|FILE", shown_default="the tokenizer's own"
     )
@@ -280,6 +283,10 @@ class RunConfig(BaseConfig):
     difficulty_field: Text = curriculum_setting("difficulty", "Field that holds a record's difficulty.")
     curriculum: CurriculumConfig = curriculum_setting(
         default_factory=CurriculumConfig, description="Difficulties and stages; set it in a file."
+    )
+    train_thinking: bool = data_setting(True, "Train the think blocks of answers; false leaves them as context.")
+    on_media: Literal["refuse", "drop-row", "drop-media"] = preparation_setting(
+        "refuse", "What to do about a record with images, video or sound; drop-media trains its text."
     )
     best_metric: Text = logging_setting(
         "loss",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -91,7 +92,10 @@ def with_columns(sources: Sequence[DataSource], columns: Mapping[str, str] | Non
     """The sources with the columns of all where they do not have their own."""
     if columns is None:
         return tuple(sources)
-    return tuple(source.model_copy(update={"columns": source.columns or dict(columns)}) for source in sources)
+    return tuple(
+        source if source.columns is not None else source.model_copy(update={"columns": dict(columns)})
+        for source in sources
+    )
 
 
 def weighted(
@@ -107,6 +111,17 @@ def weighted(
     if all(source.weight is None for source in sources):
         return sources
     return tuple(source.model_copy(update={"weight": source.weight or NATURAL}) for source in sources)
+
+
+def source_names(sources: Sequence[DataSource]) -> tuple[str, ...]:
+    """A name for each, as short as tells them apart: a file's without suffix, the path, the path with a number."""
+    paths = [source.path for source in sources]
+    short = [Path(path).stem for path in paths]
+    names = [name if short.count(name) == 1 and name else path for name, path in zip(short, paths, strict=True)]
+    return tuple(
+        name if names.count(name) == 1 else f"{name} ({names[:number].count(name) + 1})"
+        for number, name in enumerate(names)
+    )
 
 
 def source_problems(

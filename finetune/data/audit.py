@@ -66,8 +66,9 @@ class AuditJob:
         grams, owners = words.ngrams(OVERLAP_WORDS)
         if what == "overlap":
             assert self.grams is not None
-            places = np.minimum(np.searchsorted(self.grams, grams), max(len(self.grams) - 1, 0))
-            hits = self.grams[places] == grams if len(self.grams) else np.zeros(0, bool)
+            places = np.searchsorted(self.grams, grams)
+            hits = np.append(self.grams, np.uint64(0))[places] == grams
+            hits &= places < len(self.grams)
             grams, owners = places[hits], owners[hits]
         found.values = {"grams": grams, "owners": owners}
         return found

@@ -28,7 +28,7 @@ class Microbatch:
     # samples, which are only targets, are not among the inputs.
     keep: torch.Tensor | None
     targets: torch.Tensor  # int64 `(n,)`: the next tokens there, in row-major order
-    difficulties: torch.Tensor  # int64 `(n,)`: difficulty of each target's sample; -1 where samples have none
+    groups: torch.Tensor  # int64 `(n,)`: what each target's loss is summed by, of `LossGroups`; -1 for none
     document_lengths: tuple[int, ...] | None  # tokens of each document of a packed microbatch; None for a padded one
     cu_seq_lens: torch.Tensor | None = None  # int32 `(documents + 1,)`: their running sum, where there are lengths
 
@@ -56,7 +56,7 @@ class Microbatch:
             position_ids=move(self.position_ids),
             keep=None if self.keep is None else move(self.keep),
             targets=move(self.targets),
-            difficulties=move(self.difficulties),
+            groups=move(self.groups),
             cu_seq_lens=None if self.cu_seq_lens is None else move(self.cu_seq_lens),
         )
 
@@ -78,7 +78,7 @@ class Microbatch:
         return inputs
 
 
-# input_ids int32 (t,); supervised bool (t,), or None: every token but the first is a target; difficulty
+# input_ids int32 (t,); supervised bool (t,), or None: every token but the first is a target; group
 Sample = tuple[np.ndarray, np.ndarray | None, int]
 
 
@@ -96,7 +96,7 @@ def collate(samples: Sequence[Sample], *, packing: bool, pad_token_id: int) -> M
     lines = [ids for ids, _, _ in samples]
     kept = [np.append(mask[1:], False) for mask in masks]
     targets = np.concatenate([line[1:][mask[1:]] for line, mask in zip(lines, masks, strict=True)])
-    difficulties = np.repeat([difficulty for _, _, difficulty in samples], [keep.sum() for keep in kept])
+    groups = np.repeat([group for _, _, group in samples], [keep.sum() for keep in kept])
     join = _packed if packing else _padded
     keep, lengths = join(kept, False), [len(line) for line in lines]
     return Microbatch(
@@ -104,7 +104,7 @@ def collate(samples: Sequence[Sample], *, packing: bool, pad_token_id: int) -> M
         position_ids=_tensor(join([np.arange(length) for length in lengths], 0)),
         keep=_tensor(np.flatnonzero(keep)) if packing else torch.from_numpy(keep),
         targets=_tensor(targets),
-        difficulties=_tensor(difficulties),
+        groups=_tensor(groups),
         document_lengths=tuple(lengths) if packing else None,
         cu_seq_lens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32) if packing else None,
     )
@@ -119,7 +119,7 @@ def _whole(samples: Sequence[Sample]) -> Microbatch:
         position_ids=torch.arange(inputs.shape[1]).expand_as(inputs).contiguous(),
         keep=None,
         targets=targets.flatten(),
-        difficulties=_tensor(np.repeat([difficulty for _, _, difficulty in samples], inputs.shape[1])),
+        groups=_tensor(np.repeat([group for _, _, group in samples], inputs.shape[1])),
         document_lengths=None,
     )
 

@@ -19,6 +19,7 @@ from finetune.data import (
     file_kinds,
     formats,
     json_array,
+    media,
     parts,
     passes,
     preparation,
@@ -30,6 +31,7 @@ from finetune.data import (
     samples,
     sources,
     spans,
+    thinking,
     tools,
     truncate,
 )
@@ -63,6 +65,8 @@ def prepare_samples(
     cache_dir: str | Path | None = None,
     num_proc: int | None = None,
     selection: Selection | None = None,
+    on_media: str = "refuse",
+    train_thinking: bool = True,
 ) -> Samples:
     """Read data files and make their samples, or reuse them from the cache. Logs warnings of the report.
 
@@ -79,6 +83,9 @@ def prepare_samples(
         cache_dir: where tokenized data is kept; None: `default_cache_dir()`.
         num_proc: processes that tokenize; None: as many as pay, up to the CPUs of this process.
         selection: which of the records; None: all.
+        on_media: what becomes of records with images, video or sound: "refuse", "drop-row", or "drop-media", which
+            reads their text.
+        train_thinking: whether the think blocks of answers are targets, or context only.
 
     Raises:
         DataError: files, records, template or cutoff are wrong (the message names them), or no record is left.
@@ -88,7 +95,7 @@ def prepare_samples(
     if template is not None:
         tokenizer.chat_template = template_source(template)
     files = expand_sources(entries)
-    renderer = Renderer(tokenizer, cutoff_len)
+    renderer = Renderer(tokenizer, cutoff_len, train_thinking=train_thinking)
     task = Preparation(
         files=files,
         renderer=renderer,
@@ -97,6 +104,7 @@ def prepare_samples(
         drop_bad_records=on_bad_row == "drop",
         num_proc=num_proc,
         selection=selection or Selection(),
+        on_media=on_media,
     )
     folder_of_caches = Path(cache_dir).expanduser() if cache_dir else cache.default_cache_dir()
     with cache.said_if_unwritable(folder_of_caches):
@@ -145,7 +153,8 @@ def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 def _code_hash() -> str:
     """The source of the modules that turn records into samples, and the versions of the libraries that they lean on."""
     modules = (
-        *(data_files, file_kinds, json_array, problems, formats, records, spans, encode, truncate, render, report),
+        *(data_files, file_kinds, json_array, problems, formats, media, records, spans, thinking, encode, truncate),
+        *(render, report),
         *(parts, passes, preparation, sample_shards, samples, selections, sources, tools),
     )
     code = (Path(str(module.__file__)).read_text(encoding="utf-8") for module in modules)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from finetune.config.names import did_you_mean
+from finetune.data.media import MEDIA_KEYS, has_media, holds_something
 from finetune.data.problems import RecordProblem
 from finetune.data.tools import Call, Tools, match_results, read_calls, read_tools
 
@@ -25,12 +26,10 @@ _ROLES = {
 }
 # Parts of a record that nothing here trains, and how to keep what they say. Refused where they hold something: without
 # them the record says something else.
-_MEDIA = "only text is trained; remove it where the text stands without it"
-_NOT_READ_OF_RECORD = {
-    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _MEDIA),
-}
+_MEDIA = "only text is trained: --on-media drop-row leaves such records out, drop-media trains their text"
+_NOT_READ_OF_RECORD = dict.fromkeys(MEDIA_KEYS, _MEDIA)
 _NOT_READ_OF_TURN = {
-    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _MEDIA),
+    **_NOT_READ_OF_RECORD,
     "thinking": "give it as 'reasoning_content'",
 }
 _MAY_FOLLOW = {
@@ -63,6 +62,7 @@ class Conversation:
     messages: tuple[Message, ...]
     difficulty: str | None = None
     tools: Tools = ()  # that may be called
+    had_media: bool = False  # which were taken out
 
     @property
     def plain_text(self) -> str | None:
@@ -233,15 +233,15 @@ def _calls(turn: Mapping[str, Any], given: str, content_key: str, where: str, nu
 
 def _refuse_unread(holder: Mapping[str, Any], unread: Mapping[str, str], where: str) -> None:
     for key, fix in unread.items():
-        value = holder.get(key)
-        # Some files write an empty list of tools as a text.
-        if value and not (isinstance(value, str) and value.strip() in ("", "[]", "{}", "null")):
+        if holds_something(holder.get(key)):
             raise RecordProblem("unsupported key", f"{where} has '{key}'; {fix}")
 
 
 def _part(part: Any, where: str) -> str:
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return part["text"]
+    if has_media(part):
+        raise RecordProblem("unsupported key", f"{where} has a part of type {part['type']!r}; {_MEDIA}")
     kind = part.get("type") if isinstance(part, Mapping) else _kind(part)
     raise RecordProblem("wrong type", f"{where}: a content part is {kind!r}, only parts of type 'text' are trained")
 

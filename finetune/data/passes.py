@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from finetune.data.media import MediaLeftOut
 from finetune.data.parts import Part
 from finetune.data.problems import RecordProblem
 from finetune.data.records import RecordReader
@@ -88,9 +89,13 @@ class PartJob:
                     raise found
                 if self.selection:
                     keys.append(self.selection.key(number, record, found, reader))
+            except MediaLeftOut:
+                report.left_out_media += 1
+                continue
             except RecordProblem as problem:
                 checked.problems.append((line, problem))
                 continue
+            report.without_media += found.had_media
             report.control_token_records += self.renderer.has_control_tokens(found)
             if found.difficulty is None:
                 checked.unlabelled.append(line)

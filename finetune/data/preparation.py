@@ -67,6 +67,7 @@ class Preparation:
     drop_bad_records: bool  # leave bad records out and count them, instead of refusing them
     num_proc: int | None = None  # processes that tokenize; None: as many as pay
     selection: Selection = field(default_factory=Selection)  # which of the records
+    on_media: str = "refuse"  # see RecordReader
 
     def options(self) -> str:
         """What the samples depend on besides data, tokenizer and template, as JSON."""
@@ -84,6 +85,10 @@ class Preparation:
             options["columns_of_files"] = columns
         if self.selection:
             options |= self.selection.options()
+        if self.on_media != "refuse":
+            options["on_media"] = self.on_media
+        if not self.renderer.train_thinking:
+            options["train_thinking"] = False
         return json.dumps(options)
 
     @property
@@ -93,7 +98,9 @@ class Preparation:
     @property
     def readers(self) -> tuple[RecordReader, ...]:
         """How the records of each file are read."""
-        return tuple(RecordReader(self.difficulties, self.difficulty_field, file.source) for file in self.files)
+        return tuple(
+            RecordReader(self.difficulties, self.difficulty_field, file.source, self.on_media) for file in self.files
+        )
 
     def write_samples(self, folder: Path) -> dict[str, Any]:
         """Fill the folder with arrays, and return what belongs beside them; `files` are hashes that are known already.
@@ -161,7 +168,7 @@ class Preparation:
         if not self.drop_bad_records:
             problems.refuse(report.records_read)
         report.dropped = dict(problems.counts)
-        if problems.total == report.records_read:
+        if problems.total + report.left_out_media == report.records_read:
             raise self._none_left(report)
         if self.selection:
             self._choose(report, np.concatenate(keys), np.array(counts), kept.with_name(_CHOSEN_FILE))
@@ -235,6 +242,7 @@ class Preparation:
 
     def _none_left(self, report: DataReport) -> DataError:
         counts = report.dropped | {"duplicates": report.duplicates, "on the other side of the split": report.other_side}
+        counts["with images, video or sound"] = report.left_out_media
         reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
         return DataError(
             f"no record is left to train on ({reasons})",

@@ -10,6 +10,7 @@ from typing import Any
 from finetune.config.sources import DataSource
 from finetune.data.files import read_records
 from finetune.data.formats import Conversation, detect_format, to_conversation
+from finetune.data.media import MediaLeftOut, has_media, without_media
 from finetune.data.problems import RecordProblem
 
 
@@ -20,12 +21,14 @@ class RecordReader:
     Attributes:
         difficulties: their names; None: difficulties are not looked at.
         difficulty_field: the key that holds a record's difficulty.
+        on_media: "refuse" finds records with media wrong, "drop-row" leaves them out, "drop-media" reads their text.
         source: what the entry of `data` says: what it calls the keys of our formats, and the difficulty of all.
     """
 
     difficulties: Sequence[str] | None = None
     difficulty_field: str = "difficulty"
     source: DataSource | None = None
+    on_media: str = "refuse"
 
     @property
     def columns(self) -> Mapping[str, str]:
@@ -56,6 +59,13 @@ class RecordReader:
             yield line, record, found
 
     def _conversation(self, record: Any, form: str) -> Conversation:
+        if self.on_media == "refuse" or not isinstance(record, Mapping) or not has_media(record):
+            return self._read(record, form)
+        if self.on_media == "drop-row":
+            raise MediaLeftOut
+        return replace(self._read(without_media(record), form), had_media=True)
+
+    def _read(self, record: Any, form: str) -> Conversation:
         difficulty = self.source.difficulty if self.source else None
         if difficulty is None or self.difficulties is None:
             return to_conversation(record, form, self.difficulties, self.difficulty_field)

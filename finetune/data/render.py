@@ -12,6 +12,7 @@ from finetune.data.encode import Encoded, Encoder, trained_tokens
 from finetune.data.formats import Conversation, Message
 from finetune.data.problems import RecordProblem
 from finetune.data.spans import ChatTemplate, Rendering, content_span, find_turns
+from finetune.data.thinking import behind_thinking
 from finetune.data.truncate import fit
 from finetune.errors import DataError
 
@@ -41,9 +42,10 @@ class Renderer:
             answer after the template's own tokens.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, cutoff_len: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, cutoff_len: int, *, train_thinking: bool = True) -> None:
         self.template = ChatTemplate(tokenizer)
         self.cutoff_len = cutoff_len
+        self.train_thinking = train_thinking  # else think blocks are context
         self._encoder = Encoder(tokenizer)
         begins = tokenizer.bos_token_id is not None and tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id
         self._begin_id = (
@@ -61,7 +63,10 @@ class Renderer:
         if conversation.plain_text is not None:
             return [self._text(conversation.plain_text)]
         template = self.template.with_tools(conversation.tools)
-        return [self._sample(template, rendering) for rendering in find_turns(template, conversation.messages)]
+        renderings = find_turns(template, conversation.messages)
+        if not self.train_thinking:
+            renderings = list(map(behind_thinking, renderings))
+        return [self._sample(template, rendering) for rendering in renderings]
 
     def has_control_tokens(self, conversation: Conversation) -> bool:
         """Whether a text of the record spells a special token, which the tokenizer will read as one."""

@@ -26,6 +26,8 @@ class DataReport:
     dropped: dict[str, int] = field(default_factory=dict)  # records not kept, by reason
     duplicates: int = 0  # records not kept because an earlier one says the same
     other_side: int = 0  # records not kept because they are on the other side of the split
+    left_out_media: int = 0  # records not kept because they have images, video or sound
+    without_media: int = 0  # records read without theirs
     # Kept records, in the order of the difficulties; empty where difficulties are not looked at.
     records_per_difficulty: dict[str, int] = field(default_factory=dict)
     difficulty_field_found: bool = False  # whether any record has a difficulty
@@ -90,6 +92,10 @@ class DataReport:
         if self.cut_texts:
             lines.append(("texts cut", f"{self.cut_texts:,} ({self.cut_text_tokens:,} tokens)"))
         lines += [(f"dropped: {reason}", f"{count:,}") for reason, count in self.dropped.items()]
+        if self.left_out_media:
+            lines.append(("left out: images, video or sound", f"{self.left_out_media:,}"))
+        if self.without_media:
+            lines.append(("read without images, video or sound", f"{self.without_media:,}"))
         if self.duplicates:
             lines.append(("duplicates dropped", f"{self.duplicates:,}"))
         if self.other_side:

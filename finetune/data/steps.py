@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -87,7 +87,43 @@ class StepBatch:
     microbatches: list[Microbatch]  # this rank's; every rank has as many
     tokens: int  # of the global batch, padding not counted
     supervised_tokens: int  # targets of the global batch: the denominator of the loss
-    difficulty_tokens: np.ndarray  # int64 `(difficulties,)`: targets of the global batch per difficulty
+    group_tokens: np.ndarray  # int64 `(groups,)`: targets of the global batch per `LossGroups`
+
+
+@dataclass(frozen=True)
+class LossGroups:
+    """What losses are summed by: the difficulties or, with sources, each difficulty of each source."""
+
+    difficulties: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+    source_starts: tuple[int, ...] = ()  # the first sample of each source, and the number of samples
+
+    def __len__(self) -> int:
+        return len(self.sources) * (len(self.difficulties) + 1) if self.sources else len(self.difficulties)
+
+    def of(self, indices: np.ndarray, difficulty_ids: np.ndarray) -> np.ndarray:
+        """The group of each sample: int64 like `indices`; -1 for none.
+
+        Args:
+            difficulty_ids: of these samples, -1 for none.
+        """
+        if not self.sources:
+            return np.where(difficulty_ids < len(self.difficulties), difficulty_ids, -1).astype(np.int64)
+        sources = np.searchsorted(self.source_starts, indices, side="right") - 1
+        # Without difficulty: the last of its source.
+        return sources * (len(self.difficulties) + 1) + difficulty_ids % (len(self.difficulties) + 1)
+
+    def by_difficulty(self, values: Sequence[float]) -> dict[str, float]:
+        """Sums over the groups of each difficulty, by its name."""
+        sums = self._table(values).sum(axis=0)[: len(self.difficulties)] if self.sources else np.asarray(values)
+        return dict(zip(self.difficulties, sums.tolist(), strict=True))
+
+    def by_source(self, values: Sequence[float]) -> dict[str, float]:
+        """Sums over the groups of each source, by its name; empty without sources."""
+        return dict(zip(self.sources, self._table(values).sum(axis=1).tolist(), strict=True)) if self.sources else {}
+
+    def _table(self, values: Sequence[float]) -> np.ndarray:
+        return np.asarray(values).reshape(len(self.sources), len(self.difficulties) + 1)
 
 
 class StepBatches(torch.utils.data.Dataset):
@@ -95,7 +131,7 @@ class StepBatches(torch.utils.data.Dataset):
 
     Args:
         difficulty_ids: int `(N,)`: difficulty of each sample in the schedule, -1 for none.
-        difficulties: how many difficulties the schedule has.
+        groups: what losses are summed by.
     """
 
     def __init__(
@@ -105,20 +141,20 @@ class StepBatches(torch.utils.data.Dataset):
         execution: Execution,
         *,
         difficulty_ids: np.ndarray,
-        difficulties: int,
+        groups: LossGroups,
         pad_token_id: int,
     ) -> None:
         self.samples, self.batches, self.execution = samples, batches, execution
-        self.difficulty_ids, self.difficulties, self.pad_token_id = difficulty_ids, difficulties, pad_token_id
+        self.difficulty_ids, self.groups, self.pad_token_id = difficulty_ids, groups, pad_token_id
 
     def __len__(self) -> int:
         return self.batches.total_steps
 
     def __getitem__(self, step: int) -> StepBatch:
         indices = self.batches.indices(step)
-        supervised, difficulty_ids = self.samples.supervised_counts[indices], self.difficulty_ids[indices]
-        known = difficulty_ids >= 0
-        difficulty_tokens = np.bincount(difficulty_ids[known], supervised[known], minlength=self.difficulties)
+        supervised, groups = self.samples.supervised_counts[indices], self._groups_of(indices)
+        known = groups >= 0
+        group_tokens = np.bincount(groups[known], supervised[known], minlength=len(self.groups))
         return StepBatch(
             step=step,
             indices=indices,
@@ -126,7 +162,7 @@ class StepBatches(torch.utils.data.Dataset):
             microbatches=list(self.microbatches(indices, self.execution)),
             tokens=int(self.samples.lengths[indices].sum()),
             supervised_tokens=int(supervised.sum()),
-            difficulty_tokens=difficulty_tokens.astype(np.int64),
+            group_tokens=group_tokens.astype(np.int64),
         )
 
     def microbatches(self, indices: np.ndarray, execution: Execution) -> Iterator[Microbatch]:
@@ -157,11 +193,15 @@ class StepBatches(torch.utils.data.Dataset):
             input_ids=joined(microbatch.input_ids, whole.input_ids),
             position_ids=joined(microbatch.position_ids, whole.position_ids),
             targets=joined(microbatch.targets, whole.targets),
-            difficulties=joined(microbatch.difficulties, whole.difficulties),
+            groups=joined(microbatch.groups, whole.groups),
         )
 
+    def _groups_of(self, indices: np.ndarray) -> np.ndarray:
+        return self.groups.of(indices, self.difficulty_ids[indices])
+
     def microbatch(self, indices: np.ndarray, *, packing: bool) -> Microbatch:
-        members = [(*self.samples[int(index)], int(self.difficulty_ids[index])) for index in indices]
+        pairs = zip(indices.tolist(), self._groups_of(indices).tolist(), strict=True)
+        members = [(*self.samples[index], group) for index, group in pairs]
         return collate(members, packing=packing, pad_token_id=self.pad_token_id)
 
 

@@ -15,6 +15,7 @@ import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from finetune.config.names import did_you_mean
+from finetune.config.paths import split_revision
 from finetune.errors import DataError
 
 logger = logging.getLogger("finetune")
@@ -196,14 +197,16 @@ def read_tokenizer(model: str, *, trust_remote_code: bool = False) -> PreTrained
     folder = Path(model).expanduser()
     if folder.is_dir():
         return _from_folder(folder, trust_remote_code)
-    if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+    if folder.is_absolute() or model.startswith((".", "~")) or model.partition("@")[0].count("/") > 1:
         raise DataError("no such model folder", where=model, fix="give --model a folder or a hub id (owner/name)")
+    name, revision = split_revision(model)
+    given = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
-        return AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(name, local_files_only=True, **given)
     except (OSError, ValueError, KeyError):
         logger.info("the tokenizer of %s is not on this machine; asking the hub", model)
     try:
-        return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(name, **given)
     except (OSError, ValueError, KeyError) as error:
         endpoint = os.environ.get("HF_ENDPOINT", "the default hub")
         raise DataError(

@@ -155,3 +155,15 @@ def _forms(value: Any) -> list[str]:
 def squeezed(text: str) -> str:
     """Without white space."""
     return "".join(text.split())
+
+
+def protocol_calls(calls: Sequence[Call]) -> list[dict[str, Any]]:
+    """As the OpenAI protocol has them: the arguments as a JSON text."""
+    return [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+        }
+        for call in calls
+    ]

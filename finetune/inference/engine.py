@@ -74,8 +74,16 @@ def _cache_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     """Bytes of one token's keys and values, once in the cache and once more when attention reads them."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    widths = 2 * head_dim
+    if has_latent_cache(config):  # transformers keeps them unfolded, and their head_dim is another number
+        widths = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
     copies = 1 + config.num_attention_heads / heads / config.num_hidden_layers
-    return int(2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize * copies)
+    return int(config.num_hidden_layers * heads * widths * dtype.itemsize * copies)
+
+
+def has_latent_cache(config: Any) -> bool:
+    """Whether keys and values are made of a latent (DeepSeek's MLA): each has a width of its own."""
+    return getattr(config.get_text_config(), "kv_lora_rank", None) is not None
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -25,7 +25,7 @@ from finetune.data.spans import ChatTemplate
 from finetune.data.tools import Tools, read_calls, read_tools
 from finetune.errors import DataError
 from finetune.inference.answer import Answer, AnswerStream, AnswerText, Generation, OnPiece
-from finetune.inference.engine import ContinuousEngine, Engine, Job, find_limits
+from finetune.inference.engine import ContinuousEngine, Engine, Job, find_limits, has_latent_cache
 from finetune.inference.limited_template import limit_chat_template
 from finetune.inference.loading import check_fit, end_ids, find_source, load_tokenizer_of, load_weights
 from finetune.inference.sampling import Sampling, default_sampling
@@ -82,7 +82,10 @@ class Generator:
         self.default_sampling = default_sampling(model.generation_config)
         self._template = ChatTemplate(tokenizer)
         if continuous is None:
-            continuous = can_pack(model.config) and device.type in ("cpu", "cuda")  # where it is tested
+            # Where it is tested; its cache has one width for keys and values, which latent attention's are not of.
+            continuous = (
+                can_pack(model.config) and device.type in ("cpu", "cuda") and not has_latent_cache(model.config)
+            )
         engine_class = ContinuousEngine if continuous else StaticEngine
         self.engine: Engine = engine_class(
             model, sorted(self.stop_ids), padding_id(model.config, tokenizer), self.limits

@@ -13,9 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from finetune.config.paths import is_hub_id, split_revision
 from finetune.data.render import stop_token_ids
 from finetune.data.templates import load_tokenizer
 from finetune.errors import ConfigError, DataError
+from finetune.modeling.hub import from_modelscope
 from finetune.modeling.model_config import check_weights, load_model_config, warn_of_missing_embeddings
 from finetune.modeling.pretrained import DTYPES, check_adapter_file
 from finetune.storage.run_folder import describe_folder
@@ -56,11 +58,11 @@ def find_source(model: str | None, adapter: str | None = None) -> Source:
     if adapter is None:
         assert model is not None
         _check_folder(Path(model).expanduser())
-        return Source(model, None)
+        return Source(from_modelscope(model), None)
     folder = Path(adapter).expanduser()
     if not _holds_adapter(folder):
         folder = _downloaded_adapter(adapter)
-    return Source(model or _base_of(folder), folder)
+    return Source(from_modelscope(model or _base_of(folder)), folder)
 
 
 def _holds_adapter(folder: Path) -> bool:
@@ -104,7 +106,8 @@ def _base_of(folder: Path) -> str:
     """The base model that an adapter names."""
     path = folder / "adapter_config.json"
     try:
-        base = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        base = settings["base_model_name_or_path"]
         if not isinstance(base, str) or not base:
             raise ValueError("it names no base model")
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -118,7 +121,8 @@ def _base_of(folder: Path) -> str:
             str(path),
             f"name the base's folder: --model BASE --adapter {folder}",
         )
-    return base
+    revision = settings.get("revision")
+    return f"{base}@{revision}" if revision and is_hub_id(base) else base
 
 
 @dataclass(frozen=True)
@@ -161,12 +165,14 @@ def load_weights(source: Source, device: torch.device, dtype: str, *, trust_remo
         ConfigError: no safetensors weights, or an adapter that does not fit the base.
     """
     check_weights(source.base)
+    repository, revision = split_revision(source.base)
     if not sys.stderr.isatty():
         disable_progress_bar()
     config = load_model_config(source.base, trust_remote_code=trust_remote_code)
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            source.base,
+            repository,
+            revision=revision,
             config=config,
             dtype=DTYPES[dtype],
             # Softcapped attention is right in transformers' eager path only; else transformers chooses.

@@ -11,7 +11,7 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -242,15 +242,3 @@ class CallReader:
             if any(marker.startswith(self._held[-length:]) for marker in self._form.markers):
                 return length
         return 0
-
-
-def protocol_calls(calls: Sequence[Call]) -> list[dict[str, Any]]:
-    """As the OpenAI protocol has them: the arguments as a JSON text."""
-    return [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-        }
-        for call in calls
-    ]

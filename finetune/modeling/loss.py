@@ -296,15 +296,15 @@ def microbatch_losses(
     return token_losses(logits.flatten(0, -2), targets)
 
 
-def sums_by_difficulty(losses: torch.Tensor, difficulties: torch.Tensor, count: int) -> torch.Tensor:
-    """Summed losses of each difficulty's targets: `(count,)`, in the dtype of the losses.
+def sums_by_group(losses: torch.Tensor, groups: torch.Tensor, count: int) -> torch.Tensor:
+    """Summed losses of each group's targets: `(count,)`, in the dtype of the losses.
 
     Args:
         losses: `(n,)`.
-        difficulties: `(n,)`, of each target; -1 for none, which belongs to no sum.
+        groups: `(n,)`, of each target; -1 for none, which belongs to no sum.
     """
     # torch sums pairwise. index_add_ adds one by one, which in float32 drifts with the number of targets, and on CUDA
     # in any order.
     numbers = torch.arange(count, device=losses.device)
-    belongs = difficulties.to(losses.device) == numbers[:, None]
+    belongs = groups.to(losses.device) == numbers[:, None]
     return torch.where(belongs, losses, losses.new_zeros(())).sum(dim=1)

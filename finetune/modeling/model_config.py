@@ -10,17 +10,21 @@ import json
 import logging
 import os
 import re
+from functools import cache
+from inspect import getsource, isfunction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from finetune.config.paths import split_revision
 from finetune.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
+    from finetune.config.pretrain_config import PretrainConfig
     from finetune.config.run_config import RunConfig
     from finetune.data.samples import Samples
 
@@ -37,8 +41,9 @@ def load_model_config(name: str, *, trust_remote_code: bool = False) -> Pretrain
     Raises:
         ConfigError: not a model folder or hub id, or an architecture that transformers does not know.
     """
+    repository, revision = split_revision(name)
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(repository, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"the model's configuration cannot be read: {str(error).splitlines()[0]}",
@@ -84,6 +89,20 @@ def padding_id(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> 
     return own if own is not None and own < config.get_text_config().vocab_size else 0
 
 
+def check_unquantised(config: PretrainedConfig) -> None:
+    """Raise ConfigError if the model's weights are quantised: what they can learn depends on kernels and devices."""
+    method = getattr(config, "quantization_config", None)
+    if method is None:
+        return
+    kind = method.get("quant_method") if isinstance(method, dict) else getattr(method, "quant_method", None)
+    raise ConfigError(
+        f"the model's weights are quantised ({kind}), and are not trained",
+        where=str(config.name_or_path),
+        fix="take its release in 16 bits, or write one: load it with transformers' quantization config that has "
+        "dequantize=True (Mxfp4Config of gpt-oss, FineGrainedFP8Config), and save_pretrained into a folder",
+    )
+
+
 def check_weights(name: str) -> None:
     """Raise ConfigError if a model folder has not all of its safetensors weights (a hub id shows it when it is loaded).
 
@@ -116,15 +135,16 @@ def _shards(folder: Path) -> list[str]:
         raise ConfigError("the index of the model's weights is broken", str(index), "copy it again") from error
 
 
-def weights_identity(name: str, config: PretrainedConfig) -> str:
+def weights_identity(name: str) -> str:
     """Which weights these are, wherever they lie: a hash of their sizes, their headers and blocks all over them.
 
-    Of a hub's model it is the commit. Two models of one shape differ in it where their weights do, but for a change
-    that touches few of the weights: reading all of them would take minutes at every start.
+    Of a hub's model it is the commit that its name was given (hub.py). Two models of one shape differ in it where their
+    weights do, but for a change that touches few of the weights: reading all of them would take minutes at every start.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        return f"{name}@{getattr(config, '_commit_hash', None)}"
+        repository, commit = split_revision(name)
+        return f"{repository}@{commit}"
     # As it is written, not as this release of transformers completes it.
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for changing in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
@@ -150,8 +170,32 @@ def target_names(wanted: str | tuple[str, ...]) -> str | list[str]:
 
 
 def linear_names(model: torch.nn.Module) -> set[str]:
-    """The last parts of the names of its linear modules."""
-    return {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    """The last parts of the names of its linear modules that an adapter can be on."""
+    linear = {name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    return {name.rpartition(".")[2] for name in linear - set(passed_over(model))}
+
+
+def passed_over(model: torch.nn.Module) -> list[str]:
+    """Names of the linear modules that the model does not call, but reads the weights of: adapters there do nothing.
+
+    State-space layers hand some to their kernels (out_proj of Mamba 2, dt_proj of Jamba), routers to a function. peft
+    knows of some (it refuses them, tuners_utils._check_lora_target_modules_mamba), so it is read off the source.
+    """
+    found = []
+    for name, module in model.named_modules():
+        for child, inner in module.named_children():
+            if isinstance(inner, torch.nn.Linear) and child in _weights_read(type(module)):  # type: ignore[arg-type]
+                found.append(f"{name}.{child}".removeprefix("."))
+    return found
+
+
+@cache
+def _weights_read(kind: type[torch.nn.Module]) -> frozenset[str]:
+    """The children whose weight a module's own functions compute with; dtype, device and shape are only looked at."""
+    if not kind.__module__.startswith("transformers.models."):
+        return frozenset()
+    source = "".join(getsource(member) for member in vars(kind).values() if isfunction(member))
+    return frozenset(re.findall(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|size))", source))
 
 
 def check_targets(linear: set[str], wanted: str | list[str]) -> None:
@@ -171,7 +215,7 @@ def check_targets(linear: set[str], wanted: str | list[str]) -> None:
         )
 
 
-def check_adapter(model_config: PretrainedConfig, config: RunConfig) -> None:
+def check_adapter(model_config: PretrainedConfig, config: RunConfig | PretrainConfig) -> None:
     """Raise ConfigError if LoRA cannot be made as asked for; seen on the model without memory."""
     wanted = config.lora_target_modules
     if wanted == "all-linear" and config.lora_dropout == 0:
@@ -200,20 +244,33 @@ def check_adapter(model_config: PretrainedConfig, config: RunConfig) -> None:
     check_targets(linear, sorted(lora.target_modules or ()))
 
 
-def lora_config(model: PreTrainedModel, config: RunConfig) -> LoraConfig:
+def lora_config(model: PreTrainedModel, config: RunConfig | PretrainConfig) -> LoraConfig:
     """peft's settings for this model."""
     from peft import LoraConfig
 
-    outside = outside_text(model)
+    outside = [rf"{re.escape(name)}\..*" for name in outside_text(model)]
+    # One pattern for all layers: peft writes it into adapter_config.json.
+    outside += sorted({re.sub(r"\d+", r"\\d+", re.escape(name)) for name in passed_over(model)})
     return LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
         target_modules=target_names(config.lora_target_modules),
-        exclude_modules=rf"({'|'.join(map(re.escape, outside))})\..*" if outside else None,
+        exclude_modules="|".join(outside) or None,
         task_type="CAUSAL_LM",
         bias="none",
+        revision=split_revision(config.model or "")[1],  # of the base, on the hub
     )
+
+
+def warn_of_text_alone(model: PreTrainedModel, config: PretrainedConfig) -> None:
+    """Say it where of a model with images only the text model was loaded, as transformers does for Qwen3.5."""
+    if model.config.model_type != config.model_type and config.get_text_config() is not config:
+        logger.warning(
+            "of this %s model only its text model (%s) is loaded: what is written is that, without the part for images",
+            config.model_type,
+            model.config.model_type,
+        )
 
 
 def outside_text(model: PreTrainedModel) -> list[str]:

@@ -13,12 +13,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from finetune.config.paths import split_revision
 from finetune.errors import ConfigError, FinetuneError
 from finetune.modeling.attention import choose_attention
 from finetune.modeling.loss import let_choose_logits
-from finetune.modeling.model_config import load_model_config, lora_config, outside_text
+from finetune.modeling.model_config import load_model_config, lora_config, outside_text, warn_of_text_alone
 
 if TYPE_CHECKING:
+    from finetune.config.pretrain_config import PretrainConfig
     from finetune.config.run_config import RunConfig
 
 logger = logging.getLogger("finetune")
@@ -26,7 +28,7 @@ logger = logging.getLogger("finetune")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def load_model(config: RunConfig, *, model_dtype: torch.dtype, zero3: bool) -> PreTrainedModel:
+def load_model(config: RunConfig | PretrainConfig, *, model_dtype: torch.dtype, zero3: bool) -> PreTrainedModel:
     """The base model, with the attention that keeps documents apart.
 
     Args:
@@ -37,11 +39,14 @@ def load_model(config: RunConfig, *, model_dtype: torch.dtype, zero3: bool) -> P
         ConfigError: no safetensors weights, or they do not fit the configuration.
         FinetuneError: ZeRO-3 was asked for but the parameters are whole.
     """
+    assert config.model is not None
     model_config = load_model_config(config.model, trust_remote_code=config.trust_remote_code)
     attention = choose_attention(model_config)
+    repository, revision = split_revision(config.model)
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            config.model,
+            repository,
+            revision=revision,
             dtype=model_dtype,
             attn_implementation=attention,
             # A .bin file is a pickle; pickles are never read.
@@ -56,6 +61,7 @@ def load_model(config: RunConfig, *, model_dtype: torch.dtype, zero3: bool) -> P
             "save_pretrained on a machine you trust them on",
         ) from error
     let_choose_logits(model)
+    warn_of_text_alone(model, model_config)
     if zero3:
         check_partitioned(model)
         # Names and shapes of files are translated for the model when it is loaded, and back when it is saved, by the
@@ -83,7 +89,7 @@ def check_partitioned(model: torch.nn.Module) -> None:
         )
 
 
-def add_adapter(model: PreTrainedModel, config: RunConfig, *, one_dtype: bool) -> torch.nn.Module:
+def add_adapter(model: PreTrainedModel, config: RunConfig | PretrainConfig, *, one_dtype: bool) -> torch.nn.Module:
     """A LoRA adapter on the model, its start a pure function of (seed, parameter name): the same on every machine.
 
     Args:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.kinds import kind_of_config
+from finetune.config.paths import split_revision
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve_object
 from finetune.config.run_config import BaseConfig, RunConfig
@@ -41,6 +42,11 @@ def shape_for(config: BaseConfig, model_config: Path | None = None) -> ModelShap
     return shape
 
 
+def shape_of_pretraining(config: PretrainConfig) -> ModelShape:
+    """The shape that pretraining makes, or of the model that it continues."""
+    return shape_of_base_model(config) if config.model else shape_from_scratch(config)
+
+
 def shape_from_scratch(config: PretrainConfig) -> ModelShape:
     """The shape that pretraining makes."""
     from finetune.modeling.scratch import make_empty_model, scratch_config
@@ -50,14 +56,15 @@ def shape_from_scratch(config: PretrainConfig) -> ModelShape:
     return shape_of_model(make_empty_model(made))
 
 
-def shape_of_base_model(config: RunConfig) -> ModelShape:
-    """The shape of the model that fine-tuning starts from."""
+def shape_of_base_model(config: RunConfig | PretrainConfig) -> ModelShape:
+    """The shape of the model that training starts from."""
+    assert config.model is not None
     folder = Path(config.model).expanduser()
     if folder.exists():
         return read_shape(folder)
     if (cached := _cached_config(config.model)) is not None:
         return read_shape(cached)
-    if (known := known_config(config.model)) is not None:
+    if (known := known_config(split_revision(config.model)[0])) is not None:
         return shape_of_config(known, config.model)
     raise ConfigError(
         f"the sizes of {config.model} are not known here",
@@ -71,6 +78,7 @@ def _cached_config(name: str) -> Path | None:
     """The config.json of a model in the hub's cache on this machine."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    name, _ = split_revision(name)
     found = sorted(hub.glob(f"models--{name.replace('/', '--')}/snapshots/*/config.json"))
     return found[-1] if found else None
 
@@ -163,13 +171,21 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
 def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Cluster) -> Workload:
     """What a process of a pretraining run has in memory."""
     size = element_bytes(config, cluster.device_type)
-    compiled = cluster.device_type == "cuda" if config.compile is None else config.compile
+    lora = config.finetuning == "lora"
+    compiled = cluster.device_type == "cuda" and not lora if config.compile is None else config.compile
+    adapted = shape.adapted(config.lora_target_modules) if lora else frozenset()
+    adapter = sum(shape.lora_tensors(config.lora_r, adapted))
     tokens = config.tokens_per_microbatch
     return Workload(
         shape=shape,
         computing=Computing(
             element_bytes=size,
-            weight_bytes=4,
+            weight_bytes=size if lora else 4,
+            adapted=adapted,
+            adapter_rank=config.lora_r if lora else 0,
+            adapter_bytes=4 if lora else 0,
+            dropout=lora and config.lora_dropout > 0,
+            fused_lora=lora and config.fused_lora,
             checkpointing=recomputes(config, cluster.device_type),
             compiled=compiled,
             flash=True,  # a window is one document
@@ -178,7 +194,8 @@ def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Clu
             float32_attention=cluster.device_type == "cpu" and size == 2,
         ),
         sharding=Sharding(),
-        trained=shape.total,
+        trained=adapter or shape.total,
+        adapter=adapter,
         processes=cluster.devices,
         local_processes=cluster.devices_per_node,
         microbatch_tokens=tokens,
@@ -188,7 +205,7 @@ def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Clu
         muon=config.optimizer == "muon",
         fused=DEVICE_KINDS[cluster.device_type].fused_adamw,
         device_type=cluster.device_type,
-        file_bytes=0,
+        file_bytes=size if config.model else 0,
         loader_workers=config.dataloader_num_workers,
         hccl_bytes=_hccl_bytes(config, cluster),
         saves_behind=config.async_save and config.save_steps > 0,

@@ -116,10 +116,20 @@ class RunView:
     @property
     def difficulties(self) -> list[str]:
         """Difficulties that were trained or evaluated, in the order of the configuration."""
-        names = {name.partition("/")[2] for record in self.steps.recent for name in record if "/" in name}
-        names |= {name.partition("/")[2] for event in self.events_named("eval")[-1:] for name in event if "/" in name}
+        names = self._named_by("tokens", "eval_loss")
         known = [str(name) for name in _dig(self.config, "curriculum", "levels") or []]
         return [name for name in known if name in names] + sorted(names - set(known))
+
+    @property
+    def sources(self) -> list[str]:
+        """Sources that were mixed or evaluated, by name."""
+        return sorted(self._named_by("source_tokens", "eval_source_loss"))
+
+    def _named_by(self, of_step: str, of_evaluation: str) -> set[str]:
+        """NAME of the fields `of_step/NAME` of the last steps, and `of_evaluation/NAME` of the last evaluation."""
+        fields = [(of_step, record) for record in self.steps.recent]
+        fields += [(of_evaluation, event) for event in self.events_named("eval")[-1:]]
+        return {name.partition("/")[2] for field, found in fields for name in found if name.startswith(f"{field}/")}
 
     @property
     def stages(self) -> list[Stage]:

@@ -176,8 +176,10 @@ def differences(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> list[D
     """In what a run differs from one whose identity was saved."""
     old, new = saved, json.loads(_json_text(identity))
     names = [*new, *(name for name in old if name not in new)]
-    # The weights say which model it is, wherever it lies; runs of 0.1.0 knew it by its path alone.
-    ignored = "model" if "weights" in old and "weights" in new else "weights"
+    # The weights say which model it is, wherever it lies; runs of 0.1.0 knew it by its path alone, and some later ones
+    # no commit of a hub's.
+    known = all("weights" in facts and not str(facts["weights"]).endswith("@None") for facts in (old, new))
+    ignored = "model" if known else "weights"
     return [
         Difference(name, old.get(name), new.get(name))
         for name in names

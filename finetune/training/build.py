@@ -73,14 +73,12 @@ def make_context(
     *,
     learning_rate_factor: Callable[[int], float],
     epochs_per_step: float,
-    difficulty_names: tuple[str, ...] = (),
     stage_name: Callable[[int], str] = lambda step: "",
 ) -> RunContext:
     return RunContext(
         total_steps=data.batches.total_steps,
         resume_from=start.folder,
         start_step=start.step,
-        difficulty_names=difficulty_names,
         stage_name=stage_name,
         learning_rate_factor=learning_rate_factor,
         epochs_per_step=epochs_per_step,

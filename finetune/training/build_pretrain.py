@@ -1,4 +1,4 @@
-"""From a checked pretraining run to a trainer: model from scratch, rates, schedule, microbatches."""
+"""From a checked pretraining run to a trainer: model from scratch or continued, rates, schedule, microbatches."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from transformers import PreTrainedModel
 
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.schedules import ScheduleSettings, learning_rate_schedule, warmup_count
-from finetune.data.corpus.windows import Windows
-from finetune.data.steps import InOrder, StepBatches
+from finetune.data.corpus.windows import JoinedWindows, Windows
+from finetune.data.steps import InOrder, LossGroups, StepBatches
 from finetune.errors import ConfigError
 from finetune.modeling.attention import choose_attention
 from finetune.modeling.attention_check import check_attention
 from finetune.modeling.layer_check import fuse_layers
+from finetune.modeling.lora import fuse_lora
 from finetune.modeling.loss import make_chunked_head
-from finetune.modeling.pretrained import DTYPES, count_parameters
+from finetune.modeling.pretrained import DTYPES, add_adapter, count_parameters, load_model
 from finetune.modeling.scratch import make_empty_model, make_model
 from finetune.planning.flops import flops_per_token, matrix_parameters
 from finetune.planning.inputs import recomputes
@@ -38,7 +39,7 @@ from finetune.training.control import RunContext
 from finetune.training.metrics import ComputeCost
 from finetune.training.optimizers import Rates, scaled_rates
 from finetune.training.prepare_pretrain import Prepared
-from finetune.training.pretrain_trainer import PretrainTrainer
+from finetune.training.pretrain_trainer import ContinuedTrainer, PretrainTrainer, TextTrainer
 from finetune.training.resume import Resume
 from finetune.training.session import Session
 from finetune.training.state import TrainingState
@@ -55,16 +56,17 @@ def build_trainer(
     *,
     device_type: str,
     dtype: str,
-) -> PretrainTrainer:
+) -> TextTrainer:
     """Build the trainer of a pretraining run; the process group exists."""
     quiet_known_warnings()
     devices.use_fast_matmul(device_type)
     keep_freed_memory(device_type)
     able = devices.capabilities(device_type)
-    rates = _rates(config, data)
+    rates = None if config.model else _rates(config, data)
+    lora = config.finetuning == "lora"
     arguments = training_arguments(
         config,
-        learning_rate=rates.matrix,
+        learning_rate=rates.matrix if rates is not None else config.learning_rate or 0.0,
         evaluates=data.valid is not None,
         device_type=device_type,
         dtype=dtype,
@@ -75,11 +77,7 @@ def build_trainer(
         run_name=config.wandb_run_name,
     )
     model = _model(config, data, start, device_type, dtype)
-    cost = ComputeCost(
-        flops_per_token(model, config.max_seq_len),
-        able.peak_flops if dtype != "float32" else None,
-        devices=world.world_size,
-    )
+    cost = None if config.model else _cost(model, config, world, able, dtype)
     fp8, compiled = _speed_up(model, config, able)
     fused = fuse_layers(
         model,
@@ -87,7 +85,7 @@ def build_trainer(
         "off" if compiled and config.fused_layers == "auto" else config.fused_layers,
         device_type=device_type,
         compiles=able.compile,
-        dtypes=[DTYPES[dtype], torch.float32],
+        dtypes=[DTYPES[dtype], next(model.parameters()).dtype],
         tokens=config.tokens_per_microbatch,
     )
     attention = check_attention(
@@ -98,8 +96,12 @@ def build_trainer(
         tokens=config.tokens_per_microbatch,
     )
     step_batches, eval_step_batches = _step_batches(config, world, data, session)
+    trainer_class: type[TextTrainer] = PretrainTrainer if rates is not None else ContinuedTrainer
+    own: dict[str, Any] = {"lora": lora, "compute_dtype": dtype, "state_form": "whole" if lora else "parts"}
+    if rates is not None:
+        own = {"rates": rates, "fused": devices.DEVICE_KINDS[device_type].fused_adamw}
     trainer = make_trainer(
-        PretrainTrainer,
+        trainer_class,
         config,
         data,
         world,
@@ -110,25 +112,32 @@ def build_trainer(
         step_batches=step_batches,
         eval_step_batches=eval_step_batches,
         head=make_chunked_head(model, compiled=compiled),
-        flat_reduce=False,
+        flat_reduce=lora,
         device_type=device_type,
         processing_class=data.tokenizer,
         settings=config,
-        rates=rates,
         cost=cost,
-        bytes_per_token=_padded(data.bytes_per_token, data.model_config.vocab_size),
-        fused=devices.DEVICE_KINDS[device_type].fused_adamw,
+        bytes_per_token=_padded(data.bytes_per_token, data.model_config.get_text_config().vocab_size),
+        **own,
     )
     execution = {"compiled": compiled, "fp8": fp8, "fused_layers": fused, "attention": attention}
-    _say_start(trainer, config, world, data, able, dtype, cost, execution)
+    _say_start(trainer, config, world, data, able, dtype, cost, rates, execution)
     return trainer
 
 
-def _speed_up(model: PreTrainedModel, config: PretrainConfig, able: Capabilities) -> tuple[bool, bool]:
+def _cost(
+    model: PreTrainedModel, config: PretrainConfig, world: LaunchWorld, able: Capabilities, dtype: str
+) -> ComputeCost:
+    peak = able.peak_flops if dtype != "float32" else None
+    return ComputeCost(flops_per_token(model, config.max_seq_len), peak, devices=world.world_size)
+
+
+def _speed_up(model: torch.nn.Module, config: PretrainConfig, able: Capabilities) -> tuple[bool, bool]:
     """Whether the model computes in float8, and whether it is compiled, from here on."""
     # float8 first: it replaces modules that the compiler would have seen as they were.
     fp8 = _use_fp8(model, config, able)
-    compiled = able.compile if config.compile is None else config.compile
+    # Adapters are computed as functions that the compiler cannot look into.
+    compiled = able.compile and config.finetuning == "full" if config.compile is None else config.compile
     if compiled:
         # In place (Module.compile): parameter names have no "_orig_mod." in front, and generation can do without.
         model.compile()
@@ -144,16 +153,35 @@ def _rates(config: PretrainConfig, data: Prepared) -> Rates:
     )
 
 
-def _model(config: PretrainConfig, data: Prepared, start: Resume, device_type: str, dtype: str) -> PreTrainedModel:
-    """The model at the run's start or as it was saved; in float32, whatever the dtype of the computation."""
+def _model(config: PretrainConfig, data: Prepared, start: Resume, device_type: str, dtype: str) -> Any:
+    """The model at the run's start or as it was saved; what is trained of it in float32, whatever is computed in."""
+    if config.model:
+        model: Any = _continued_model(config, dtype)
+    else:
+        model = _model_from_scratch(config, data)
+    if start.folder is not None:
+        TrainingState(model).load_weights(start.folder)
+    return model
+
+
+def _continued_model(config: PretrainConfig, dtype: str) -> torch.nn.Module:
+    lora = config.finetuning == "lora"
+    model = load_model(config, model_dtype=DTYPES[dtype] if lora else torch.float32, zero3=False)
+    if not lora:
+        return model
+    adapted = add_adapter(model, config, one_dtype=False)
+    if config.fused_lora:
+        fuse_lora(adapted)
+    return adapted
+
+
+def _model_from_scratch(config: PretrainConfig, data: Prepared) -> PreTrainedModel:
     attention = choose_attention(data.model_config) or "sdpa"
     model = make_model(data.model_config, seed=config.seed, attention=attention)
     if data.tokenizer is not None:
         # As Trainer would, with a warning (trainer_utils._align_special_token). The embedding is made already and has
         # no padding_idx; the trainer unsets it again before it saves.
         model.config.pad_token_id = model.generation_config.pad_token_id = data.tokenizer.pad_token_id
-    if start.folder is not None:
-        TrainingState(model).load_weights(start.folder)
     return model
 
 
@@ -203,9 +231,11 @@ def _step_batches(
         world, session, packing=False, token_budget=0, samples_per_microbatch=config.device_batch_size
     )
 
-    def make(windows: Windows, batches: Any) -> StepBatches:
+    def make(windows: Windows | JoinedWindows, batches: Any) -> StepBatches:
         difficulties = np.broadcast_to(np.int64(-1), (len(windows),))
-        return StepBatches(windows, batches, execution, difficulty_ids=difficulties, difficulties=0, pad_token_id=0)
+        return StepBatches(
+            windows, batches, execution, difficulty_ids=difficulties, groups=LossGroups(), pad_token_id=0
+        )
 
     at_a_time = config.device_batch_size * world.world_size
     valid = None if data.valid is None else make(data.valid, InOrder(len(data.valid), at_a_time))
@@ -213,34 +243,49 @@ def _step_batches(
 
 
 def _say_start(
-    trainer: PretrainTrainer,
+    trainer: TextTrainer,
     config: PretrainConfig,
     world: LaunchWorld,
     data: Prepared,
     able: Capabilities,
     dtype: str,
-    cost: ComputeCost,
+    cost: ComputeCost | None,
+    rates: Rates | None,
     execution: dict[str, Any],
 ) -> None:
     parameters, total = count_parameters(trainer.model), trainer.context.total_steps
-    shape, rates = data.model_config, trainer.rates
-    cut = data.train.cut_tokens / max(1, data.train.stream.tokens)
+    shape = data.model_config.get_text_config()
+    cut = data.train.cut_tokens / max(1, data.train.tokens)
+    name = f"{config.model}, continued" if config.model else f"{config.arch}, depth {config.depth}"
     facts = {
-        "model": f"{config.arch}, depth {config.depth}: {shape.hidden_size} wide, {shape.num_attention_heads} heads, "
+        "model": f"{name}: {shape.hidden_size} wide, {shape.num_attention_heads} heads, "
         f"vocabulary {shape.vocab_size:,}, {parameters['total']:,} parameters",
         "steps": f"{trainer.context.start_step + 1} to {total}, {config.total_batch_size:,} tokens each "
         f"({config.global_batch_size:,} windows of {config.max_seq_len:,})",
-        "training data": f"{data.train.stream.tokens:,} tokens, {data.passes:.2f} passes, {cut:.1%} of them cut",
+        "training data": f"{data.train.tokens:,} tokens, {data.passes:.2f} passes, {cut:.1%} of them cut",
         "processes": f"{world.world_size} on {able.name}, {dtype}"
         + "".join(f", {name}" for name, used in execution.items() if used is True),
         "fused layers": execution["fused_layers"],
         "attention": execution["attention"],
         "gradient accumulation": f"{config.gradient_accumulation_steps} microbatches of "
         f"{config.device_batch_size} windows",
-        "learning rates": f"matrices {rates.matrix:.3g} ({config.optimizer}), embedding {rates.embedding:.3g}, "
-        f"head {rates.head:.3g}; decay {rates.decay:.3g}",
-        "arithmetic": f"{cost.flops_per_token / 1e6:,.1f} MFLOP a token",
     }
+    if config.data_weights:
+        passes = data.batches.passes().values()
+        facts["sources"] = "\n".join(
+            f"{path}: {weight / sum(config.data_weights):.1%}, {repeated:.2f} passes"
+            for path, weight, repeated in zip(config.train_data_path, config.data_weights, passes, strict=True)
+        )
+    if rates is not None:
+        facts["learning rates"] = (
+            f"matrices {rates.matrix:.3g} ({config.optimizer}), embedding {rates.embedding:.3g}, "
+            f"head {rates.head:.3g}; decay {rates.decay:.3g}"
+        )
+    else:
+        facts["trained parameters"] = f"{parameters['trainable']:,} ({config.finetuning})"
+        facts["learning rate"] = f"{config.learning_rate:.3g} (adamw); decay {config.weight_decay:.3g}"
+    if cost is not None:
+        facts["arithmetic"] = f"{cost.flops_per_token / 1e6:,.1f} MFLOP a token"
     say_start(
         trainer,
         world,
@@ -252,8 +297,8 @@ def _say_start(
         global_batch_size=config.global_batch_size,
         total_batch_size=config.total_batch_size,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
-        flops_per_token=cost.flops_per_token,
-        peak_flops=cost.peak_flops,
+        flops_per_token=None if cost is None else cost.flops_per_token,
+        peak_flops=None if cost is None else cost.peak_flops,
         passes=data.passes,
         **execution,
     )

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from finetune.batching.mixing import source_line
 from finetune.config.deepspeed_config import deepspeed_dict, offloads, zero_stage
 from finetune.config.run_config import RunConfig
 from finetune.config.schedules import ScheduleSettings, learning_rate_schedule, warmup_count
 from finetune.data.dataset import Samples
-from finetune.data.steps import InOrder, StepBatches
+from finetune.data.steps import InOrder, LossGroups, StepBatches
 from finetune.modeling.attention_check import check_attention
 from finetune.modeling.layer_check import fuse_layers
 from finetune.modeling.lora import fuse_lora
@@ -176,7 +177,6 @@ def _context(config: RunConfig, world: LaunchWorld, data: Prepared, start: Resum
         session,
         learning_rate_factor=learning_rate_schedule(config.lr_scheduler, settings),
         epochs_per_step=config.global_batch_size / len(data.train),
-        difficulty_names=data.difficulty_names,
         stage_name=stage_name,
     )
 
@@ -192,18 +192,21 @@ def _step_batches(
         samples_per_microbatch=config.samples_per_microbatch,
     )
 
-    def make(samples: Samples, batches: Any) -> StepBatches:
+    def make(samples: Samples, batches: Any, sources: tuple[str, ...]) -> StepBatches:
         return StepBatches(
             samples,
             batches,
             execution,
             difficulty_ids=samples.difficulties,
-            difficulties=len(data.difficulty_names),
+            groups=LossGroups(data.difficulty_names, sources, samples.source_starts),
             pad_token_id=data.padding_id,
         )
 
-    valid = None if data.valid is None else make(data.valid, InOrder(len(data.valid), config.global_batch_size))
-    return make(data.train, data.batches), valid
+    valid = None
+    if data.valid is not None:
+        in_order = InOrder(len(data.valid), config.global_batch_size)
+        valid = make(data.valid, in_order, data.valid_source_names)
+    return make(data.train, data.batches, data.source_names), valid
 
 
 def _say_start(
@@ -224,11 +227,14 @@ def _say_start(
         samples_per_microbatch=config.samples_per_microbatch,
     )
     reports = (("training data", data.train), ("validation data", data.valid))
+    tables = {title: samples.report.lines() for title, samples in reports if samples is not None}
+    if draws := data.batches.source_draws():
+        tables["sources"] = [(source.name, source_line(source)) for source in draws]
     say_start(
         trainer,
         world,
         summary,
-        tables={title: samples.report.lines() for title, samples in reports if samples is not None},
+        tables=tables,
         facts={
             "steps": f"{start + 1} to {trainer.context.total_steps}, {config.global_batch_size} samples each",
             "processes": f"{world.world_size} on {device_type}, {dtype}, sharding {sharding}",

@@ -214,7 +214,6 @@ class RunContext:
         total_steps: optimizer steps of the whole run.
         resume_from: checkpoint folder that the run resumes from; None at its start.
         start_step: steps done there.
-        difficulty_names: of the schedule; empty where samples have no difficulties.
         stage_name: step (0-based) -> name of the curriculum stage, for people; "" for none.
         learning_rate_factor: step (0-based) -> factor on the learning rate.
         epochs_per_step: passes over the data in one step.
@@ -223,7 +222,6 @@ class RunContext:
     total_steps: int
     resume_from: Path | None
     start_step: int
-    difficulty_names: tuple[str, ...]
     stage_name: Callable[[int], str]
     learning_rate_factor: Callable[[int], float]
     epochs_per_step: float

@@ -87,6 +87,11 @@ def _planned_peaks(session: Session) -> dict[str, dict[str, int]]:
     """What `plan` says of the same, on rank 0: here torch and the model's code are loaded, which readers spare."""
     if not session.world.is_main:
         return {}
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    # Training is over. Still registered, ZeRO-3 would partition the empty model that is planned with, and wait for the
+    # other ranks to do so too.
+    unset_hf_deepspeed_config()
     try:
         return {"planned_peak_bytes": peaks_of(*planned_of_run(session.output_dir, read_events(session.output_dir)))}
     except FinetuneError as error:  # of a model that cannot be planned for

@@ -22,7 +22,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from finetune.data.collate import Microbatch
 from finetune.data.steps import Execution, StepBatch, StepBatches
 from finetune.errors import FinetuneError
-from finetune.modeling.loss import ChunkedHead, microbatch_losses, sums_by_difficulty
+from finetune.modeling.loss import ChunkedHead, microbatch_losses, sums_by_group
 from finetune.runtime import device as devices
 from finetune.training.control import Control
 
@@ -42,11 +42,11 @@ class StepResult:
 
     Attributes:
         loss: scalar; its mean over ranks is the loss of the global batch.
-        difficulty_losses: `(difficulties,)`: sums of target losses of this rank's microbatches per difficulty.
+        group_losses: `(groups,)`: sums of target losses of this rank's microbatches per group.
     """
 
     loss: torch.Tensor
-    difficulty_losses: torch.Tensor
+    group_losses: torch.Tensor
 
 
 class StepOutOfMemory(Exception):
@@ -131,7 +131,7 @@ class StepExecutor:
     def _run_microbatches(self, model: torch.nn.Module, batch: StepBatch, microbatches: list[Microbatch]) -> StepResult:
         device = self.accelerator.device
         loss = torch.zeros((), device=device)
-        difficulty_losses = torch.zeros(self.step_batches.difficulties, device=device)
+        group_losses = torch.zeros(len(self.step_batches.groups), device=device)
         weight = self.scale / batch.supervised_tokens
         work = [(number, microbatch, weight) for number, microbatch in enumerate(microbatches)]
         if self.largest is not None:
@@ -147,10 +147,10 @@ class StepExecutor:
                 # Not losses.sum() * weight: the reported loss has another scale, and is summed in float32.
                 detached = losses.detach().to(loss.dtype)
                 loss += detached.sum() * (self.accelerator.num_processes / batch.supervised_tokens)
-                difficulty_losses += sums_by_difficulty(detached, microbatch.difficulties, len(difficulty_losses))
+                group_losses += sums_by_group(detached, microbatch.groups, len(group_losses))
             # Else they, and what their graph holds on to, would live through the next forward.
             del microbatch, losses, microbatch_loss
-        return StepResult(loss, difficulty_losses)
+        return StepResult(loss, group_losses)
 
     @contextlib.contextmanager
     def _microbatch(self, model: torch.nn.Module, step: int, number: int, *, last: bool) -> Iterator[None]:

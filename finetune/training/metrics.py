@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from finetune.data.steps import StepBatch
+from finetune.data.steps import LossGroups, StepBatch
 from finetune.planning.flops import flops_utilisation
 from finetune.runtime.progress import ProgressLine
 
@@ -42,8 +42,9 @@ class Interval:
     """The steps between two lines of the log, over all ranks. Evaluation and saving are not in the seconds.
 
     Attributes:
-        difficulty_losses: summed losses of each difficulty's targets, by its name; empty where samples have none.
-        difficulty_tokens: the number of those targets.
+        groups: what losses are summed by.
+        group_losses: summed losses of each group's targets.
+        group_tokens: the number of those targets.
         cost: None where the run does not count its arithmetic.
     """
 
@@ -52,8 +53,9 @@ class Interval:
     samples: int
     seconds: float
     loader_wait_seconds: float
-    difficulty_losses: dict[str, float]
-    difficulty_tokens: dict[str, int]
+    groups: LossGroups
+    group_losses: list[float]
+    group_tokens: list[int]
     cost: ComputeCost | None
 
     @property
@@ -81,18 +83,27 @@ def model_flops_utilisation(interval: Interval) -> dict[str, Any]:
 
 
 def per_difficulty(interval: Interval) -> dict[str, Any]:
-    """Targets, their share and their mean loss; no loss for a difficulty that had no targets."""
+    return _named_facts("", interval, interval.groups.by_difficulty)
+
+
+def per_source(interval: Interval) -> dict[str, Any]:
+    return _named_facts("source_", interval, interval.groups.by_source)
+
+
+def _named_facts(prefix: str, interval: Interval, by: Callable[[Sequence[float]], dict[str, float]]) -> dict[str, Any]:
+    """Targets, their share and their mean loss; no loss where there were no targets."""
     facts: dict[str, Any] = {}
-    total = max(1, sum(interval.difficulty_tokens.values()))
-    for name, tokens in interval.difficulty_tokens.items():
-        facts[f"tokens/{name}"], facts[f"share/{name}"] = tokens, round(tokens / total, 4)
+    counts, losses = by(interval.group_tokens), by(interval.group_losses)
+    total = max(1, sum(counts.values()))
+    for name, tokens in counts.items():
+        facts[f"{prefix}tokens/{name}"], facts[f"{prefix}share/{name}"] = tokens, round(tokens / total, 4)
         if tokens:
-            facts[f"loss/{name}"] = interval.difficulty_losses[name] / tokens
+            facts[f"{prefix}loss/{name}"] = losses[name] / tokens
     return facts
 
 
 # In the order of the line.
-METRICS: tuple[Callable[[Interval], dict[str, Any]], ...] = (speed, model_flops_utilisation, per_difficulty)
+METRICS: tuple[Callable[[Interval], dict[str, Any]], ...] = (speed, model_flops_utilisation, per_difficulty, per_source)
 
 
 def line_facts(interval: Interval) -> dict[str, Any]:
@@ -132,14 +143,14 @@ class StepMeter:
     """Adds up what was trained between two lines of the log, and the time that training took.
 
     Args:
-        difficulty_names: empty where samples have no difficulties.
+        groups: what losses are summed by.
         device: where losses are.
     """
 
-    def __init__(self, difficulty_names: Sequence[str], device: torch.device, cost: ComputeCost | None = None) -> None:
-        self.difficulty_names, self.cost = tuple(difficulty_names), cost
+    def __init__(self, groups: LossGroups, device: torch.device, cost: ComputeCost | None = None) -> None:
+        self.groups, self.cost = groups, cost
         # On the device: reading a loss after every step would make the host wait for the device.
-        self._losses = torch.zeros(len(self.difficulty_names), device=device)
+        self._losses = torch.zeros(len(groups), device=device)
         self._mark: float | None = None
         self._reset()
 
@@ -147,15 +158,15 @@ class StepMeter:
         self._steps = self._tokens = self._samples = 0
         self._seconds = self._wait_seconds = 0.0
         self._losses.zero_()
-        self._difficulty_tokens = np.zeros(len(self.difficulty_names), dtype=np.int64)
+        self._group_tokens = np.zeros(len(self.groups), dtype=np.int64)
 
-    def add_step(self, batch: StepBatch, difficulty_losses: torch.Tensor) -> None:
-        """A step of the whole global batch; losses `(difficulties,)` are those of this rank's microbatches."""
+    def add_step(self, batch: StepBatch, group_losses: torch.Tensor) -> None:
+        """A step of the whole global batch; losses `(groups,)` are those of this rank's microbatches."""
         self._steps += 1
         self._tokens += batch.tokens
         self._samples += len(batch.indices)
-        self._losses += difficulty_losses
-        self._difficulty_tokens += batch.difficulty_tokens
+        self._losses += group_losses
+        self._group_tokens += batch.group_tokens
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -183,7 +194,7 @@ class StepMeter:
     def take(self, sum_over_ranks: Callable[[torch.Tensor], None]) -> Interval:
         """What was added since the last call. Every rank calls."""
         self._collect_seconds()
-        if self.difficulty_names:
+        if len(self.groups):
             sum_over_ranks(self._losses)
         interval = Interval(
             steps=self._steps,
@@ -191,8 +202,9 @@ class StepMeter:
             samples=self._samples,
             seconds=self._seconds,
             loader_wait_seconds=self._wait_seconds,
-            difficulty_losses=dict(zip(self.difficulty_names, self._losses.tolist(), strict=True)),
-            difficulty_tokens=dict(zip(self.difficulty_names, self._difficulty_tokens.tolist(), strict=True)),
+            groups=self.groups,
+            group_losses=self._losses.tolist(),
+            group_tokens=self._group_tokens.tolist(),
             cost=self.cost,
         )
         self._reset()

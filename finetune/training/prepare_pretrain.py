@@ -8,14 +8,15 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from finetune.config.paths import split_revision
 from finetune.config.pretrain_config import PretrainConfig
-from finetune.errors import DataError
+from finetune.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from finetune.batching.sampler import GlobalBatches
-    from finetune.data.corpus.windows import Windows
+    from finetune.data.corpus.windows import JoinedWindows, Windows
 
 logger = logging.getLogger("finetune")
 
@@ -44,6 +45,9 @@ IDENTITY_SETTINGS = (
     "adam_beta2",
     "adam_epsilon",
 )
+# And besides those where a model is continued.
+CONTINUED_SETTINGS = ("model", "finetuning")
+ADAPTER_SETTINGS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Prepared:
 
     tokenizer: PreTrainedTokenizerBase | None
     model_config: PretrainedConfig
-    train: Windows
+    train: Windows | JoinedWindows
     valid: Windows | None
     batches: GlobalBatches
     bytes_per_token: Any
@@ -70,42 +74,45 @@ class Prepared:
 
 def prepare_data(config: PretrainConfig) -> Prepared:
     """Tokenizer, token streams, windows and global batches, with the checks that need no weights."""
-    import numpy as np
-
-    from finetune.batching.curriculum import uniform_schedule
-    from finetune.batching.sampler import GlobalBatches
     from finetune.data.corpus.token_shards import TokenShards, bytes_per_token, tokenizer_hash
     from finetune.data.corpus.tokenizer import vocabulary_of
-    from finetune.data.corpus.windows import Windows
+    from finetune.data.corpus.windows import JoinedWindows, Windows
     from finetune.modeling.scratch import scratch_config
 
     if config.wandb_project is not None:
         os.environ["WANDB_PROJECT"] = config.wandb_project
-    tokenizer = _tokenizer(config)
+    model_config, tokenizer = _continued(config) if config.model else (None, _tokenizer(config))
     size = config.vocab_size or (None if tokenizer is None else vocabulary_of(tokenizer))
-    digest = None if tokenizer is None else tokenizer_hash(tokenizer)
-    stream = TokenShards(config.train_data_path, split="train", vocab_size=size, tokenizer_hash=digest)
-    train = Windows(stream, config.max_seq_len, document_aligned=config.document_aligned, name="--train-data-path")
+    known: dict[str, Any] = {
+        "vocab_size": size,
+        "tokenizer_hash": None if tokenizer is None else tokenizer_hash(tokenizer),
+        "embeddings": None if model_config is None else model_config.get_text_config().vocab_size,
+    }
+    # Weights are of the entries: each is a stream then, and else all are one.
+    sources = [(path,) for path in config.train_data_path] if config.data_weights else [config.train_data_path]
+    streams = [TokenShards(source, split="train", **known) for source in sources]
+    windows = [
+        Windows(stream, config.max_seq_len, document_aligned=config.document_aligned, name="--train-data-path")
+        for stream in streams
+    ]
+    train = JoinedWindows(windows) if config.data_weights else windows[0]
     valid = None
     if config.valid_data_path:
         limit = max(1, config.eval_tokens // config.max_seq_len)
-        valid_stream = TokenShards(config.valid_data_path, split="val", vocab_size=size, tokenizer_hash=digest)
+        valid_stream = TokenShards(config.valid_data_path, split="val", **known)
         valid = Windows(valid_stream, config.max_seq_len, limit=limit, name="--valid-data-path")
     _check_enough(config, train)
-    vocabulary = max(stream.header.vocabulary, size or 0)
-    model_config = scratch_config(
-        config.arch,
-        config.depth,
-        vocab_size=vocabulary,
-        max_seq_len=config.max_seq_len,
-        bos_token_id=getattr(tokenizer, "bos_token_id", None),
-        eos_token_id=getattr(tokenizer, "eos_token_id", None),
-    )
-    total_steps = _total_steps(config, model_config)
-    batches = GlobalBatches(
-        np.zeros(len(train), dtype=np.int64), uniform_schedule(), config.global_batch_size, total_steps, config.seed
-    )
-    identity = {"kind": "pretrain", **{name: getattr(config, name) for name in IDENTITY_SETTINGS}}
+    vocabulary = max(*(stream.header.vocabulary for stream in streams), size or 0)
+    if model_config is None:
+        model_config = scratch_config(
+            config.arch,
+            config.depth,
+            vocab_size=vocabulary,
+            max_seq_len=config.max_seq_len,
+            bos_token_id=getattr(tokenizer, "bos_token_id", None),
+            eos_token_id=getattr(tokenizer, "eos_token_id", None),
+        )
+    batches = _batches(config, train, _total_steps(config, model_config))
     return Prepared(
         tokenizer=tokenizer,
         model_config=model_config,
@@ -113,14 +120,64 @@ def prepare_data(config: PretrainConfig) -> Prepared:
         valid=valid,
         batches=batches,
         bytes_per_token=None if tokenizer is None else bytes_per_token(tokenizer),
-        identity=identity
+        identity=_identity(config)
         | {
             "vocabulary": vocabulary,
-            "total_steps": total_steps,
-            "data": stream.fingerprint,
+            "total_steps": batches.total_steps,
+            "data": streams[0].fingerprint if len(streams) == 1 else [stream.fingerprint for stream in streams],
             "schedule": batches.fingerprint(),
         },
     )
+
+
+def _continued(config: PretrainConfig) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+    """Configuration and tokenizer of the model that is continued, with the checks that need no weights."""
+    from finetune.data.templates import read_tokenizer
+    from finetune.modeling import model_config as models
+
+    assert config.model is not None
+    model_config = models.load_model_config(config.model, trust_remote_code=config.trust_remote_code)
+    models.check_unquantised(model_config)
+    models.check_weights(config.model)
+    if config.finetuning == "lora":
+        models.check_adapter(model_config, config)
+    tokenizer = read_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+    models.warn_of_missing_embeddings(model_config, tokenizer)
+    longest = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if longest and config.max_seq_len > longest:
+        raise ConfigError(
+            f"max_seq_len is {config.max_seq_len}, and the model was made for at most {longest} tokens",
+            "--max-seq-len",
+            f"give at most {longest}",
+        )
+    return model_config, tokenizer
+
+
+def _batches(config: PretrainConfig, train: Windows | JoinedWindows, total_steps: int) -> GlobalBatches:
+    """The global batches: after every step each weighted source's share is within one window of its weight."""
+    import numpy as np
+
+    from finetune.batching.curriculum import Schedule, Stage, uniform_schedule
+    from finetune.batching.sampler import GlobalBatches
+
+    schedule, sources = uniform_schedule(), np.zeros(len(train), dtype=np.int64)
+    if config.data_weights:
+        # By number and not by path: a folder that was moved is the same source.
+        names = tuple(f"source {number}" for number in range(1, len(config.data_weights) + 1))
+        schedule, sources = Schedule(names, (Stage(1.0, config.data_weights),)), train.sources  # type: ignore[union-attr]
+    return GlobalBatches(sources, schedule, config.global_batch_size, total_steps, config.seed)
+
+
+def _identity(config: PretrainConfig) -> dict[str, Any]:
+    names: tuple[str, ...] = IDENTITY_SETTINGS
+    if config.model is None:
+        return {"kind": "pretrain", **{name: getattr(config, name) for name in names}}
+    from finetune.modeling.model_config import weights_identity
+
+    names += CONTINUED_SETTINGS + (ADAPTER_SETTINGS if config.finetuning == "lora" else ())
+    facts = {name: getattr(config, name) for name in names}
+    facts["model"] = split_revision(config.model)[0]  # its commit is in "weights"
+    return {"kind": "pretrain", **facts, "weights": weights_identity(config.model)}
 
 
 def _tokenizer(config: PretrainConfig) -> PreTrainedTokenizerBase | None:
@@ -137,7 +194,7 @@ def _tokenizer(config: PretrainConfig) -> PreTrainedTokenizerBase | None:
     return open_tokenizer(folder)
 
 
-def _check_enough(config: PretrainConfig, train: Windows) -> None:
+def _check_enough(config: PretrainConfig, train: Windows | JoinedWindows) -> None:
     if len(train) < config.global_batch_size:
         raise DataError(
             f"the training data are {len(train):,} windows of {config.max_seq_len:,} tokens, fewer than the "

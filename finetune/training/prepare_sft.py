@@ -6,8 +6,9 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from finetune.config.paths import split_revision
 from finetune.config.run_config import RunConfig
-from finetune.config.sources import DataSource
+from finetune.config.sources import DataSource, source_names
 from finetune.errors import DataError
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class Prepared:
     valid: Samples | None
     batches: GlobalBatches
     difficulty_names: tuple[str, ...]
+    source_names: tuple[str, ...]  # of the training data; empty where it is not mixed
+    valid_source_names: tuple[str, ...]  # empty where there is one
     stages: tuple[float, ...]
     packing: bool
     padding_id: int
@@ -58,6 +61,7 @@ class Prepared:
 def prepare_data(config: RunConfig) -> Prepared:
     """Tokenizer, samples, and the list of global batches, with the checks that need no weights."""
     from finetune.batching.curriculum import build_schedule
+    from finetune.batching.mixing import mix_of, source_warnings
     from finetune.batching.sampler import GlobalBatches, count_steps
     from finetune.data.dataset import prepare_samples
     from finetune.data.selection import selection_of
@@ -67,6 +71,7 @@ def prepare_data(config: RunConfig) -> Prepared:
 
     model_config = models.load_model_config(config.model, trust_remote_code=config.trust_remote_code)
     tokenizer = load_tokenizer(config.model, template=config.template, trust_remote_code=config.trust_remote_code)
+    models.check_unquantised(model_config)
     models.check_weights(config.model)
     if config.finetuning == "lora":
         models.check_adapter(model_config, config)
@@ -84,12 +89,14 @@ def prepare_data(config: RunConfig) -> Prepared:
             cache_dir=config.cache_dir,
             num_proc=config.preprocessing_num_workers,
             selection=selection,
+            on_media=config.on_media,
+            train_thinking=config.train_thinking,
         )
 
     train = samples_of(config.sources, selection_of(config))
-    valid = samples_of(config.valid_sources) if config.valid_data else None
-    if config.valid_split is not None:
-        valid = samples_of(config.sources, selection_of(config, "valid"))
+    splits = config.valid_split is not None
+    held_out = config.sources if splits else config.valid_sources
+    valid = samples_of(held_out, selection_of(config, "valid") if splits else None) if config.validates else None
     for prepared in filter(None, (train, valid)):
         models.check_ids(model_config, prepared, tokenizer)
     models.warn_of_missing_embeddings(model_config, tokenizer)
@@ -101,8 +108,11 @@ def prepare_data(config: RunConfig) -> Prepared:
         config.global_batch_size,
         total_steps,
         config.curriculum_seed,
+        mix=mix_of(config.sources, train.source_starts),
         by_difficulty=train.by_difficulty,
     )
+    for warning in source_warnings(batches.source_draws()):
+        logger.warning("%s", warning)
     for name, samples in batches.unused.items():
         logger.warning("difficulty %s has weight 0 in every stage: its %d samples are not trained on", name, samples)
     packing = config.packing
@@ -121,10 +131,12 @@ def prepare_data(config: RunConfig) -> Prepared:
         valid=valid,
         batches=batches,
         difficulty_names=difficulty_names,
+        source_names=() if batches.mix is None else batches.mix.names,
+        valid_source_names=source_names(held_out) if len(held_out) > 1 else (),
         stages=tuple(stage.until for stage in schedule.stages),
         packing=packing,
         padding_id=models.padding_id(model_config, tokenizer),
-        identity=_identity(config, train, batches) | {"weights": models.weights_identity(config.model, model_config)},
+        identity=_identity(config, train, batches) | {"weights": models.weights_identity(config.model)},
     )
 
 
@@ -159,6 +171,7 @@ def _warn_of_untrained_stops(config: RunConfig, tokenizer: PreTrainedTokenizerBa
 def _identity(config: RunConfig, train: Samples, batches: GlobalBatches) -> dict[str, Any]:
     """What makes this run this run, as plain JSON."""
     identity: dict[str, Any] = {"kind": "sft", **{name: getattr(config, name) for name in IDENTITY_SETTINGS}}
+    identity["model"] = split_revision(config.model)[0]  # its commit is in "weights"
     if config.finetuning == "lora":
         targets = config.lora_target_modules
         identity["lora_target_modules"] = targets if isinstance(targets, str) else list(targets)

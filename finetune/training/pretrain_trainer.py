@@ -1,4 +1,4 @@
-"""PretrainTrainer: RunTrainer for pretraining; the output is a whole transformers model with its tokenizer."""
+"""Pretraining's trainers: from scratch, whose output is a whole transformers model, and of one that is continued."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.data.steps import StepBatches
 from finetune.training.optimizers import Rates, make_optimizer, set_matrix_schedule
+from finetune.training.sft_trainer import SFTTrainer
 from finetune.training.trainer import RunTrainer
 
 logger = logging.getLogger("finetune")
@@ -24,46 +25,18 @@ logger = logging.getLogger("finetune")
 PROMPTS, PROMPT_TOKENS, SAMPLE_TOKENS = 3, 16, 48
 
 
-class PretrainTrainer(RunTrainer):
-    """Pretrains.
+class TextTrainer(RunTrainer):
+    """Trains on a stream of text: evaluated in bits per byte, and sampled from.
 
     Args:
         settings: of the run.
-        rates: learning rates and decay, scaled.
         bytes_per_token: int `(vocabulary,)`; None without a tokenizer.
-        fused: whether AdamW's fused kernels are right on this device.
     """
 
-    def __init__(
-        self,
-        *,
-        settings: PretrainConfig,
-        rates: Rates,
-        bytes_per_token: np.ndarray | None,
-        fused: bool,
-        **arguments: Any,
-    ) -> None:
-        self.settings, self.rates, self.fused = settings, rates, fused
+    def __init__(self, *, settings: PretrainConfig, bytes_per_token: np.ndarray | None, **arguments: Any) -> None:
+        self.settings = settings
         self.bytes_per_token = None if bytes_per_token is None else torch.from_numpy(np.asarray(bytes_per_token))
-        super().__init__(state_form="parts", **arguments)
-
-    # ------------------------------------------------------------------ optimizer
-
-    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        if self.optimizer is None:
-            self.optimizer = make_optimizer(self.model, self.settings, self.rates, fused=self.fused)
-        return self.optimizer
-
-    def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        # Before the step and not in a scheduler: torch's schedulers set learning rates only.
-        set_matrix_schedule(
-            self.optimizer,
-            inputs.step,
-            total_steps=self.context.total_steps,
-            warmdown_ratio=self.settings.warmdown_ratio,
-            decay=self.rates.decay,
-        )
-        return super().training_step(model, inputs, num_items_in_batch)
+        super().__init__(**arguments)
 
     # ------------------------------------------------------------------ evaluation
 
@@ -109,8 +82,10 @@ class PretrainTrainer(RunTrainer):
         temperature = self.settings.sample_temperature
         choice = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        # SDPA has neither softcaps nor sinks, which a model from elsewhere may have.
+        attention = "sdpa" if self.settings.model is None else "eager"
         # A generator of their own: training must not notice whether samples were taken.
-        with _for_generation(self.model), torch.random.fork_rng(devices=[]):
+        with _for_generation(self.model, attention), torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.settings.seed + step)
             generate: Any = self.model.generate  # typed as a tensor: torch's Module has __getattr__
             generated = generate(
@@ -126,6 +101,37 @@ class PretrainTrainer(RunTrainer):
         for before, after in texts:
             logger.info("sample at step %d: %r -> %r", step, before, after)
         self.context.runlog.event("sample", step=step, samples=[list(pair) for pair in texts])
+
+
+class PretrainTrainer(TextTrainer):
+    """Pretrains from scratch.
+
+    Args:
+        rates: learning rates and decay, scaled.
+        fused: whether AdamW's fused kernels are right on this device.
+    """
+
+    def __init__(self, *, rates: Rates, fused: bool, **arguments: Any) -> None:
+        self.rates, self.fused = rates, fused
+        super().__init__(state_form="parts", **arguments)
+
+    # ------------------------------------------------------------------ optimizer
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            self.optimizer = make_optimizer(self.model, self.settings, self.rates, fused=self.fused)
+        return self.optimizer
+
+    def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        # Before the step and not in a scheduler: torch's schedulers set learning rates only.
+        set_matrix_schedule(
+            self.optimizer,
+            inputs.step,
+            total_steps=self.context.total_steps,
+            warmdown_ratio=self.settings.warmdown_ratio,
+            decay=self.rates.decay,
+        )
+        return super().training_step(model, inputs, num_items_in_batch)
 
     # ------------------------------------------------------------------ output
 
@@ -156,17 +162,21 @@ class PretrainTrainer(RunTrainer):
         self.model.config.pad_token_id = None
 
 
+class ContinuedTrainer(TextTrainer, SFTTrainer):
+    """Continues a model's pretraining: AdamW and output (a model or an adapter) are those of fine-tuning."""
+
+
 @contextlib.contextmanager
-def _for_generation(model: PreTrainedModel) -> Iterator[None]:
-    """Uncompiled, with SDPA (whose masks know a cache) and without dropout; afterwards as before."""
-    attention, training, compiled = model.config._attn_implementation, model.training, model._compiled_call_impl
+def _for_generation(model: PreTrainedModel, attention: str) -> Iterator[None]:
+    """Uncompiled, with an attention whose masks know a cache, and without dropout; afterwards as before."""
+    before, training, compiled = model.config._attn_implementation, model.training, model._compiled_call_impl
     model._compiled_call_impl = None
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(attention)
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.set_attn_implementation(attention)
+        model.set_attn_implementation(before)
         model.train(training)
         model._compiled_call_impl = compiled

@@ -87,16 +87,17 @@ def _unchanged_environment() -> Iterator[None]:
 def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
     """Steps 2 to 7."""
     die_with_launcher(world)
-    config = resolved.config
     _check(kind, resolved, world)
 
     # torch is loaded from here on: the checks above answer without waiting for it.
     with _collector_paused():
+        from finetune.modeling.hub import with_model_found
         from finetune.runtime import device as devices
         from finetune.training.resume import decide_resume
         from finetune.training.session import Session, process_group
 
         prepare = kind.load(kind.prepare)
+    config = with_model_found(resolved.config)
     device_type = devices.choose_device_type(config.device_type)
     devices.check_local_ranks(device_type, world)
     dtype = devices.choose_dtype(config.dtype, device_type)
@@ -111,7 +112,7 @@ def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
         output_dir,
         world,
         identity=data.identity,
-        config_yaml=to_yaml(config),
+        config_yaml=to_yaml(resolved.config),
         decide=lambda damaged: decide_resume(
             output_dir,
             resume,

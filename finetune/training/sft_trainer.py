@@ -30,6 +30,7 @@ class SFTTrainer(RunTrainer):
     def __init__(self, *, lora: bool, compute_dtype: str, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.lora, self.compute_dtype = lora, compute_dtype
+        self.own_padding = getattr(self.model.config, "pad_token_id", None)
 
     def model_files(self, weights: Callable[[], dict[str, torch.Tensor]]) -> Callable[[Path], None]:
         """The adapter as peft reads it, and the tokenizer: a LoRA run's checkpoint is an adapter folder of its own."""
@@ -67,6 +68,9 @@ class SFTTrainer(RunTrainer):
         if self.lora:
             self._adapter_files(weights)(folder)
         else:
+            # Trainer has copied the tokenizer's pad token there, where it would become a padding_idx: an embedding that
+            # does not train in whatever is trained from this model; and it may be the token that ends answers.
+            self.model.config.pad_token_id = self.own_padding
             self.model.save_pretrained(folder, state_dict=weights)
             _note_dtype(folder / "config.json", next(iter(weights.values())).dtype)
         self.processing_class.save_pretrained(folder)

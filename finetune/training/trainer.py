@@ -24,7 +24,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArg
 
 from finetune.data.collate import Microbatch
 from finetune.data.steps import Execution, StepBatch, StepBatches, as_is
-from finetune.modeling.loss import ChunkedHead, microbatch_losses, sums_by_difficulty
+from finetune.modeling.loss import ChunkedHead, microbatch_losses, sums_by_group
 from finetune.runtime.device import read_later
 from finetune.runtime.parent_watchdog import progress
 from finetune.storage.results import put_output
@@ -88,7 +88,7 @@ class RunTrainer(Trainer):
         self.head, self.state_form, self.num_workers = head, state_form, num_workers
         self.executor = make_executor(self.accelerator)
         self.executor.on_out_of_memory = self._log_out_of_memory
-        self.meter = StepMeter(context.difficulty_names, self.args.device, cost)
+        self.meter = StepMeter(step_batches.groups, self.args.device, cost)
         self.guard, self.spikes, self.outcomes = NonFiniteGuard(), SpikeDetector(), StepOutcomes()
         self.still = StillGuard()
         self.stopped_by: str | None = None
@@ -178,7 +178,7 @@ class RunTrainer(Trainer):
         self.still.before_step(self.model)
         result = self.executor.run(model, inputs)
         self._batch = inputs
-        self.meter.add_step(inputs, result.difficulty_losses)
+        self.meter.add_step(inputs, result.group_losses)
         if self.is_deepspeed_enabled:
             skipped = step_engine(model)
             self._nonfinite = lambda: skipped
@@ -274,20 +274,23 @@ class RunTrainer(Trainer):
         return metrics
 
     def evaluation(self, step_batches: StepBatches) -> dict[str, float]:
-        """The loss of validation batches, overall and per difficulty. Every rank calls."""
-        total, tokens = 0.0, 0
-        sums = torch.zeros(step_batches.difficulties, dtype=torch.float64)
-        difficulty_tokens = np.zeros(step_batches.difficulties, dtype=np.int64)
+        """The loss of validation batches, overall, per difficulty and per source. Every rank calls."""
+        groups, total, tokens = step_batches.groups, 0.0, 0
+        sums = torch.zeros(len(groups), dtype=torch.float64)
+        group_tokens = np.zeros(len(groups), dtype=np.int64)
         for batch, scored in self.scored(step_batches):
             tokens += batch.supervised_tokens
-            difficulty_tokens += batch.difficulty_tokens
+            group_tokens += batch.group_tokens
             for microbatch, losses in scored:
                 precise = losses.cpu().double()  # millions of targets are added up
                 total += float(precise.sum())
-                sums += sums_by_difficulty(precise, microbatch.difficulties, len(sums))
-        total, *of_difficulties = self.context.control.sum([total, *sums.tolist()])
-        found = zip(self.context.difficulty_names, of_difficulties, difficulty_tokens.tolist(), strict=False)
-        return {"loss": total / tokens} | {f"loss/{name}": loss / count for name, loss, count in found if count}
+                sums += sums_by_group(precise, microbatch.groups, len(sums))
+        total, *of_groups = self.context.control.sum([total, *sums.tolist()])
+        found = {"loss": total / tokens}
+        for name, by in (("loss", groups.by_difficulty), ("source_loss", groups.by_source)):
+            counts = by(group_tokens.tolist())
+            found |= {f"{name}/{one}": loss / counts[one] for one, loss in by(of_groups).items() if counts[one]}
+        return found
 
     def scored(
         self, step_batches: StepBatches

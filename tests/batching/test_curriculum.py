@@ -327,6 +327,25 @@ def test_show_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"], "nothing else is written"
 
 
+def test_show_lists_the_sources(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    first = write_rows(tmp_path / "first.jsonl", ["explain"] * 60 + ["reasoning"] * 30 + ["topology"] * 10)
+    second = write_rows(tmp_path / "second.jsonl", ["explain"] * 20)
+    arguments = show(first, "--max-steps", "10", "--global-batch-size", "10", "--use-curriculum", "false")
+    arguments.insert(arguments.index(str(first)) + 1, str(second))
+    assert command.main([*arguments, "--data-weights", "3", "1", "--json"]) == 0
+    sources = json.loads(capsys.readouterr().out)["sources"]
+    assert [(source["name"], source["samples"], source["draws"]) for source in sources] == [
+        ("first", 100, 75),
+        ("second", 20, 25),
+    ]
+    assert sources[1]["passes"] == {"all": 1.25}
+    assert command.main([*arguments, "--data-weights", "3", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "source second: 20; weight 25.0%, share 25.0%; 25 drawn; passes all 1.25" in text
+    assert command.main([*arguments[:-2], "--data-weights", "3", "1"]) == 0
+    assert "warning: the weights of the sources hold within each difficulty" in capsys.readouterr().out
+
+
 def test_show_on_the_bundled_data_needs_no_torch() -> None:
     root = Path(__file__).parents[2]
     code = (

@@ -209,6 +209,22 @@ def no_data_file_matches(place: Place):
     return place.flags(data=place.folder / "*.csv"), ("*.csv does not exist",)
 
 
+def weights_that_are_none(place: Place):
+    entries = [
+        {"path": "a", "weight": -1},
+        {"weight": 2},
+        {"path": "b", "weight": 0},
+        {"path": "c", "wait": 1},
+    ]
+    config = place.write("run.json", json.dumps({"data": entries}))
+    texts = ("a weight is -1", "a weight is 0", "data[1].path is not set", "did you mean 'weight'?", "run.json: data")
+    return ["--config", str(config), *place.flags(data=None)], texts
+
+
+def more_weights_than_files(place: Place):
+    return place.flags(data_weights=[3, 1]), ("data_weights has 2 weights for 1 entries of data",)
+
+
 def output_is_a_file(place: Place):
     place.write("out", "not a folder")
     return place.flags(), ("out is a file",)
@@ -233,6 +249,8 @@ BEFORE_TORCH = [
     values_of_the_wrong_kind,
     nothing_given,
     no_data_file_matches,
+    weights_that_are_none,
+    more_weights_than_files,
     output_is_a_file,
     a_checkpoint_that_is_not_there,
 ]
@@ -393,7 +411,14 @@ def checkpoint_that_is_none(place: Place):
     return place.flags(resume=place.folder / "checkpoint-7"), ("checkpoint is not valid", "checkpoint-7")
 
 
+def a_source_without_samples(place: Place):
+    empty = place.write("empty.jsonl", '{"instruction": "q"}\n')
+    flags = place.flags(data=[place.data, empty], data_weights=[1, "natural"], on_bad_row="drop")
+    return flags, ("no sample of this source is left to be mixed", "empty")
+
+
 FOUND_LATER = [
+    a_source_without_samples,
     broken_lines,
     more_than_ten_bad_rows,
     unknown_level,

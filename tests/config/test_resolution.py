@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from finetune.config.paths import check_paths, is_hub_id
 from finetune.config.resolution import Resolved, format_config, resolve, resolve_object, to_yaml
 from finetune.config.run_config import RunConfig
+from finetune.config.sources import source_names
 from finetune.errors import FinetuneError, Problems
 
 NEEDED = {"model": "m", "data": ["d.jsonl"], "output_dir": "o"}
@@ -529,6 +530,44 @@ def test_max_steps_and_num_epochs() -> None:
     assert both.config.max_steps == 5 and "num_epochs 2.0 (--num-epochs) is not used" in " ".join(both.notes)
     assert command(ds, flags="--max-steps none").config.max_steps is None
     assert command(deepspeed(own={"num_epochs": 2}), flags="--max-steps 7").config.max_steps == 7
+
+
+def test_sources_and_their_weights() -> None:
+    """Of weights from several places the higher count; run.yaml says the same sources again."""
+    plain = command(file("a.yaml", {**NEEDED, "data": ["x.jsonl", "d/x.jsonl", "y.json", "y.json"]}))
+    assert all(source.weight is None for source in plain.config.sources) and plain.config.data[0] == "x.jsonl"
+    assert source_names(plain.config.sources) == ("x.jsonl", "d/x.jsonl", "y.json (1)", "y.json (2)")
+    entries = ["p", {"path": "q.jsonl", "weight": 2, "columns": {"prompt": "question"}, "difficulty": "explain"}]
+    mixed = file("b.yaml", {**NEEDED, "data": entries})
+    found = command(mixed).config
+    assert [source.weight for source in found.sources] == ["natural", 2.0]
+    assert found.sources[1].columns == {"prompt": "question"} and found.sources[1].difficulty == "explain"
+    assert yaml.safe_load(to_yaml(found))["data"] == [entries[0], {**entries[1], "weight": 2.0}]
+    assert resolve_object(yaml.safe_load(to_yaml(found)), 1).config == resolve_object(found, 1).config == found
+    by_flag = command(mixed, flags="--data-weights natural 1e-1")
+    assert [source.weight for source in by_flag.config.sources] == ["natural", 0.1]
+    assert "the weights in data (b.yaml: data) are not used" in str(by_flag.notes)
+    old = file("c.yaml", {**NEEDED, "data": ["p", "q"], "data_weights": [3, 1]})
+    assert [source.weight for source in command(old).config.sources] == [3.0, 1.0]
+    other = command(old, flags="--data r")
+    assert other.config.sources[0].weight is None and "data_weights (c.yaml: data_weights) is dropped" in str(
+        other.notes
+    )
+    assert format_config(command(mixed)).count("data[1].weight") == 1
+
+
+@pytest.mark.parametrize("weight", ["0", "-1", "nan", "inf", "x", "3,1", "true"])
+def test_what_is_no_weight_is_refused(weight: str) -> None:
+    (problem,) = problems(file("a.yaml", NEEDED), flags=f"--data-weights {weight}")
+    assert "a weight is" in problem.what and "give a number above 0, or natural" in problem.fix
+    twice = problems(file("b.yaml", {**NEEDED, "data": [{"path": "p", "weight": 1}], "data_weights": [1]}))
+    assert "an entry of data has a weight" in twice[0].what
+    unknown = problems(file("c.yaml", {**NEEDED, "data": {"path": "p", "difficulty": "hard"}}))
+    assert "p has the difficulty 'hard'" in unknown[0].what
+    assert (
+        "valid_data has a weight"
+        in problems(file("d.yaml", {**NEEDED, "valid_data": {"path": "p", "weight": 1}}))[0].what
+    )
 
 
 def test_data_by_flag_drops_the_files_validation_data() -> None:

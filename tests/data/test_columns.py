@@ -97,8 +97,9 @@ def test_columns_of_a_file_and_of_a_flag_are_the_same(tmp_path: Path) -> None:
     by_file = resolve([*needed, "--config", str(run_file)], world_size=1).config
     by_flag = resolve([*needed, "--columns", "prompt=question, response=answer"], world_size=1).config
     assert by_file.columns == by_flag.columns == {"prompt": "question", "response": "answer"}
-    entries = by_flag.model_copy(update={"data": ("a", DataSource(path="b", columns={"text": "t"}))})
-    assert [source.columns for source in entries.sources] == [by_flag.columns, {"text": "t"}], "its own count first"
+    own = (DataSource(path="b", columns={"text": "t"}), DataSource(path="c", columns={}))
+    entries = by_flag.model_copy(update={"data": ("a", *own)})
+    assert [source.columns for source in entries.sources] == [by_flag.columns, {"text": "t"}, {}], "its own count first"
 
 
 def test_a_column_that_no_row_has_is_refused_before_anything_is_written(tmp_path: Path) -> None:

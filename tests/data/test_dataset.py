@@ -17,6 +17,7 @@ from chat_models import SPECIALS, TEMPLATES, family, make_tokenizer
 from rich.console import Console
 from sample_rows import write_rows as write
 
+from finetune.config.sources import DataSource
 from finetune.data import cache
 from finetune.data.dataset import Samples, prepare_samples
 from finetune.data.formats import Conversation, Message, detect_format, to_conversation
@@ -154,6 +155,22 @@ def test_levels_may_be_absent_or_not_asked_for(tmp_path: Path, prepare: Any) -> 
     renamed = [{**row, "stage": row.pop("difficulty")} for row in rows_of(3)]
     samples = prepare(write(tmp_path / "c.jsonl", renamed), difficulty_field="stage")
     assert samples.difficulties.tolist() == [0, 1, 2]
+
+
+def test_a_source_is_its_files_and_may_set_their_difficulty(tmp_path: Path, prepare: Any) -> None:
+    (tmp_path / "many").mkdir()
+    paths = [write(tmp_path / name, rows_of(3)) for name in ("many/a.jsonl", "many/b.jsonl", "c.jsonl")]
+    write(tmp_path / "none.jsonl", rows_of(4, difficulty=False))
+    hard = DataSource(path=str(tmp_path / "none.jsonl"), difficulty=LEVELS[2])
+    samples = prepare(tmp_path / "many", hard, paths[2])
+    assert samples.source_starts == (0, 6, 10, 13) == pickle.loads(pickle.dumps(samples)).source_starts
+    assert samples.difficulties.tolist() == [0, 1, 2] * 2 + [2] * 4 + [0, 1, 2]
+    assert samples.location(7) == f"{tmp_path / 'none.jsonl'}:2"
+    instead = prepare(DataSource(path=str(paths[2]), difficulty=LEVELS[0]))
+    assert instead.difficulties.tolist() == [0, 0, 0], "not their own, which the cache may hold"
+    assert prepare(paths[2]).difficulties.tolist() == [0, 1, 2]
+    one_by_one = prepare(*paths[:2], hard, paths[2])
+    assert one_by_one.source_starts == (0, 3, 6, 10, 13) and one_by_one.fingerprint == samples.fingerprint
 
 
 def test_empty_data_is_an_error(tmp_path: Path, prepare: Any) -> None:

@@ -133,7 +133,10 @@ BAD = [
     ({"conversations": ["q", "a"]}, r"wrong type: conversations\[0\] is a text, not an object"),
     ({"messages": [{"content": "q"}]}, r"wrong type: messages\[0\] has no role"),
     (messages(("user", "q"), ("assistant", None)), r"no answer: messages\[1\] has no 'content'"),
-    (messages(("user", [{"type": "image_url"}]), ("assistant", "a")), "wrong type: .* a content part is 'image_url'"),
+    (
+        messages(("user", [{"type": "image_url"}]), ("assistant", "a")),
+        "unsupported key: .* 'image_url'.*--on-media",
+    ),
     *(
         ({**row, key: value}, rf"unsupported key: the record has '{key}'")
         for row in (ALPACA, sharegpt(("human", "q"), ("gpt", "a")), messages(("user", "q"), ("assistant", "a")))

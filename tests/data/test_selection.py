@@ -20,6 +20,7 @@ from finetune.data.dataset import Samples, prepare_samples
 from finetune.data.records import RecordReader
 from finetune.data.selection import KEYS, Selection, content_hash, selection_of
 from finetune.errors import DataError, FinetuneError
+from finetune.training.prepare_sft import prepare_data
 
 LEVELS = ("explain", "reasoning", "topology")
 
@@ -180,7 +181,7 @@ def test_the_schedule_is_of_the_training_side(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", rows)
     config = RunConfig(model="m", data=str(path), output_dir="o", valid_split=0.25, drop_duplicates=True)
     samples = prepared(path, selection_of(config), difficulties=LEVELS)
-    difficulties, record_ids, _ = read_difficulties(config)
+    difficulties, record_ids, _, _ = read_difficulties(config)
     assert record_ids.tolist() == samples.record_ids.tolist() and difficulties.tolist() == samples.difficulties.tolist()
     assert len(record_ids) < 40
 
@@ -197,3 +198,19 @@ def test_the_schedule_is_of_the_training_side(tmp_path: Path) -> None:
 def test_what_does_not_agree_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises((FinetuneError, ValueError), match=said):
         RunConfig(model="m", data="d", output_dir="o", **given)
+
+
+def test_a_run_trains_on_one_side_and_validates_on_the_other(tmp_path: Path) -> None:
+    rows = rows_of([*range(30), *range(5)])
+    settings = {
+        "model": str(Path(__file__).resolve().parents[2] / "data_samples" / "tiny-qwen3"),
+        "data": str(write(tmp_path / "a.jsonl", rows)), "output_dir": str(tmp_path / "run"), "cutoff_len": 128,
+        "cache_dir": str(tmp_path / "cache"), "preprocessing_num_workers": 1, "use_curriculum": False,
+    }  # fmt: skip
+    plain = prepare_data(RunConfig(**settings))
+    split = prepare_data(RunConfig(**settings, valid_split=6))
+    once = prepare_data(RunConfig(**settings, drop_duplicates=True))
+    assert plain.valid is None and split.valid is not None and once.valid is None
+    assert sorted([*split.train.record_ids, *split.valid.record_ids]) == list(range(35)) and len(split.valid) >= 6
+    assert len(plain.train) == 35 and len(once.train) == 30
+    assert len({prepared.identity["data"] for prepared in (plain, split, once)}) == 3, "a resumed run notices"

@@ -12,9 +12,9 @@ from tool_templates import TOOL_FAMILIES, tool_tokenizer
 
 from finetune.data.formats import Message
 from finetune.data.spans import ChatTemplate
-from finetune.data.tools import Call
+from finetune.data.tools import Call, protocol_calls
 from finetune.inference.answer import Answer, AnswerText, Generation
-from finetune.inference.tool_calls import FORMS, CallReader, find_form, protocol_calls, shown_tokens
+from finetune.inference.tool_calls import FORMS, CallReader, find_form, shown_tokens
 
 KNOWN = {
     "qwen": "tagged JSON (Qwen, Hermes)",

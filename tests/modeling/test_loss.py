@@ -20,13 +20,13 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from finetune.data.collate import collate
-from finetune.data.steps import Execution, InOrder, StepBatches
+from finetune.data.steps import Execution, InOrder, LossGroups, StepBatches
 from finetune.modeling.attention import choose_attention
 from finetune.modeling.loss import (
     ChunkedHead,
     make_chunked_head,
     microbatch_losses,
-    sums_by_difficulty,
+    sums_by_group,
     token_losses,
 )
 from finetune.training import executor as executor_module
@@ -119,14 +119,14 @@ def execute(
     Returns loss, sums per difficulty and the number of microbatches. One process adds the gradients up as the
     ranks' all-reduce would.
     """
-    loss, difficulty_losses, count = 0.0, torch.zeros(2), 0
+    loss, group_losses, count = 0.0, torch.zeros(2), 0
     for rank in range(execution.world_size):
         step_batches = StepBatches(
             samples,
             InOrder(len(samples), len(samples)),
             replace(execution, rank=rank),
             difficulty_ids=samples.difficulties,
-            difficulties=2,
+            groups=LossGroups(("easy", "hard")),
             pad_token_id=0,
         )
         executor = StepExecutor(
@@ -140,9 +140,9 @@ def execute(
         )
         result = executor.run(model, step_batches[0])
         loss += float(result.loss)
-        difficulty_losses += result.difficulty_losses
+        group_losses += result.group_losses
         count += len(step_batches[0].microbatches)
-    return loss, difficulty_losses, count
+    return loss, group_losses, count
 
 
 EXECUTIONS = {
@@ -179,7 +179,7 @@ def test_nothing_of_a_microbatch_lives_into_the_next_forward(model, name, monkey
 def test_gradient_is_that_of_the_definition(model, execution, rehearsal):
     samples = FakeSamples(23, seed=3)
     wanted_loss, wanted = defined_gradient(samples)
-    loss, difficulty_losses, count = execute(model, samples, execution, rehearsal=rehearsal)
+    loss, group_losses, count = execute(model, samples, execution, rehearsal=rehearsal)
     assert count % execution.world_size == 0
     if "more ranks" in next(name for name, value in EXECUTIONS.items() if value is execution):
         assert count > len(samples) // (execution.samples_per_microbatch or 1)  # so some microbatches are empty
@@ -190,7 +190,7 @@ def test_gradient_is_that_of_the_definition(model, execution, rehearsal):
         for difficulty in (0, 1):
             members = np.flatnonzero(samples.difficulties == difficulty)
             wanted_sum = float(sum(plain_losses(plain, *samples[int(i)]).sum() for i in members))
-            assert float(difficulty_losses[difficulty]) == pytest.approx(wanted_sum, rel=1e-5)
+            assert float(group_losses[difficulty]) == pytest.approx(wanted_sum, rel=1e-5)
 
 
 def test_an_empty_row_gives_zero_gradients_for_every_parameter(model):
@@ -468,16 +468,14 @@ def test_evaluation_sums_millions_of_targets_as_float64_does():
     generator = np.random.default_rng(0)
     losses = generator.gamma(2.0, 1.0, 125_000).astype(np.float32)
     difficulties = generator.choice([0, 1, -1], 125_000, p=[0.6, 0.3, 0.1])
-    microbatch = SimpleNamespace(difficulties=torch.from_numpy(difficulties))
+    microbatch = SimpleNamespace(groups=torch.from_numpy(difficulties))
     counts = np.array([(difficulties == number).sum() for number in (0, 1)])
-    batch = SimpleNamespace(supervised_tokens=2 * 125_000, difficulty_tokens=2 * counts)
+    batch = SimpleNamespace(supervised_tokens=2 * 125_000, group_tokens=2 * counts)
     trainer = SimpleNamespace(
         scored=lambda _: ((batch, iter([(microbatch, torch.from_numpy(losses))])) for _ in range(200)),
-        context=SimpleNamespace(
-            difficulty_names=("easy", "hard"), control=SimpleNamespace(sum=lambda sums: [2 * value for value in sums])
-        ),
+        context=SimpleNamespace(control=SimpleNamespace(sum=lambda sums: [2 * value for value in sums])),
     )
-    found = RunTrainer.evaluation(trainer, SimpleNamespace(difficulties=2))
+    found = RunTrainer.evaluation(trainer, SimpleNamespace(groups=LossGroups(("easy", "hard"))))
     precise = losses.astype(np.float64)
     expected = {"loss": precise.mean(), "loss/easy": precise[difficulties == 0].mean()}
     expected["loss/hard"] = precise[difficulties == 1].mean()
@@ -488,8 +486,8 @@ def test_the_losses_of_a_step_do_not_drift_with_its_targets():
     """float32, as devices add: index_add_ is off by 6% here."""
     losses = torch.full((40_000_000,), 1.3)
     difficulties = torch.arange(len(losses)) % 5 // 3  # three of five are of the first
-    sums = sums_by_difficulty(losses, difficulties, 2)
+    sums = sums_by_group(losses, difficulties, 2)
     expected = [1.3 * 24_000_000, 1.3 * 16_000_000]
     assert sums.tolist() == pytest.approx(expected, rel=1e-6)
-    none = sums_by_difficulty(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([-1, 0, 0]), 1)
+    none = sums_by_group(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([-1, 0, 0]), 1)
     assert none.tolist() == [6.0]

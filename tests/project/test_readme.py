@@ -92,7 +92,9 @@ def test_every_command_works(number: int, folder: Path) -> None:
     elif line.startswith("cat "):
         assert (json.loads(output)["state"], json.loads(output)["exit_code"]) == ("done", 0)
     elif "finetune.pretrain" in line:
-        assert "[SUCCESS] done: 2 steps" in output and (folder / "base" / "model.safetensors").is_file()
+        assert "[SUCCESS] done: 2 steps" in output and any(
+            (folder / name / "model.safetensors").is_file() for name in ("base", "continued")
+        )
     elif "checkpoints" in line:
         assert re.fullmatch(r"checkpoint-2  step 2 .* valid\n", output)
     elif "--audit" in line:
@@ -175,9 +177,10 @@ def test_the_data_example_is_a_record() -> None:
 
 
 def test_the_curriculum_example_is_a_configuration() -> None:
-    (text,) = blocks(ROOT / "docs" / "curriculum.md", "yaml")
-    settings = {"model": "m", "data": "d", "output_dir": "o", **yaml.safe_load(text)}
+    curriculum, sources = map(yaml.safe_load, blocks(ROOT / "docs" / "curriculum.md", "yaml"))
+    settings = {"model": "m", "data": "d", "output_dir": "o", **curriculum}
     assert RunConfig.model_validate(settings).curriculum.levels == ("easy", "hard")
+    assert [source.weight for source in RunConfig.model_validate(settings | sources).sources] == [3.0, "natural"]
 
 
 @cache

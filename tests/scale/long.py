@@ -341,8 +341,7 @@ a week.
 {read}
 
 The load average was {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores: it is the processor's time that tells what a
-step or a reader costs, and that too grows by a third with what else runs. Of a finished run's `report`, more than half
-is torch and transformers, which the memory table needs whatever the run's length.
+step or a reader costs, and that too grows by a third with what else runs.
 
 Largest case that was really run: {plan.steps:,} steps in one process on a CPU; the longer runs that are read have its
 lines several times over.

@@ -146,6 +146,9 @@ def test_transformers_loads_the_whole_model(train, tmp_path: Path):
     after = load_file(trained.folder / "model.safetensors")
     assert after.keys() == before.keys()
     assert all(not torch.equal(after[name], tensor) for name, tensor in before.items())
+    # The tokenizer's pad token would be an embedding that does not train in whatever is trained from it.
+    settings = [json.loads((Path(f) / "config.json").read_text()) for f in (trained.settings["model"], trained.folder)]
+    assert settings[1].get("pad_token_id") == settings[0].get("pad_token_id")
 
 
 def test_a_checkpoint_is_an_adapter_folder_of_its_own(train):

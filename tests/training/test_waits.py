@@ -20,7 +20,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.data.collate import collate
 from finetune.modeling.attention import choose_attention
-from finetune.modeling.loss import make_chunked_head, microbatch_losses, sums_by_difficulty
+from finetune.modeling.loss import make_chunked_head, microbatch_losses, sums_by_group
 from finetune.runtime.device import read_later
 from finetune.training.optimizers import Rates, make_optimizer, skip_where
 
@@ -185,7 +185,7 @@ def test_no_packed_microbatch_waits(device, dtype, refusing):
         microbatch = waiting.to(device)
         losses = microbatch_losses(model, microbatch, device, head)
         (losses.sum() * 0.1).backward()
-        return sums_by_difficulty(losses.detach(), microbatch.difficulties, 2)
+        return sums_by_group(losses.detach(), microbatch.groups, 2)
 
     row()  # libraries are loaded and memory is taken in the first
     refusing()

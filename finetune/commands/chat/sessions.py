@@ -3,39 +3,52 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from finetune.data.problems import RecordProblem
+from finetune.data.tools import Call, protocol_calls, read_calls
 from finetune.errors import DataError, StateError
 from finetune.storage.durable_files import read_bytes, replace_file, write_new
 
 FORM, VERSION = "finetune-conversation", 1
 _LARGEST_BYTES = 16 << 20
+_TURN_KEYS = ("role", "content", "tool_calls", "tool_call_id")
 
 
 @dataclass
 class ChatSession:
-    """A system prompt and the turns after it, in the order user, assistant, user, ..."""
+    """A system prompt and the turns after it, in the order user, assistant, user, ...
+
+    An answer may call tools: their results follow, and then the next answer.
+    """
 
     system: str = ""
-    turns: list[dict[str, str]] = field(default_factory=list)
+    turns: list[dict[str, Any]] = field(default_factory=list)
 
     @property
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, Any]]:
         """What the model is asked with."""
         return [{"role": "system", "content": self.system}, *self.turns] if self.system else list(self.turns)
 
     def ask(self, question: str) -> None:
         self.turns.append({"role": "user", "content": question})
 
-    def answer(self, text: str) -> None:
+    def answer(self, text: str, calls: Sequence[Call] = ()) -> None:
         self.turns.append({"role": "assistant", "content": text})
+        if calls:
+            self.turns[-1]["tool_calls"] = protocol_calls(calls)
+
+    def result(self, call: Call, text: str) -> None:
+        """What a called tool gave."""
+        self.turns.append({"role": "tool", "tool_call_id": call.id, "content": text})
 
     def take_back(self) -> None:
-        """Forget a question that got no answer."""
-        if self.turns and self.turns[-1]["role"] == "user":
-            self.turns.pop()
+        """Forget the last question, which got no answer, with the calls and results after it."""
+        while self.turns and self.turns.pop()["role"] != "user":
+            pass
 
     def reset(self) -> None:
         """Forget the turns; the system prompt stays."""
@@ -78,12 +91,31 @@ class ChatSession:
         system, turns = "", messages
         if messages and messages[0]["role"] == "system":
             system, turns = messages[0]["content"], messages[1:]
-        expected = ("user", "assistant")
-        if any(turn["role"] != expected[number % 2] for number, turn in enumerate(turns)) or len(turns) % 2:
+        if not _in_order(turns):
             raise DataError("its turns are not questions and answers in order", str(path), fix)
-        return cls(system, [{"role": turn["role"], "content": turn["content"]} for turn in turns])
+        return cls(system, [{name: turn[name] for name in _TURN_KEYS if name in turn} for turn in turns])
 
 
 def _is_message(message: Any) -> bool:
     is_text = isinstance(message, dict) and isinstance(message.get("content"), str)
-    return is_text and message.get("role") in ("system", "user", "assistant")
+    return is_text and message.get("role") in ("system", "user", "assistant", "tool")
+
+
+def _in_order(turns: list[dict[str, Any]]) -> bool:
+    """Whether each question has its answer, after the results of what was called before it."""
+    expected, called = "user", set()
+    for turn in turns:
+        role = turn["role"]
+        if role != expected:
+            return False
+        if role == "assistant":
+            try:
+                called = {call.id for call in read_calls(turn.get("tool_calls"), "tool_calls", 0)}
+            except RecordProblem:
+                return False
+        elif role == "tool":
+            if turn.get("tool_call_id") not in called:
+                return False
+            called.remove(turn["tool_call_id"])
+        expected = "tool" if called else "user" if role == "assistant" else "assistant"
+    return expected == "user"

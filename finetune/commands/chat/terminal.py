@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from finetune.commands.chat.sessions import ChatSession
 from finetune.errors import ConfigError, FinetuneError
 from finetune.runtime.language import N_, _
 
 if TYPE_CHECKING:
+    from finetune.data.tools import Call
     from finetune.inference.answer import Answer
     from finetune.inference.generation import Generator
     from finetune.inference.sampling import Sampling
@@ -64,10 +66,11 @@ class TerminalChat:
         sampling: Sampling,
         session: ChatSession,
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
         read: Callable[[str], str] = input,
         out: TextIO | None = None,
     ) -> None:
-        self.generator, self.sampling, self.session = generator, sampling, session
+        self.generator, self.sampling, self.session, self.tools = generator, sampling, session, tools
         # Its own colours; and `visible` shows what other commands leave out.
         self._read, self._out = read, out or getattr(sys.stdout, "unfiltered", sys.stdout)
         self.answers: list[tuple[Answer, float, float]] = []  # answer, seconds to the first piece, seconds in all
@@ -93,16 +96,31 @@ class TerminalChat:
                 self._notice(str(error))
 
     def ask(self, question: str) -> None:
-        """Write the answer as it comes. Ctrl-C ends it and keeps what was written.
+        """Write the answer as it comes; results of tools that it calls are asked for. Ctrl-C ends it and keeps what was
+        written.
 
         Raises:
             FinetuneError: the prompt is refused or the answer failed; the question is forgotten then.
+            EOFError, KeyboardInterrupt: instead of a result; likewise.
         """
         self.session.ask(question)
+        try:
+            while calls := self._answer():
+                for call in calls:
+                    shown = visible(f"{call.name} {json.dumps(call.arguments, ensure_ascii=False)}")
+                    self._notice(_("calls {call}").format(call=shown))
+                    asked = _("result of {name}: ").format(name=visible(call.name))
+                    self.session.result(call, self._read(asked))
+        except (FinetuneError, EOFError, KeyboardInterrupt):
+            self.session.take_back()
+            raise
+
+    def _answer(self) -> tuple[Call, ...]:
+        """Write one answer; the calls that it ends with."""
         began = time.monotonic()
         first = stream = None
         try:
-            stream = self.generator.stream(self.session.messages, self.sampling)
+            stream = self.generator.stream(self.session.messages, self.sampling, tools=self.tools)
             while True:
                 try:
                     for piece in stream:
@@ -112,20 +130,20 @@ class TerminalChat:
                 except KeyboardInterrupt:
                     stream.cancel()  # the pieces end, and the answer is what was written
         except FinetuneError:
-            self.session.take_back()
             if stream is not None:
                 self._write("\n")
             raise
         answer = stream.answer
         assert answer is not None
         self._write("\n")
-        self.session.answer(answer.text)
+        self.session.answer(answer.text, answer.calls)
         now = time.monotonic()
         self.answers.append((answer, (first or now) - began, now - began))
         if answer.finish_reason == "cancelled":
             self._notice(_("stopped"))
         elif answer.finish_reason == "length":
             self._notice(_("cut: the answer is as long as allowed (--max-new-tokens, or the model's context)"))
+        return answer.calls
 
     def _read_turn(self) -> str:
         """One line, or several."""

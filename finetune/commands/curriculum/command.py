@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
 from finetune.batching.curriculum import Schedule, choose_schedule, plan_counts
-from finetune.batching.sampler import count_steps
+from finetune.batching.mixing import SourceDraws, mix_of, source_line, source_warnings
+from finetune.batching.sampler import GlobalBatches, count_steps
 from finetune.config.fields import setting
 from finetune.config.options import Options, read_known_options
 from finetune.errors import ExitCode
@@ -78,6 +79,7 @@ class CurriculumReport:
     stages: tuple[StageReport, ...]
     chart: tuple[tuple[float, ...], ...]
     warnings: tuple[str, ...]
+    sources: tuple[SourceDraws, ...] = ()  # that are mixed
 
     @property
     def mix(self) -> tuple[float, ...]:
@@ -103,6 +105,7 @@ class CurriculumReport:
             "passes": by_difficulty(self.passes),
             "mix": by_difficulty(self.mix),
             "stages": list(map(stage_json, self.stages)),
+            "sources": [asdict(source) for source in self.sources],
             "warnings": list(self.warnings),
         }
 
@@ -113,10 +116,11 @@ def report_curriculum(
     global_batch_size: int,
     total_steps: int,
     warnings: Sequence[str] = (),
+    sources: Sequence[SourceDraws] = (),
 ) -> CurriculumReport:
     """What a run with this schedule draws from data with int[difficulties] records.
 
-    `warnings` come before the report's own.
+    `warnings` come before the report's own; `sources` are those that are mixed.
     """
     counts = plan_counts(schedule, total_steps, global_batch_size)
     stage_of_step = schedule.stage_of_steps(total_steps)
@@ -136,7 +140,8 @@ def report_curriculum(
         passes=passes,
         stages=stages,
         chart=tuple(_shares(counts[start:end].sum(axis=0).tolist()) for start, end in _columns(total_steps)),
-        warnings=(*warnings, *_repetition_warnings(schedule, records, passes)),
+        warnings=(*warnings, *source_warnings(sources), *_repetition_warnings(schedule, records, passes)),
+        sources=tuple(sources),
     )
 
 
@@ -190,6 +195,8 @@ def print_report(report: CurriculumReport, console: Console) -> None:
     console.print(f"  0% {'progress':^{CHART_COLUMNS - 5}} 100%", highlight=False)
     legend = [(f"{glyph} {name}   ", colour) for (glyph, colour), name in zip(mark, report.difficulties, strict=True)]
     console.print(Text("     ").append_text(Text.assemble(*legend)))
+    for source in report.sources:
+        console.print(Text(f"source {source.name}: {source_line(source)}"), soft_wrap=True)
     for warning in report.warnings:
         console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
 
@@ -220,13 +227,14 @@ def _table(report: CurriculumReport) -> Table:
     return table
 
 
-def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """The records that can be trained on: int64[N] difficulties, -1 for none; int64[N] record numbers; warnings about
-    the others.
+def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[int], list[str]]:
+    """The records that can be trained on: int64[N] difficulties, -1 for none; int64[N] record numbers; the first of
+    each source, and N; warnings about the others.
 
     Raises:
         DataError: a file cannot be read; records are bad and `on_bad_row` is refuse.
     """
+    from finetune.data.media import MediaLeftOut
     from finetune.data.problems import ProblemLog, RecordProblem
     from finetune.data.records import RecordReader
     from finetune.data.selection import KEYS, selection_of
@@ -234,13 +242,12 @@ def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[s
 
     names = config.curriculum.levels
     index: dict[str | None, int] = {None: -1, **{name: number for number, name in enumerate(names)}}
-    difficulties: list[int] = []
-    record_ids: list[int] = []
+    good: list[tuple[int, int, int]] = []  # difficulty, record, source
     problems, read = ProblemLog(), 0
     selection, keys = selection_of(config), []
     files = expand_sources(config.sources)
     for number, file in enumerate(files):
-        reader = RecordReader(names, config.difficulty_field, file.source)
+        reader = RecordReader(names, config.difficulty_field, file.source, config.on_media)
         for line, record, found in reader.file(file.path):
             read += 1
             try:
@@ -248,19 +255,22 @@ def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[s
                     raise found
                 if selection:
                     keys.append(selection.key(read - 1, record, found, reader))
+            except MediaLeftOut:
+                continue
             except RecordProblem as problem:
                 problems.add((number, line), f"{file.path}:{line}", problem)
                 continue
-            difficulties.append(index[found.difficulty])
-            record_ids.append(read - 1)
+            good.append((index[found.difficulty], read - 1, file.number))
     if config.on_bad_row == "refuse":
         problems.refuse(read)
+    difficulties, record_ids, sources = np.array(good, dtype=np.int64).reshape(-1, 3).T
     if selection:
         taken = selection.choose(np.array(keys, dtype=KEYS), read, f"{files[0].path}:1").mask[record_ids]
-        difficulties, record_ids = (list(itertools.compress(values, taken)) for values in (difficulties, record_ids))
+        difficulties, record_ids, sources = difficulties[taken], record_ids[taken], sources[taken]
     kinds = ", ".join(f"{count} {kind}" for kind, count in problems.counts.most_common())
     dropped = [f"{problems.total:,} of {read:,} records are dropped: {kinds}"] if kinds else []
-    return np.array(difficulties, dtype=np.int64), np.array(record_ids, dtype=np.int64), dropped
+    starts = [0, *accumulate(np.bincount(sources, minlength=len(config.sources)).tolist())]
+    return difficulties, record_ids, starts, dropped
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -271,11 +281,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     from finetune.runtime.device import launch_world
 
     config = resolve(rest, world_size=launch_world().world_size).config
-    difficulties, record_ids, dropped = read_difficulties(config)
+    difficulties, record_ids, starts, dropped = read_difficulties(config)
     schedule, difficulty_ids, warnings = choose_schedule(config, difficulties, record_ids)
     steps = count_steps(len(difficulty_ids), config.global_batch_size, config.num_epochs, config.max_steps)
     records = np.bincount(difficulty_ids, minlength=len(schedule.difficulties))
-    report = report_curriculum(schedule, records, config.global_batch_size, steps, [*dropped, *warnings])
+    mix = mix_of(config.sources, starts)
+    plan = GlobalBatches(difficulty_ids, schedule, config.global_batch_size, steps, config.curriculum_seed, mix=mix)
+    problems = [*dropped, *warnings]
+    report = report_curriculum(schedule, records, config.global_batch_size, steps, problems, plan.source_draws())
     if options.as_json:
         sys.stdout.write(json.dumps(report.to_json(), ensure_ascii=False, indent=2) + "\n")
     else:

@@ -38,9 +38,12 @@ def probe_sft(config: RunConfig) -> Iterator[Check]:
     """Model, tokenizer and template, then the data."""
     from finetune.data.selection import selection_of
     from finetune.data.templates import load_tokenizer
-    from finetune.modeling.model_config import check_adapter, check_weights, load_model_config
+    from finetune.modeling.hub import with_model_found
+    from finetune.modeling.model_config import check_adapter, check_unquantised, check_weights, load_model_config
 
+    config = with_model_found(config)
     model_config = load_model_config(config.model, trust_remote_code=config.trust_remote_code)
+    check_unquantised(model_config)
     check_weights(config.model)
     if config.finetuning == "lora":
         check_adapter(model_config, config)
@@ -77,6 +80,8 @@ def _check_data(
             cache_dir=folder,
             num_proc=1,
             selection=selection,
+            on_media=config.on_media,
+            train_thinking=config.train_thinking,
         )
         check_ids(model_config, samples, tokenizer)
         report = samples.report
@@ -88,15 +93,16 @@ def _check_data(
 
 def _check_form(config: RunConfig, files: tuple[DataFile, ...], names: str) -> Check:
     """The form of the first records of large files."""
+    from finetune.data.media import MediaLeftOut
     from finetune.data.problems import ProblemLog, RecordProblem
     from finetune.data.records import RecordReader
 
     problems, read = ProblemLog(), 0
     for number, file in enumerate(files):
-        reader = RecordReader(config.curriculum.levels, config.difficulty_field, file.source)
+        reader = RecordReader(config.curriculum.levels, config.difficulty_field, file.source, config.on_media)
         for line, _record, found in islice(reader.file(file.path), SAMPLED_RECORDS):
             read += 1
-            if isinstance(found, RecordProblem):
+            if isinstance(found, RecordProblem) and not isinstance(found, MediaLeftOut):
                 problems.add((number, line), f"{file.path}:{line}", found)
     if config.on_bad_row == "refuse":
         problems.refuse(read)
@@ -109,8 +115,11 @@ def probe_pretrain(config: PretrainConfig) -> Iterator[Check]:
     from finetune.data.corpus.token_shards import TokenShards, tokenizer_folder, tokenizer_hash
     from finetune.data.corpus.tokenizer import open_tokenizer, vocabulary_of
     from finetune.data.corpus.windows import Windows
+    from finetune.modeling.hub import with_model_found
 
-    folder = config.tokenizer or tokenizer_folder(config.train_data_path, split="train")
+    folder = (
+        with_model_found(config).model or config.tokenizer or tokenizer_folder(config.train_data_path, split="train")
+    )
     tokenizer = None if folder is None else open_tokenizer(folder)
     known: dict[str, Any] = {"vocab_size": config.vocab_size, "tokenizer_hash": None}
     if tokenizer is None:

@@ -72,11 +72,13 @@ class Evaluation:
             difficulties=difficulties or None,
             difficulty_field=field,
             on_bad_row=options.on_bad_row,
+            on_media=options.on_media,
+            train_thinking=run.get("train_thinking") is not False,
             cache_dir=options.cache_dir,
         )
         self.chosen = spread(self.samples.difficulties, options.max_samples)
         records = np.unique(self.samples.record_ids[self.chosen]).tolist()
-        reader = RecordReader(difficulties or None, field, sources[0])  # all have the same columns
+        reader = RecordReader(difficulties or None, field, sources[0], options.on_media)  # all have the same columns
         self.prompts = self._asked(read_prompts(paths, reader, options.answer_field, records))
 
     def _asked(self, prompts: list[EvalPrompt]) -> list[EvalPrompt]:

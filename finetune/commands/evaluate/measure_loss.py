@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from finetune.commands.evaluate.scores import ModelScores
 from finetune.data.samples import Samples
-from finetune.data.steps import Execution, StepBatches
+from finetune.data.steps import Execution, LossGroups, StepBatches
 from finetune.errors import FinetuneError
 from finetune.modeling.attention import can_pack, choose_attention
 from finetune.modeling.loss import ChunkedHead, make_chunked_head, microbatch_losses
@@ -70,7 +70,7 @@ def add_losses(
             _Chosen(chosen),
             execution,
             difficulty_ids=samples.difficulties,
-            difficulties=len(samples.difficulty_names),
+            groups=LossGroups(samples.difficulty_names),
             pad_token_id=pad_token_id,
         )
         head = make_chunked_head(model)
@@ -91,12 +91,12 @@ def _sums(
     """Sums of the losses of one batch per difficulty, the last for none; in smaller microbatches where the device's
     memory is short."""
     while True:
-        sums = torch.zeros(step_batches.difficulties + 1, dtype=torch.float64)
+        sums = torch.zeros(len(step_batches.groups) + 1, dtype=torch.float64)
         try:
             with torch.no_grad():
                 for microbatch in step_batches.microbatches(indices, step_batches.execution):
                     losses = microbatch_losses(model, microbatch, model.device, head).double().cpu()
-                    sums.index_add_(0, microbatch.difficulties % (step_batches.difficulties + 1), losses)
+                    sums.index_add_(0, microbatch.groups % (len(step_batches.groups) + 1), losses)
             return sums
         except RuntimeError as error:
             if not devices.is_out_of_memory(error):

@@ -44,6 +44,9 @@ class EvalOptions(ModelOptions):
     )
     answer_field: Text = setting("answer", group="data", unit="NAME", description="Field with the answer.")
     on_bad_row: Literal["refuse", "drop"] = setting("refuse", group="data", description="What to do with bad records.")
+    on_media: Literal["refuse", "drop-row", "drop-media"] = setting(
+        "refuse", group="data", description="What to do with records that have images, video or sound."
+    )
     cache_dir: Text | None = setting(
         None, group="data", unit="FOLDER", shown_default="that of training", description="For tokenized data."
     )

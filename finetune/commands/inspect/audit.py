@@ -82,8 +82,8 @@ def print_audit(result: dict[str, Any], console: Console) -> None:
         add(f"script: {script}", count)
     for overlap in result["overlap"]:
         table.add_row(
-            f"{result['overlap_words']} words in a row shared with {overlap['name']}",
-            f"{overlap['found']:,} of its {overlap['records']:,}, by {overlap['training_records']:,} records",
+            f"shared with {overlap['name']}",
+            f"{overlap['found']:,} of its {overlap['records']:,} by {overlap['training_records']:,}",
         )
     console.print(table)
     pairs = [("says the same as", pair) for pair in result["exact_examples"]]

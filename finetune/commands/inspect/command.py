@@ -84,11 +84,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     from finetune.data.dataset import prepare_samples
     from finetune.data.selection import Selection, selection_of
     from finetune.data.templates import load_tokenizer
+    from finetune.modeling.hub import from_modelscope
     from finetune.runtime.device import launch_world
 
     world_size = launch_world().world_size
     config = resolve(rest, overrides={"output_dir": "."}, world_size=world_size).config  # nothing is written there
-    tokenizer = load_tokenizer(config.model, config.template, trust_remote_code=config.trust_remote_code)
+    tokenizer = load_tokenizer(
+        from_modelscope(config.model, config.hub), config.template, trust_remote_code=config.trust_remote_code
+    )
 
     def prepare(selection: Selection) -> Samples:
         return prepare_samples(
@@ -101,6 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             cache_dir=config.cache_dir,
             num_proc=config.preprocessing_num_workers,
             selection=selection,
+            on_media=config.on_media,
+            train_thinking=config.train_thinking,
         )
 
     samples = prepare(selection_of(config))

@@ -22,7 +22,7 @@ from finetune.commands.merge.model_card import write_card
 from finetune.commands.merge.options import MergeOptions
 from finetune.errors import ConfigError, FinetuneError
 from finetune.inference.loading import Source, check_fit, end_ids, load_tokenizer_of, load_weights, with_adapter
-from finetune.modeling.model_config import load_model_config
+from finetune.modeling.model_config import load_model_config, warn_of_text_alone
 from finetune.modeling.pretrained import DTYPES
 from finetune.runtime import device as devices
 from finetune.storage import durable_files
@@ -76,6 +76,7 @@ def merge_into(folder: Path, source: Source, options: MergeOptions, *, name: str
     # Added in the base's own dtype and rounded once to another one: not the other way round.
     base = load_weights(Source(source.base, None), device, base_dtype, trust_remote_code=trust)
     check_fit(base, tokenizer, source)
+    warn_of_text_alone(base, load_model_config(source.base, trust_remote_code=trust))
     _check_space(folder, base, DTYPES[dtype])
     prompts = _prompts(base, tokenizer)
     adapted_logits, effect = _write_merged(folder, base, tokenizer, source.adapter, prompts, DTYPES[dtype])

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from finetune.config.paths import split_revision
 from finetune.inference.loading import Origin, Source, find_run
 from finetune.storage import durable_files
 from finetune.version import __version__
@@ -52,7 +53,7 @@ def model_card(source: Source, *, name: str, dtype: str, self_test: Mapping[str,
     base = _short(source.base)
     front = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["lora", "merged"]}
     if not Path(source.base).expanduser().exists():  # a hub id, which the hub links
-        front["base_model"] = base
+        front["base_model"] = split_revision(source.base)[0]
     return "\n".join(
         [
             "---",

@@ -160,6 +160,9 @@ def _numbers(view: RunView) -> list[str]:
     for name in view.difficulties:
         if is_finite_number(loss := last.get(f"loss/{name}")):
             parts.append(f"{plain_text(name)} {loss:.4f}")
+    for name in view.sources:
+        if is_finite_number(loss := last.get(f"source_loss/{name}")):
+            parts.append(f"{plain_text(name)} {loss:.4f}")
     if evaluated := view.evaluated():
         step, loss = evaluated[-1]
         parts.append(_("eval {loss} @ {step}").format(loss=f"{loss:.4f}", step=f"{step:,}"))

@@ -76,7 +76,9 @@ class Dashboard:
             (_("this machine"), self._gauges(max(3, height // 4)), 4),
         ]
         if self.view.difficulties:
-            middle.insert(0, (_("difficulties"), [self._difficulties()], 4))
+            middle.insert(0, (_("difficulties"), [self._losses("", self.view.difficulties)], 4))
+        if self.view.sources:
+            middle.insert(0, (_("sources"), [self._losses("source_", self.view.sources)], 4))
         # Curves get what the rest leaves; the rest gets less on a low terminal.
         rows = min(max(3, height // 4), max(_row_count(parts) for _title, parts, _share in middle))
         messages = self._messages(max(1, height // 7))
@@ -157,13 +159,14 @@ class Dashboard:
         rows = [(Text(name, "dim"), value) for name, value in self._step_facts() if name not in shown_above]
         return grid(rows, stretching=0, right=[1])
 
-    def _difficulties(self) -> Table:
+    def _losses(self, prefix: str, names: Sequence[str]) -> Table:
+        """Share and loss of difficulties or, with the prefix of their fields, of sources."""
         view = self.view
         rows: list[Sequence[RenderableType]] = [[Text(title, "dim") for title in ("", _("share"), _("loss"), "")]]
         recent = view.steps.last
-        for number, name in enumerate(view.difficulties):
-            losses = view.values(f"loss/{name}").y
-            share = recent.get(f"share/{name}")
+        for number, name in enumerate(names):
+            losses = view.values(f"{prefix}loss/{name}").y
+            share = recent.get(f"{prefix}share/{name}")
             rows.append(
                 (
                     Text(plain_text(name), _colour(number)),

@@ -62,6 +62,11 @@ def curves(view: RunView) -> list[Figure]:
             _("Validation loss by difficulty"),
             *(Series(name, view.evaluated(f"eval_loss/{name}"), marks=True) for name in view.difficulties),
         ),
+        figure(_("Loss by source"), *(Series(n, _smoothed(view.values(f"source_loss/{n}"))) for n in view.sources)),
+        figure(
+            _("Validation loss by source"),
+            *(Series(name, view.evaluated(f"eval_source_loss/{name}"), marks=True) for name in view.sources),
+        ),
         figure(_("Validation bits per byte"), Series("", view.evaluated("eval_bpb"), marks=True)),
         figure(_("Learning rate"), Series("", view.values("learning_rate")), zero=True),
         figure(_("Tokens per second"), Series("", view.values("tokens_per_second"), smooth=True), zero=True),

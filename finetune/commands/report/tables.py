@@ -69,6 +69,7 @@ def evaluation(view: RunView) -> Grid:
     names = [
         (_("all"), "eval_loss"),
         *((name, f"eval_loss/{name}") for name in view.difficulties),
+        *((name, f"eval_source_loss/{name}") for name in view.sources),
         (_("bits per byte"), "eval_bpb"),
     ]
     rows = []

@@ -97,7 +97,7 @@ class Worker:
 
 
 def _events(identity: str, piece: str, answer: Answer | None, error: GenerationError | None) -> list[dict[str, Any]]:
-    from finetune.inference.tool_calls import protocol_calls
+    from finetune.data.tools import protocol_calls
 
     if error is not None:
         return [{"is": "error", "id": identity, "message": error.what}]

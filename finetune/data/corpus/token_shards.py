@@ -35,6 +35,7 @@ class TokenShards:
         split: of a folder, which files: "train" (`*train*.bin`), "val" (`*val*.bin`), None: all.
         vocab_size: number of ids of the model; needed for files without header, and no file may have more.
         tokenizer_hash: the tokenizer of the run; None: not compared.
+        embeddings: of the model, where it may have fewer than its tokenizer has ids; an id above is refused when read.
 
     Attributes:
         paths: the files.
@@ -53,7 +54,9 @@ class TokenShards:
         split: str | None = None,
         vocab_size: int | None = None,
         tokenizer_hash: str | None = None,
+        embeddings: int | None = None,
     ) -> None:
+        self.embeddings = embeddings
         self.paths = find_shards(source, split)
         for folder in dict.fromkeys(path.parent for path in self.paths):
             check_finished(folder)
@@ -161,10 +164,11 @@ class TokenShards:
                     f"the shard cannot be read: {error}", str(self.paths[number]), "do not change shards in use"
                 ) from error
         ids = self._maps[number][start:stop]
-        if len(ids) and int(ids.max()) >= header.vocabulary:
-            position = int(np.argmax(ids >= header.vocabulary))
+        known = min(header.vocabulary, self.embeddings or header.vocabulary)
+        if len(ids) and int(ids.max()) >= known:
+            position = int(np.argmax(ids >= known))
             raise DataError(
-                f"token {start + position} is {int(ids[position])}, and the vocabulary has {header.vocabulary} ids",
+                f"token {start + position} is {int(ids[position])}, and the vocabulary has {known} ids",
                 str(self.paths[number]),
                 "use the vocabulary size of the tokenizer that made the file, or prepare the data again",
             )

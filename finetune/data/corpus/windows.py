@@ -7,6 +7,8 @@ first is a target once a pass), or each begins where a document begins.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from finetune.data.corpus.token_shards import TokenShards
@@ -25,6 +27,7 @@ class Windows:
     Attributes:
         starts: int64 `(N,)`: the first token of each window.
         lengths: int32 `(N,)`: tokens that the model computes for each window, which are its targets too.
+        tokens: of the whole stream.
         cut_tokens: tokens that are no target of any window.
 
     Raises:
@@ -52,6 +55,7 @@ class Windows:
                 where=name,
                 fix=f"give more data, or lower --max-seq-len to at most {max(2, stream.tokens - 1):,}",
             )
+        self.tokens = stream.tokens
         self.starts = starts[:limit]
         self.cut_tokens = stream.tokens - 1 - len(starts) * max_seq_len
         # One number seen N times, without memory.
@@ -66,6 +70,32 @@ class Windows:
         """int32 `(max_seq_len + 1,)`, and None: every token but the first is a target."""
         start = int(self.starts[index])
         return self.stream.slice(start, start + self.max_seq_len + 1), None
+
+
+class JoinedWindows:
+    """Windows of several streams, one stream after another; as `Windows` for whoever trains on them.
+
+    Attributes:
+        sources: int64 `(N,)`: the stream of each window, counted from 0.
+    """
+
+    def __init__(self, parts: Sequence[Windows]) -> None:
+        self.parts = tuple(parts)
+        counts = [len(part) for part in parts]
+        self.sources = np.repeat(np.arange(len(parts), dtype=np.int64), counts)
+        self._ends = np.cumsum(counts)
+        self.tokens = sum(part.tokens for part in parts)
+        self.cut_tokens = sum(part.cut_tokens for part in parts)
+        self.lengths = np.broadcast_to(np.int32(parts[0].max_seq_len), self.sources.shape)
+        self.supervised_counts = self.lengths
+        self.record_ids = np.arange(len(self.sources), dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, None]:
+        source = int(self.sources[index])
+        return self.parts[source][index - int(self._ends[source]) + len(self.parts[source])]
 
 
 def _aligned_starts(documents: np.ndarray, max_seq_len: int) -> np.ndarray:

@@ -23,10 +23,11 @@ from launching import ROOT, environment, run_cli, said
 from serve_helpers import wait_for
 
 from finetune.commands.chat import terminal
-from finetune.commands.chat.command import ChatOptions
+from finetune.commands.chat.command import ChatOptions, ask_once, load_tools
 from finetune.commands.chat.sessions import ChatSession
 from finetune.commands.chat.terminal import TerminalChat, visible
 from finetune.config.options import read_options
+from finetune.data.tools import Call
 from finetune.errors import DataError, FinetuneError, StateError
 from finetune.inference.sampling import Sampling
 from finetune.runtime.language import _, speaking
@@ -42,7 +43,8 @@ class Scripted:
     def __init__(self) -> None:
         self.asked: list[list[dict[str, str]]] = []
 
-    def stream(self, messages: list[dict[str, str]], sampling: Sampling) -> Any:
+    def stream(self, messages: list[dict[str, str]], sampling: Sampling, tools: Any = ()) -> Any:
+        self.tools = tools
         self.asked.append([dict(message) for message in messages])
         words = messages[-1]["content"]
         if words == "refuse":
@@ -73,11 +75,16 @@ class _Stream(Iterator[str]):
     def _end(self, reason: str) -> None:
         text = self.given.rstrip("!") if reason == "cancelled" else self.text
         self.answer = self.answer or SimpleNamespace(
-            text=text, finish_reason=reason, prompt_tokens=4, completion_tokens=3, token_ids=()
+            text=text, finish_reason=reason, prompt_tokens=4, completion_tokens=3, token_ids=(), calls=self._calls()
         )
 
+    def _calls(self) -> tuple[Call, ...]:
+        """ "call N" calls so often."""
+        count = int(self.words.removeprefix("call ")) if self.words.startswith("call ") else 0
+        return tuple(Call("look_up", {"port": n}, f"id{n}") for n in range(count))
 
-def talk(*lines: str) -> tuple[str, TerminalChat, Scripted]:
+
+def talk(*lines: str, tools: Any = ()) -> tuple[str, TerminalChat, Scripted]:
     """What is printed when a user types these lines."""
     out, typed, model = io.StringIO(), iter(lines), Scripted()
 
@@ -87,7 +94,7 @@ def talk(*lines: str) -> tuple[str, TerminalChat, Scripted]:
         except StopIteration:
             raise EOFError from None
 
-    chat = TerminalChat(model, Sampling(), ChatSession(), read=read, out=out)
+    chat = TerminalChat(model, Sampling(), ChatSession(), tools=tools, read=read, out=out)
     chat.run()
     return out.getvalue(), chat, model
 
@@ -97,6 +104,56 @@ def test_the_conversation_goes_on():
     assert "one\n" in printed and "two\n" in printed
     assert [message["role"] for message in model.asked[1]] == ["user", "assistant", "user"]
     assert model.asked[1][1]["content"] == "one" and len(chat.session.turns) == 4
+
+
+TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
+
+
+def test_results_of_called_tools_are_asked_for(tmp_path: Path):
+    file = tmp_path / "talk.json"
+    printed, chat, model = talk("call 2", '{"up": true}', "say done", f"/save {file}", "say later", tools=TOOLS)
+    assert model.tools == TOOLS
+    assert 'calls look_up {"port": 0}' in printed and 'calls look_up {"port": 1}' in printed
+    roles = ["user", "assistant", "tool", "tool", "assistant"]
+    assert [turn["role"] for turn in chat.session.turns[:5]] == roles
+    calls, results = chat.session.turns[1]["tool_calls"], chat.session.turns[2:4]
+    assert [call["id"] for call in calls] == [result["tool_call_id"] for result in results] == ["id0", "id1"]
+    assert [result["content"] for result in results] == ['{"up": true}', "say done"]
+    assert json.loads(calls[1]["function"]["arguments"]) == {"port": 1}
+    loaded = ChatSession.load(file)
+    assert loaded.turns == chat.session.turns[:5]
+    record = json.loads(file.read_text())
+    for wrong in (record["messages"][:4], record["messages"][:1] + record["messages"][2:]):
+        file.write_text(json.dumps(record | {"messages": wrong}))
+        with pytest.raises(DataError, match="not questions and answers in order"):
+            ChatSession.load(file)
+
+
+def test_a_question_whose_calls_get_no_result_is_forgotten():
+    _printed, chat, model = talk("say one", "call 1")  # and the end of input instead of a result
+    assert [turn["content"] for turn in chat.session.turns] == ["say one", "one"]
+    _printed, chat, model = talk("call 1", "refuse", "say one")  # the answer after the result is refused
+    assert [turn["content"] for turn in chat.session.turns] == ["say one", "one"]
+
+
+def test_one_question_prints_its_calls(capsys: pytest.CaptureFixture[str]):
+    assert ask_once(Scripted(), ChatSession(), "call 1", Sampling(), tools=TOOLS, raw=False) == 0  # type: ignore[arg-type]
+    said_text, calls = capsys.readouterr().out.splitlines()
+    assert said_text == "call 1"
+    (call,) = json.loads(calls)
+    assert call["function"] == {"name": "look_up", "arguments": '{"port": 0}'}
+
+
+def test_a_file_of_tools(tmp_path: Path):
+    file = tmp_path / "tools.json"
+    file.write_text(json.dumps([TOOLS[0]["function"]]))
+    assert load_tools(file) == TOOLS and load_tools(None) == []
+    for wrong in ("{", '{"a": 1}', '[{"parameters": {}}]', "[1]"):
+        file.write_text(wrong)
+        with pytest.raises(DataError, match="not a list of tools"):
+            load_tools(file)
+    with pytest.raises(DataError, match="cannot be read"):
+        load_tools(tmp_path / "nowhere.json")
 
 
 def test_several_lines():

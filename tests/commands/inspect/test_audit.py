@@ -82,6 +82,12 @@ def test_chinese_is_compared_by_characters(audited: Any, tmp_path: Path) -> None
     assert (overlap["records"], overlap["found"]) == (2, 1)
 
 
+def test_texts_that_are_too_short_to_compare(rows: list[dict[str, Any]], audited: Any, tmp_path: Path) -> None:
+    benchmark = write(tmp_path / "benchmark.jsonl", [{"question": "2 + 2?", "answer": "4"}])
+    (overlap,) = audited(write(tmp_path / "train.jsonl", rows), "--benchmark", str(benchmark))["overlap"]
+    assert (overlap["records"], overlap["found"], overlap["training_records"]) == (1, 0, 0)
+
+
 def test_a_form_of_words_is_no_leak(rows: list[dict[str, Any]], audited: Any, tmp_path: Path) -> None:
     form = "Answer the following question with one of the four choices and say why you think so"
     asked = [{**row, "prompt": f"{form} {row['prompt']}"} for row in rows]

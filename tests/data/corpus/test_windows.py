@@ -14,7 +14,7 @@ from finetune.batching.curriculum import uniform_schedule
 from finetune.batching.sampler import GlobalBatches
 from finetune.data.collate import collate
 from finetune.data.corpus.windows import Windows
-from finetune.data.steps import Execution, InOrder, StepBatches
+from finetune.data.steps import Execution, InOrder, LossGroups, StepBatches
 from finetune.errors import DataError
 from finetune.modeling.loss import make_chunked_head, microbatch_losses
 from finetune.modeling.scratch import make_model, scratch_config
@@ -79,7 +79,12 @@ def test_the_windows_of_a_step_do_not_depend_on_the_processes(world: int, per_ro
         for rank in range(world):
             execution = Execution(rank, world, token_budget=None, samples_per_microbatch=per_row)
             rows = StepBatches(
-                windows, batches, execution, difficulty_ids=np.full(len(windows), -1), difficulties=0, pad_token_id=0
+                windows,
+                batches,
+                execution,
+                difficulty_ids=np.full(len(windows), -1),
+                groups=LossGroups(),
+                pad_token_id=0,
             )
             made = rows[step]
             assert made.supervised_tokens == batch * 8 == made.tokens
@@ -123,7 +128,7 @@ def test_loss_and_gradients_of_a_global_batch_are_those_of_the_definition(arch: 
         InOrder(5, 5),
         Execution(0, 1, token_budget=None, samples_per_microbatch=2),
         difficulty_ids=np.full(len(windows), -1),
-        difficulties=0,
+        groups=LossGroups(),
         pad_token_id=0,
     )
     expected = torch.zeros((), dtype=torch.float64)
@@ -165,7 +170,7 @@ def test_a_last_batch_that_is_not_full_is_filled_for_a_compiled_model(world: int
                 InOrder(len(windows), 2 * world),
                 Execution(rank, world, token_budget=None, samples_per_microbatch=2),
                 difficulty_ids=np.full(len(windows), -1),
-                difficulties=0,
+                groups=LossGroups(),
                 pad_token_id=0,
             )
             for step in range(len(batches)):
@@ -199,6 +204,11 @@ def test_packed_and_supervised_microbatches_are_left_as_they_are():
     microbatch = collate([(ids, mask, 0)], packing=False, pad_token_id=0)
     source = [(ids, mask)]
     batches = StepBatches(
-        source, InOrder(1, 1), Execution(0, 1, None, 4), difficulty_ids=np.zeros(1), difficulties=1, pad_token_id=0
+        source,
+        InOrder(1, 1),
+        Execution(0, 1, None, 4),
+        difficulty_ids=np.zeros(1),
+        groups=LossGroups(("all",)),
+        pad_token_id=0,
     )
     assert batches.filled(microbatch) is microbatch

@@ -1,0 +1,201 @@
+"""Models by name: whose hub they come from, and the commit that a run keeps to."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import huggingface_hub
+import pytest
+import run_helpers
+import run_patches
+import torch
+import yaml
+
+from finetune.config.paths import split_revision
+from finetune.config.run_config import RunConfig
+from finetune.data.templates import read_tokenizer
+from finetune.errors import ConfigError, DataError
+from finetune.inference.loading import Source, find_source, load_weights
+from finetune.modeling.hub import from_modelscope, with_model_found
+from finetune.modeling.model_config import load_model_config, weights_identity
+from finetune.modeling.pretrained import add_adapter, load_model
+from finetune.storage.run_folder import CONFIG_NAME, write_identity
+from finetune.training.sft_trainer import adapter_writer
+
+NAME = "owner/tiny"
+FIRST, SECOND = "a" * 40, "b" * 40
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("hub")
+    return {commit: run_helpers.make_model(folder / commit, seed=seed) for seed, commit in enumerate((FIRST, SECOND))}
+
+
+@pytest.fixture
+def cache(models, tmp_path, monkeypatch) -> Path:
+    """A cache of Hugging Face's form with two commits of a model; `main` is the first, `v2` the second."""
+    home = tmp_path / "cache"
+    repository = home / f"models--{NAME.replace('/', '--')}"
+    for commit, model in models.items():
+        shutil.copytree(model, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(FIRST)
+    (repository / "refs" / "v2").write_text(SECOND)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(home))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return repository
+
+
+def config(output_dir: Path, model: str = NAME, **changes: Any) -> RunConfig:
+    return RunConfig(model=model, data=("unused",), output_dir=str(output_dir), lora_r=2, **changes)
+
+
+@pytest.mark.parametrize(
+    ("model", "parts"),
+    [
+        ("owner/name@v1.0", ("owner/name", "v1.0")),
+        ("name", ("name", None)),
+        ("owner/name@refs/pr/3", ("owner/name", "refs/pr/3")),
+        ("./folder@home/model", ("./folder@home/model", None)),
+        ("/a/b@c", ("/a/b@c", None)),
+    ],
+)
+def test_a_revision_stands_behind_the_name(model, parts):
+    assert split_revision(model) == parts
+
+
+def test_a_name_stands_for_one_commit(cache, tmp_path):
+    assert with_model_found(config(tmp_path / "run")).model == f"{NAME}@{FIRST}"
+    assert with_model_found(config(tmp_path / "run", f"{NAME}@v2")).model == f"{NAME}@{SECOND}"
+    assert with_model_found(config(tmp_path / "run", f"{NAME}@{SECOND}")).model == f"{NAME}@{SECOND}"
+
+
+def test_a_run_keeps_its_commit_when_the_branch_moves(cache, tmp_path):
+    run, wanted = tmp_path / "run", config(tmp_path / "run")
+    run.mkdir()
+    found = with_model_found(wanted)
+    identity = weights_identity(found.model)
+    assert identity == f"{NAME}@{FIRST}"
+    write_identity(run, {"kind": "sft", "weights": identity})
+    (run / CONFIG_NAME).write_text(yaml.safe_dump({"model": NAME}))
+    (cache / "refs" / "main").write_text(SECOND)
+    assert with_model_found(wanted).model == f"{NAME}@{FIRST}"
+    assert with_model_found(config(tmp_path / "other")).model == f"{NAME}@{SECOND}"
+    assert with_model_found(config(run, resume="never")).model == f"{NAME}@{SECOND}"
+    # Asked for by another name it is another model, which the identity then refuses.
+    assert with_model_found(config(run, f"{NAME}@main")).model == f"{NAME}@{SECOND}"
+
+
+def test_weights_tokenizer_and_adapter_are_of_that_commit(cache, models, tmp_path):
+    found = with_model_found(config(tmp_path / "run", f"{NAME}@v2"))
+    model = load_model(found, model_dtype=torch.float32, zero3=False)
+    expected = load_model(config(tmp_path, str(models[SECOND])), model_dtype=torch.float32, zero3=False)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+    assert len(read_tokenizer(found.model)) == len(read_tokenizer(str(models[SECOND])))
+    adapted = add_adapter(model, found, one_dtype=False)
+    (tmp_path / "adapter").mkdir()
+    adapter_writer(adapted, {n: p for n, p in adapted.named_parameters() if p.requires_grad})(tmp_path / "adapter")
+    source = find_source(str(tmp_path / "adapter"))
+    assert source.base == f"{NAME}@{SECOND}"
+    again = load_weights(Source(source.base, None), torch.device("cpu"), "float32", trust_remote_code=False)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), expected.parameters(), strict=True))
+
+
+def use_cache(rank: int, home: str) -> None:
+    """In each rank, whose constants of the hub's library were read before the test."""
+    huggingface_hub.constants.HF_HUB_CACHE = home
+    huggingface_hub.constants.HF_HUB_OFFLINE = True
+
+
+@pytest.mark.slow
+def test_a_stopped_run_goes_on_with_its_commit_on_two_processes(cache, models, tmp_path):
+    """The branch moves while the run stands still; what it ends with is what the first commit's folder gives."""
+    materials = run_helpers.make_materials(tmp_path / "materials")
+
+    def settings(name: str, model: str, **changes: Any) -> dict[str, Any]:
+        return materials.settings(tmp_path / name, model=model, finetuning="full", max_steps=4, **changes)
+
+    here = {"patch": use_cache, "patch_arguments": (str(cache.parent),)}
+    stopped = {"patch": use_cache_and_stop, "patch_arguments": (str(cache.parent),)}
+    run_helpers.train(settings("run", NAME), 2, expect=3, **stopped)
+    (cache / "refs" / "main").write_text(SECOND)
+    run_helpers.train(settings("run", NAME), 2, **here)
+    assert len(run_helpers.events(tmp_path / "run", "resume")) == 1
+    run_helpers.train(settings("plain", str(models[FIRST])), 2)
+    ours, expected = (run_helpers.result_weights(tmp_path / name) for name in ("run", "plain"))
+    assert all(torch.equal(ours[name], tensor) for name, tensor in expected.items())
+    other = run_helpers.train(settings("run", f"{NAME}@v2"), 1, expect=2, **here)
+    assert f"{NAME}@{FIRST}" in other.output() and f"{NAME}@{SECOND}" in other.output()
+
+
+def use_cache_and_stop(rank: int, home: str) -> None:
+    use_cache(rank, home)
+    run_patches.signal_self(rank, 0, 2, signal.SIGTERM)
+
+
+def test_what_is_not_there_is_refused_in_words(cache, tmp_path):
+    missing = with_model_found(config(tmp_path / "run", f"{NAME}@v9"))
+    with pytest.raises(ConfigError, match="configuration cannot be read"):
+        load_model_config(missing.model)
+    with pytest.raises(DataError, match="tokenizer cannot be loaded"):
+        read_tokenizer(missing.model)
+
+
+# ---------------------------------------------------------------- ModelScope
+
+
+@pytest.fixture
+def modelscope(models, monkeypatch) -> list[dict[str, Any]]:
+    """A module that behaves as its documented `snapshot_download`; the calls that it got."""
+    calls: list[dict[str, Any]] = []
+
+    def snapshot_download(
+        model_id: str,
+        revision: str = "master",
+        cache_dir: str | None = None,
+        user_agent: Any = None,
+        local_files_only: bool = False,
+    ) -> str:
+        calls.append({"model_id": model_id, "revision": revision, "local_files_only": local_files_only})
+        if revision not in ("master", "v2"):
+            raise LookupError(f"The specified branch or tag : {revision} not exist!")
+        return str(models[FIRST if revision == "master" else SECOND])
+
+    module = ModuleType("modelscope")
+    module.snapshot_download = snapshot_download  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "modelscope", module)
+    return calls
+
+
+def test_a_model_of_modelscope_is_a_folder(modelscope, models, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert with_model_found(config(tmp_path, hub="modelscope")).model == str(models[FIRST])
+    assert with_model_found(config(tmp_path, f"{NAME}@v2", hub="modelscope")).model == str(models[SECOND])
+    assert modelscope == [
+        {"model_id": NAME, "revision": "master", "local_files_only": True},
+        {"model_id": NAME, "revision": "v2", "local_files_only": True},
+    ]
+    assert with_model_found(config(tmp_path, str(models[FIRST]), hub="modelscope")).model == str(models[FIRST])
+    with pytest.raises(ConfigError, match="ModelScope does not give owner/tiny@v9: .*not exist"):
+        from_modelscope(f"{NAME}@v9", "modelscope")
+
+
+def test_the_variable_chooses_where_the_setting_is_auto(modelscope, models, monkeypatch):
+    assert from_modelscope(NAME) == NAME
+    monkeypatch.setenv("USE_MODELSCOPE_HUB", "1")
+    assert from_modelscope(NAME) == str(models[FIRST])
+    assert from_modelscope(NAME, "huggingface") == NAME
+    assert find_source(NAME).base == str(models[FIRST])
+
+
+def test_without_its_package_the_way_to_it_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "modelscope", None)
+    with pytest.raises(ConfigError, match="not installed") as caught:
+        from_modelscope(NAME, "modelscope")
+    assert "pip install modelscope" in caught.value.fix

@@ -1,0 +1,80 @@
+"""A few families of docs/models.md, looked at cheaply; `make models` takes all of them through the whole chain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from model_families import FAMILIES, Family, make_config, make_family, make_tokenizer
+from models import PAGE, Chain, listed
+from tiny_models import CPU, documents, make_microbatch
+from transformers import AutoModelForCausalLM
+
+from finetune.config.run_config import RunConfig
+from finetune.inference.generation import load_for_generation
+from finetune.inference.sampling import Sampling
+from finetune.inference.static_engine import StaticEngine
+from finetune.modeling.attention import can_pack, choose_attention
+from finetune.modeling.loss import microbatch_losses
+from finetune.modeling.model_config import passed_over
+from finetune.modeling.pretrained import add_adapter
+
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+def tiny(family: Family, folder: Path) -> torch.nn.Module:
+    config = make_config(family, make_tokenizer(family, folder))
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=choose_attention(config))
+
+
+def test_the_page_has_the_families_that_are_tested():
+    page = PAGE.read_text(encoding="utf-8")
+    assert listed(page) == [(family.name, family.model_type) for family in FAMILIES]
+    assert "**fails" not in page
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Phi-3", "Gemma 3", "Mixtral"])
+def test_packed_and_padded_have_the_same_gradients(name, tmp_path):
+    model = tiny(BY_NAME[name], tmp_path)
+    assert can_pack(model.config)
+    gradients = []
+    for packing in (True, False):
+        model.zero_grad()
+        microbatch_losses(model, make_microbatch(documents(), packing=packing), CPU).sum().backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "without"),
+    [("Jamba", "dt_proj"), ("Falcon-H1", "out_proj"), ("Granite 4 hybrid", "out_proj"), ("Qwen3-Next", None)],
+)
+def test_every_adapter_takes_part(name, without, tmp_path):
+    """State-space layers read some weights past their modules: an adapter there would learn nothing, unseen."""
+    model = tiny(BY_NAME[name], tmp_path)
+    assert not can_pack(model.config)
+    assert {found.rpartition(".")[2] for found in passed_over(model)} == ({without} if without else set())
+    config = RunConfig(model="unused", data=("unused",), output_dir="unused")
+    adapted = add_adapter(model, config, one_dtype=False)
+    microbatch_losses(adapted, make_microbatch(documents(), packing=False), CPU).sum().backward()
+    idle = [name for name, p in adapted.named_parameters() if "lora_B" in name and (p.grad is None or not p.grad.any())]
+    assert not idle
+
+
+def test_a_model_with_latent_attention_answers(tmp_path):
+    """Its keys are wider than its values, and continuous batching has one width for both."""
+    make_family(BY_NAME["DeepSeek-V3"], tmp_path)
+    with load_for_generation(str(tmp_path), dtype="float32", device_type="cpu") as generator:
+        assert isinstance(generator.engine, StaticEngine)
+        answer = generator.generate([[3, 4, 5]], Sampling(temperature=0.0, max_new_tokens=2))[0]
+    assert answer.completion_tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["DeepSeek-V2", "Falcon-H1"])
+def test_a_family_goes_through_the_whole_chain(name, tmp_path):
+    assert not Chain(BY_NAME[name], tmp_path / "family").run().failures
