@@ -366,8 +366,8 @@ FAULTS = (
     Fault(
         "a resumed run begins at step 0",
         "training/trainer.py",
-        "sampler=range(self.context.start_step, self.context.total_steps)",
-        "sampler=range(0, self.context.total_steps)",
+        "yield from range(self.context.start_step, self.context.total_steps)",
+        "yield from range(0, self.context.total_steps)",
         "training/test_resume.py",
         only="older_checkpoint or logs_of_a_killed or two_then_one",
     ),
@@ -468,6 +468,34 @@ FAULTS = (
         "            part.state = self.state\n",
         "            pass\n",
         "training/test_optimizers.py training/test_pretrain.py",
+    ),
+    Fault(
+        "a split by the place of a record",
+        "data/selection.py",
+        "return number, content, content, found",
+        "return number, content, number * 0x9E3779B97F4A7C15 % 2**64, found",
+        "data/test_selection.py",
+    ),
+    Fault(
+        "the last of equal records kept instead of the first",
+        "data/selection.py",
+        'np.unique(keys["content"], return_index=True)[1]',
+        'len(keys) - 1 - np.unique(keys["content"][::-1], return_index=True)[1]',
+        "data/test_selection.py",
+    ),
+    Fault(
+        "n-grams over the border of two texts",
+        "data/ngrams.py",
+        "whole = self.texts[:count] == self.texts[length - 1 : length - 1 + count]",
+        "whole = np.ones(count, dtype=bool)",
+        "data/test_ngrams.py",
+    ),
+    Fault(
+        "a plain text without its end token",
+        "data/render.py",
+        "ids = np.append(ids, np.int32(self._end_id))",
+        "pass",
+        "data/test_columns.py",
     ),
 )
 

@@ -1,18 +1,26 @@
-"""What must never be hidden: NaN and inf in loss or gradients, and loss spikes."""
+"""What must never be hidden: NaN and inf in loss or gradients, loss spikes, and a training that changes nothing."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from finetune.errors import FinetuneError
+
+logger = logging.getLogger("finetune")
 
 # Skipped steps in a row after which a run is beyond repair: one bad batch is not, a broken state is.
 NONFINITE_LIMIT = 10
 SPIKE_WINDOW_STEPS = 128
 SPIKE_SIGMAS = 6.0
+# Steps, or lines of the log, that nothing changed in, after which it is said.
+STILL_STEPS = 20
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class NonFiniteGuard:
@@ -107,3 +115,61 @@ class SpikeDetector:
                 spike = loss - mean > self.sigmas * deviation
             self.losses.append(loss)
         return spike
+
+
+class StillGuard:
+    """Says once that the trained weights have not moved, and once that the loss is constant. It only says so.
+
+    Args:
+        steps: with a learning rate above 0, or lines of the log, that must have changed something.
+    """
+
+    def __init__(self, steps: int = STILL_STEPS) -> None:
+        self.steps, self._taken = steps, 0
+        self._before: list[torch.Tensor] | None = None
+        self._loss, self._same = math.nan, 0
+
+    def before_step(self, model: torch.nn.Module) -> None:
+        """Note the weights before the first step of this start."""
+        if self._before is None:
+            self._before = _sums_of_bits(model)
+
+    def after_step(self, model: torch.nn.Module, rate: float, any_rank: Callable[[bool], bool]) -> None:
+        """Look at the weights once, after enough steps. Every rank calls.
+
+        Args:
+            any_rank: whether it is so on any rank: under ZeRO-3 each looks at its own slices.
+        """
+        if rate <= 0 or self._taken >= self.steps:
+            return
+        self._taken += 1
+        if self._taken < self.steps:
+            return
+        before, self._before = self._before or [], []
+        # Most often the first has moved, and the host waits for the device once.
+        moved = any(bool(old != new) for old, new in zip(before, _sums_of_bits(model), strict=True))
+        if not any_rank(moved):
+            logger.warning(
+                "no trained weight has changed in %d steps: the gradients are 0, or a learning rate of %g is lost in "
+                "rounding (fix: raise --learning-rate; python -m finetune inspect shows which tokens are trained)",
+                self.steps,
+                rate,
+            )
+
+    def line(self, loss: float) -> None:
+        """Take the loss of a line of the log."""
+        self._same = self._same + 1 if loss == self._loss else 1
+        self._loss = loss
+        if self._same == self.steps:
+            cause = (
+                "everything is learned by heart (fix: fewer steps, or more data)"
+                if loss == 0
+                else "nothing is learned (fix: raise --learning-rate; see the records with python -m finetune inspect)"
+            )
+            logger.warning("the loss is %.6g in each of the last %d lines of the log: %s", loss, self.steps, cause)
+
+
+def _sums_of_bits(model: torch.nn.Module) -> list[torch.Tensor]:
+    """For each trained parameter, of ZeRO-3 this rank's slice, the sum of its bits as numbers: int64, on its device."""
+    held = [getattr(p, "ds_tensor", p).detach() for p in model.parameters() if p.requires_grad]
+    return [tensor.contiguous().view(_BITS[tensor.element_size()]).sum(dtype=torch.int64) for tensor in held]

@@ -32,7 +32,7 @@ from finetune.training.arguments import StepEnd
 from finetune.training.checkpointer import Checkpointer
 from finetune.training.control import RunContext
 from finetune.training.executor import StepExecutor
-from finetune.training.guards import NonFiniteGuard, SpikeDetector, StepOutcomes, step_engine
+from finetune.training.guards import NonFiniteGuard, SpikeDetector, StepOutcomes, StillGuard, step_engine
 from finetune.training.metrics import ComputeCost, ConsoleProgress, StepMeter, line_facts
 from finetune.training.optimizers import skip_where
 from finetune.training.results import Evaluations
@@ -90,6 +90,7 @@ class RunTrainer(Trainer):
         self.executor.on_out_of_memory = self._log_out_of_memory
         self.meter = StepMeter(step_batches.groups, self.args.device, cost)
         self.guard, self.spikes, self.outcomes = NonFiniteGuard(), SpikeDetector(), StepOutcomes()
+        self.still = StillGuard()
         self.stopped_by: str | None = None
         self.measured: dict[str, Any] = {}  # by the last line of the log and the last evaluation
         self.console = ConsoleProgress(context)
@@ -174,6 +175,7 @@ class RunTrainer(Trainer):
         progress.begin_step(self.context.control.timeout_seconds)
         model.train()  # evaluation leaves it in eval mode
         self._set_learning_rate(inputs.step)
+        self.still.before_step(self.model)
         result = self.executor.run(model, inputs)
         self._batch = inputs
         self.meter.add_step(inputs, result.group_losses)
@@ -220,6 +222,7 @@ class RunTrainer(Trainer):
         if self.context.sample_log is not None:
             self.context.sample_log.append(step, self._record_ids(batch))
         self.outcomes.add(step, batch, self._nonfinite)
+        self.still.after_step(self.model, self._learning_rate, self.context.control.any)
         # Agreed in every step: signals reach ranks at different times, and a rank that saved alone would wait for the
         # others in the checkpoint's collectives.
         stopping = self.context.control.any(self.context.signals.requested)
@@ -322,6 +325,7 @@ class RunTrainer(Trainer):
             self._tr_loss.zero_()  # Trainer subtracts the sum from itself, which after a NaN leaves NaN for good
             logs.update(line_facts(self.meter.take(self._sum_over_ranks)))
             self._look_for_spike(step, logs["loss"])
+            self.still.line(logs["loss"])
             self.context.runlog.step({"step": step, **logs})
             if self.is_world_process_zero():
                 self.console.show(step, logs)

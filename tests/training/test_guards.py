@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import run_helpers
+import torch
 
 from finetune.errors import ExitCode, FinetuneError
-from finetune.training.guards import NONFINITE_LIMIT, NonFiniteGuard, SpikeDetector, StepOutcomes
+from finetune.training.guards import NONFINITE_LIMIT, NonFiniteGuard, SpikeDetector, StepOutcomes, StillGuard
 
 
 def test_nonfinite_steps_in_a_row_end_the_run_with_the_last_good_checkpoint():
@@ -94,3 +98,55 @@ def test_outcomes_are_read_one_step_late_or_when_they_are_needed():
     assert noted[2] == [(2, "batch 2", True)], "the step that it was, a step later"
     assert noted[3] == [(3, "batch 3", False), (4, "batch 4", False)]
     assert noted[4] == [] and asked == [1, 2, 3, 4]
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_do_not_move_are_told_once(dtype: torch.dtype, caplog: pytest.LogCaptureFixture):
+    model, guard = torch.nn.Linear(3, 3).to(dtype), StillGuard(steps=3)
+    caplog.set_level(logging.WARNING, "finetune")
+    for rate in (0.0, 1e-9, 1e-9, 1e-9, 1e-9):
+        guard.before_step(model)
+        guard.after_step(model, rate, lambda moved: moved)
+        assert len(said(caplog)) <= 1
+    (text,) = said(caplog)
+    assert "no trained weight has changed in 3 steps" in text and "1e-09" in text and "--learning-rate" in text
+
+
+@pytest.mark.parametrize("where", ["one weight", "another rank", "a frozen weight"])
+def test_one_number_that_moves_is_enough(where: str, caplog: pytest.LogCaptureFixture):
+    model, guard = torch.nn.Linear(3, 3), StillGuard(steps=2)
+    model.bias.requires_grad_(False)
+    caplog.set_level(logging.WARNING, "finetune")
+    for _ in range(2):
+        guard.before_step(model)
+        with torch.no_grad():
+            (model.bias if where == "a frozen weight" else model.weight)[-1] += 0 if where == "another rank" else 1e-6
+        guard.after_step(model, 1e-4, lambda moved: moved or where == "another rank")
+    assert len(said(caplog)) == (where == "a frozen weight")
+
+
+@pytest.mark.parametrize(("loss", "words"), [(0.0, "learned by heart"), (2.5, "nothing is learned")])
+def test_a_constant_loss_is_told_once(loss: float, words: str, caplog: pytest.LogCaptureFixture):
+    guard = StillGuard(steps=4)
+    caplog.set_level(logging.WARNING, "finetune")
+    for value in (1.0, loss, loss, loss, math.nan, math.nan, math.nan, math.nan):
+        guard.line(value)
+    assert not said(caplog)
+    for _ in range(9):
+        guard.line(loss)
+    (text,) = said(caplog)
+    assert words in text and f"{loss:g}" in text
+
+
+def test_a_run_that_changes_nothing_says_so(tmp_path: Path):
+    materials = run_helpers.make_materials(tmp_path / "still", records=24)
+    ranks = run_helpers.train(
+        materials.settings(tmp_path / "run", finetuning="full", learning_rate=1e-30, max_steps=20, warmup_steps=0)
+    )
+    assert ranks.output().count("no trained weight has changed in 20 steps") == 1
+    ranks = run_helpers.train(materials.settings(tmp_path / "moves", max_steps=20))
+    assert "no trained weight" not in ranks.output()
