@@ -366,8 +366,8 @@ FAULTS = (
     Fault(
         "a resumed run begins at step 0",
         "training/trainer.py",
-        "sampler=range(self.context.start_step, self.context.total_steps)",
-        "sampler=range(0, self.context.total_steps)",
+        "yield from range(self.context.start_step, self.context.total_steps)",
+        "yield from range(0, self.context.total_steps)",
         "training/test_resume.py",
         only="older_checkpoint or logs_of_a_killed or two_then_one",
     ),
