@@ -469,6 +469,34 @@ FAULTS = (
         "            pass\n",
         "training/test_optimizers.py training/test_pretrain.py",
     ),
+    Fault(
+        "a split by the place of a record",
+        "data/selection.py",
+        "return number, content, content, found",
+        "return number, content, number * 0x9E3779B97F4A7C15 % 2**64, found",
+        "data/test_selection.py",
+    ),
+    Fault(
+        "the last of equal records kept instead of the first",
+        "data/selection.py",
+        'np.unique(keys["content"], return_index=True)[1]',
+        'len(keys) - 1 - np.unique(keys["content"][::-1], return_index=True)[1]',
+        "data/test_selection.py",
+    ),
+    Fault(
+        "n-grams over the border of two texts",
+        "data/ngrams.py",
+        "whole = self.texts[:count] == self.texts[length - 1 : length - 1 + count]",
+        "whole = np.ones(count, dtype=bool)",
+        "data/test_ngrams.py",
+    ),
+    Fault(
+        "a plain text without its end token",
+        "data/render.py",
+        "ids = np.append(ids, np.int32(self._end_id))",
+        "pass",
+        "data/test_columns.py",
+    ),
 )
 
 

@@ -10,6 +10,7 @@ import pytest
 from chat_models import SPECIALS, TEMPLATES, family, make_tokenizer
 from sample_rows import write_rows as write
 
+from finetune.commands.evaluate.prompts import read_prompts
 from finetune.config.fields import COLUMNS
 from finetune.config.resolution import resolve
 from finetune.config.sources import DataSource
@@ -132,6 +133,17 @@ def test_plain_text_begins_as_the_tokenizer_begins_a_text(tmp_path: Path) -> Non
     begins = tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id
     ((first, *_),) = [prepared(tmp_path, [{"text": "a router"}], tokenizer=tokenizer)[0][0].tolist()]
     assert begins == (first == tokenizer.bos_token_id)
+
+
+def test_eval_asks_nothing_of_plain_text(tmp_path: Path) -> None:
+    rows = [{"prompt": "q", "completion": "Answer: a", "answer": "a"}, {"prompt": "r", "completion": "b"}]
+    questions = read_prompts([write(tmp_path / "a.jsonl", rows)], RecordReader(), "answer", [0, 1])
+    assert [(prompt.messages[0]["content"], prompt.answer) for prompt in questions] == [("q", "a"), ("r", None)]
+    texts = [write(tmp_path / "b.jsonl", [{"text": "a"}, {"text": "b"}])]
+    assert read_prompts(texts, RecordReader(), "answer", [0, 1]) == []
+    mapped = RecordReader(source=DataSource(path="c.jsonl", columns={"prompt": "question", "response": "answer"}))
+    (question,) = read_prompts([write(tmp_path / "c.jsonl", [{"question": "q", "answer": "a"}])], mapped, "answer", [0])
+    assert question.answer is None, "what is read as the response is not the answer to compare with"
 
 
 def test_plain_text_needs_an_end_token() -> None:

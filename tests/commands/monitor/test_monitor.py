@@ -161,6 +161,20 @@ def test_a_run_from_before_its_first_step_to_its_end(tmp_path: Path):
     assert (reader.poll().state, reader.poll().eta_seconds) == ("done", 0.0)
 
 
+def test_sources_have_a_panel_and_are_no_difficulties(tmp_path: Path):
+    from finetune.commands.monitor.command import _numbers
+
+    folder = make_run(tmp_path / "one")
+    own = {"source_tokens/books": 30, "source_share/books": 0.75, "source_loss/books": 1.5, "source_tokens/code": 10}
+    with open(folder / "trainer_log.jsonl", "a") as log:
+        log.write(line(step(41, **own)))
+    view = open_run(folder).poll()
+    assert (view.sources, view.difficulties) == (["books", "code"], list(DIFFICULTIES))
+    text = without_styles(shown(view, 140, 40, lang="en"))
+    assert "sources" in text and "books" in text and "75%" in text and "1.5000" in text
+    assert "books 1.5000" in _numbers(view)
+
+
 def test_a_resumed_run_cuts_the_tail_that_it_trains_again(tmp_path: Path):
     folder = make_run(tmp_path / "one", steps=40)
     reader = open_run(folder)

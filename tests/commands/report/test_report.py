@@ -133,6 +133,21 @@ def resumed_run(folder: Path) -> Path:
     return folder
 
 
+def test_sources_have_figures_and_rows(tmp_path: Path):
+    folder = make_run(tmp_path / "one", steps=0)
+    own = {"source_tokens/books": 30, "source_share/books": 0.75, "source_loss/books": 1.5}
+    (folder / "trainer_log.jsonl").write_text("".join(line(step(number, **own)) for number in range(1, 41)))
+    with open(folder / "events.jsonl", "a") as events:
+        for at in (0, 40):
+            evaluated = {"eval_loss": 2.0, "eval_source_loss/kept": 1.25}
+            events.write(line({"event": "eval", "time": time.time(), "step": at} | evaluated))
+    html, page = report(folder)
+    assert_inert(html, page)
+    assert "Loss by source" in html and "Validation loss by source" in html and "books" in html
+    said = page.rows()
+    assert said[said.index("kept") + 1] == "1.2500"
+
+
 def test_a_run_of_several_starts(tmp_path: Path):
     html, page = report(resumed_run(tmp_path / "one"))
     assert_inert(html, page)
