@@ -51,7 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.output is not None and durable_files.is_taken(options.output):
         raise ConfigError("the file exists, and nothing is overwritten", str(options.output), "name a new file")
     tool, given, source = read_run(options.run, options.origin)
-    draft = convert(tool, given, options.devices)
+    try:
+        draft = convert(tool, given, options.devices)
+    except (TypeError, ValueError, AttributeError) as error:  # a word where a number belongs, a text for a list
+        what = f"an option has a value that {tool.title} does not take: {error}"
+        raise ConfigError(what, source, f"see whether {tool.title} itself starts with it") from error
     draft.values.setdefault("output_dir", "runs/converted")
     # The run file must be one: what is wrong with it is said here and not when it is started.
     resolve_object(draft.values, options.devices, RunConfig)

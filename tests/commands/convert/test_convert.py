@@ -234,6 +234,7 @@ def test_dataset_info_is_carried_over_or_named(capsys: Any, folder: Path) -> Non
         ({"dataset": "nothing"}, "dataset_info.json has no nothing"),
         ({"dataset": None}, "names no dataset"),
         ({"lora_rank": 0}, "lora_r is 0"),
+        ({"save_steps": "often"}, "a value that LLaMA-Factory does not take"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(capsys: Any, changes: dict[str, Any], words: str) -> None:
