@@ -307,6 +307,11 @@ class RunConfig(BaseConfig):
         return with_columns(as_sources(self.valid_data), self.columns)
 
     @property
+    def held_out(self) -> tuple[DataSource, ...]:
+        """The entries that validation data is from: of `valid_data`, or those that are split."""
+        return self.valid_sources if self.valid_split is None else self.sources
+
+    @property
     def validates(self) -> bool:
         """Whether there is data to evaluate on."""
         return bool(self.valid_data) or self.valid_split is not None

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -42,13 +42,16 @@ from finetune.data import (
 from finetune.data.preparation import Preparation
 from finetune.data.render import Renderer
 from finetune.data.samples import Samples
-from finetune.data.selection import Selection
+from finetune.data.selection import Selection, selection_of
 from finetune.data.source_hashes import source_hashes
 from finetune.data.sources import expand_sources
 from finetune.data.templates import template_source
 from finetune.errors import DataError
 
-__all__ = ["Samples", "prepare_samples"]
+if TYPE_CHECKING:
+    from finetune.config.run_config import RunConfig
+
+__all__ = ["Samples", "prepare_samples", "samples_of"]
 
 logger = logging.getLogger("finetune")
 
@@ -95,10 +98,9 @@ def prepare_samples(
     if template is not None:
         tokenizer.chat_template = template_source(template)
     files = expand_sources(entries)
-    renderer = Renderer(tokenizer, cutoff_len, train_thinking=train_thinking)
     task = Preparation(
         files=files,
-        renderer=renderer,
+        renderer=Renderer(tokenizer, cutoff_len, train_thinking=train_thinking),
         difficulties=None if difficulties is None else tuple(difficulties),
         difficulty_field=difficulty_field,
         drop_bad_records=on_bad_row == "drop",
@@ -110,13 +112,6 @@ def prepare_samples(
     with cache.said_if_unwritable(folder_of_caches):
         folder_of_caches.mkdir(parents=True, exist_ok=True)
         hashes = source_hashes(task.paths, folder_of_caches)
-    key_parts = {
-        "data": _hash(*hashes),
-        "tokenizer": _tokenizer_hash(tokenizer),
-        "template": _hash(renderer.template.source),
-        "options": task.options(),
-        "code": _code_hash(),
-    }
 
     def make(folder: Path) -> dict[str, Any]:
         made = task.write_samples(folder)
@@ -124,10 +119,51 @@ def prepare_samples(
             raise DataError("the data files were changed while they were read", fix="start again when they are whole")
         return made
 
-    prepared = Samples(cache.open_or_make(folder_of_caches, key_parts, make), files)
+    prepared = Samples(cache.open_or_make(folder_of_caches, _cache_key(task, tokenizer, hashes), make), files)
     for warning in prepared.report.warnings():
         logger.warning("%s", warning)
     return prepared
+
+
+def _cache_key(task: Preparation, tokenizer: PreTrainedTokenizerBase, hashes: Sequence[str]) -> dict[str, str]:
+    """All that samples depend on, of data files with these hashes."""
+    return {
+        "data": _hash(*hashes),
+        "tokenizer": _tokenizer_hash(tokenizer),
+        "template": _hash(task.renderer.template.source),
+        "options": task.options(),
+        "code": _code_hash(),
+    }
+
+
+def samples_of(
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    difficulties: Sequence[str] | None,
+    side: Literal["train", "valid"] = "train",
+    **changed: Any,
+) -> Samples:
+    """The samples that a run trains on, or validates on, by its settings.
+
+    Args:
+        changed: arguments of `prepare_samples` that are not those of the run.
+
+    Raises:
+        DataError: as `prepare_samples`.
+    """
+    splits = side == "train" or config.valid_split is not None
+    arguments: dict[str, Any] = {
+        "cutoff_len": config.cutoff_len,
+        "difficulties": difficulties,
+        "difficulty_field": config.difficulty_field,
+        "on_bad_row": config.on_bad_row,
+        "cache_dir": config.cache_dir,
+        "num_proc": config.preprocessing_num_workers,
+        "selection": selection_of(config, side) if splits else None,
+        "on_media": config.on_media,
+        "train_thinking": config.train_thinking,
+    }
+    return prepare_samples(config.sources if side == "train" else config.held_out, tokenizer, **(arguments | changed))
 
 
 def _hash(*parts: str) -> str:

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config.paths import split_revision
 from finetune.config.run_config import RunConfig
-from finetune.config.sources import DataSource, source_names
+from finetune.config.sources import source_names
 from finetune.errors import DataError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from finetune.batching.sampler import GlobalBatches
     from finetune.data.dataset import Samples
-    from finetune.data.selection import Selection
 
 logger = logging.getLogger("finetune")
 
@@ -63,11 +62,9 @@ def prepare_data(config: RunConfig) -> Prepared:
     from finetune.batching.curriculum import build_schedule
     from finetune.batching.mixing import mix_of, source_warnings
     from finetune.batching.sampler import GlobalBatches, count_steps
-    from finetune.data.dataset import prepare_samples
-    from finetune.data.selection import selection_of
+    from finetune.data.dataset import samples_of
     from finetune.data.templates import load_tokenizer
     from finetune.modeling import model_config as models
-    from finetune.modeling.attention import can_pack
 
     model_config = models.load_model_config(config.model, trust_remote_code=config.trust_remote_code)
     tokenizer = load_tokenizer(config.model, template=config.template, trust_remote_code=config.trust_remote_code)
@@ -77,26 +74,8 @@ def prepare_data(config: RunConfig) -> Prepared:
         models.check_adapter(model_config, config)
         _warn_of_untrained_stops(config, tokenizer)
     difficulties = config.curriculum.levels if config.use_curriculum else None
-
-    def samples_of(sources: tuple[DataSource, ...], selection: Selection | None = None) -> Samples:
-        return prepare_samples(
-            sources,
-            tokenizer,
-            cutoff_len=config.cutoff_len,
-            difficulties=difficulties,
-            difficulty_field=config.difficulty_field,
-            on_bad_row=config.on_bad_row,
-            cache_dir=config.cache_dir,
-            num_proc=config.preprocessing_num_workers,
-            selection=selection,
-            on_media=config.on_media,
-            train_thinking=config.train_thinking,
-        )
-
-    train = samples_of(config.sources, selection_of(config))
-    splits = config.valid_split is not None
-    held_out = config.sources if splits else config.valid_sources
-    valid = samples_of(held_out, selection_of(config, "valid") if splits else None) if config.validates else None
+    train = samples_of(config, tokenizer, difficulties)
+    valid = samples_of(config, tokenizer, difficulties, "valid") if config.validates else None
     for prepared in filter(None, (train, valid)):
         models.check_ids(model_config, prepared, tokenizer)
     models.warn_of_missing_embeddings(model_config, tokenizer)
@@ -115,14 +94,6 @@ def prepare_data(config: RunConfig) -> Prepared:
         logger.warning("%s", warning)
     for name, samples in batches.unused.items():
         logger.warning("difficulty %s has weight 0 in every stage: its %d samples are not trained on", name, samples)
-    packing = config.packing
-    if packing and not can_pack(model_config):
-        logger.warning(
-            "documents are not known to stay apart in packed sequences of a %s model: packing is off "
-            "(fix: --packing false)",
-            model_config.model_type,
-        )
-        packing = False
     difficulty_names = difficulties if difficulties and train.report.difficulty_field_found else ()
     _check_metric(config.best_metric, valid, difficulty_names)
     return Prepared(
@@ -132,12 +103,25 @@ def prepare_data(config: RunConfig) -> Prepared:
         batches=batches,
         difficulty_names=difficulty_names,
         source_names=() if batches.mix is None else batches.mix.names,
-        valid_source_names=source_names(held_out) if len(held_out) > 1 else (),
+        valid_source_names=source_names(config.held_out) if len(config.held_out) > 1 else (),
         stages=tuple(stage.until for stage in schedule.stages),
-        packing=packing,
+        packing=_packs(config, model_config),
         padding_id=models.padding_id(model_config, tokenizer),
         identity=_identity(config, train, batches) | {"weights": models.weights_identity(config.model)},
     )
+
+
+def _packs(config: RunConfig, model_config: PretrainedConfig) -> bool:
+    from finetune.modeling.attention import can_pack
+
+    if config.packing and not can_pack(model_config):
+        logger.warning(
+            "documents are not known to stay apart in packed sequences of a %s model: packing is off "
+            "(fix: --packing false)",
+            model_config.model_type,
+        )
+        return False
+    return config.packing
 
 
 def _check_metric(metric: str, valid: Samples | None, difficulty_names: tuple[str, ...]) -> None:

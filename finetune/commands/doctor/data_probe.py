@@ -14,7 +14,7 @@ import logging
 import tempfile
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.commands.doctor.check import Check, fail, failed, ok, warn
 from finetune.commands.doctor.probe import answer_with
@@ -22,12 +22,10 @@ from finetune.config.kinds import register, run_kind
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve
 from finetune.config.run_config import RunConfig
-from finetune.config.sources import DataSource
 from finetune.errors import FinetuneError
 from finetune.runtime.language import _
 
 if TYPE_CHECKING:
-    from finetune.data.selection import Selection
     from finetune.data.sources import DataFile
 
 LARGE_BYTES = 32 << 20
@@ -36,7 +34,6 @@ SAMPLED_RECORDS = 20_000
 
 def probe_sft(config: RunConfig) -> Iterator[Check]:
     """Model, tokenizer and template, then the data."""
-    from finetune.data.selection import selection_of
     from finetune.data.templates import load_tokenizer
     from finetune.modeling.hub import with_model_found
     from finetune.modeling.model_config import check_adapter, check_unquantised, check_weights, load_model_config
@@ -51,38 +48,25 @@ def probe_sft(config: RunConfig) -> Iterator[Check]:
     tokenizer = load_tokenizer(config.model, template=config.template, trust_remote_code=config.trust_remote_code)
     what = _("{tokens:,} tokens, template: {template}")
     yield ok("tokenizer", what.format(tokens=len(tokenizer), template=config.template or _("the tokenizer's own")))
-    yield _check_data(config, config.sources, selection_of(config), model_config, tokenizer)
-    if config.valid_data:
-        yield _check_data(config, config.valid_sources, None, model_config, tokenizer)
+    yield _check_data(config, "train", model_config, tokenizer)
+    if config.validates:
+        yield _check_data(config, "valid", model_config, tokenizer)
 
 
-def _check_data(
-    config: RunConfig, entries: tuple[DataSource, ...], selection: Selection | None, model_config: Any, tokenizer: Any
-) -> Check:
+def _check_data(config: RunConfig, side: Literal["train", "valid"], model_config: Any, tokenizer: Any) -> Check:
     from finetune.data.sources import expand_sources
     from finetune.modeling.model_config import check_ids
 
-    files = expand_sources(entries)
+    files = expand_sources(config.sources if side == "train" else config.held_out)
     size = sum(file.path.stat().st_size for file in files)
     names = ", ".join(file.path.name for file in files[:3]) + (" ..." if len(files) > 3 else "")
     if size > LARGE_BYTES:
         return _check_form(config, files, names)
-    from finetune.data.dataset import prepare_samples
+    from finetune.data.dataset import samples_of
 
+    difficulties = config.curriculum.levels if config.use_curriculum else None
     with tempfile.TemporaryDirectory(prefix="finetune-doctor-") as folder:
-        samples = prepare_samples(
-            entries,
-            tokenizer,
-            cutoff_len=config.cutoff_len,
-            difficulties=config.curriculum.levels if config.use_curriculum else None,
-            difficulty_field=config.difficulty_field,
-            on_bad_row=config.on_bad_row,
-            cache_dir=folder,
-            num_proc=1,
-            selection=selection,
-            on_media=config.on_media,
-            train_thinking=config.train_thinking,
-        )
+        samples = samples_of(config, tokenizer, difficulties, side, cache_dir=folder, num_proc=1)
         check_ids(model_config, samples, tokenizer)
         report = samples.report
     values = {"rows": report.records_read, "samples": report.samples, "tokens": report.tokens}

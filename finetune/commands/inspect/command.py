@@ -81,8 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from finetune.commands.inspect.audit import audit_data, print_audit
     from finetune.config.resolution import resolve
-    from finetune.data.dataset import prepare_samples
-    from finetune.data.selection import Selection, selection_of
+    from finetune.data.dataset import samples_of
     from finetune.data.templates import load_tokenizer
     from finetune.modeling.hub import from_modelscope
     from finetune.runtime.device import launch_world
@@ -93,25 +92,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         from_modelscope(config.model, config.hub), config.template, trust_remote_code=config.trust_remote_code
     )
 
-    def prepare(selection: Selection) -> Samples:
-        return prepare_samples(
-            config.sources,
-            tokenizer,
-            cutoff_len=config.cutoff_len,
-            difficulties=config.curriculum.levels,
-            difficulty_field=config.difficulty_field,
-            on_bad_row="drop" if options.audit else config.on_bad_row,
-            cache_dir=config.cache_dir,
-            num_proc=config.preprocessing_num_workers,
-            selection=selection,
-            on_media=config.on_media,
-            train_thinking=config.train_thinking,
-        )
-
-    samples = prepare(selection_of(config))
+    found = {"on_bad_row": "drop"} if options.audit else {}  # which are counted there
+    samples = samples_of(config, tokenizer, config.curriculum.levels, **found)
     console = terminal_console(highlight=False)
     if options.audit:
-        valid = None if config.valid_split is None else prepare(selection_of(config, "valid"))
+        splits = config.valid_split is not None
+        valid = samples_of(config, tokenizer, config.curriculum.levels, "valid", **found) if splits else None
         result = audit_data(config, samples, valid, options.benchmark)
         if options.as_json:
             sys.stdout.write(json.dumps(result, ensure_ascii=False, indent=2) + "\n")
