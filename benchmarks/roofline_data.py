@@ -25,6 +25,7 @@ class Documents:
         self.supervised_counts = np.full(count, int(mask.sum()))
         self.record_ids = np.arange(count)
         self.difficulties = np.full(count, -1)
+        self.source_starts = (0, count)
 
     def __len__(self) -> int:
         return len(self.lengths)

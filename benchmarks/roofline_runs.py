@@ -219,7 +219,7 @@ def documents(case: Case, config: Any) -> Any:
 
     samples = Documents(config.global_batch_size, case.tokens // case.documents, case.supervised)
     batches = EveryStep(len(samples), case.steps + 1)
-    return Prepared(None, samples, None, batches, (), (1.0,), config.packing, 0, {})  # type: ignore[arg-type]
+    return Prepared(None, samples, None, batches, (), (), (), (1.0,), config.packing, 0, {})  # type: ignore[arg-type]
 
 
 def _fine_tuner(case: Case, config: Any, layers: int, on: str) -> Any:

@@ -107,7 +107,7 @@ def run(rank: int, folder: Path) -> dict[str, float]:
     world: Any = SimpleNamespace(rank=rank, world_size=PROCESSES)
     session: Any = SimpleNamespace(world=world, control=control)
     began = time.monotonic()
-    assert Session._problem_in(session, folder / "checkpoint-1") is None
+    assert Session.problem_in(session, folder / "checkpoint-1") is None
     found["verify_seconds"] = time.monotonic() - began
     found["longest_wait_seconds"] = longest[0]
     state.load_weights(folder / "checkpoint-1")

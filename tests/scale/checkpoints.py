@@ -187,7 +187,7 @@ class Layout:
         def rank(number: int) -> None:
             world = SimpleNamespace(rank=number, world_size=self.ranks)
             session: Any = SimpleNamespace(world=world, control=ThreadControl(self.meeting))
-            problem = Session._problem_in(session, checkpoint)
+            problem = Session.problem_in(session, checkpoint)
             assert problem is None, problem
             state = training_state(shapes, self.ranks, self.form)
             with torch.device("meta"):

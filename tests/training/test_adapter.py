@@ -43,10 +43,10 @@ def train(tmp_path_factory, tiny_model: Path, tiny_data: Path) -> Callable[..., 
         seen: list[torch.Tensor] = []
         save_output = SFTTrainer.save_output
 
-        def looking(self, output_dir: Path) -> None:
+        def looking(self, output_dir: Path, best: Path | None) -> None:
             with torch.no_grad():
                 seen.append(self.model.eval()(input_ids=IDS, use_cache=False).logits.float())
-            save_output(self, output_dir)
+            save_output(self, output_dir, best)
 
         settings = {
             "model": str(tiny_model),

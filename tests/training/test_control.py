@@ -67,7 +67,8 @@ def test_what_is_not_plain_is_refused_with_one_process_too():
 
 
 def test_no_collective_of_torch_that_unpickles_is_used():
-    used = re.compile(r"(gather|scatter|broadcast|send|recv)_object|object_list\(|\bpickle\.|torch\.load\(")
+    # Called; a setting of transformers has the name.
+    used = re.compile(r"(gather|scatter|broadcast|send|recv)_object\(|object_list\(|\bpickle\.|torch\.load\(")
     sources = sorted((ROOT / "finetune").rglob("*.py"))
     assert sources and [path for path in sources if used.search(path.read_text())] == []
 
