@@ -140,8 +140,9 @@ def make_trainer(
     # Ranks plan and name tensors without communication: other packages or microbatches would part them in silence.
     context.control.check_equal({**package_versions(), "packing": step_batches.execution.describe()})
     trained = count_parameters(model)["trainable"]
-    best = _best_so_far(config, context, session.output_dir)
-    arguments.eval_on_start = arguments.eval_on_start or _lacks_evaluation(config, context, best)
+    held_out = getattr(own.get("eval_step_batches"), "samples", None)
+    best = _best_so_far(config, context, session.output_dir, getattr(held_out, "fingerprint", None))
+    arguments.eval_on_start = arguments.eval_on_start or _lacks_evaluation(config, context, best, session)
     trainer = trainer_class(
         model=model,
         args=arguments,
@@ -177,22 +178,28 @@ def make_trainer(
     return trainer
 
 
-def _best_so_far(config: BaseConfig, context: RunContext, output_dir: Path) -> Best:
-    """The best evaluation before the checkpoint that the run resumes from. Every rank calls."""
-    folder, own = context.resume_from, _resumed_here(context, output_dir)
-    best = read_best(config.followed_metric, metadata_of(folder))
+def _best_so_far(config: BaseConfig, context: RunContext, output_dir: Path, data: str | None) -> Best:
+    """The best evaluation before the checkpoint of this folder that the run resumes from. Every rank calls.
+
+    Args:
+        data: fingerprint of the validation data, where it has one.
+    """
+    # Of another folder's checkpoint neither the best one nor this one is here to be kept.
+    own = _resumed_here(context, output_dir)
+    best = read_best(config.followed_metric, metadata_of(context.resume_from if own is not None else None), data)
     if config.keep_best and best.value is not None:
-        kept = own is not None and best.checkpoint is not None
-        if not (kept and verify(output_dir / str(best.checkpoint), hashes=False).valid):
+        if best.checkpoint is None or not verify(output_dir / best.checkpoint, hashes=False).valid:
             logger.warning("the best checkpoint, of step %d, is not here: the best is looked for anew", best.step)
-            best = Best(best.metric)
+            best = Best(best.metric, data=data)
     elif best.checkpoint is not None:
         best = replace(best, checkpoint=None)
     return Best(**context.control.share(best.facts()))
 
 
-def _lacks_evaluation(config: BaseConfig, context: RunContext, best: Best) -> bool:
+def _lacks_evaluation(config: BaseConfig, context: RunContext, best: Best, session: Session) -> bool:
     """Whether a signal stopped the run at a step that it had to evaluate, so that this start makes up for it."""
+    if _resumed_here(context, session.output_dir) is None:
+        return False
     step, follows = context.start_step, config.keep_best or config.early_stopping
     due = step % config.eval_steps == 0 if config.eval_steps else False
     return bool(follows and step and best.evaluated != step and (due or step == context.total_steps))

@@ -126,7 +126,7 @@ class StillGuard:
 
     def __init__(self, steps: int = STILL_STEPS) -> None:
         self.steps, self._taken = steps, 0
-        self._before: list[torch.Tensor] | None = None
+        self._before: list[torch.Tensor | None] | None = None
         self._loss, self._same = math.nan, 0
 
     def before_step(self, model: torch.nn.Module) -> None:
@@ -146,8 +146,10 @@ class StillGuard:
         if self._taken < self.steps:
             return
         before, self._before = self._before or [], []
+        pairs = zip(before, _sums_of_bits(model), strict=True)
+        sums = [(old, new) for old, new in pairs if old is not None and new is not None]
         # Most often the first has moved, and the host waits for the device once.
-        moved = any(bool(old != new) for old, new in zip(before, _sums_of_bits(model), strict=True))
+        moved = not sums or any(bool(old != new) for old, new in sums)
         if not any_rank(moved):
             logger.warning(
                 "no trained weight has changed in %d steps: the gradients are 0, or a learning rate of %g is lost in "
@@ -169,7 +171,10 @@ class StillGuard:
             logger.warning("the loss is %.6g in each of the last %d lines of the log: %s", loss, self.steps, cause)
 
 
-def _sums_of_bits(model: torch.nn.Module) -> list[torch.Tensor]:
-    """For each trained parameter, of ZeRO-3 this rank's slice, the sum of its bits as numbers: int64, on its device."""
+def _sums_of_bits(model: torch.nn.Module) -> list[torch.Tensor | None]:
+    """For each trained parameter, of ZeRO-3 this rank's slice, the sum of its bits as numbers: int64, on its device.
+
+    None for a slice that is not in memory but on NVMe.
+    """
     held = [getattr(p, "ds_tensor", p).detach() for p in model.parameters() if p.requires_grad]
-    return [tensor.contiguous().view(_BITS[tensor.element_size()]).sum(dtype=torch.int64) for tensor in held]
+    return [t.contiguous().view(_BITS[t.element_size()]).sum(dtype=torch.int64) if t.numel() else None for t in held]

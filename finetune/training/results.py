@@ -69,7 +69,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Best:
-    """The best evaluation so far: what a checkpoint says of it. A tie is no improvement, and NaN is never the best.
+    """The best evaluation so far: what a checkpoint says of it. A tie is not better, and NaN or inf never.
 
     The evaluation before the first step does not count: there is no checkpoint of it, and nothing trained in one.
 
@@ -80,6 +80,7 @@ class Best:
         since: evaluations after it.
         evaluated: step of the last evaluation; None before the first.
         checkpoint: the best one's, where it is kept.
+        data: fingerprint of the validation data; None where it is not known.
     """
 
     metric: str
@@ -88,13 +89,15 @@ class Best:
     since: int = 0
     evaluated: int | None = None
     checkpoint: str | None = None
+    data: str | None = None
 
     def after(self, step: int, value: float, *, keep: bool) -> Best:
         """With the evaluation of a step."""
         if step == 0:
             return self
-        if not math.isnan(value) and (self.value is None or value < self.value):
-            return Best(self.metric, value, step, 0, step, f"checkpoint-{step}" if keep else None)
+        if math.isfinite(value) and (self.value is None or value < self.value):
+            checkpoint = f"checkpoint-{step}" if keep else None
+            return replace(self, value=value, step=step, since=0, evaluated=step, checkpoint=checkpoint)
         return replace(self, since=self.since + 1, evaluated=step)
 
     def facts(self) -> dict[str, Any]:
@@ -133,13 +136,16 @@ class Evaluations:
             flow.should_save = flow.should_training_stop = True
 
 
-def read_best(metric: str, metadata: Mapping[str, Any] | None) -> Best:
-    """What a checkpoint's facts say of the best evaluation; the beginning where they say nothing of this metric."""
+def read_best(metric: str, metadata: Mapping[str, Any] | None, data: str | None = None) -> Best:
+    """What a checkpoint's facts say of the best evaluation; the beginning where they are of another metric or data."""
     found = (metadata or {}).get("best") or {}
     names = {each.name for each in fields(Best)}
     if found.get("metric") != metric:
-        return Best(metric)
-    return Best(**{name: found[name] for name in names & found.keys()})
+        return Best(metric, data=data)
+    if data is not None and found.get("data") not in (None, data):
+        logger.warning("the validation data is another than before: the best evaluation is looked for anew")
+        return Best(metric, data=data)
+    return replace(Best(**{name: found[name] for name in names & found.keys()}), data=data)
 
 
 def check_evaluated(config: BaseConfig, total_steps: int) -> None:

@@ -379,9 +379,11 @@ class RunTrainer(Trainer):
         """
         progress.begin_save(self.context.control.timeout_seconds)
         weights, main = self.output_weights(), self.is_world_process_zero()
-        if main and best is not None:
-            weights = with_saved(best, weights)
-        write = partial(put_output, output_dir, lambda folder: self.write_output(folder, weights))
+
+        def write_files(folder: Path) -> None:
+            self.write_output(folder, weights if best is None else with_saved(best, weights))
+
+        write = partial(put_output, output_dir, write_files)
         # The others must not end, and have a launcher tear the run down, while rank 0 writes.
         self.context.control.together(write if main else lambda: None).result()
 

@@ -71,7 +71,7 @@ for name in ("npu_rms_norm", "npu_rotary_mul", "npu_swiglu"):
     setattr(torch_npu, name, tallied(name))
 save_output = SFTTrainer.save_output
 
-def observed(self, output_dir):
+def observed(self, output_dir, best):
     parameters = list(self.model.parameters())
     facts.update(
         devices=sorted({p.device.type for p in parameters}),
@@ -84,7 +84,7 @@ def observed(self, output_dir):
     )
     path = os.environ["OBSERVED"] + os.environ.get("RANK", "0")
     open(path, "w").write(json.dumps(facts))
-    save_output(self, output_dir)
+    save_output(self, output_dir, best)
 
 SFTTrainer.save_output = observed
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,16 @@ def test_the_rule() -> None:
     for step, value in ((6, 2.0), (8, math.nan), (10, 2.5)):  # a tie is no improvement, and NaN never one
         best = best.after(step, value, keep=True)
     assert (best.step, best.since, best.evaluated) == (4, 3, 10)
-    assert Best("eval_loss").after(2, math.nan, keep=True).value is None
+    for none in (math.nan, math.inf):
+        assert Best("eval_loss").after(2, none, keep=True).value is None
     assert Best("eval_loss").after(2, 1.0, keep=False).checkpoint is None
     assert read_best("eval_loss", {"best": best.facts()}) == best
     assert read_best("eval_loss/explain", {"best": best.facts()}) == Best("eval_loss/explain")  # of another metric
+    # Losses of other data are not compared; older checkpoints do not say which they were.
+    of_data = replace(best, data="a")
+    assert read_best("eval_loss", {"best": of_data.facts()}, "a") == of_data
+    assert read_best("eval_loss", {"best": best.facts()}, "a") == of_data
+    assert read_best("eval_loss", {"best": of_data.facts()}, "b") == Best("eval_loss", data="b")
     assert read_best("eval_loss", {}) == read_best("eval_loss", None) == Best("eval_loss")
 
 
