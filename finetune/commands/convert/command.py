@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -11,6 +12,7 @@ from pydantic import Field
 
 from finetune.commands.convert.draft import Draft, Named, convert
 from finetune.commands.convert.read import read_run
+from finetune.commands.diagnose.findings import mask_secrets
 from finetune.config.fields import PathOption, Text, ordered_fields, setting
 from finetune.config.options import Options, read_options
 from finetune.config.resolution import resolve_object
@@ -19,6 +21,9 @@ from finetune.errors import ConfigError, ExitCode
 from finetune.storage import durable_files
 
 _WIDTH = 118
+# Options that hold a secret by their name, of any tool and also where they are keys of a value.
+_SECRET = re.compile(r"(?i)(?:^|[_\W])(?:api[_-]?key|token|secret|password|webhook_url)$")
+_TOKENS_OF_TEXT = ("eos_token", "pad_token", "bos_token", "unk_token")
 
 
 class ConvertOptions(Options):
@@ -83,12 +88,22 @@ def _sections(draft: Draft) -> Iterable[tuple[str, list[str]]]:
 
 
 def _hashable(named: list[Named]) -> Iterable[Named]:
-    return (each._replace(value=_shown(each.value)) for each in named)
+    return (each._replace(value=_shown(_without_secrets(each.name, each.value))) for each in named)
+
+
+def _without_secrets(name: str, value: Any) -> Any:
+    if _SECRET.search(name) and name not in _TOKENS_OF_TEXT:
+        return "(not shown)"
+    if isinstance(value, dict):
+        return {key: _without_secrets(str(key), inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_secrets("", inner) for inner in value]
+    return value
 
 
 def _shown(value: Any) -> str:
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    text = " ".join(text.split())
+    text = mask_secrets(" ".join(text.split()))
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from finetune.commands.convert import axolotl, llama_factory, ms_swift, trl
 from finetune.commands.convert.draft import Tool
+from finetune.commands.diagnose.findings import mask_secrets
 from finetune.config.config_files import read_file, similar_files
 from finetune.errors import ConfigError
 
@@ -75,7 +76,7 @@ def _words(line: str) -> list[str]:
     try:
         return shlex.split(line, comments=True)
     except ValueError as error:
-        raise ConfigError(f"not a command line: {error}", line.strip()[:60], "close the quotes") from None
+        raise ConfigError(f"not a command line: {error}", mask_secrets(line.strip())[:60], "close the quotes") from None
 
 
 def _place(words: list[str], start: tuple[str, ...]) -> int | None:

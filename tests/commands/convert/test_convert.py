@@ -406,3 +406,17 @@ def test_nothing_is_overwritten(folder: Path, capsys: Any) -> None:
 def test_a_value_of_theirs_that_means_nothing_is_not_named() -> None:
     draft = convert(TOOLS[1], {"model_name_or_path": "m", "dataset_name": "d", "use_dora": False, "pad_token": None}, 1)
     assert not draft.trained and not draft.executed
+
+
+def test_no_secret_is_shown(capsys: Any) -> None:
+    names = ("swanlab_api_key", "swanlab_lark_secret", "hub_token", "hf_hub_token", "my_password", "lark_webhook_url")
+    run = (
+        EXAMPLE | dict.fromkeys(names, "abc-123") | {"settings": {"api-key": "abc-123", "rows": [{"token": "abc-123"}]}}
+    )
+    run |= {"proxy": "http://me:abc-123@mirror", "pad_token": "<|end|>", "run_name": "hf_abc-123abc-123"}
+    _, text = converted(run, capsys)
+    assert "abc-123" not in text and all(f"{name} (not shown)" in text for name in names)
+    assert "'api-key': '(not shown)'" in text and "pad_token <|end|>" in text
+    with pytest.raises(ConfigError) as refused:
+        read_run("WANDB_API_KEY='abc-123abc-123 swift sft", None)
+    assert "abc-123" not in str(refused.value)
