@@ -34,7 +34,8 @@ OPTIONS: dict[str, Option] = {
         "max_steps lr_scheduler warmup_steps warmup_ratio optimizer bf16 fp16 bfloat16 float16 float32 "
         "gradient_checkpointing logging_steps save_steps saves_per_epoch save_strategy save_total_limit eval_steps "
         "evals_per_epoch eval_strategy early_stopping_patience load_best_model_at_end metric_for_best_model "
-        "deepspeed fsdp chat_template train_on_inputs excess_length_strategy rl wandb_project use_tensorboard"
+        "deepspeed fsdp chat_template train_on_inputs excess_length_strategy sample_packing rl "
+        "wandb_project use_tensorboard"
     ),
     # ------------------------------------------------ what is trained
     **lost("no adapter is continued here; merge it into the model first", "lora_model_dir", trains=True),
@@ -109,7 +110,7 @@ OPTIONS: dict[str, Option] = {
     # ------------------------------------------------ how it runs
     **lost(
         "samples are packed where that changes nothing (--packing)",
-        "sample_packing eval_sample_packing pad_to_sequence_len sample_packing_group_size sample_packing_bin_size "
+        "eval_sample_packing pad_to_sequence_len sample_packing_group_size sample_packing_bin_size "
         "batch_flattening multipack_real_batches",
         off=(True,),
     ),
@@ -229,6 +230,8 @@ def finish(values: dict[str, Any], given: set[str], draft: Draft, devices: int) 
         values["sequence_len"],
         "a longer sample is cut so that its answer stays, where Axolotl drops it (excess_length_strategy)",
     )
+    if values.get("sample_packing"):
+        hugging_face.packed("sample_packing", draft)
     if values.get("train_on_inputs"):
         draft.lose("train_on_inputs", True, "the answers are trained, and nothing else", trains=True)
     if values.get("chat_template") not in (None, "tokenizer_default"):

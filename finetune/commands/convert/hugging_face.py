@@ -146,6 +146,12 @@ def batch(per_device: int, accumulation: int, draft: Draft, devices: int) -> Non
     )
 
 
+def packed(name: str, draft: Draft) -> None:
+    """`name` says that an item of a batch is a row of several samples."""
+    why = "there a batch counts packed rows, here samples: multiply global_batch_size by the samples of a row"
+    draft.lose(name, True, why, trains=True)
+
+
 def _length(values: dict[str, Any], draft: Draft) -> None:
     steps = values.get("max_steps")
     if isinstance(steps, int) and steps > 0:

@@ -181,6 +181,9 @@ def finish(values: dict[str, Any], given: set[str], draft: Draft, devices: int) 
     _method(values, draft)
     _template(values, draft)
     hugging_face.finish(values, given, draft, devices)
+    # neat_packing says packing there, and so does pretraining that does not say otherwise.
+    if values.get("packing", values["stage"] == "pt") or values.get("neat_packing"):
+        hugging_face.packed("neat_packing" if values.get("neat_packing") else "packing", draft)
     if values.get("pure_bf16"):
         draft.values["dtype"] = "bfloat16"
         draft.lose("pure_bf16", True, "all parameters keep float32 masters here", trains=True)

@@ -203,6 +203,8 @@ def _text(values: dict[str, Any], draft: Draft) -> None:
         draft.note("max_length", length, f"a longer sample is cut so that its answer stays; there: {how}")
     else:
         draft.note("max_length", "not set", "there the model's longest, here cutoff_len 2048: set it")
+    if values.get("packing"):
+        hugging_face.packed("packing", draft)
     if values.get("system"):
         draft.lose("system", values["system"], "a system text stands in the records here", trains=True)
     if values.get("template"):

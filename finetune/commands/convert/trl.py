@@ -65,6 +65,8 @@ def finish(values: dict[str, Any], given: set[str], draft: Draft, devices: int) 
         draft.lose(
             "truncation_mode", values["truncation_mode"], "what is too long loses its question's middle", trains=True
         )
+    if values.get("packing"):
+        hugging_face.packed("packing", draft)
     if values.get("packing") and values.get("packing_strategy") == "wrapped":
         draft.lose(
             "packing_strategy", "wrapped", "samples are packed whole, and do not attend to one another", trains=True

@@ -420,3 +420,25 @@ def test_no_secret_is_shown(capsys: Any) -> None:
     with pytest.raises(ConfigError) as refused:
         read_run("WANDB_API_KEY='abc-123abc-123 swift sft", None)
     assert "abc-123" not in str(refused.value)
+
+
+TRL = {"model_name_or_path": "m", "dataset_name": "d.jsonl", "output_dir": "o"}
+SWIFT_KEYS = {"model": "m", "dataset": ["d.jsonl"], "output_dir": "o"}
+
+
+@pytest.mark.parametrize(
+    ("run", "tool", "name"),
+    [
+        ({**AXOLOTL, "sample_packing": True}, "axolotl", "sample_packing"),
+        ({**SWIFT_KEYS, "packing": True}, "ms-swift", "packing"),
+        ({**TRL, "packing": True}, "trl", "packing"),
+        ({**EXAMPLE, "packing": True}, "llamafactory", "packing"),
+        ({**EXAMPLE, "neat_packing": True}, "llamafactory", "neat_packing"),
+        ({**EXAMPLE, **PRETRAIN}, "llamafactory", "packing"),
+    ],
+)
+def test_rows_of_packed_samples_are_named(capsys: Any, run: dict[str, Any], tool: str, name: str) -> None:
+    _, text = converted(run, capsys, "--from", tool)
+    assert f"#   {name} true: there a batch counts packed rows" in section(text, TRAINED)
+    _, text = converted({**run, name: False, "packing": False}, capsys, "--from", tool)
+    assert "packed rows" not in text
