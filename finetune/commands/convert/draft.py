@@ -15,12 +15,18 @@ class Lost(NamedTuple):
 
     Attributes:
         trains: whether it changes what is trained, and not only how.
-        off: values that say what happens here anyway; those that say nothing are so always.
+        off: values that say what happens here anyway; those that say nothing are so too, but false where true is one.
     """
 
     why: str
     trains: bool
     off: tuple[Any, ...] = ()
+
+    def says(self, value: Any) -> bool:
+        """Whether this value differs from what happens here."""
+        if value is False and self.trains and any(other is True for other in self.off):
+            return True
+        return not is_nothing(value) and value not in self.off
 
 
 class To(NamedTuple):
@@ -120,7 +126,7 @@ def convert(tool: Tool, given: Mapping[str, Any], devices: int) -> Draft:
     for name, value in values.items():
         option = tool.options[name]
         if isinstance(option, Lost):
-            if not is_nothing(value) and value not in option.off and name in known:
+            if name in known and option.says(value):
                 draft.lose(name, value, option.why, trains=option.trains)
         elif isinstance(option, To):
             draft.values[option.name] = option.change(value)

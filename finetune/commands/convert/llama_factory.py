@@ -65,10 +65,11 @@ OPTIONS: dict[str, Option] = {
     **lost("a system text stands in the records here", "default_system", trains=True),
     **lost(
         "the tokenizer's template says how thoughts are written",
-        "enable_thinking preserve_thinking",
+        "enable_thinking",
         trains=True,
         off=(True,),
     ),
+    **lost("the tokenizer's template says which thoughts stay", "preserve_thinking", trains=True),
     **lost("the tokenizer's template says how calls of tools are written", "tool_format", trains=True),
     **lost("the revision is that of the folder: download it", "model_revision", trains=True, off=("main",)),
     # ------------------------------------------------ parts of what is refused or named above

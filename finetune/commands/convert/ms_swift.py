@@ -46,9 +46,10 @@ OPTIONS: dict[str, Option] = {
     **lost("a causal language model is trained", "num_labels problem_type mrl_dims"),
     **lost(
         "the tokenizer's template says how thoughts and tools are written",
-        "agent_template response_prefix enable_thinking preserve_thinking",
+        "agent_template response_prefix preserve_thinking",
         trains=True,
     ),
+    **lost("the tokenizer's template says how thoughts are written", "enable_thinking", trains=True, off=(True,)),
     **lost(
         "the tokenizer's template says how thoughts are written",
         "add_non_thinking_prefix disable_ignore_empty_think",
@@ -207,6 +208,8 @@ def _text(values: dict[str, Any], draft: Draft) -> None:
         hugging_face.packed("packing", draft)
     if values.get("system"):
         draft.lose("system", values["system"], "a system text stands in the records here", trains=True)
+    if values.get("use_chat_template") is False and values["stage"] != "pt":
+        draft.lose("use_chat_template", False, "conversations are written with a chat template here", trains=True)
     if values.get("template"):
         draft.note(
             "template", values["template"], "the tokenizer's own chat template is used; --template names another"

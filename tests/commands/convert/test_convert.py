@@ -442,3 +442,21 @@ def test_rows_of_packed_samples_are_named(capsys: Any, run: dict[str, Any], tool
     assert f"#   {name} true: there a batch counts packed rows" in section(text, TRAINED)
     _, text = converted({**run, name: False, "packing": False}, capsys, "--from", tool)
     assert "packed rows" not in text
+
+
+@pytest.mark.parametrize(
+    ("run", "tool", "names"),
+    [
+        (AXOLOTL, "axolotl", "shuffle_merged_datasets"),
+        (SWIFT_KEYS, "ms-swift", "dataset_shuffle train_dataloader_shuffle enable_thinking use_chat_template"),
+        (EXAMPLE, "llamafactory", "enable_thinking average_tokens_across_devices"),
+        (TRL, "trl", "average_tokens_across_devices"),
+    ],
+)
+def test_false_is_named_where_true_is_what_happens_here(
+    capsys: Any, run: dict[str, Any], tool: str, names: str
+) -> None:
+    _, text = converted({**run, **dict.fromkeys(names.split(), False)}, capsys, "--from", tool)
+    assert all(f"#   {name} false: " in section(text, TRAINED) for name in names.split())
+    _, text = converted({**run, **dict.fromkeys(names.split(), True)}, capsys, "--from", tool)
+    assert not any(name in text for name in names.split())
