@@ -87,6 +87,7 @@ class Tool:
         finish: what several options say together; gets all values, those that were given, the draft, and devices.
         starts: what its command line begins with -> options that this says.
         aliases: other spelling -> option.
+        nulls: option -> its value where null is given and says something; other nulls leave the tool's own default.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Tool:
     finish: Callable[[dict[str, Any], set[str], Draft, int], None]
     starts: Mapping[tuple[str, ...], Mapping[str, Any]] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    nulls: Mapping[str, Any] = field(default_factory=dict)
 
 
 def lost(why: str, names: str, *, trains: bool = False, off: tuple[Any, ...] = ()) -> dict[str, Option]:
@@ -122,7 +124,12 @@ def convert(tool: Tool, given: Mapping[str, Any], devices: int) -> Draft:
             draft.lose(written, value, f"not an option of {tool.title} that is known here: look it up", trains=True)
         else:
             known[name] = value
+    nulls = [name for name, value in known.items() if value is None]
+    for name in nulls:
+        if name not in tool.nulls and not is_nothing(default := tool.defaults.get(name)):
+            draft.note(name, "null", f"{default} is written, which is the default there")
     values = {**tool.defaults, **{name: value for name, value in known.items() if value is not None}}
+    values |= {name: tool.nulls[name] for name in nulls if name in tool.nulls}
     for name, value in values.items():
         option = tool.options[name]
         if isinstance(option, Lost):

@@ -102,6 +102,8 @@ DEFAULTS: dict[str, Any] = {
     "save_steps": 500,
     "logging_steps": 500,
 }
+# What null says, where it is not the default.
+NULLS: dict[str, Any] = {"max_grad_norm": 0}
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw", "adamw_apex_fused", "adamw_torch_xla")
 _SCHEDULES = {
     "linear": "linear",

@@ -348,4 +348,5 @@ TOOL = Tool(
     DEFAULTS,
     finish,
     starts=dict.fromkeys((("llamafactory-cli", "train"), ("lmf", "train"), ("src/train.py",)), {}),
+    nulls=hugging_face.NULLS,
 )

@@ -277,4 +277,5 @@ TOOL = Tool(
         "model_id_or_path": "model",
         "num_epochs": "num_train_epochs",
     },
+    nulls={**hugging_face.NULLS, "report_to": None},
 )

@@ -61,6 +61,10 @@ def finish(values: dict[str, Any], given: set[str], draft: Draft, devices: int) 
     if values["max_length"]:
         draft.values["cutoff_len"] = values["max_length"]
         draft.note("max_length", values["max_length"], "what is too long is cut so that the answer stays")
+    else:
+        draft.lose(
+            "max_length", "null", "there nothing is cut, here what is longer than cutoff_len: set it", trains=True
+        )
     if values.get("truncation_mode", "keep_start") != "keep_start":
         draft.lose(
             "truncation_mode", values["truncation_mode"], "what is too long loses its question's middle", trains=True
@@ -144,4 +148,5 @@ TOOL = Tool(
     finish,
     starts=dict.fromkeys((("trl", "sft"), ("trl/scripts/sft.py",), ("sft.py",)), {}),
     aliases={"torch_dtype": "dtype", "max_seq_length": "max_length"},
+    nulls={**hugging_face.NULLS, "max_length": None, "gradient_checkpointing": False},
 )

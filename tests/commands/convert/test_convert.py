@@ -460,3 +460,20 @@ def test_false_is_named_where_true_is_what_happens_here(
     assert all(f"#   {name} false: " in section(text, TRAINED) for name in names.split())
     _, text = converted({**run, **dict.fromkeys(names.split(), True)}, capsys, "--from", tool)
     assert not any(name in text for name in names.split())
+
+
+@pytest.mark.parametrize(
+    ("run", "tool", "norm"),
+    [(TRL, "trl", 0), (EXAMPLE, "llamafactory", 0), (SWIFT_KEYS, "ms-swift", 0), (AXOLOTL, "axolotl", 1)],
+)
+def test_null_is_no_default_where_it_says_something(capsys: Any, run: dict[str, Any], tool: str, norm: float) -> None:
+    config, _ = converted({**run, "max_grad_norm": None}, capsys, "--from", tool)
+    assert config.max_grad_norm == norm
+
+
+def test_null_as_length_is_named(capsys: Any) -> None:
+    for name in ("max_length", "max_seq_length"):
+        config, text = converted({**TRL, name: None, "dataset_train_split": None}, capsys)
+        assert config.cutoff_len == RunConfig.model_fields["cutoff_len"].default
+        assert "max_length null: there nothing is cut" in section(text, TRAINED)
+        assert "dataset_train_split null: train is written" in section(text, DIFFERS)
