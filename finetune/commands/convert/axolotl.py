@@ -124,6 +124,7 @@ OPTIONS: dict[str, Option] = {
         "one device holds whole samples here",
         "sequence_parallel_degree context_parallel_size tensor_parallel_size dp_shard_size dp_replicate_size "
         "heads_k_stride ring_attn_func",
+        off=(1,),
     ),
     **lost(
         "finetune decides it by itself",
@@ -365,4 +366,6 @@ TOOL = Tool(
     DEFAULTS,
     finish,
     starts=dict.fromkeys((("axolotl", "train"), ("axolotl.cli.train",)), {}),
+    aliases={"sequence_parallel_degree": "context_parallel_size"},
+    degrees=("context_parallel_size", "tensor_parallel_size"),
 )

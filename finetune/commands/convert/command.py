@@ -39,8 +39,12 @@ class ConvertOptions(Options):
     origin: Literal["llamafactory", "trl", "axolotl", "ms-swift"] | None = setting(
         None, alias="from", group="options", shown_default="recognised", description="The tool that the run is for."
     )
-    devices: Annotated[int, Field(ge=1)] = setting(
-        1, group="options", unit="N", description="Devices that the run was on: their samples make the global batch."
+    devices: Annotated[int, Field(ge=1)] | None = setting(
+        None,
+        group="options",
+        unit="N",
+        shown_default="the launcher's number, or 1",
+        description="Devices that the run was on: their samples make the global batch.",
     )
     output: PathOption | None = setting(
         None,
@@ -55,15 +59,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = read_options(ConvertOptions, arguments)
     if options.output is not None and durable_files.is_taken(options.output):
         raise ConfigError("the file exists, and nothing is overwritten", str(options.output), "name a new file")
-    tool, given, source = read_run(options.run, options.origin)
+    tool, given, source, processes = read_run(options.run, options.origin)
+    devices = options.devices or processes or 1
     try:
-        draft = convert(tool, given, options.devices)
+        draft = convert(tool, given, devices)
     except (TypeError, ValueError, AttributeError) as error:  # a word where a number belongs, a text for a list
         what = f"an option has a value that {tool.title} does not take: {error}"
         raise ConfigError(what, source, f"see whether {tool.title} itself starts with it") from error
+    if processes not in (None, devices):
+        draft.note("the launcher's processes", processes, f"--devices {devices} is what counts")
     draft.values.setdefault("output_dir", "runs/converted")
     # The run file must be one: what is wrong with it is said here and not when it is started.
-    resolve_object(draft.values, options.devices, RunConfig)
+    resolve_object(draft.values, devices, RunConfig)
     sections = list(_sections(draft))
     text = _run_file(f"{tool.title}: {source}", draft.values, sections)
     if options.output is None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from finetune.errors import ConfigError
 
 # Words for "no value" that people write.
 _NOTHING = (None, False, 0, "", "none", "None", "null", "no", [], {})
@@ -61,12 +64,14 @@ class Draft:
         trained: options without counterpart that change what is trained.
         executed: those that only say how.
         differs: options that mean something else here.
+        sharing: devices that share every sample there.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     trained: list[Named] = field(default_factory=list)
     executed: list[Named] = field(default_factory=list)
     differs: list[Named] = field(default_factory=list)
+    sharing: int = 1
 
     def lose(self, name: str, value: Any, why: str, *, trains: bool) -> None:
         (self.trained if trains else self.executed).append(Named(name, value, why))
@@ -87,6 +92,8 @@ class Tool:
         finish: what several options say together; gets all values, those that were given, the draft, and devices.
         starts: what its command line begins with -> options that this says.
         aliases: other spelling -> option.
+        environment: variable that is 0 or 1 -> option that it says.
+        degrees: options that say how many devices share every sample.
         nulls: option -> its value where null is given and says something; other nulls leave the tool's own default.
     """
 
@@ -98,6 +105,8 @@ class Tool:
     starts: Mapping[tuple[str, ...], Mapping[str, Any]] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     nulls: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    degrees: tuple[str, ...] = ()
 
 
 def lost(why: str, names: str, *, trains: bool = False, off: tuple[Any, ...] = ()) -> dict[str, Option]:
@@ -116,7 +125,11 @@ def is_nothing(value: Any) -> bool:
 
 
 def convert(tool: Tool, given: Mapping[str, Any], devices: int) -> Draft:
-    """The draft of a tool's run."""
+    """The draft of a tool's run.
+
+    Raises:
+        ConfigError: the run cannot be one of ours, or its degrees do not divide the devices.
+    """
     draft, known = Draft(), {}
     for written, value in given.items():
         name = tool.aliases.get(written, written)
@@ -139,5 +152,10 @@ def convert(tool: Tool, given: Mapping[str, Any], devices: int) -> Draft:
             draft.values[option.name] = option.change(value)
         elif isinstance(option, str):
             draft.values[option] = value
+    draft.sharing = math.prod(int(values.get(name) or 1) for name in tool.degrees)
+    if draft.sharing < 1 or devices % draft.sharing:
+        names = ", ".join(name for name in tool.degrees if values.get(name))
+        what = f"{draft.sharing} devices share every sample, and that does not divide {devices}"
+        raise ConfigError(what, names, "say with --devices how many devices the run was on")
     tool.finish(values, set(known), draft, devices)
     return draft

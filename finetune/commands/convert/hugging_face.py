@@ -138,13 +138,14 @@ def order(seed: int, draft: Draft) -> None:
 
 
 def batch(per_device: int, accumulation: int, draft: Draft, devices: int) -> None:
-    size = per_device * accumulation * devices
+    size = per_device * accumulation * (devices // draft.sharing)
+    shared = f" / {draft.sharing} that share every sample there" * (draft.sharing > 1)
     draft.values |= {"micro_batch_size": per_device, "global_batch_size": size}
     draft.note(
         "global_batch_size",
         size,
-        f"{per_device} a device x {accumulation} accumulated x {devices} device{'s' * (devices > 1)} (--devices): here "
-        "it is part of the run, and the same on any number of devices",
+        f"{per_device} a device x {accumulation} accumulated x {devices} device{'s' * (devices > 1)} (--devices)"
+        f"{shared}: here it is part of the run, and the same on any number of devices",
     )
 
 

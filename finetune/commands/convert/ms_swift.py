@@ -277,5 +277,6 @@ TOOL = Tool(
         "model_id_or_path": "model",
         "num_epochs": "num_train_epochs",
     },
+    degrees=("sequence_parallel_size", "deepspeed_autotp_size"),
     nulls={**hugging_face.NULLS, "report_to": None},
 )

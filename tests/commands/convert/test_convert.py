@@ -418,7 +418,7 @@ def test_no_secret_is_shown(capsys: Any) -> None:
     assert "abc-123" not in text and all(f"{name} (not shown)" in text for name in names)
     assert "'api-key': '(not shown)'" in text and "pad_token <|end|>" in text
     with pytest.raises(ConfigError) as refused:
-        read_run("WANDB_API_KEY='abc-123abc-123 swift sft", None)
+        read_run("WANDB_API_KEY='abc-123abc-123 swift sft --model m", None)
     assert "abc-123" not in str(refused.value)
 
 
@@ -477,3 +477,43 @@ def test_null_as_length_is_named(capsys: Any) -> None:
         assert config.cutoff_len == RunConfig.model_fields["cutoff_len"].default
         assert "max_length null: there nothing is cut" in section(text, TRAINED)
         assert "dataset_train_split null: train is written" in section(text, DIFFERS)
+
+
+@pytest.mark.parametrize(
+    ("run", "tool", "size"),
+    [
+        ({**SWIFT_KEYS, "sequence_parallel_size": 4, "gradient_accumulation_steps": 3}, "ms-swift", 6),
+        ({**SWIFT_KEYS, "sequence_parallel_size": 4}, "ms-swift", 4),  # 2 accumulated, by all 8 devices
+        ({**SWIFT_KEYS, "deepspeed_autotp_size": 2}, "ms-swift", 8),
+        ({**AXOLOTL, "context_parallel_size": 2, "tensor_parallel_size": 2}, "axolotl", 16),
+        ({**AXOLOTL, "sequence_parallel_degree": 8}, "axolotl", 8),
+    ],
+)
+def test_devices_that_share_samples_count_once(capsys: Any, run: dict[str, Any], tool: str, size: int) -> None:
+    config, text = converted(run, capsys, "--from", tool, "--devices", "8")
+    assert config.global_batch_size == size and "that share every sample there" in section(text, DIFFERS)
+    with pytest.raises(ConfigError, match="does not divide 1"):
+        converted(run, capsys, "--from", tool)
+
+
+@pytest.mark.parametrize(
+    ("command", "processes"),
+    [
+        ("NPROC_PER_NODE=8 swift sft", 8),
+        ("N=4\nexport NPROC_PER_NODE=$N NNODES=2\ncd runs && swift sft", 8),
+        ("cd runs && env NPROC_PER_NODE=2 swift sft", 2),
+        ("torchrun --nproc_per_node 4 --nnodes=2 swift/cli/sft.py", 8),
+        ("python -m torch.distributed.run --nproc-per-node=4 swift/cli/sft.py", 4),
+        ("accelerate launch --num_machines 2 --num_processes 16 swift/cli/sft.py", 16),
+        ("torchrun --nproc_per_node gpu swift/cli/sft.py", None),
+        ("swift sft", None),
+    ],
+)
+def test_the_launcher_says_how_many_devices(capsys: Any, command: str, processes: int | None) -> None:
+    command += " --model m --dataset d.jsonl --gradient_accumulation_steps 1"
+    config, text = converted(command, capsys)
+    assert read_run(command, None).processes == processes
+    assert config.global_batch_size == (processes or 1) and "launcher's" not in text
+    config, text = converted(command, capsys, "--devices", "32")
+    assert config.global_batch_size == 32
+    assert (f"the launcher's processes {processes}: --devices 32" in text) == (processes is not None)
