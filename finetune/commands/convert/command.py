@@ -12,12 +12,12 @@ from pydantic import Field
 
 from finetune.commands.convert.draft import Draft, Named, convert
 from finetune.commands.convert.read import read_run
-from finetune.commands.diagnose.findings import mask_secrets
 from finetune.config.fields import PathOption, Text, ordered_fields, setting
 from finetune.config.options import Options, read_options
 from finetune.config.resolution import resolve_object
 from finetune.config.run_config import RunConfig
 from finetune.errors import ConfigError, ExitCode
+from finetune.plain_text import mask_passwords
 from finetune.storage import durable_files
 
 _WIDTH = 118
@@ -110,7 +110,7 @@ def _without_secrets(name: str, value: Any) -> Any:
 
 def _shown(value: Any) -> str:
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    text = mask_secrets(" ".join(text.split()))
+    text = mask_passwords(" ".join(text.split()))
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

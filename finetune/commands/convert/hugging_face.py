@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -246,7 +247,7 @@ def deepspeed(given: Any, draft: Draft) -> None:
         draft.values["deepspeed"] = given
     elif text.startswith("{"):
         draft.values["deepspeed"] = json.loads(text)
-    elif Path(text).is_file():
+    elif os.path.isfile(text):
         draft.values["deepspeed"] = text
     else:
         name = Path(text).stem.lower()

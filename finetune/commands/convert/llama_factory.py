@@ -177,7 +177,11 @@ def finish(values: dict[str, Any], given: set[str], draft: Draft, devices: int) 
     if values["stage"] not in ("sft", "pt"):
         raise ConfigError(f"stage {values['stage']} has no counterpart: {_OTHER_STAGE}", "stage", "convert sft or pt")
     if values["finetuning_type"] not in ("lora", "full"):
-        raise ConfigError(f"{values['finetuning_type']} has no counterpart: {_OTHER_METHOD}", "finetuning_type", "")
+        raise ConfigError(
+            f"{values['finetuning_type']} has no counterpart: {_OTHER_METHOD}",
+            "finetuning_type",
+            "convert lora or full",
+        )
     _data(values, draft)
     _method(values, draft)
     _template(values, draft)

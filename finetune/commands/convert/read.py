@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from finetune.commands.convert import axolotl, llama_factory, ms_swift, trl
 from finetune.commands.convert.draft import Tool
-from finetune.commands.diagnose.findings import mask_secrets
 from finetune.config.config_files import read_file, similar_files
 from finetune.errors import ConfigError
 
@@ -81,14 +80,16 @@ def _command_text(given: str, path: Path) -> str:
 def _read_command(text: str) -> tuple[dict[str, Any], Tool | None, int | None]:
     """The options of the command in a shell script that trains, the tool that it names, and its number of processes."""
     variables: dict[str, str] = {}
-    lines, unread = [], None
-    for line in re.sub(r"\\\r?\n", " ", text).splitlines():
+    lines, unread, following = [], None, 1
+    for line in re.split(r"(?<!\\)\n", text.replace("\r\n", "\n")):
+        number, following = following, following + line.count("\n") + 1
+        line = line.replace("\\\n", " ")
         try:
             words = shlex.split(line, comments=True)
         except ValueError as error:  # an apostrophe in another line of a script
             if "--" in line:
-                where = mask_secrets(line.strip())[:60]
-                unread = unread or ConfigError(f"not a command line: {error}", where, "close the quotes")
+                # The line is not shown: it may hold a key.
+                unread = unread or ConfigError(f"not a command line: {error}", f"line {number}", "close the quotes")
             continue
         words = _assign(words, variables)
         lines.append(words)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import Any
 
 from finetune.commands.convert import hugging_face
@@ -136,7 +136,7 @@ def _data(values: dict[str, Any], draft: Draft) -> None:
         split(share, "test_split_size", draft)
     elif values.get("eval_strategy", "no") != "no":
         name = values.get("dataset_test_split", "test")
-        kind = "folder" if Path(str(entries[0])).is_dir() else "data set"
+        kind = "folder" if os.path.isdir(str(entries[0])) else "data set"
         draft.lose("dataset_test_split", name, f"name the {kind}'s test file as valid_data", trains=False)
 
 

@@ -413,13 +413,48 @@ def test_no_secret_is_shown(capsys: Any) -> None:
     run = (
         EXAMPLE | dict.fromkeys(names, "abc-123") | {"settings": {"api-key": "abc-123", "rows": [{"token": "abc-123"}]}}
     )
-    run |= {"proxy": "http://me:abc-123@mirror", "pad_token": "<|end|>", "run_name": "hf_abc-123abc-123"}
+    run |= {"proxy": "http://me:abc-123@mirror", "pad_token": "<|end|>"}
     _, text = converted(run, capsys)
     assert "abc-123" not in text and all(f"{name} (not shown)" in text for name in names)
     assert "'api-key': '(not shown)'" in text and "pad_token <|end|>" in text
     with pytest.raises(ConfigError) as refused:
         read_run("WANDB_API_KEY='abc-123abc-123 swift sft --model m", None)
     assert "abc-123" not in str(refused.value)
+
+
+def test_a_line_that_cannot_be_read_refuses_no_other(folder: Path) -> None:
+    script = "echo don't\n# it's so\nswift sft \\\r\n  --model m --dataset d.jsonl\n"
+    (folder / "run.sh").write_bytes(script.encode())
+    assert read_run("run.sh", None).options == {"model": "m", "dataset": "d.jsonl"}
+    (folder / "run.sh").write_text("echo don't\necho \\\n  so\nswift sft --system 'open\n")
+    with pytest.raises(ConfigError, match="line 4"):
+        read_run("run.sh", None)
+
+
+def test_what_is_no_text_of_a_run_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = f"FOLDER={'x' * 300} swift sft --model m"
+    assert read_run(command, None).options == {"model": "m"}
+    (folder / "model.bin").write_bytes(b"\xff\xfe\x00 --model m")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        read_run("model.bin", None)
+
+    def unreadable(*_: Any, **__: Any) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", unreadable)
+    with pytest.raises(ConfigError, match="Permission denied") as refused:
+        read_run("model.bin", None)
+    assert refused.value.fix
+
+
+def test_the_longest_start_tells_the_tool(capsys: Any) -> None:
+    for start in ("torchrun swift/cli/sft.py", "python -m torch.distributed.run /opt/swift/cli/sft.py"):
+        assert read_run(f"{start} --model m", None).tool.name == "ms-swift"
+    assert read_run("torchrun trl/scripts/sft.py --model m", None).tool.name == "trl"
+    assert read_run("python examples/sft.py --model m", None).tool.name == "trl"
+    with pytest.raises(ConfigError) as refused:
+        converted({**EXAMPLE, "finetuning_type": "oft"}, capsys)
+    assert refused.value.fix
 
 
 TRL = {"model_name_or_path": "m", "dataset_name": "d.jsonl", "output_dir": "o"}
