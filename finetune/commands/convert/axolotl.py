@@ -226,10 +226,11 @@ def finish(values: dict[str, Any], given: set[str], draft: Draft, devices: int) 
         raise ConfigError(f"rl {values['rl']} has no counterpart", "rl", "convert a run of supervised fine-tuning")
     _data(values, draft)
     _method(values, draft)
+    strategy = values.get("excess_length_strategy") or "drop"
     draft.note(
         "sequence_len",
         values["sequence_len"],
-        "a longer sample is cut so that its answer stays, where Axolotl drops it (excess_length_strategy)",
+        f"a longer sample is cut so that its answer stays; there: {strategy} (excess_length_strategy)",
     )
     if values.get("sample_packing"):
         hugging_face.packed("sample_packing", draft)

@@ -32,19 +32,12 @@ class Lost(NamedTuple):
         return not is_nothing(value) and value not in self.off
 
 
-class To(NamedTuple):
-    """An option that is a setting of ours, with its value written as ours."""
-
-    name: str
-    change: Callable[[Any], Any]
-
-
 class Read(NamedTuple):
     """An option that the tool's `finish` reads, with others."""
 
 
 READ = Read()
-Option = str | To | Lost | Read
+Option = str | Lost | Read
 
 
 class Named(NamedTuple):
@@ -148,8 +141,6 @@ def convert(tool: Tool, given: Mapping[str, Any], devices: int) -> Draft:
         if isinstance(option, Lost):
             if name in known and option.says(value):
                 draft.lose(name, value, option.why, trains=option.trains)
-        elif isinstance(option, To):
-            draft.values[option.name] = option.change(value)
         elif isinstance(option, str):
             draft.values[option] = value
     draft.sharing = math.prod(int(values.get(name) or 1) for name in tool.degrees)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.commands.convert.draft import Draft, Option, lost, read
+from finetune.config.paths import is_hub_id, split_revision
 
 _KEPT = "checkpoints here are always whole, verified and resumable"
 _LOG = "the log of a run here has one form (docs/run_folder.md)"
@@ -133,6 +134,17 @@ def finish(values: dict[str, Any], given: set[str], draft: Draft, devices: int) 
     order(values.get("data_seed") if values.get("data_seed") is not None else values["seed"], draft)
 
 
+def revision(given: Any, draft: Draft) -> None:
+    """`model_revision` as a part of the model's name."""
+    name = f"{draft.values.get('model')}@{given}"
+    if given in (None, "", "main", "master"):  # the hubs' own
+        return
+    if is_hub_id(str(draft.values.get("model"))) and split_revision(name)[1] is not None:
+        draft.values["model"] = name
+    else:
+        draft.lose("model_revision", given, "the model is a folder, whose files are taken as they are", trains=True)
+
+
 def order(seed: int, draft: Draft) -> None:
     draft.values |= {"curriculum_seed": seed, "use_curriculum": False}
     draft.note("seed", seed, "the order of the samples is another than that of the same seed there")
@@ -193,10 +205,14 @@ def _intervals(values: dict[str, Any], given: set[str], draft: Draft) -> None:
             shown = steps if strategy == "steps" else strategy
             draft.lose(name, shown, f"steps are counted here: {fallback} is written", trains=False)
     limit = values.get("save_total_limit")
-    if limit is not None:
+    if limit is not None and limit > 0:
         draft.values["save_total_limit"] = max(2, limit)
     else:
-        draft.note("save_total_limit", "not set", "there every checkpoint is kept, here the newest 2")
+        draft.note(
+            "save_total_limit",
+            "not set" if limit is None else limit,
+            "there every checkpoint is kept, here the newest 2",
+        )
     strategy, steps = values.get("eval_strategy", "no"), values.get("eval_steps")
     if "val_size" in given and "eval_strategy" not in given and steps:
         strategy = "steps"

@@ -26,7 +26,7 @@ OPTIONS: dict[str, Option] = {
         "stage finetuning_type lora_rank lora_alpha lora_target dataset eval_dataset dataset_dir val_size template "
         "mix_strategy interleave_probs packing neat_packing pure_bf16 disable_gradient_checkpointing fp8 "
         "early_stopping_steps infer_dtype quantization_bit mask_history train_on_prompt use_swanlab "
-        "image_max_pixels"
+        "image_max_pixels model_revision"
     ),
     # ------------------------------------------------ what is trained
     **lost(
@@ -71,7 +71,6 @@ OPTIONS: dict[str, Option] = {
     ),
     **lost("the tokenizer's template says which thoughts stay", "preserve_thinking", trains=True),
     **lost("the tokenizer's template says how calls of tools are written", "tool_format", trains=True),
-    **lost("the revision is that of the folder: download it", "model_revision", trains=True, off=("main",)),
     # ------------------------------------------------ parts of what is refused or named above
     **lost(
         _OTHER_METHOD,
@@ -185,6 +184,7 @@ def finish(values: dict[str, Any], given: set[str], draft: Draft, devices: int) 
     _data(values, draft)
     _method(values, draft)
     _template(values, draft)
+    hugging_face.revision(values.get("model_revision"), draft)
     hugging_face.finish(values, given, draft, devices)
     # neat_packing says packing there, and so does pretraining that does not say otherwise.
     if values.get("packing", values["stage"] == "pt") or values.get("neat_packing"):

@@ -22,7 +22,7 @@ OPTIONS: dict[str, Option] = {
         "max_length packing packing_strategy use_peft lora_r lora_alpha lora_target_modules dataset_name datasets "
         "dataset_config dataset_train_split dataset_test_split dataset_text_field test_split_size "
         "chat_template_path assistant_only_loss completion_only_loss load_in_4bit load_in_8bit dtype eos_token "
-        "truncation_mode"
+        "truncation_mode model_revision"
     ),
     **lost("the model is loaded as it is", "model_init_kwargs", trains=True),
     **lost("data is prepared in one way here", "dataset_kwargs", trains=True),
@@ -31,7 +31,6 @@ OPTIONS: dict[str, Option] = {
     **lost("experts' parameters get no adapter here", "lora_target_parameters", trains=True),
     **lost("modules beside the adapter are not trained here", "lora_modules_to_save", trains=True),
     **lost("this kind of LoRA is not trained here", "use_rslora use_dora", trains=True),
-    **lost("the revision is that of the folder: download it", "model_revision", trains=True, off=("main",)),
     **lost("the order is a shuffle in any case", "shuffle_dataset"),
     **lost("padding is what execution needs", "padding_free pad_to_multiple_of eval_packing", off=("auto",)),
     **lost(_TOKENS, "pad_token"),
@@ -58,6 +57,7 @@ DEFAULTS = {
 def finish(values: dict[str, Any], given: set[str], draft: Draft, devices: int) -> None:
     _data(values, draft)
     _method(values, draft)
+    hugging_face.revision(values.get("model_revision"), draft)
     if values["max_length"]:
         draft.values["cutoff_len"] = values["max_length"]
         draft.note("max_length", values["max_length"], "what is too long is cut so that the answer stays")

@@ -119,8 +119,7 @@ def test_every_option_of_theirs_is_mapped_or_named(tool: Any) -> None:
     assert len(names) > 100 and set(names) - set(tool.options) == set()
     settings = set(RunConfig.model_fields)
     for name, option in tool.options.items():
-        ours = option if isinstance(option, str) else getattr(option, "name", None)
-        assert ours is None or ours in settings, name
+        assert not isinstance(option, str) or option in settings, name
     assert tool.defaults.keys() <= tool.options.keys() and set(tool.aliases.values()) <= tool.options.keys()
 
 
@@ -552,3 +551,33 @@ def test_the_launcher_says_how_many_devices(capsys: Any, command: str, processes
     config, text = converted(command, capsys, "--devices", "32")
     assert config.global_batch_size == 32
     assert (f"the launcher's processes {processes}: --devices 32" in text) == (processes is not None)
+
+
+@pytest.mark.parametrize(("run", "tool"), [(EXAMPLE, "llamafactory"), (TRL, "trl"), (SWIFT_KEYS, "ms-swift")])
+def test_the_revision_is_part_of_the_name(capsys: Any, folder: Path, run: dict[str, Any], tool: str) -> None:
+    name = "model" if tool == "ms-swift" else "model_name_or_path"
+    config, text = converted({**run, "model_revision": "v1"}, capsys, "--from", tool)
+    assert config.model == f"{run[name]}@v1" and "model_revision" not in text
+    config, _ = converted({**run, "model_revision": "main"}, capsys, "--from", tool)
+    assert config.model == run[name]
+    (folder / "base").mkdir()
+    config, text = converted({**run, name: "base", "model_revision": "v1"}, capsys, "--from", tool)
+    assert config.model == "base" and "model_revision v1" in section(text, TRAINED)
+
+
+def test_swift_takes_models_from_modelscope(capsys: Any, folder: Path) -> None:
+    (folder / "base").mkdir()
+    command = "swift sft --model owner/name --dataset d.jsonl"
+    config, text = converted(command, capsys)
+    assert config.hub == "modelscope" and "from ModelScope" in section(text, DIFFERS)
+    for other in (f"{command} --use_hf true", f"USE_HF=1 {command}"):
+        config, text = converted(other, capsys)
+        assert config.hub == "huggingface" and "ModelScope" not in text
+    config, text = converted(command.replace("owner/name", "base"), capsys)
+    assert config.hub == "auto" and "ModelScope" not in text
+
+
+def test_how_long_samples_and_old_checkpoints_end_is_said(capsys: Any) -> None:
+    _, text = converted({**AXOLOTL, "excess_length_strategy": "truncate", "save_total_limit": 0}, capsys)
+    assert "there: truncate" in section(text, DIFFERS) and "drop" not in section(text, DIFFERS)
+    assert "save_total_limit 0: there every checkpoint is kept" in section(text, DIFFERS)
