@@ -184,9 +184,8 @@ def _hub(values: dict[str, Any], draft: Draft) -> None:
     model = str(values.get("model"))
     if is_hub_id(model) and not values.get("use_hf"):
         draft.values["hub"] = "modelscope"
-        draft.note(
-            "use_hf", "not set", "ms-swift takes models and data by name from ModelScope: hub modelscope is written"
-        )
+        why = "ms-swift takes models by name from ModelScope: hub modelscope is written"
+        draft.note("use_hf", values.get("use_hf", "not set"), why)
     elif is_hub_id(model):
         draft.values["hub"] = "huggingface"
     hugging_face.revision(values.get("model_revision"), draft)

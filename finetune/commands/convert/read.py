@@ -80,7 +80,8 @@ def _command_text(given: str, path: Path) -> str:
 def _read_command(text: str) -> tuple[dict[str, Any], Tool | None, int | None]:
     """The options of the command in a shell script that trains, the tool that it names, and its number of processes."""
     variables: dict[str, str] = {}
-    lines, unread, following = [], None, 1
+    lines: list[list[str]] = []
+    unread, following = None, 1
     for line in re.split(r"(?<!\\)\n", text.replace("\r\n", "\n")):
         number, following = following, following + line.count("\n") + 1
         line = line.replace("\\\n", " ")
@@ -95,12 +96,16 @@ def _read_command(text: str) -> tuple[dict[str, Any], Tool | None, int | None]:
         lines.append(words)
         if found := _start(words):
             tool, start, place = found
-            said = tool.starts[start] | {
+            switches = {
                 option: variables[name] in ("1", "true", "True")
                 for name, option in tool.environment.items()
                 if name in variables
             }
-            return {**said, **_options(words[place:])}, tool, _processes(words[: place - len(start)], variables)
+            return (
+                {**tool.starts[start], **switches, **_options(words[place:])},
+                tool,
+                _processes(words[: place - len(start)], variables),
+            )
     if unread is not None:
         raise unread
     flags = [word for words in lines for word in words]
