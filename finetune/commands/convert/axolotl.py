@@ -34,7 +34,8 @@ OPTIONS: dict[str, Option] = {
         "max_steps lr_scheduler warmup_steps warmup_ratio optimizer bf16 fp16 bfloat16 float16 float32 "
         "gradient_checkpointing logging_steps save_steps saves_per_epoch save_strategy save_total_limit eval_steps "
         "evals_per_epoch eval_strategy early_stopping_patience load_best_model_at_end metric_for_best_model "
-        "deepspeed fsdp chat_template train_on_inputs excess_length_strategy rl wandb_project use_tensorboard"
+        "deepspeed fsdp chat_template train_on_inputs excess_length_strategy sample_packing rl "
+        "wandb_project use_tensorboard"
     ),
     # ------------------------------------------------ what is trained
     **lost("no adapter is continued here; merge it into the model first", "lora_model_dir", trains=True),
@@ -109,7 +110,7 @@ OPTIONS: dict[str, Option] = {
     # ------------------------------------------------ how it runs
     **lost(
         "samples are packed where that changes nothing (--packing)",
-        "sample_packing eval_sample_packing pad_to_sequence_len sample_packing_group_size sample_packing_bin_size "
+        "eval_sample_packing pad_to_sequence_len sample_packing_group_size sample_packing_bin_size "
         "batch_flattening multipack_real_batches",
         off=(True,),
     ),
@@ -123,6 +124,7 @@ OPTIONS: dict[str, Option] = {
         "one device holds whole samples here",
         "sequence_parallel_degree context_parallel_size tensor_parallel_size dp_shard_size dp_replicate_size "
         "heads_k_stride ring_attn_func",
+        off=(1,),
     ),
     **lost(
         "finetune decides it by itself",
@@ -224,11 +226,14 @@ def finish(values: dict[str, Any], given: set[str], draft: Draft, devices: int) 
         raise ConfigError(f"rl {values['rl']} has no counterpart", "rl", "convert a run of supervised fine-tuning")
     _data(values, draft)
     _method(values, draft)
+    strategy = values.get("excess_length_strategy") or "drop"
     draft.note(
         "sequence_len",
         values["sequence_len"],
-        "a longer sample is cut so that its answer stays, where Axolotl drops it (excess_length_strategy)",
+        f"a longer sample is cut so that its answer stays; there: {strategy} (excess_length_strategy)",
     )
+    if values.get("sample_packing"):
+        hugging_face.packed("sample_packing", draft)
     if values.get("train_on_inputs"):
         draft.lose("train_on_inputs", True, "the answers are trained, and nothing else", trains=True)
     if values.get("chat_template") not in (None, "tokenizer_default"):
@@ -362,4 +367,6 @@ TOOL = Tool(
     DEFAULTS,
     finish,
     starts=dict.fromkeys((("axolotl", "train"), ("axolotl.cli.train",)), {}),
+    aliases={"sequence_parallel_degree": "context_parallel_size"},
+    degrees=("context_parallel_size", "tensor_parallel_size"),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -16,9 +17,13 @@ from finetune.config.options import Options, read_options
 from finetune.config.resolution import resolve_object
 from finetune.config.run_config import RunConfig
 from finetune.errors import ConfigError, ExitCode
+from finetune.plain_text import mask_passwords
 from finetune.storage import durable_files
 
 _WIDTH = 118
+# Options that hold a secret by their name, of any tool and also where they are keys of a value.
+_SECRET = re.compile(r"(?i)(?:^|[_\W])(?:api[_-]?key|token|secret|password|webhook_url)$")
+_TOKENS_OF_TEXT = ("eos_token", "pad_token", "bos_token", "unk_token")
 
 
 class ConvertOptions(Options):
@@ -34,8 +39,12 @@ class ConvertOptions(Options):
     origin: Literal["llamafactory", "trl", "axolotl", "ms-swift"] | None = setting(
         None, alias="from", group="options", shown_default="recognised", description="The tool that the run is for."
     )
-    devices: Annotated[int, Field(ge=1)] = setting(
-        1, group="options", unit="N", description="Devices that the run was on: their samples make the global batch."
+    devices: Annotated[int, Field(ge=1)] | None = setting(
+        None,
+        group="options",
+        unit="N",
+        shown_default="the launcher's number, or 1",
+        description="Devices that the run was on: their samples make the global batch.",
     )
     output: PathOption | None = setting(
         None,
@@ -50,15 +59,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = read_options(ConvertOptions, arguments)
     if options.output is not None and durable_files.is_taken(options.output):
         raise ConfigError("the file exists, and nothing is overwritten", str(options.output), "name a new file")
-    tool, given, source = read_run(options.run, options.origin)
+    tool, given, source, processes = read_run(options.run, options.origin)
+    devices = options.devices or processes or 1
     try:
-        draft = convert(tool, given, options.devices)
+        draft = convert(tool, given, devices)
     except (TypeError, ValueError, AttributeError) as error:  # a word where a number belongs, a text for a list
         what = f"an option has a value that {tool.title} does not take: {error}"
         raise ConfigError(what, source, f"see whether {tool.title} itself starts with it") from error
+    if processes not in (None, devices):
+        draft.note("the launcher's processes", processes, f"--devices {devices} is what counts")
     draft.values.setdefault("output_dir", "runs/converted")
     # The run file must be one: what is wrong with it is said here and not when it is started.
-    resolve_object(draft.values, options.devices, RunConfig)
+    resolve_object(draft.values, devices, RunConfig)
     sections = list(_sections(draft))
     text = _run_file(f"{tool.title}: {source}", draft.values, sections)
     if options.output is None:
@@ -83,12 +95,22 @@ def _sections(draft: Draft) -> Iterable[tuple[str, list[str]]]:
 
 
 def _hashable(named: list[Named]) -> Iterable[Named]:
-    return (each._replace(value=_shown(each.value)) for each in named)
+    return (each._replace(value=_shown(_without_secrets(each.name, each.value))) for each in named)
+
+
+def _without_secrets(name: str, value: Any) -> Any:
+    if _SECRET.search(name) and name not in _TOKENS_OF_TEXT:
+        return "(not shown)"
+    if isinstance(value, dict):
+        return {key: _without_secrets(str(key), inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_secrets("", inner) for inner in value]
+    return value
 
 
 def _shown(value: Any) -> str:
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    text = " ".join(text.split())
+    text = mask_passwords(" ".join(text.split()))
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

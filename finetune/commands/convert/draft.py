@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from finetune.errors import ConfigError
 
 # Words for "no value" that people write.
 _NOTHING = (None, False, 0, "", "none", "None", "null", "no", [], {})
@@ -15,19 +18,18 @@ class Lost(NamedTuple):
 
     Attributes:
         trains: whether it changes what is trained, and not only how.
-        off: values that say what happens here anyway; those that say nothing are so always.
+        off: values that say what happens here anyway; those that say nothing are so too, but false where true is one.
     """
 
     why: str
     trains: bool
     off: tuple[Any, ...] = ()
 
-
-class To(NamedTuple):
-    """An option that is a setting of ours, with its value written as ours."""
-
-    name: str
-    change: Callable[[Any], Any]
+    def says(self, value: Any) -> bool:
+        """Whether this value differs from what happens here."""
+        if value is False and self.trains and any(other is True for other in self.off):
+            return True
+        return not is_nothing(value) and value not in self.off
 
 
 class Read(NamedTuple):
@@ -35,7 +37,7 @@ class Read(NamedTuple):
 
 
 READ = Read()
-Option = str | To | Lost | Read
+Option = str | Lost | Read
 
 
 class Named(NamedTuple):
@@ -55,12 +57,14 @@ class Draft:
         trained: options without counterpart that change what is trained.
         executed: those that only say how.
         differs: options that mean something else here.
+        sharing: devices that share every sample there.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     trained: list[Named] = field(default_factory=list)
     executed: list[Named] = field(default_factory=list)
     differs: list[Named] = field(default_factory=list)
+    sharing: int = 1
 
     def lose(self, name: str, value: Any, why: str, *, trains: bool) -> None:
         (self.trained if trains else self.executed).append(Named(name, value, why))
@@ -81,6 +85,9 @@ class Tool:
         finish: what several options say together; gets all values, those that were given, the draft, and devices.
         starts: what its command line begins with -> options that this says.
         aliases: other spelling -> option.
+        environment: variable that is 0 or 1 -> option that it says.
+        degrees: options that say how many devices share every sample.
+        nulls: option -> its value where null is given and says something; other nulls leave the tool's own default.
     """
 
     name: str
@@ -90,6 +97,9 @@ class Tool:
     finish: Callable[[dict[str, Any], set[str], Draft, int], None]
     starts: Mapping[tuple[str, ...], Mapping[str, Any]] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    nulls: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    degrees: tuple[str, ...] = ()
 
 
 def lost(why: str, names: str, *, trains: bool = False, off: tuple[Any, ...] = ()) -> dict[str, Option]:
@@ -108,7 +118,11 @@ def is_nothing(value: Any) -> bool:
 
 
 def convert(tool: Tool, given: Mapping[str, Any], devices: int) -> Draft:
-    """The draft of a tool's run."""
+    """The draft of a tool's run.
+
+    Raises:
+        ConfigError: the run cannot be one of ours, or its degrees do not divide the devices.
+    """
     draft, known = Draft(), {}
     for written, value in given.items():
         name = tool.aliases.get(written, written)
@@ -116,15 +130,23 @@ def convert(tool: Tool, given: Mapping[str, Any], devices: int) -> Draft:
             draft.lose(written, value, f"not an option of {tool.title} that is known here: look it up", trains=True)
         else:
             known[name] = value
+    nulls = [name for name, value in known.items() if value is None]
+    for name in nulls:
+        if name not in tool.nulls and not is_nothing(default := tool.defaults.get(name)):
+            draft.note(name, "null", f"{default} is written, which is the default there")
     values = {**tool.defaults, **{name: value for name, value in known.items() if value is not None}}
+    values |= {name: tool.nulls[name] for name in nulls if name in tool.nulls}
     for name, value in values.items():
         option = tool.options[name]
         if isinstance(option, Lost):
-            if not is_nothing(value) and value not in option.off and name in known:
+            if name in known and option.says(value):
                 draft.lose(name, value, option.why, trains=option.trains)
-        elif isinstance(option, To):
-            draft.values[option.name] = option.change(value)
         elif isinstance(option, str):
             draft.values[option] = value
+    draft.sharing = math.prod(int(values.get(name) or 1) for name in tool.degrees)
+    if draft.sharing < 1 or devices % draft.sharing:
+        names = ", ".join(name for name in tool.degrees if values.get(name))
+        what = f"{draft.sharing} devices share every sample, and that does not divide {devices}"
+        raise ConfigError(what, names, "say with --devices how many devices the run was on")
     tool.finish(values, set(known), draft, devices)
     return draft

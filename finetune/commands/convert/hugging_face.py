@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from finetune.commands.convert.draft import Draft, Option, lost, read
+from finetune.config.paths import is_hub_id, split_revision
 
 _KEPT = "checkpoints here are always whole, verified and resumable"
 _LOG = "the log of a run here has one form (docs/run_folder.md)"
@@ -102,6 +104,8 @@ DEFAULTS: dict[str, Any] = {
     "save_steps": 500,
     "logging_steps": 500,
 }
+# What null says, where it is not the default.
+NULLS: dict[str, Any] = {"max_grad_norm": 0}
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw", "adamw_apex_fused", "adamw_torch_xla")
 _SCHEDULES = {
     "linear": "linear",
@@ -130,20 +134,38 @@ def finish(values: dict[str, Any], given: set[str], draft: Draft, devices: int) 
     order(values.get("data_seed") if values.get("data_seed") is not None else values["seed"], draft)
 
 
+def revision(given: Any, draft: Draft) -> None:
+    """`model_revision` as a part of the model's name."""
+    name = f"{draft.values.get('model')}@{given}"
+    if given in (None, "", "main", "master"):  # the hubs' own
+        return
+    if is_hub_id(str(draft.values.get("model"))) and split_revision(name)[1] is not None:
+        draft.values["model"] = name
+    else:
+        draft.lose("model_revision", given, "the model is a folder, whose files are taken as they are", trains=True)
+
+
 def order(seed: int, draft: Draft) -> None:
     draft.values |= {"curriculum_seed": seed, "use_curriculum": False}
     draft.note("seed", seed, "the order of the samples is another than that of the same seed there")
 
 
 def batch(per_device: int, accumulation: int, draft: Draft, devices: int) -> None:
-    size = per_device * accumulation * devices
+    size = per_device * accumulation * (devices // draft.sharing)
+    shared = f" / {draft.sharing} that share every sample there" * (draft.sharing > 1)
     draft.values |= {"micro_batch_size": per_device, "global_batch_size": size}
     draft.note(
         "global_batch_size",
         size,
-        f"{per_device} a device x {accumulation} accumulated x {devices} device{'s' * (devices > 1)} (--devices): here "
-        "it is part of the run, and the same on any number of devices",
+        f"{per_device} a device x {accumulation} accumulated x {devices} device{'s' * (devices > 1)} (--devices)"
+        f"{shared}: here it is part of the run, and the same on any number of devices",
     )
+
+
+def packed(name: str, draft: Draft) -> None:
+    """`name` says that an item of a batch is a row of several samples."""
+    why = "there a batch counts packed rows, here samples: multiply global_batch_size by the samples of a row"
+    draft.lose(name, True, why, trains=True)
 
 
 def _length(values: dict[str, Any], draft: Draft) -> None:
@@ -183,10 +205,14 @@ def _intervals(values: dict[str, Any], given: set[str], draft: Draft) -> None:
             shown = steps if strategy == "steps" else strategy
             draft.lose(name, shown, f"steps are counted here: {fallback} is written", trains=False)
     limit = values.get("save_total_limit")
-    if limit is not None:
+    if limit is not None and limit > 0:
         draft.values["save_total_limit"] = max(2, limit)
     else:
-        draft.note("save_total_limit", "not set", "there every checkpoint is kept, here the newest 2")
+        draft.note(
+            "save_total_limit",
+            "not set" if limit is None else limit,
+            "there every checkpoint is kept, here the newest 2",
+        )
     strategy, steps = values.get("eval_strategy", "no"), values.get("eval_steps")
     if "val_size" in given and "eval_strategy" not in given and steps:
         strategy = "steps"
@@ -237,7 +263,7 @@ def deepspeed(given: Any, draft: Draft) -> None:
         draft.values["deepspeed"] = given
     elif text.startswith("{"):
         draft.values["deepspeed"] = json.loads(text)
-    elif Path(text).is_file():
+    elif os.path.isfile(text):
         draft.values["deepspeed"] = text
     else:
         name = Path(text).stem.lower()

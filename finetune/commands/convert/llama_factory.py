@@ -26,7 +26,7 @@ OPTIONS: dict[str, Option] = {
         "stage finetuning_type lora_rank lora_alpha lora_target dataset eval_dataset dataset_dir val_size template "
         "mix_strategy interleave_probs packing neat_packing pure_bf16 disable_gradient_checkpointing fp8 "
         "early_stopping_steps infer_dtype quantization_bit mask_history train_on_prompt use_swanlab "
-        "image_max_pixels"
+        "image_max_pixels model_revision"
     ),
     # ------------------------------------------------ what is trained
     **lost(
@@ -65,12 +65,12 @@ OPTIONS: dict[str, Option] = {
     **lost("a system text stands in the records here", "default_system", trains=True),
     **lost(
         "the tokenizer's template says how thoughts are written",
-        "enable_thinking preserve_thinking",
+        "enable_thinking",
         trains=True,
         off=(True,),
     ),
+    **lost("the tokenizer's template says which thoughts stay", "preserve_thinking", trains=True),
     **lost("the tokenizer's template says how calls of tools are written", "tool_format", trains=True),
-    **lost("the revision is that of the folder: download it", "model_revision", trains=True, off=("main",)),
     # ------------------------------------------------ parts of what is refused or named above
     **lost(
         _OTHER_METHOD,
@@ -176,11 +176,19 @@ def finish(values: dict[str, Any], given: set[str], draft: Draft, devices: int) 
     if values["stage"] not in ("sft", "pt"):
         raise ConfigError(f"stage {values['stage']} has no counterpart: {_OTHER_STAGE}", "stage", "convert sft or pt")
     if values["finetuning_type"] not in ("lora", "full"):
-        raise ConfigError(f"{values['finetuning_type']} has no counterpart: {_OTHER_METHOD}", "finetuning_type", "")
+        raise ConfigError(
+            f"{values['finetuning_type']} has no counterpart: {_OTHER_METHOD}",
+            "finetuning_type",
+            "convert lora or full",
+        )
     _data(values, draft)
     _method(values, draft)
     _template(values, draft)
+    hugging_face.revision(values.get("model_revision"), draft)
     hugging_face.finish(values, given, draft, devices)
+    # neat_packing says packing there, and so does pretraining that does not say otherwise.
+    if values.get("packing", values["stage"] == "pt") or values.get("neat_packing"):
+        hugging_face.packed("neat_packing" if values.get("neat_packing") else "packing", draft)
     if values.get("pure_bf16"):
         draft.values["dtype"] = "bfloat16"
         draft.lose("pure_bf16", True, "all parameters keep float32 masters here", trains=True)
@@ -344,4 +352,5 @@ TOOL = Tool(
     DEFAULTS,
     finish,
     starts=dict.fromkeys((("llamafactory-cli", "train"), ("lmf", "train"), ("src/train.py",)), {}),
+    nulls=hugging_face.NULLS,
 )

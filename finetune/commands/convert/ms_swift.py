@@ -9,6 +9,7 @@ from typing import Any
 from finetune.commands.convert import hugging_face
 from finetune.commands.convert.draft import Draft, Option, Tool, lost, read
 from finetune.commands.convert.llama_factory import split, targets
+from finetune.config.paths import is_hub_id
 from finetune.errors import ConfigError
 
 _TUNERS = "LoRA and all parameters are the only ways here"
@@ -22,7 +23,8 @@ OPTIONS: dict[str, Option] = {
     **read(
         "tuner_type dataset val_dataset split_dataset_ratio torch_dtype max_length truncation_strategy lora_rank "
         "lora_alpha target_modules target_regex columns system loss_scale template quant_bits packing adapters "
-        "early_stop_interval interleave_prob stopping_strategy strict use_chat_template max_epochs stage"
+        "early_stop_interval interleave_prob stopping_strategy strict use_chat_template max_epochs stage "
+        "model_revision use_hf"
     ),
     # ------------------------------------------------ what is trained
     **lost(
@@ -46,9 +48,10 @@ OPTIONS: dict[str, Option] = {
     **lost("a causal language model is trained", "num_labels problem_type mrl_dims"),
     **lost(
         "the tokenizer's template says how thoughts and tools are written",
-        "agent_template response_prefix enable_thinking preserve_thinking",
+        "agent_template response_prefix preserve_thinking",
         trains=True,
     ),
+    **lost("the tokenizer's template says how thoughts are written", "enable_thinking", trains=True, off=(True,)),
     **lost(
         "the tokenizer's template says how thoughts are written",
         "add_non_thinking_prefix disable_ignore_empty_think",
@@ -60,7 +63,6 @@ OPTIONS: dict[str, Option] = {
         trains=True,
     ),
     **lost("code of others is not run here", "external_plugins custom_register_path callbacks", trains=True),
-    **lost("the revision is that of the folder: download it", "model_revision", trains=True),
     **lost("learning rates are one here", "vit_lr aligner_lr", trains=True),
     # ------------------------------------------------ how it runs
     **lost(
@@ -81,7 +83,6 @@ OPTIONS: dict[str, Option] = {
         "disable_auto_column_mapping custom_dataset_info",
         off=("binpack", 1, "reuse_dataset_if_exists"),
     ),
-    **lost("hubs read their settings from the environment", "use_hf"),
     **lost("the run folder is output_dir itself", "add_version create_checkpoint_symlink use_flash_ckpt", off=(True,)),
     **lost("losses here are per difficulty and source", "enable_channel_loss eval_metric"),
     **lost(
@@ -159,6 +160,7 @@ def finish(values: dict[str, Any], given: set[str], draft: Draft, devices: int) 
     if values.get("max_epochs"):
         values["num_train_epochs"] = values["max_epochs"]
     _method(values, draft, full=full)
+    _hub(values, draft)
     _data(values, draft)
     _text(values, draft)
     draft.values["dtype"] = _dtype(values)
@@ -176,6 +178,17 @@ def _dtype(values: dict[str, Any]) -> str:
     if values.get("bf16") or values.get("fp16"):
         return "bfloat16" if values.get("bf16") else "float16"
     return _DTYPES.get(str(values.get("torch_dtype")), "bfloat16")
+
+
+def _hub(values: dict[str, Any], draft: Draft) -> None:
+    model = str(values.get("model"))
+    if is_hub_id(model) and not values.get("use_hf"):
+        draft.values["hub"] = "modelscope"
+        why = "ms-swift takes models by name from ModelScope: hub modelscope is written"
+        draft.note("use_hf", values.get("use_hf", "not set"), why)
+    elif is_hub_id(model):
+        draft.values["hub"] = "huggingface"
+    hugging_face.revision(values.get("model_revision"), draft)
 
 
 def _method(values: dict[str, Any], draft: Draft, *, full: bool) -> None:
@@ -203,8 +216,12 @@ def _text(values: dict[str, Any], draft: Draft) -> None:
         draft.note("max_length", length, f"a longer sample is cut so that its answer stays; there: {how}")
     else:
         draft.note("max_length", "not set", "there the model's longest, here cutoff_len 2048: set it")
+    if values.get("packing"):
+        hugging_face.packed("packing", draft)
     if values.get("system"):
         draft.lose("system", values["system"], "a system text stands in the records here", trains=True)
+    if values.get("use_chat_template") is False and values["stage"] != "pt":
+        draft.lose("use_chat_template", False, "conversations are written with a chat template here", trains=True)
     if values.get("template"):
         draft.note(
             "template", values["template"], "the tokenizer's own chat template is used; --template names another"
@@ -272,4 +289,7 @@ TOOL = Tool(
         "model_id_or_path": "model",
         "num_epochs": "num_train_epochs",
     },
+    environment={"USE_HF": "use_hf"},
+    degrees=("sequence_parallel_size", "deepspeed_autotp_size"),
+    nulls={**hugging_face.NULLS, "report_to": None},
 )

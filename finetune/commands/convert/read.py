@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from finetune.commands.convert import axolotl, llama_factory, ms_swift, trl
 from finetune.commands.convert.draft import Tool
@@ -19,8 +22,27 @@ _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.S)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 
-def read_run(given: str, tool_name: str | None) -> tuple[Tool, dict[str, Any], str]:
-    """The tool, its options as they are written, and what to call the source.
+# Options of launchers: processes of the run, processes of a node, nodes.
+_PROCESSES, _OF_NODE, _NODES = ("num_processes",), ("nproc_per_node", "num_gpus"), ("nnodes", "num_nodes")
+
+
+class Run(NamedTuple):
+    """A run of another tool as it is written.
+
+    Attributes:
+        options: its options and their values.
+        source: what to call the file or command.
+        processes: the number that its launcher is given; None: it is given none.
+    """
+
+    tool: Tool
+    options: dict[str, Any]
+    source: str
+    processes: int | None = None
+
+
+def read_run(given: str, tool_name: str | None) -> Run:
+    """The run that a file or a command line says.
 
     Args:
         given: a file, a command line, or - for one on standard input.
@@ -30,52 +52,102 @@ def read_run(given: str, tool_name: str | None) -> tuple[Tool, dict[str, Any], s
         ConfigError: it cannot be read, or belongs to no tool or to several.
     """
     path = Path(given)
-    if path.suffix.lower() in _FILES and (path.is_file() or " " not in given):
-        options, named = read_file(path), None
-        source = path.name
-    else:
-        text = _command_text(given, path)
-        options, named = _read_command(text)
-        source = path.name if path.is_file() else "a command line"
+    is_file = os.path.isfile(given)  # Path.is_file raises where a command is longer than a name may be
+    source = path.name if is_file else "a command line"
+    if path.suffix.lower() in _FILES and (is_file or " " not in given):
+        options = read_file(path)
+        return Run(_pick(options, tool_name, path.name), options, path.name)
+    options, named, processes = _read_command(_command_text(given, path))
     tool = named if tool_name is None and named is not None else _pick(options, tool_name, source)
-    return tool, options, source
+    return Run(tool, options, source, processes)
 
 
 def _command_text(given: str, path: Path) -> str:
-    if given == "-":
-        return sys.stdin.read()
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
+    try:
+        if given == "-":
+            return sys.stdin.read()
+        if os.path.isfile(given):
+            return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the text is not UTF-8 (byte {error.start})", given, "name a script or YAML file") from None
+    except OSError as error:
+        raise ConfigError(f"the file cannot be read: {error.strerror}", given, "name a readable file") from None
     if " " in given.strip():
         return given
     raise ConfigError("there is no such file, and it is no command line", given, similar_files(path))
 
 
-def _read_command(text: str) -> tuple[dict[str, Any], Tool | None]:
-    """The options of the command in a shell script that trains, and the tool that it names."""
-    text = re.sub(r"\\\r?\n", " ", text)
+def _read_command(text: str) -> tuple[dict[str, Any], Tool | None, int | None]:
+    """The options of the command in a shell script that trains, the tool that it names, and its number of processes."""
     variables: dict[str, str] = {}
-    for line in text.splitlines():
-        words = _words(line)
-        while words and (found := _ASSIGNMENT.fullmatch(words[0] if words[0] != "export" else " ".join(words[:2]))):
-            variables[found[1]] = found[2]
-            words = words[2 if words[0] == "export" else 1 :]
-        words = [_VARIABLE.sub(lambda name: variables.get(name[1] or name[2], name[0]), word) for word in words]
-        for tool in TOOLS:
-            for start, said in tool.starts.items():
-                place = _place(words, start)
-                if place is not None:
-                    return {**said, **_options(words[place:])}, tool
-    flags = [word for line in text.splitlines() for word in _words(line)]
+    lines: list[list[str]] = []
+    unread, following = None, 1
+    for line in re.split(r"(?<!\\)\n", text.replace("\r\n", "\n")):
+        number, following = following, following + line.count("\n") + 1
+        line = line.replace("\\\n", " ")
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:  # an apostrophe in another line of a script
+            if "--" in line:
+                # The line is not shown: it may hold a key.
+                unread = unread or ConfigError(f"not a command line: {error}", f"line {number}", "close the quotes")
+            continue
+        words = _assign(words, variables)
+        lines.append(words)
+        if found := _start(words):
+            tool, start, place = found
+            switches = {
+                option: variables[name] in ("1", "true", "True")
+                for name, option in tool.environment.items()
+                if name in variables
+            }
+            return (
+                {**tool.starts[start], **switches, **_options(words[place:])},
+                tool,
+                _processes(words[: place - len(start)], variables),
+            )
+    if unread is not None:
+        raise unread
+    flags = [word for words in lines for word in words]
     first = next((number for number, word in enumerate(flags) if word.startswith("--")), len(flags))
-    return _options(flags[first:]), None
+    return _options(flags[first:]), None, None
 
 
-def _words(line: str) -> list[str]:
-    try:
-        return shlex.split(line, comments=True)
-    except ValueError as error:
-        raise ConfigError(f"not a command line: {error}", line.strip()[:60], "close the quotes") from None
+def _assign(words: list[str], variables: dict[str, str]) -> list[str]:
+    """Keep the assignments in front of a command; the command, with the values of variables in their place."""
+
+    def filled(word: str) -> str:
+        return _VARIABLE.sub(lambda name: variables.get(name[1] or name[2], name[0]), word)
+
+    while words and (found := _ASSIGNMENT.fullmatch(words[0] if words[0] != "export" else " ".join(words[:2]))):
+        variables[found[1]] = filled(found[2])
+        words = words[2 if words[0] == "export" else 1 :]
+    return [filled(word) for word in words]
+
+
+def _start(words: list[str]) -> tuple[Tool, tuple[str, ...], int] | None:
+    """The tool that the words start, by the longest start that fits, and where its options begin."""
+    fitting = [
+        (tool, start, place) for tool in TOOLS for start in tool.starts if (place := _place(words, start)) is not None
+    ]
+    return max(fitting, key=lambda found: len(" ".join(found[1])), default=None)
+
+
+def _processes(launcher: Sequence[str], variables: dict[str, str]) -> int | None:
+    """The processes that the words in front of the tool's own, and the environment, ask for."""
+    given = {
+        "nproc_per_node": variables.get("NPROC_PER_NODE", ""),
+        "nnodes": variables.get("NNODES", ""),
+    }
+    for word, following in pairwise([*launcher, ""]):
+        name, equals, value = word.partition("=")
+        given[name.lstrip("-").replace("-", "_").lower()] = value if equals else following
+
+    def number(names: tuple[str, ...]) -> int | None:
+        return next((int(given[name]) for name in names if given.get(name, "").isdecimal()), None)
+
+    of_node = number(_OF_NODE)
+    return number(_PROCESSES) or (of_node * (number(_NODES) or 1) if of_node else None)
 
 
 def _place(words: list[str], start: tuple[str, ...]) -> int | None:

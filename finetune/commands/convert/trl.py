@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import Any
 
 from finetune.commands.convert import hugging_face
@@ -22,7 +22,7 @@ OPTIONS: dict[str, Option] = {
         "max_length packing packing_strategy use_peft lora_r lora_alpha lora_target_modules dataset_name datasets "
         "dataset_config dataset_train_split dataset_test_split dataset_text_field test_split_size "
         "chat_template_path assistant_only_loss completion_only_loss load_in_4bit load_in_8bit dtype eos_token "
-        "truncation_mode"
+        "truncation_mode model_revision"
     ),
     **lost("the model is loaded as it is", "model_init_kwargs", trains=True),
     **lost("data is prepared in one way here", "dataset_kwargs", trains=True),
@@ -31,7 +31,6 @@ OPTIONS: dict[str, Option] = {
     **lost("experts' parameters get no adapter here", "lora_target_parameters", trains=True),
     **lost("modules beside the adapter are not trained here", "lora_modules_to_save", trains=True),
     **lost("this kind of LoRA is not trained here", "use_rslora use_dora", trains=True),
-    **lost("the revision is that of the folder: download it", "model_revision", trains=True, off=("main",)),
     **lost("the order is a shuffle in any case", "shuffle_dataset"),
     **lost("padding is what execution needs", "padding_free pad_to_multiple_of eval_packing", off=("auto",)),
     **lost(_TOKENS, "pad_token"),
@@ -58,13 +57,20 @@ DEFAULTS = {
 def finish(values: dict[str, Any], given: set[str], draft: Draft, devices: int) -> None:
     _data(values, draft)
     _method(values, draft)
+    hugging_face.revision(values.get("model_revision"), draft)
     if values["max_length"]:
         draft.values["cutoff_len"] = values["max_length"]
         draft.note("max_length", values["max_length"], "what is too long is cut so that the answer stays")
+    else:
+        draft.lose(
+            "max_length", "null", "there nothing is cut, here what is longer than cutoff_len: set it", trains=True
+        )
     if values.get("truncation_mode", "keep_start") != "keep_start":
         draft.lose(
             "truncation_mode", values["truncation_mode"], "what is too long loses its question's middle", trains=True
         )
+    if values.get("packing"):
+        hugging_face.packed("packing", draft)
     if values.get("packing") and values.get("packing_strategy") == "wrapped":
         draft.lose(
             "packing_strategy", "wrapped", "samples are packed whole, and do not attend to one another", trains=True
@@ -130,7 +136,7 @@ def _data(values: dict[str, Any], draft: Draft) -> None:
         split(share, "test_split_size", draft)
     elif values.get("eval_strategy", "no") != "no":
         name = values.get("dataset_test_split", "test")
-        kind = "folder" if Path(str(entries[0])).is_dir() else "data set"
+        kind = "folder" if os.path.isdir(str(entries[0])) else "data set"
         draft.lose("dataset_test_split", name, f"name the {kind}'s test file as valid_data", trains=False)
 
 
@@ -142,4 +148,5 @@ TOOL = Tool(
     finish,
     starts=dict.fromkeys((("trl", "sft"), ("trl/scripts/sft.py",), ("sft.py",)), {}),
     aliases={"torch_dtype": "dtype", "max_seq_length": "max_length"},
+    nulls={**hugging_face.NULLS, "max_length": None, "gradient_checkpointing": False},
 )

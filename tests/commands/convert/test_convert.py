@@ -119,8 +119,7 @@ def test_every_option_of_theirs_is_mapped_or_named(tool: Any) -> None:
     assert len(names) > 100 and set(names) - set(tool.options) == set()
     settings = set(RunConfig.model_fields)
     for name, option in tool.options.items():
-        ours = option if isinstance(option, str) else getattr(option, "name", None)
-        assert ours is None or ours in settings, name
+        assert not isinstance(option, str) or option in settings, name
     assert tool.defaults.keys() <= tool.options.keys() and set(tool.aliases.values()) <= tool.options.keys()
 
 
@@ -406,3 +405,179 @@ def test_nothing_is_overwritten(folder: Path, capsys: Any) -> None:
 def test_a_value_of_theirs_that_means_nothing_is_not_named() -> None:
     draft = convert(TOOLS[1], {"model_name_or_path": "m", "dataset_name": "d", "use_dora": False, "pad_token": None}, 1)
     assert not draft.trained and not draft.executed
+
+
+def test_no_secret_is_shown(capsys: Any) -> None:
+    names = ("swanlab_api_key", "swanlab_lark_secret", "hub_token", "hf_hub_token", "my_password", "lark_webhook_url")
+    run = (
+        EXAMPLE | dict.fromkeys(names, "abc-123") | {"settings": {"api-key": "abc-123", "rows": [{"token": "abc-123"}]}}
+    )
+    run |= {"proxy": "http://me:abc-123@mirror", "pad_token": "<|end|>"}
+    _, text = converted(run, capsys)
+    assert "abc-123" not in text and all(f"{name} (not shown)" in text for name in names)
+    assert "'api-key': '(not shown)'" in text and "pad_token <|end|>" in text
+    with pytest.raises(ConfigError) as refused:
+        read_run("WANDB_API_KEY='abc-123abc-123 swift sft --model m", None)
+    assert "abc-123" not in str(refused.value)
+
+
+def test_a_line_that_cannot_be_read_refuses_no_other(folder: Path) -> None:
+    script = "echo don't\n# it's so\nswift sft \\\r\n  --model m --dataset d.jsonl\n"
+    (folder / "run.sh").write_bytes(script.encode())
+    assert read_run("run.sh", None).options == {"model": "m", "dataset": "d.jsonl"}
+    (folder / "run.sh").write_text("echo don't\necho \\\n  so\nswift sft --system 'open\n")
+    with pytest.raises(ConfigError, match="line 4"):
+        read_run("run.sh", None)
+
+
+def test_what_is_no_text_of_a_run_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = f"FOLDER={'x' * 300} swift sft --model m"
+    assert read_run(command, None).options == {"model": "m"}
+    (folder / "model.bin").write_bytes(b"\xff\xfe\x00 --model m")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        read_run("model.bin", None)
+
+    def unreadable(*_: Any, **__: Any) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", unreadable)
+    with pytest.raises(ConfigError, match="Permission denied") as refused:
+        read_run("model.bin", None)
+    assert refused.value.fix
+
+
+def test_the_longest_start_tells_the_tool(capsys: Any) -> None:
+    for start in ("torchrun swift/cli/sft.py", "python -m torch.distributed.run /opt/swift/cli/sft.py"):
+        assert read_run(f"{start} --model m", None).tool.name == "ms-swift"
+    assert read_run("torchrun trl/scripts/sft.py --model m", None).tool.name == "trl"
+    assert read_run("python examples/sft.py --model m", None).tool.name == "trl"
+    with pytest.raises(ConfigError) as refused:
+        converted({**EXAMPLE, "finetuning_type": "oft"}, capsys)
+    assert refused.value.fix
+
+
+TRL = {"model_name_or_path": "m", "dataset_name": "d.jsonl", "output_dir": "o"}
+SWIFT_KEYS = {"model": "m", "dataset": ["d.jsonl"], "output_dir": "o"}
+
+
+@pytest.mark.parametrize(
+    ("run", "tool", "name"),
+    [
+        ({**AXOLOTL, "sample_packing": True}, "axolotl", "sample_packing"),
+        ({**SWIFT_KEYS, "packing": True}, "ms-swift", "packing"),
+        ({**TRL, "packing": True}, "trl", "packing"),
+        ({**EXAMPLE, "packing": True}, "llamafactory", "packing"),
+        ({**EXAMPLE, "neat_packing": True}, "llamafactory", "neat_packing"),
+        ({**EXAMPLE, **PRETRAIN}, "llamafactory", "packing"),
+    ],
+)
+def test_rows_of_packed_samples_are_named(capsys: Any, run: dict[str, Any], tool: str, name: str) -> None:
+    _, text = converted(run, capsys, "--from", tool)
+    assert f"#   {name} true: there a batch counts packed rows" in section(text, TRAINED)
+    _, text = converted({**run, name: False, "packing": False}, capsys, "--from", tool)
+    assert "packed rows" not in text
+
+
+@pytest.mark.parametrize(
+    ("run", "tool", "names"),
+    [
+        (AXOLOTL, "axolotl", "shuffle_merged_datasets"),
+        (SWIFT_KEYS, "ms-swift", "dataset_shuffle train_dataloader_shuffle enable_thinking use_chat_template"),
+        (EXAMPLE, "llamafactory", "enable_thinking average_tokens_across_devices"),
+        (TRL, "trl", "average_tokens_across_devices"),
+    ],
+)
+def test_false_is_named_where_true_is_what_happens_here(
+    capsys: Any, run: dict[str, Any], tool: str, names: str
+) -> None:
+    _, text = converted({**run, **dict.fromkeys(names.split(), False)}, capsys, "--from", tool)
+    assert all(f"#   {name} false: " in section(text, TRAINED) for name in names.split())
+    _, text = converted({**run, **dict.fromkeys(names.split(), True)}, capsys, "--from", tool)
+    assert not any(name in text for name in names.split())
+
+
+@pytest.mark.parametrize(
+    ("run", "tool", "norm"),
+    [(TRL, "trl", 0), (EXAMPLE, "llamafactory", 0), (SWIFT_KEYS, "ms-swift", 0), (AXOLOTL, "axolotl", 1)],
+)
+def test_null_is_no_default_where_it_says_something(capsys: Any, run: dict[str, Any], tool: str, norm: float) -> None:
+    config, _ = converted({**run, "max_grad_norm": None}, capsys, "--from", tool)
+    assert config.max_grad_norm == norm
+
+
+def test_null_as_length_is_named(capsys: Any) -> None:
+    for name in ("max_length", "max_seq_length"):
+        config, text = converted({**TRL, name: None, "dataset_train_split": None}, capsys)
+        assert config.cutoff_len == RunConfig.model_fields["cutoff_len"].default
+        assert "max_length null: there nothing is cut" in section(text, TRAINED)
+        assert "dataset_train_split null: train is written" in section(text, DIFFERS)
+
+
+@pytest.mark.parametrize(
+    ("run", "tool", "size"),
+    [
+        ({**SWIFT_KEYS, "sequence_parallel_size": 4, "gradient_accumulation_steps": 3}, "ms-swift", 6),
+        ({**SWIFT_KEYS, "sequence_parallel_size": 4}, "ms-swift", 4),  # 2 accumulated, by all 8 devices
+        ({**SWIFT_KEYS, "deepspeed_autotp_size": 2}, "ms-swift", 8),
+        ({**AXOLOTL, "context_parallel_size": 2, "tensor_parallel_size": 2}, "axolotl", 16),
+        ({**AXOLOTL, "sequence_parallel_degree": 8}, "axolotl", 8),
+    ],
+)
+def test_devices_that_share_samples_count_once(capsys: Any, run: dict[str, Any], tool: str, size: int) -> None:
+    config, text = converted(run, capsys, "--from", tool, "--devices", "8")
+    assert config.global_batch_size == size and "that share every sample there" in section(text, DIFFERS)
+    with pytest.raises(ConfigError, match="does not divide 1"):
+        converted(run, capsys, "--from", tool)
+
+
+@pytest.mark.parametrize(
+    ("command", "processes"),
+    [
+        ("NPROC_PER_NODE=8 swift sft", 8),
+        ("N=4\nexport NPROC_PER_NODE=$N NNODES=2\ncd runs && swift sft", 8),
+        ("cd runs && env NPROC_PER_NODE=2 swift sft", 2),
+        ("torchrun --nproc_per_node 4 --nnodes=2 swift/cli/sft.py", 8),
+        ("python -m torch.distributed.run --nproc-per-node=4 swift/cli/sft.py", 4),
+        ("accelerate launch --num_machines 2 --num_processes 16 swift/cli/sft.py", 16),
+        ("torchrun --nproc_per_node gpu swift/cli/sft.py", None),
+        ("swift sft", None),
+    ],
+)
+def test_the_launcher_says_how_many_devices(capsys: Any, command: str, processes: int | None) -> None:
+    command += " --model m --dataset d.jsonl --gradient_accumulation_steps 1"
+    config, text = converted(command, capsys)
+    assert read_run(command, None).processes == processes
+    assert config.global_batch_size == (processes or 1) and "launcher's" not in text
+    config, text = converted(command, capsys, "--devices", "32")
+    assert config.global_batch_size == 32
+    assert (f"the launcher's processes {processes}: --devices 32" in text) == (processes is not None)
+
+
+@pytest.mark.parametrize(("run", "tool"), [(EXAMPLE, "llamafactory"), (TRL, "trl"), (SWIFT_KEYS, "ms-swift")])
+def test_the_revision_is_part_of_the_name(capsys: Any, folder: Path, run: dict[str, Any], tool: str) -> None:
+    name = "model" if tool == "ms-swift" else "model_name_or_path"
+    config, text = converted({**run, "model_revision": "v1"}, capsys, "--from", tool)
+    assert config.model == f"{run[name]}@v1" and "model_revision" not in text
+    config, _ = converted({**run, "model_revision": "main"}, capsys, "--from", tool)
+    assert config.model == run[name]
+    (folder / "base").mkdir()
+    config, text = converted({**run, name: "base", "model_revision": "v1"}, capsys, "--from", tool)
+    assert config.model == "base" and "model_revision v1" in section(text, TRAINED)
+
+
+def test_swift_takes_models_from_modelscope(capsys: Any, folder: Path) -> None:
+    (folder / "base").mkdir()
+    command = "swift sft --model owner/name --dataset d.jsonl"
+    config, text = converted(command, capsys)
+    assert config.hub == "modelscope" and "from ModelScope" in section(text, DIFFERS)
+    for other in (f"{command} --use_hf true", f"USE_HF=1 {command}"):
+        config, text = converted(other, capsys)
+        assert config.hub == "huggingface" and "ModelScope" not in text
+    config, text = converted(command.replace("owner/name", "base"), capsys)
+    assert config.hub == "auto" and "ModelScope" not in text
+
+
+def test_how_long_samples_and_old_checkpoints_end_is_said(capsys: Any) -> None:
+    _, text = converted({**AXOLOTL, "excess_length_strategy": "truncate", "save_total_limit": 0}, capsys)
+    assert "there: truncate" in section(text, DIFFERS) and "drop" not in section(text, DIFFERS)
+    assert "save_total_limit 0: there every checkpoint is kept" in section(text, DIFFERS)
