@@ -17,7 +17,9 @@ from finetune.config.run_config import RunConfig
 from finetune.config.sources import DataSource
 from finetune.data import parts, sample_shards
 from finetune.data.dataset import Samples, prepare_samples
+from finetune.data.passes import PartJob, Wanted
 from finetune.data.records import RecordReader
+from finetune.data.render import Renderer
 from finetune.data.selection import KEYS, Selection, content_hash, selection_of
 from finetune.errors import DataError, FinetuneError
 from finetune.training.prepare_sft import prepare_data
@@ -97,6 +99,24 @@ def test_a_group_may_be_a_mapped_column_and_must_be_there(tmp_path: Path) -> Non
     path = write(tmp_path / "b.jsonl", [*rows_of(range(9)), {"prompt": "q", "completion": "a"}])
     with pytest.raises(DataError, match=rf"{path}:10: no group: no 'chat', which --split-by names"):
         prepared(path, Selection("train", 0.4, "chat"))
+
+
+@pytest.mark.parametrize("side", ["train", "valid"])
+def test_the_form_is_of_the_file_and_not_of_the_side(tmp_path: Path, side: Any) -> None:
+    rows = [{"instruction": f"question {n}", "output": f"answer {n}"} for n in range(24)]
+    for row in rows[1:6]:
+        row["messages"] = [{"role": "user", "content": "other"}]  # of no use: the file is of instructions
+    path = write(tmp_path / "a.jsonl", rows)
+    report = prepared(path, Selection(side, 0.5)).report
+    assert report.records_kept + report.other_side == report.records_read == 24 and 0 < report.other_side < 24
+
+
+def test_a_chosen_record_that_went_bad_is_not_left_out_silently(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [*rows_of(range(2)), {"prompt": "question"}])
+    job = PartJob(Renderer(family("gemma"), 64), (RecordReader(),), None, Selection("train", 0.5))
+    (part,) = parts.parts_of([path])
+    with pytest.raises(DataError, match="record 3 .* was good when it was checked"):
+        job((part, Wanted(False, np.ones(3, dtype=bool))))
 
 
 @pytest.mark.parametrize(("split", "side"), [(1e-9, "validation"), (6, "training"), (0.9999999, "training")])
