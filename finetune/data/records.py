@@ -100,7 +100,12 @@ class RecordReader:
         return set() if not self.columns or not isinstance(record, Mapping) else set(self.columns) & record.keys()
 
     def value_of(self, record: Mapping[str, Any], name: str) -> Any:
-        """What the data has under a key of its own, of a record as `conversations` gives it."""
+        """What the data has under a key of its own, of a record as `conversations` gives it.
+
+        None where it has nothing, or has it under a name of our formats that the mapping gives to another key.
+        """
+        if name in self.columns and name not in self.columns.values():
+            return None
         return record.get(next((ours for ours, theirs in self.columns.items() if theirs == name), name))
 
     def _renamed(self, record: Any) -> Any:
