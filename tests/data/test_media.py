@@ -29,12 +29,16 @@ WITH_MEDIA: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "q1", "image": "a.png"}, ANSWER]},
     {"conversations": [{"from": "human", "value": "<video>q1"}, {"from": "gpt", "value": "a1"}], "video": "a.mp4"},
     {"instruction": "<image>q1", "output": "a1", "image": "a.png"},
+    {"instruction": "<image>q1", "output": "a1", "image": {"bytes": None, "path": "a.png"}, "audios": [None]},
+    {"instruction": "q1", "output": "a1", "image": [[0, 0], [0, 0]]},
     {"prompt": [{"role": "user", "content": [{"type": "input_audio"}, {"type": "text", "text": "q1"}]}],
      "completion": [ANSWER]},
 ]  # fmt: skip
 NO_MEDIA: list[dict[str, Any]] = [
     PLAIN,
     {**PLAIN, "images": [], "audios": "[]", "video": None},
+    {**PLAIN, "image": {"bytes": None, "path": None}, "images": [None], "audios": [{"bytes": b"", "path": ""}]},
+    {**PLAIN, "meta": [{"type": ["string", "null"]}, {"type": {"image": 1}}]},
     {"messages": [{"role": "user", "content": "What is <image> in HTML?"}, ANSWER]},
     {**PLAIN, "tools": [{"name": "draw", "parameters": {"properties": {"image": {"type": "string"}}}}]},
 ]
@@ -62,6 +66,11 @@ def test_media_are_found_and_leave_the_text(tmp_path: Path, record: dict[str, An
 @pytest.mark.parametrize("record", NO_MEDIA)
 def test_what_is_no_media(record: dict[str, Any]) -> None:
     assert not has_media(record)
+
+
+def test_types_that_are_no_text_are_left_alone() -> None:
+    record = {**PLAIN, "image": "a.png", "schema": [{"type": ["string", "null"]}, {"type": {}}]}
+    assert without_media(record) == {**PLAIN, "schema": record["schema"]}
 
 
 def test_records_with_media_are_left_out_and_counted(tmp_path: Path) -> None:
