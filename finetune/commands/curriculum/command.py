@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -240,10 +241,10 @@ def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[i
     from finetune.data.selection import KEYS, selection_of
     from finetune.data.sources import expand_sources
 
-    names = config.curriculum.levels
-    index: dict[str | None, int] = {None: -1, **{name: number for number, name in enumerate(names)}}
+    names = config.curriculum.levels if config.use_curriculum else None
+    index: dict[str | None, int] = {None: -1, **{name: number for number, name in enumerate(names or ())}}
     good: list[tuple[int, int, int]] = []  # difficulty, record, source
-    problems, read = ProblemLog(), 0
+    problems, read, others = ProblemLog(), 0, Counter[str]()
     selection, keys = selection_of(config), []
     files = expand_sources(config.sources)
     for number, file in enumerate(files):
@@ -256,6 +257,7 @@ def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[i
                 if selection:
                     keys.append(selection.key(read - 1, record, found, reader))
             except MediaLeftOut:
+                others["with images, video or sound"] += 1
                 continue
             except RecordProblem as problem:
                 problems.add((number, line), f"{file.path}:{line}", problem)
@@ -265,10 +267,13 @@ def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[i
         problems.refuse(read)
     difficulties, record_ids, sources = np.array(good, dtype=np.int64).reshape(-1, 3).T
     if selection:
-        taken = selection.choose(np.array(keys, dtype=KEYS), read, f"{files[0].path}:1").mask[record_ids]
+        chosen = selection.choose(np.array(keys, dtype=KEYS), read, f"{files[0].path}:1")
+        others["duplicates"], others["on the other side of the split"] = chosen.duplicates, chosen.other_side
+        taken = chosen.mask[record_ids]
         difficulties, record_ids, sources = difficulties[taken], record_ids[taken], sources[taken]
-    kinds = ", ".join(f"{count} {kind}" for kind, count in problems.counts.most_common())
-    dropped = [f"{problems.total:,} of {read:,} records are dropped: {kinds}"] if kinds else []
+    counts = problems.counts + others
+    kinds = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
+    dropped = [f"{counts.total():,} of {read:,} records are dropped: {kinds}"] if kinds else []
     starts = [0, *accumulate(np.bincount(sources, minlength=len(config.sources)).tolist())]
     return difficulties, record_ids, starts, dropped
 
