@@ -235,6 +235,13 @@ def test_the_schedule_is_of_the_training_side(tmp_path: Path) -> None:
         assert said in dropped
 
 
+def test_the_schedule_refuses_columns_as_training_does(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", rows_of(range(3)))
+    config = RunConfig(model="m", data=str(path), output_dir="o", columns={"system": "persona"})
+    with pytest.raises(DataError, match="no record has 'persona', which --columns reads as 'system'"):
+        read_difficulties(config)
+
+
 def test_difficulties_of_entries_are_not_read_without_a_curriculum(tmp_path: Path) -> None:
     data = {"path": str(write(tmp_path / "a.jsonl", rows_of(range(4)))), "difficulty": "hard"}
     config = RunConfig(model="m", data=[data], output_dir="o", use_curriculum=False)

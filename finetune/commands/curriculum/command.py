@@ -233,11 +233,11 @@ def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[i
     each source, and N; warnings about the others.
 
     Raises:
-        DataError: a file cannot be read; records are bad and `on_bad_row` is refuse.
+        DataError: a file cannot be read; a column that no record has; records are bad and `on_bad_row` is refuse.
     """
     from finetune.data.media import MediaLeftOut
     from finetune.data.problems import ProblemLog, RecordProblem
-    from finetune.data.records import RecordReader
+    from finetune.data.records import RecordReader, refuse_unmapped
     from finetune.data.selection import KEYS, selection_of
     from finetune.data.sources import expand_sources
 
@@ -247,10 +247,12 @@ def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[i
     problems, read, others = ProblemLog(), 0, Counter[str]()
     selection, keys = selection_of(config), []
     files = expand_sources(config.sources)
-    for number, file in enumerate(files):
-        reader = RecordReader(names, config.difficulty_field, file.source, config.on_media)
+    readers = [RecordReader(names, config.difficulty_field, file.source, config.on_media) for file in files]
+    columns: dict[int, set[str]] = {number: set() for number in range(len(files))}
+    for number, (file, reader) in enumerate(zip(files, readers, strict=True)):
         for line, record, found in reader.file(file.path):
             read += 1
+            columns[number] |= reader.mapped_in(record)
             try:
                 if isinstance(found, RecordProblem):
                     raise found
@@ -263,6 +265,7 @@ def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[i
                 problems.add((number, line), f"{file.path}:{line}", problem)
                 continue
             good.append((index[found.difficulty], read - 1, file.number))
+    refuse_unmapped(readers, [file.path for file in files], columns)
     if config.on_bad_row == "refuse":
         problems.refuse(read)
     difficulties, record_ids, sources = np.array(good, dtype=np.int64).reshape(-1, 3).T
