@@ -10,6 +10,7 @@ from typing import Any
 
 from finetune.config.names import flag
 from finetune.config.precedence import Precedence, Resolution, Rule
+from finetune.config.sources import as_sources, with_columns
 
 MICRO, ACCUMULATION, GLOBAL = "micro_batch_size", "gradient_accumulation_steps", "global_batch_size"
 
@@ -174,6 +175,21 @@ def metric_problems(config: Any) -> list[tuple[str, str]]:
     return [(f"best_metric is {metric}, which no evaluation has", f"take one of {', '.join(known)}")]
 
 
+def split_problems(config: Any) -> list[tuple[str, str]]:
+    """A split that has nothing to split, or by a field whose name is taken from it by `columns`."""
+    field = config.split_by
+    if field is None:
+        return []
+    if config.valid_split is None:
+        return [("split_by is given, and nothing is split", "give valid_split as well, or leave it out")]
+    mappings = [source.columns or {} for source in with_columns(as_sources(config.data), config.columns)]
+    hides = next((columns for columns in mappings if field in columns and field not in columns.values()), None)
+    if hides is None:
+        return []
+    what = f"split_by is {field}, a name that columns gives to '{hides[field]}'"
+    return [(what, f"split by {hides[field]}, or by another field")]
+
+
 def note_unused(resolution: Resolution, unused: Iterable[tuple[tuple[str, ...], bool, str]]) -> None:
     """Note settings that somebody gave and that this run does not read.
 
@@ -216,9 +232,10 @@ def resolve_data_weights(resolution: Resolution) -> None:
     if data.precedence >= Precedence.FLAG > weights.precedence:
         resolution.derive("data_weights", [], f"dropped: data is from {data.origin}")
         resolution.notes.append(f"data_weights ({weights.where}) is dropped, because data is from {data.origin}")
-    elif weights.precedence > data.precedence and isinstance(data.value, list | tuple):
-        entries = [_unweighted(entry) for entry in data.value]
-        if entries != list(data.value):
+    elif weights.precedence > data.precedence and isinstance(data.value, list | tuple | dict):
+        given = [data.value] if isinstance(data.value, dict) else list(data.value)
+        entries = [_unweighted(entry) for entry in given]
+        if entries != given:
             resolution.values["data"] = replace(data, value=entries)
             resolution.notes.append(f"the weights in data ({data.where}) are not used: data_weights is {weights.where}")
 

@@ -35,7 +35,13 @@ from finetune.config.fields import (
     saving_setting,
 )
 from finetune.config.precedence import Rule
-from finetune.config.rules import RULES_FOR_FINE_TUNING, batch_problem, evaluation_problems, metric_problems
+from finetune.config.rules import (
+    RULES_FOR_FINE_TUNING,
+    batch_problem,
+    evaluation_problems,
+    metric_problems,
+    split_problems,
+)
 from finetune.config.schedules import PretrainingScheduleName, ScheduleName, described
 from finetune.config.sources import (
     DataEntries,
@@ -363,8 +369,7 @@ class RunConfig(BaseConfig):
         found += source_problems(self.data, self.data_weights, self.valid_data, levels)
         if self.valid_split is not None and self.valid_data:
             found.append(("valid_split and valid_data are both given", "keep one: a part of data, or files of its own"))
-        if self.split_by is not None and self.valid_split is None:
-            found.append(("split_by is given, and nothing is split", "give valid_split as well, or leave it out"))
+        found += split_problems(self)
         if self.micro_batch_size == "auto":
             # Left out beside accumulation it is 1: rules.py, resolve_batch.
             if self.gradient_accumulation_steps is not None and "micro_batch_size" in self.model_fields_set:

@@ -178,7 +178,9 @@ class Audit:
 
     def held_out(self, name: str, files: tuple[DataFile, ...] | None, record_ids: np.ndarray | None = None) -> HeldOut:
         """N-grams of files, or of the records with these numbers of the training files."""
-        readers = self.readers if files is None else tuple(RecordReader(source=file.source) for file in files)
+        readers = self.readers
+        if files is not None:
+            readers = tuple(RecordReader(source=file.source, on_media=self.readers[0].on_media) for file in files)
         files = files or self.files
         rows, grams, owners = Rows(files), [], []
         for found in self._pass("held out", AuditJob(readers), files, readers, record_ids):

@@ -129,6 +129,19 @@ def parquet_batches(path: Path, records: int) -> Iterator[RecordBatch]:
         raise DataError(f"is no parquet file: {error}", where=str(path), fix="write the file again") from error
 
 
+def batch_records(batch: RecordBatch, path: Path) -> list[dict[str, Any]]:
+    """The records of a batch as Python has them.
+
+    Raises:
+        DataError: a value that Python has not: a time beyond the year 9999, a text that is not UTF-8.
+    """
+    try:
+        return batch.to_pylist()
+    except (OverflowError, ValueError) as error:
+        what = f"has a value that cannot be read: {error}"
+        raise DataError(what, where=str(path), fix="leave the column out, or write it as text") from error
+
+
 def arrow_batches(path: Path, records: int) -> Iterator[RecordBatch]:
     """The records of an Arrow IPC file or stream (`datasets` writes streams) in batches of at most so many.
 

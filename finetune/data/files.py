@@ -16,6 +16,7 @@ from finetune.config.config_files import similar_files
 from finetune.data.file_kinds import (
     KINDS_IN_WORDS,
     arrow_batches,
+    batch_records,
     csv_records,
     file_kind,
     is_data_file,
@@ -155,7 +156,7 @@ def read_records(path: Path) -> Iterator[tuple[int, Any]]:
         kind = file_kind(path)
         if kind in ("parquet", "arrow"):
             read = parquet_batches if kind == "parquet" else arrow_batches
-            batches = (batch.to_pylist() for batch in read(path, _BATCH_RECORDS))
+            batches = (batch_records(batch, path) for batch in read(path, _BATCH_RECORDS))
             yield from enumerate(itertools.chain.from_iterable(batches), 1)
         elif kind in ("array", "csv"):
             yield from (array_records if kind == "array" else csv_records)(path)

@@ -24,7 +24,8 @@ def hub_files(given: str) -> list[Path] | None:
     read HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE.
 
     Raises:
-        DataError: no such data set, subset, revision or split, out of reach and not cached; no ModelScope library.
+        DataError: no name, or that of a local folder too; no such data set, subset, revision or split, out of reach
+            and not cached; no ModelScope library.
     """
     prefix = next((prefix for prefix in HUB_PREFIXES if given.startswith(prefix)), None)
     if prefix is None:
@@ -32,11 +33,17 @@ def hub_files(given: str) -> list[Path] | None:
     found = _NAME.fullmatch(given.removeprefix(prefix))
     if found is None:
         raise DataError("is no name of a data set", where=given, fix=_FORM)
+    name = found["name"]
+    if {".", ".."} & set(name.split("/")):
+        raise DataError("is no name of a data set", where=given, fix=f"write ./{name} for a folder; {_FORM}")
+    if Path(name).exists():  # which both libraries would read instead
+        what = f"is also the name of a local file or folder: {name}"
+        raise DataError(what, where=given, fix=f"write ./{name} for that one, or start where it is not")
     if prefix == "modelscope:" and importlib.util.find_spec("modelscope") is None:
         raise DataError("the library of ModelScope is not installed", where=given, fix="pip install modelscope")
     load = _load_modelscope if prefix == "modelscope:" else _load_hub
     try:
-        rows = load(found["name"], found["subset"], found["revision"], found["split"] or "train")
+        rows = load(name, found["subset"], found["revision"], found["split"] or "train")
     except Exception as error:  # the libraries, and those below them, raise kinds of their own
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         fix = f"check name and connection (HF_ENDPOINT names a mirror; offline it must be cached); {_FORM}"
@@ -50,13 +57,31 @@ def hub_files(given: str) -> list[Path] | None:
 def _load_hub(name: str, subset: str | None, revision: str | None, split: str) -> Any:
     import datasets
 
-    rows = datasets.load_dataset(name, subset, revision=revision, split=split)
-    if revision and re.fullmatch(r"[0-9a-f]{40}", revision):
-        for entry in rows.cache_files:
-            # Offline, datasets takes the latest that is cached; it keeps each under its commit.
-            if revision not in Path(entry["filename"]).parts:
-                raise ValueError(f"revision {revision} is not cached, another one is: {entry['filename']}")
+    commit = _commit(name, revision)
+    rows = datasets.load_dataset(name, subset, revision=commit, split=split)
+    for entry in rows.cache_files if commit else ():
+        # Out of reach, datasets takes the latest that is cached; it keeps each under its commit.
+        if commit not in Path(entry["filename"]).parts:
+            raise ValueError(f"revision {revision} is not cached, another one is: {entry['filename']}")
     return rows
+
+
+def _commit(name: str, revision: str | None) -> str | None:
+    """The commit that a branch, tag or short commit stands for, by the hub: datasets keeps no names of commits.
+
+    Raises:
+        ValueError: the hub does not know it, or is out of reach.
+    """
+    if revision is None or re.fullmatch(r"[0-9a-f]{40}", revision):
+        return revision
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().dataset_info(name, revision=revision).sha
+    except Exception as error:  # of huggingface_hub and of what is below it
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        what = f"the commit of revision {revision} is not known (offline write its 40 digits): {reason}"
+        raise ValueError(what) from error
 
 
 def _load_modelscope(name: str, subset: str | None, revision: str | None, split: str) -> Any:

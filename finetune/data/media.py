@@ -31,13 +31,32 @@ def holds_something(value: Any) -> bool:
     return bool(value) and not (isinstance(value, str) and value.strip() in ("", "[]", "{}", "null"))
 
 
+def _holds_media(value: Any) -> bool:
+    """As `holds_something`; a list or struct of nothing, as parquet has it of a missing image, says nothing."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return any(inner is not None and (_is_number(inner) or _holds_media(inner)) for inner in value)
+    return holds_something(value)
+
+
+def _is_number(value: Any) -> bool:
+    """A pixel or a sound's sample, which may be 0."""
+    return isinstance(value, (int, float))
+
+
+def _is_media_part(part: Mapping[str, Any]) -> bool:
+    kind = part.get("type")
+    return isinstance(kind, str) and kind in _PART_TYPES
+
+
 def has_media(value: Any) -> bool:
     """Whether a record, or one of its turns or contents, has media."""
     if isinstance(value, (list, tuple)):
         return any(map(has_media, value))
     if not isinstance(value, Mapping):
         return False
-    if value.get("type") in _PART_TYPES or any(holds_something(value.get(key)) for key in MEDIA_KEYS):
+    if _is_media_part(value) or any(_holds_media(value.get(key)) for key in MEDIA_KEYS):
         return True
     return any(has_media(inner) for inner in value.values() if isinstance(inner, (list, tuple)))
 
@@ -51,7 +70,7 @@ def _stripped(value: Any) -> Any:
     if isinstance(value, str):
         return _PLACEHOLDER.sub("", value)
     if isinstance(value, (list, tuple)):
-        return [_stripped(one) for one in value if not (isinstance(one, Mapping) and one.get("type") in _PART_TYPES)]
+        return [_stripped(one) for one in value if not (isinstance(one, Mapping) and _is_media_part(one))]
     if not isinstance(value, Mapping):
         return value
     if value.get("type") == "text":

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.data.file_kinds import (
     arrow_batches,
+    batch_records,
     file_kind,
     is_compressed,
     open_text,
@@ -59,7 +60,7 @@ class Part:
         if isinstance(self.records, list):
             return self.records, 0
         assert self.records is not None
-        return list(enumerate(self.records.to_pylist(), self.first_record)), 0
+        return list(enumerate(batch_records(self.records, self.path), self.first_record)), 0
 
     def _lines(self, raw: bytes) -> tuple[list[tuple[int, Any]], int]:
         records = list(line_records(io.BytesIO(raw), self.path, is_start=self.begins))

@@ -14,6 +14,7 @@ from finetune.data.records import RecordReader
 from finetune.data.render import Rendered, Renderer
 from finetune.data.report import DataReport
 from finetune.data.selection import KEYS, Selection
+from finetune.errors import DataError
 
 NO_DIFFICULTY = -1
 NO_ROOM = "no room for an answer within cutoff_len"
@@ -105,13 +106,20 @@ class PartJob:
         return checked
 
     def _tokenize(self, part: Part, wanted: Wanted) -> Tokenized:
+        """Raises DataError: a record that was chosen cannot be used any more."""
         part_records, lines = part.read()
         kept = _Kept(self.difficulties or ())
         refused: Lines = []
         numbers = range(len(part_records)) if wanted.chosen is None else np.flatnonzero(wanted.chosen).tolist()
-        records = self.readers[part.file].conversations([part_records[number] for number in numbers], part.form)
+        reader = self.readers[part.file]
+        # As for the check: a record that is not chosen may be the one that shows the form.
+        form = part.form or reader.form_shown(part_records)
+        records = reader.conversations([part_records[number] for number in numbers], form)
         for number, (line, _record, found) in zip(numbers, records, strict=True):
             if isinstance(found, RecordProblem) or (wanted.labelled_only and found.difficulty is None):
+                if wanted.chosen is not None:
+                    what = f"record {number + 1} of a part was good when it was checked, and is not any more"
+                    raise DataError(what, where=str(part.path), fix="leave the file unchanged, and start again")
                 continue
             try:
                 samples = self.renderer(found)

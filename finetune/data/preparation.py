@@ -15,7 +15,7 @@ import itertools
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -29,7 +29,7 @@ from finetune.data.pace import Pace
 from finetune.data.parts import Part, parts_of
 from finetune.data.passes import NO_ROOM, Checked, Lines, PartJob, Tokenized, Wanted
 from finetune.data.problems import LISTED_RECORDS, ProblemLog, RecordProblem
-from finetune.data.records import RecordReader
+from finetune.data.records import RecordReader, refuse_unmapped
 from finetune.data.render import Renderer
 from finetune.data.report import DataReport
 from finetune.data.sample_shards import SCRATCH, TOKEN_BYTES, ShardWriter, write_arrays
@@ -164,7 +164,7 @@ class Preparation:
             problems.merge(unlabelled)
         if not report.records_read:
             raise DataError("the data files hold no record", where=self._where(), fix="give --data files with records")
-        self._refuse_unmapped(columns)
+        refuse_unmapped(self.readers, self.paths, columns)
         if not self.drop_bad_records:
             problems.refuse(report.records_read)
         report.dropped = dict(problems.counts)
@@ -180,21 +180,6 @@ class Preparation:
         chosen = self.selection.choose(keys, report.records_read, f"{self.paths[0]}:1")
         chosen.save(kept, part_records)
         report.duplicates, report.other_side = chosen.duplicates, chosen.other_side
-
-    def _refuse_unmapped(self, found: Mapping[int, set[str]]) -> None:
-        """Refuse columns that no record of the files that share them has."""
-        shared: dict[tuple[tuple[str, str], ...], list[int]] = {}
-        for file, reader in enumerate(self.readers):
-            shared.setdefault(tuple(reader.columns.items()), []).append(file)
-        for columns, files in shared.items():
-            seen = set().union(*(found.get(file, set()) for file in files))
-            for ours, theirs in columns:
-                if ours not in seen:
-                    raise DataError(
-                        f"no record has '{theirs}', which --columns reads as '{ours}'",
-                        where=f"{self.paths[files[0]]}:1",
-                        fix=f"write {ours}= and the key that the records have, or leave it out",
-                    )
 
     # ------------------------------------------------------------------ second pass
 

@@ -12,6 +12,7 @@ from finetune.data.files import read_records
 from finetune.data.formats import Conversation, detect_format, to_conversation
 from finetune.data.media import MediaLeftOut, has_media, without_media
 from finetune.data.problems import RecordProblem
+from finetune.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,12 @@ class RecordReader:
         return set() if not self.columns or not isinstance(record, Mapping) else set(self.columns) & record.keys()
 
     def value_of(self, record: Mapping[str, Any], name: str) -> Any:
-        """What the data has under a key of its own, of a record as `conversations` gives it."""
+        """What the data has under a key of its own, of a record as `conversations` gives it.
+
+        None where it has nothing, or has it under a name of our formats that the mapping gives to another key.
+        """
+        if name in self.columns and name not in self.columns.values():
+            return None
         return record.get(next((ours for ours, theirs in self.columns.items() if theirs == name), name))
 
     def _renamed(self, record: Any) -> Any:
@@ -109,3 +115,26 @@ class RecordReader:
         theirs = set(self.columns.values())
         kept = {name: value for name, value in record.items() if name not in theirs and name not in self.columns}
         return kept | {ours: record[name] for ours, name in self.columns.items() if name in record}
+
+
+def refuse_unmapped(readers: Sequence[RecordReader], paths: Sequence[Path], found: Mapping[int, set[str]]) -> None:
+    """Refuse columns that no record of the files that share them has.
+
+    Args:
+        found: by number of the file, what `mapped_in` says of its records.
+
+    Raises:
+        DataError: there are such columns.
+    """
+    shared: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    for file, reader in enumerate(readers):
+        shared.setdefault(tuple(reader.columns.items()), []).append(file)
+    for columns, files in shared.items():
+        seen = set().union(*(found.get(file, set()) for file in files))
+        for ours, theirs in columns:
+            if ours not in seen:
+                raise DataError(
+                    f"no record has '{theirs}', which --columns reads as '{ours}'",
+                    where=f"{paths[files[0]]}:1",
+                    fix=f"write {ours}= and the key that the records have, or leave it out",
+                )

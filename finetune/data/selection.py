@@ -8,6 +8,7 @@ thousand billion pairs of ten million records (n * n / 2**65).
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -21,6 +22,7 @@ from finetune.data.formats import Conversation
 from finetune.data.problems import RecordProblem
 from finetune.data.records import RecordReader
 from finetune.errors import DataError
+from finetune.storage.durable_files import replace_file
 
 # Of a record that can be used: its number, hash of what it says, hash that decides its side, whether it is labelled.
 KEYS = np.dtype([("record", "<i8"), ("content", "<u8"), ("split", "<u8"), ("labelled", "?")])
@@ -61,9 +63,9 @@ class Selection:
         if self.split_by is None:
             return number, content, content, found.difficulty is not None
         group = reader.value_of(record, self.split_by)
-        if group is None or group == "":
+        if group is None or group == "" or group != group:  # NaN, which pandas writes for what is missing
             raise RecordProblem("no group", f"no '{self.split_by}', which --split-by names")
-        return number, content, _hash(group), found.difficulty is not None
+        return number, content, _hash(_as_text(group)), found.difficulty is not None
 
     def choose(self, keys: np.ndarray, records: int, where: str) -> Chosen:
         """Take the records of this side.
@@ -116,7 +118,9 @@ class Chosen:
 
     def save(self, path: Path, part_records: np.ndarray) -> None:
         """Beside what else the first pass found; `part_records` int64 (parts,)."""
-        np.savez(path, mask=np.packbits(self.mask), part_records=part_records)
+        file = io.BytesIO()
+        np.savez(file, mask=np.packbits(self.mask), part_records=part_records)
+        replace_file(path, file.getvalue())
 
 
 def chosen_in_parts(path: Path) -> list[np.ndarray]:
@@ -144,6 +148,13 @@ def selection_of(config: RunConfig, side: Literal["train", "valid"] = "train") -
 def _hash(value: Any) -> int:
     text = json.dumps(value, sort_keys=True, default=_plain)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _as_text(group: Any) -> Any:
+    """A number as CSV has it: 1, 1.0 (pandas, of a column that lacks some) and "1" are one group."""
+    if isinstance(group, bool) or not isinstance(group, (int, float)):
+        return group
+    return str(int(group) if isinstance(group, int) or group.is_integer() else group)
 
 
 def _plain(value: Any) -> Any:

@@ -6,6 +6,7 @@ of the record's own text), or `reasoning_content` in whatever form the template 
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from finetune.data.formats import Message
@@ -29,17 +30,40 @@ def behind_thinking(rendering: Rendering) -> Rendering:
 
 def _behind(text: str, turn: Turn, answer: Message) -> Turn:
     written = text[turn.start : turn.end]
-    close = written.find(_CLOSE)
-    if close >= 0 and (written.lstrip().startswith(_OPEN) or text[: turn.start].rstrip().endswith(_OPEN)):
-        rest = written[close + len(_CLOSE) :].lstrip()
+    reasoning, content = (answer.reasoning or "").strip(), answer.content.strip()
+    by_prompt = text[: turn.start].rstrip().endswith(_OPEN)
+    if _CLOSE in written and (by_prompt or written.lstrip().startswith(_OPEN)):
+        rest = _behind_block(written, reasoning, content, by_prompt)
         return replace(turn, start=turn.end - len(rest))
-    if not answer.reasoning:
+    if not reasoning:
         return turn
-    reasoning, content = answer.reasoning.strip(), answer.content.strip()
-    found = written.find(content, written.find(reasoning) + len(reasoning))
-    if found < 0 or not content:
-        raise RecordProblem(
-            "thinking not told from the answer",
-            "the chat template writes 'reasoning_content' in a form of its own; leave out --train-thinking false",
-        )
+    at = written.find(reasoning)
+    found = written.find(content, at + len(reasoning))
+    if at < 0 or found < 0 or not content:
+        raise _untold()
     return replace(turn, start=turn.start + found)
+
+
+def _behind_block(written: str, reasoning: str, content: str, by_prompt: bool) -> str:
+    """What is written behind the think block with which an answer begins."""
+    rests = [written[found.end() :].lstrip() for found in re.finditer(_CLOSE, written)]
+    if reasoning and _CLOSE in reasoning + content:  # the first tag may be a quoted one
+        _, found, behind = written.partition(reasoning)
+        if not found or not behind.lstrip().startswith(_CLOSE):
+            raise _untold()
+        return behind.lstrip().removeprefix(_CLOSE).lstrip()
+    if by_prompt and _CLOSE in content:
+        # Either the template closes the block and then comes the content, or the content closes it.
+        for begins in (content, content.partition(_CLOSE)[2].strip()):
+            for rest in rests:
+                if rest.startswith(begins):
+                    return rest
+        raise _untold()
+    return rests[0]
+
+
+def _untold() -> RecordProblem:
+    return RecordProblem(
+        "thinking not told from the answer",
+        "the chat template writes 'reasoning_content' in a form of its own; leave out --train-thinking false",
+    )

@@ -552,6 +552,8 @@ def test_sources_and_their_weights() -> None:
     assert "the weights in data (b.yaml: data) are not used" in str(by_flag.notes)
     old = file("c.yaml", {**NEEDED, "data": ["p", "q"], "data_weights": [3, 1]})
     assert [source.weight for source in command(old).config.sources] == [3.0, 1.0]
+    one = command(file("d.yaml", {**NEEDED, "data": {"path": "p", "weight": 2}}), flags="--data-weights 1")
+    assert [source.weight for source in one.config.sources] == [1.0]
     other = command(old, flags="--data r")
     assert other.config.sources[0].weight is None and "data_weights (c.yaml: data_weights) is dropped" in str(
         other.notes

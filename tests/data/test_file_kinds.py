@@ -142,6 +142,22 @@ def test_broken_files_are_named(tmp_path: Path, name: str, raw: bytes, said: str
     assert str(tmp_path / name) in caught.value.where
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_time_that_python_has_not_is_said(tmp_path: Path, kind: str) -> None:
+    times = pa.array([300_000_000_000], pa.timestamp("s"))
+    table = pa.table({"prompt": ["q"], "completion": ["a"], "when": times})
+    path = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        pa.parquet.write_table(table, path)
+    else:
+        with pa.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table)
+    for read in (lambda: prepared(path, tmp_path / "cache"), lambda: list(read_records(path))):
+        with pytest.raises(DataError, match="has a value that cannot be read") as caught:
+            read()
+        assert caught.value.where == str(path)
+
+
 def test_folders_that_datasets_saved(tmp_path: Path) -> None:
     rows = datasets.Dataset.from_list(ROWS)
     rows.save_to_disk(tmp_path / "saved", num_shards=3)

@@ -76,6 +76,10 @@ def test_subsets_are_told_apart(cache: Path) -> None:
         ("hub:owner/toy:train[:10%]", "is no name of a data set"),
         ("hub:owner/none", "the data set cannot be loaded: .*owner/none"),
         ("hub:owner/toy:valid", "the data set cannot be loaded: Unknown split"),
+        ("hub:owner/..", "is no name of a data set"),
+        ("modelscope:./toy", "is no name of a data set"),
+        ("hub:owner/toy@main", "the commit of revision main is not known"),
+        (f"hub:owner/toy@{COMMIT[:7]}", "the commit of revision 0123456 is not known"),
         (f"hub:owner/toy@{COMMIT[::-1]}", "the data set cannot be loaded: revision .* is not cached"),
     ],
 )
@@ -83,6 +87,27 @@ def test_what_is_not_there_is_said(cache: Path, given: str, said: str) -> None:
     with pytest.raises(DataError, match=said) as caught:
         expand_paths([given])
     assert given in caught.value.where
+
+
+@pytest.mark.parametrize("prefix", ["hub", "modelscope"])
+def test_a_local_folder_is_not_taken_for_a_data_set(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str
+) -> None:
+    (tmp_path / "owner" / "toy").mkdir(parents=True)
+    (tmp_path / "owner" / "toy" / "rows.jsonl").write_text('{"text": "local"}\n')
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="is also the name of a local file or folder: owner/toy") as caught:
+        expand_paths([f"{prefix}:owner/toy"])
+    assert "./owner/toy" in caught.value.fix and records("./owner/toy") == [{"text": "local"}]
+
+
+def test_a_tag_is_its_commit(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tags = {"v1": COMMIT, "v2": COMMIT[::-1]}
+    found = lambda self, name, revision: SimpleNamespace(sha=tags[revision])  # noqa: E731
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", found)
+    assert records("hub:owner/toy@v1") == ROWS
+    with pytest.raises(DataError, match="revision v2 is not cached, another one is"):
+        expand_paths(["hub:owner/toy@v2"])
 
 
 def test_modelscope_needs_its_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,8 @@ from finetune.data.media import has_media, without_media
 from finetune.data.problems import RecordProblem
 from finetune.data.render import Renderer
 from finetune.data.samples import Samples
+from finetune.data.spans import Rendering, Turn
+from finetune.data.thinking import behind_thinking
 from finetune.errors import DataError
 
 QUESTION, ANSWER = {"role": "user", "content": "q1"}, {"role": "assistant", "content": "a1"}
@@ -27,12 +29,16 @@ WITH_MEDIA: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "q1", "image": "a.png"}, ANSWER]},
     {"conversations": [{"from": "human", "value": "<video>q1"}, {"from": "gpt", "value": "a1"}], "video": "a.mp4"},
     {"instruction": "<image>q1", "output": "a1", "image": "a.png"},
+    {"instruction": "<image>q1", "output": "a1", "image": {"bytes": None, "path": "a.png"}, "audios": [None]},
+    {"instruction": "q1", "output": "a1", "image": [[0, 0], [0, 0]]},
     {"prompt": [{"role": "user", "content": [{"type": "input_audio"}, {"type": "text", "text": "q1"}]}],
      "completion": [ANSWER]},
 ]  # fmt: skip
 NO_MEDIA: list[dict[str, Any]] = [
     PLAIN,
     {**PLAIN, "images": [], "audios": "[]", "video": None},
+    {**PLAIN, "image": {"bytes": None, "path": None}, "images": [None], "audios": [{"bytes": b"", "path": ""}]},
+    {**PLAIN, "meta": [{"type": ["string", "null"]}, {"type": {"image": 1}}]},
     {"messages": [{"role": "user", "content": "What is <image> in HTML?"}, ANSWER]},
     {**PLAIN, "tools": [{"name": "draw", "parameters": {"properties": {"image": {"type": "string"}}}}]},
 ]
@@ -60,6 +66,11 @@ def test_media_are_found_and_leave_the_text(tmp_path: Path, record: dict[str, An
 @pytest.mark.parametrize("record", NO_MEDIA)
 def test_what_is_no_media(record: dict[str, Any]) -> None:
     assert not has_media(record)
+
+
+def test_types_that_are_no_text_are_left_alone() -> None:
+    record = {**PLAIN, "image": "a.png", "schema": [{"type": ["string", "null"]}, {"type": {}}]}
+    assert without_media(record) == {**PLAIN, "schema": record["schema"]}
 
 
 def test_records_with_media_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -120,3 +131,40 @@ def test_reasoning_in_another_form() -> None:
     nothing_said = Conversation((Message("user", "q"), Message("assistant", " ", reasoning="t")))
     with pytest.raises(RecordProblem, match="thinking not told from the answer"):
         renderer(nothing_said)
+
+
+def turn_behind(prompt: str, written: str, content: str, reasoning: str | None = None) -> str:
+    messages = (Message("user", "q"), Message("assistant", content, reasoning=reasoning))
+    rendering = Rendering(prompt + written, messages, (Turn(len(prompt), len(prompt + written), True),))
+    (turn,) = behind_thinking(rendering).turns
+    return rendering.text[turn.start : turn.end]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "written", "content", "reasoning", "left"),
+    [
+        ("A:", "<think>the </think> tag\n</think>\n\na<e>", "a", "the </think> tag", "a<e>"),
+        ("A:<think>\n", "the </think> tag\n</think>\n\na<e>", "a", "the </think> tag", "a<e>"),
+        ("A:<think>\n", "t\n</think>\n\nsay </think>.<e>", "say </think>.", "t", "say </think>.<e>"),
+        ("A:<think>\n", "\n</think>\n\nsay </think>.<e>", "say </think>.", None, "say </think>.<e>"),
+        ("A:<think>\n", "t\n</think>\n\na<e>", "<think>t</think>a", None, "a<e>"),
+        ("A:<think>\n", "t\n</think>\n\na<e>", "t\n</think>\n\na", None, "a<e>"),
+    ],
+)
+def test_a_tag_that_is_quoted_ends_no_block(
+    prompt: str, written: str, content: str, reasoning: str | None, left: str
+) -> None:
+    assert turn_behind(prompt, written, content, reasoning) == left
+
+
+@pytest.mark.parametrize(
+    ("prompt", "written", "content", "reasoning"),
+    [
+        ("A:", "[THINK]T ONE[/THINK]ta<e>", "ta", "t one"),
+        ("A:<think>\n", "T </think> two\n</think>\n\na<e>", "a", "t </think> two"),
+        ("A:<think>\n", "</think>Say </THINK>.<e>", "say </think>.", None),
+    ],
+)
+def test_thinking_that_is_not_told_is_refused(prompt: str, written: str, content: str, reasoning: str | None) -> None:
+    with pytest.raises(RecordProblem, match="thinking not told from the answer"):
+        turn_behind(prompt, written, content, reasoning)

@@ -17,7 +17,10 @@ from finetune.config.run_config import RunConfig
 from finetune.config.sources import DataSource
 from finetune.data import parts, sample_shards
 from finetune.data.dataset import Samples, prepare_samples
+from finetune.data.passes import PartJob, Wanted
+from finetune.data.problems import RecordProblem
 from finetune.data.records import RecordReader
+from finetune.data.render import Renderer
 from finetune.data.selection import KEYS, Selection, content_hash, selection_of
 from finetune.errors import DataError, FinetuneError
 from finetune.training.prepare_sft import prepare_data
@@ -97,6 +100,45 @@ def test_a_group_may_be_a_mapped_column_and_must_be_there(tmp_path: Path) -> Non
     path = write(tmp_path / "b.jsonl", [*rows_of(range(9)), {"prompt": "q", "completion": "a"}])
     with pytest.raises(DataError, match=rf"{path}:10: no group: no 'chat', which --split-by names"):
         prepared(path, Selection("train", 0.4, "chat"))
+
+
+def test_a_group_is_one_whatever_kind_of_file_its_number_is_from() -> None:
+    def group(value: Any) -> int:
+        ((_, record, found),) = RecordReader().conversations([(1, {**rows_of([1])[0], "chat": value})])
+        assert not isinstance(found, RecordProblem)
+        return Selection("train", 0.5, "chat").key(0, record, found, RecordReader())[2]
+
+    assert group(1) == group(1.0) == group("1") and group(1.5) == group("1.5")
+    assert len({group(1), group(2), group("01"), group(1.5), group(True)}) == 5
+    assert group(2**60) == group(str(2**60)), "no digit is lost"
+    for missing in (None, "", float("nan")):
+        with pytest.raises(RecordProblem, match="no group"):
+            group(missing)
+
+
+def test_a_hidden_key_is_not_another(tmp_path: Path) -> None:
+    reader = RecordReader(source=DataSource(path="a", columns={"system": "persona", "prompt": "q"}))
+    ((_, record, _),) = reader.conversations([(1, {"system": "s", "persona": "p", "q": "q", "completion": "a"})])
+    assert reader.value_of(record, "persona") == "p" and reader.value_of(record, "completion") == "a"
+    assert reader.value_of(record, "system") is None
+
+
+@pytest.mark.parametrize("side", ["train", "valid"])
+def test_the_form_is_of_the_file_and_not_of_the_side(tmp_path: Path, side: Any) -> None:
+    rows = [{"instruction": f"question {n}", "output": f"answer {n}"} for n in range(24)]
+    for row in rows[1:6]:
+        row["messages"] = [{"role": "user", "content": "other"}]  # of no use: the file is of instructions
+    path = write(tmp_path / "a.jsonl", rows)
+    report = prepared(path, Selection(side, 0.5)).report
+    assert report.records_kept + report.other_side == report.records_read == 24 and 0 < report.other_side < 24
+
+
+def test_a_chosen_record_that_went_bad_is_not_left_out_silently(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [*rows_of(range(2)), {"prompt": "question"}])
+    job = PartJob(Renderer(family("gemma"), 64), (RecordReader(),), None, Selection("train", 0.5))
+    (part,) = parts.parts_of([path])
+    with pytest.raises(DataError, match="record 3 .* was good when it was checked"):
+        job((part, Wanted(False, np.ones(3, dtype=bool))))
 
 
 @pytest.mark.parametrize(("split", "side"), [(1e-9, "validation"), (6, "training"), (0.9999999, "training")])
@@ -184,6 +226,27 @@ def test_the_schedule_is_of_the_training_side(tmp_path: Path) -> None:
     difficulties, record_ids, _, _ = read_difficulties(config)
     assert record_ids.tolist() == samples.record_ids.tolist() and difficulties.tolist() == samples.difficulties.tolist()
     assert len(record_ids) < 40
+    with_media = [{**rows[0], "image": "a.png"}, {**rows[0], "completion": ""}, *rows]
+    write(path, with_media)
+    (dropped,) = read_difficulties(config.model_copy(update={"on_media": "drop-row", "on_bad_row": "drop"}))[3]
+    left = 40 - len(record_ids)
+    assert dropped.startswith(f"{11 + left} of 51 records are dropped: ")
+    for said in ("1 empty answer", "1 with images", "9 duplicates", f"{left} on the other side of the split"):
+        assert said in dropped
+
+
+def test_the_schedule_refuses_columns_as_training_does(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", rows_of(range(3)))
+    config = RunConfig(model="m", data=str(path), output_dir="o", columns={"system": "persona"})
+    with pytest.raises(DataError, match="no record has 'persona', which --columns reads as 'system'"):
+        read_difficulties(config)
+
+
+def test_difficulties_of_entries_are_not_read_without_a_curriculum(tmp_path: Path) -> None:
+    data = {"path": str(write(tmp_path / "a.jsonl", rows_of(range(4)))), "difficulty": "hard"}
+    config = RunConfig(model="m", data=[data], output_dir="o", use_curriculum=False)
+    difficulties, record_ids, _, dropped = read_difficulties(config)
+    assert difficulties.tolist() == [-1] * 4 and record_ids.tolist() == [0, 1, 2, 3] and not dropped
 
 
 @pytest.mark.parametrize(
@@ -191,6 +254,10 @@ def test_the_schedule_is_of_the_training_side(tmp_path: Path) -> None:
     [
         ({"valid_split": 0.1, "valid_data": "v"}, "valid_split and valid_data are both given"),
         ({"split_by": "chat"}, "split_by is given, and nothing is split"),
+        (
+            {"valid_split": 3, "split_by": "system", "columns": {"system": "persona"}},
+            "split_by is system, a name that columns gives to 'persona'",
+        ),
         ({"valid_split": 0}, "valid_split"),
         ({"valid_split": 1.5}, "valid_split"),
     ],

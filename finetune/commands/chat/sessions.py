@@ -98,6 +98,7 @@ class ChatSession:
 
 def _is_message(message: Any) -> bool:
     is_text = isinstance(message, dict) and isinstance(message.get("content"), str)
+    is_text = is_text and isinstance(message.get("tool_call_id", ""), str)
     return is_text and message.get("role") in ("system", "user", "assistant", "tool")
 
 

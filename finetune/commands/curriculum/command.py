@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -232,43 +233,50 @@ def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[i
     each source, and N; warnings about the others.
 
     Raises:
-        DataError: a file cannot be read; records are bad and `on_bad_row` is refuse.
+        DataError: a file cannot be read; a column that no record has; records are bad and `on_bad_row` is refuse.
     """
     from finetune.data.media import MediaLeftOut
     from finetune.data.problems import ProblemLog, RecordProblem
-    from finetune.data.records import RecordReader
+    from finetune.data.records import RecordReader, refuse_unmapped
     from finetune.data.selection import KEYS, selection_of
     from finetune.data.sources import expand_sources
 
-    names = config.curriculum.levels
-    index: dict[str | None, int] = {None: -1, **{name: number for number, name in enumerate(names)}}
+    names = config.curriculum.levels if config.use_curriculum else None
+    index: dict[str | None, int] = {None: -1, **{name: number for number, name in enumerate(names or ())}}
     good: list[tuple[int, int, int]] = []  # difficulty, record, source
-    problems, read = ProblemLog(), 0
+    problems, read, others = ProblemLog(), 0, Counter[str]()
     selection, keys = selection_of(config), []
     files = expand_sources(config.sources)
-    for number, file in enumerate(files):
-        reader = RecordReader(names, config.difficulty_field, file.source, config.on_media)
+    readers = [RecordReader(names, config.difficulty_field, file.source, config.on_media) for file in files]
+    columns: dict[int, set[str]] = {number: set() for number in range(len(files))}
+    for number, (file, reader) in enumerate(zip(files, readers, strict=True)):
         for line, record, found in reader.file(file.path):
             read += 1
+            columns[number] |= reader.mapped_in(record)
             try:
                 if isinstance(found, RecordProblem):
                     raise found
                 if selection:
                     keys.append(selection.key(read - 1, record, found, reader))
             except MediaLeftOut:
+                others["with images, video or sound"] += 1
                 continue
             except RecordProblem as problem:
                 problems.add((number, line), f"{file.path}:{line}", problem)
                 continue
             good.append((index[found.difficulty], read - 1, file.number))
+    refuse_unmapped(readers, [file.path for file in files], columns)
     if config.on_bad_row == "refuse":
         problems.refuse(read)
     difficulties, record_ids, sources = np.array(good, dtype=np.int64).reshape(-1, 3).T
     if selection:
-        taken = selection.choose(np.array(keys, dtype=KEYS), read, f"{files[0].path}:1").mask[record_ids]
+        chosen = selection.choose(np.array(keys, dtype=KEYS), read, f"{files[0].path}:1")
+        others["duplicates"], others["on the other side of the split"] = chosen.duplicates, chosen.other_side
+        taken = chosen.mask[record_ids]
         difficulties, record_ids, sources = difficulties[taken], record_ids[taken], sources[taken]
-    kinds = ", ".join(f"{count} {kind}" for kind, count in problems.counts.most_common())
-    dropped = [f"{problems.total:,} of {read:,} records are dropped: {kinds}"] if kinds else []
+    counts = problems.counts + others
+    kinds = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
+    dropped = [f"{counts.total():,} of {read:,} records are dropped: {kinds}"] if kinds else []
     starts = [0, *accumulate(np.bincount(sources, minlength=len(config.sources)).tolist())]
     return difficulties, record_ids, starts, dropped
 

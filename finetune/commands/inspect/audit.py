@@ -29,7 +29,8 @@ def audit_data(config: RunConfig, train: Samples, valid: Samples | None, benchma
         benchmarks: files that must not be in the data, beside the run's validation data.
     """
     files = expand_sources(config.sources)
-    readers = tuple(RecordReader(config.curriculum.levels, config.difficulty_field, file.source) for file in files)
+    levels = config.curriculum.levels if config.use_curriculum else None
+    readers = tuple(RecordReader(levels, config.difficulty_field, file.source, config.on_media) for file in files)
     paths = [file.path for file in files]
     audit = Audit(files, readers, processes_for(paths, config.preprocessing_num_workers))
     scratch = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
@@ -42,10 +43,11 @@ def audit_data(config: RunConfig, train: Samples, valid: Samples | None, benchma
     if config.valid_data:
         held_out.insert(0, audit.held_out("the validation data", expand_sources(config.valid_sources)))
     report = train.report
+    left_out = {"images, video or sound": report.left_out_media} if report.left_out_media else {}
     return {
         "files": [str(path) for path in paths],
         "records": report.records_read,
-        "unusable": report.dropped,
+        "unusable": report.dropped | left_out,
         "cutoff_len": config.cutoff_len,
         "over_cutoff": {
             "prompts_trimmed": report.trimmed_records,

@@ -92,12 +92,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         from_modelscope(config.model, config.hub), config.template, trust_remote_code=config.trust_remote_code
     )
 
+    levels = config.curriculum.levels if config.use_curriculum else None
     found = {"on_bad_row": "drop"} if options.audit else {}  # which are counted there
-    samples = samples_of(config, tokenizer, config.curriculum.levels, **found)
+    samples = samples_of(config, tokenizer, levels, **found)
     console = terminal_console(highlight=False)
     if options.audit:
         splits = config.valid_split is not None
-        valid = samples_of(config, tokenizer, config.curriculum.levels, "valid", **found) if splits else None
+        valid = samples_of(config, tokenizer, levels, "valid", **found) if splits else None
         result = audit_data(config, samples, valid, options.benchmark)
         if options.as_json:
             sys.stdout.write(json.dumps(result, ensure_ascii=False, indent=2) + "\n")

@@ -234,6 +234,10 @@ def test_nothing_a_terminal_acts_on_gets_through():
             assert (visible(chr(code)) == chr(code)) == (chr(code) in "\n\t"), hex(code)
 
 
+_CALL = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALLED = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]
+
+
 def test_files_that_are_not_conversations_are_kept_and_refused(tmp_path: Path):
     other = tmp_path / "thesis.txt"
     other.write_text("years of work")
@@ -252,6 +256,7 @@ def test_files_that_are_not_conversations_are_kept_and_refused(tmp_path: Path):
         json.dumps({**good, "messages": [{"role": "assistant", "content": "x"}, {"role": "user", "content": "x"}]}),
         json.dumps({**good, "messages": [{"role": "root", "content": "x"}]}),
         json.dumps({**good, "messages": [{"role": "user", "content": 1}]}),
+        json.dumps({**good, "messages": [*CALLED, {"role": "tool", "content": "x", "tool_call_id": ["x"]}]}),
         "[" * 100_000,
     ):
         other.write_text(wrong)

@@ -106,6 +106,31 @@ def test_the_sides_of_a_split_are_compared(rows: list[dict[str, Any]], audited: 
     assert overlap["found"] == 0 and overlap["records"] > 10
 
 
+def test_rows_with_media_are_read_as_training_reads_them(
+    rows: list[dict[str, Any]], audited: Any, tmp_path: Path
+) -> None:
+    pictured = [{**row, "image": "a.png"} for row in rows[:5]]
+    path = write(tmp_path / "train.jsonl", [*rows[5:20], *pictured, pictured[0]])
+    valid = str(write(tmp_path / "valid.jsonl", [{**pictured[1], "image": "b.png"}, rows[30]]))
+    found = audited(path, "--on-media", "drop-media", "--valid-data", valid)
+    assert found["exact_duplicates"] == 1 and found["unusable"] == {}
+    assert found["overlap"][0]["found"] == 1
+    found = audited(path, "--on-media", "drop-row")
+    assert found["exact_duplicates"] == 0 and found["unusable"] == {"images, video or sound": 6}
+
+
+def test_difficulties_of_entries_are_not_read_without_a_curriculum(
+    rows: list[dict[str, Any]], tmp_path: Path, audited: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "train.jsonl", rows)
+    config = {"model": str(tmp_path / "model"), "data": [{"path": str(path), "difficulty": "hard"}]}
+    settings = {**config, "use_curriculum": False, "cache_dir": str(tmp_path / "cache")}
+    (tmp_path / "run.yaml").write_text(json.dumps(settings))
+    for options in (["--audit", "--json"], ["--rows", "0"]):
+        assert main(["--config", str(tmp_path / "run.yaml"), *options]) == 0
+    assert '"records": 60' in capsys.readouterr().out
+
+
 def test_the_table(rows: list[dict[str, Any]], audited: Any, tmp_path: Path) -> None:
     path = write(tmp_path / "train.jsonl", [*rows, rows[0]])
     shown = audited(path, json_wanted=False)
