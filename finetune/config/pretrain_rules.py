@@ -14,6 +14,7 @@ from finetune.config.rules import (
     note_unused,
     processes,
     refuse_product,
+    resolve_data_weights,
     warn_of_long_warmup,
 )
 
@@ -154,6 +155,7 @@ RULES_FOR_PRETRAINING: tuple[Rule, ...] = (
     resolve_tokens,
     resolve_reporting,
     resolve_continued,
+    partial(resolve_data_weights, data="train_data_path"),
     partial(warn_of_long_warmup, total="num_iterations", share="0.1 for a tenth"),
     _note_unused,
 )

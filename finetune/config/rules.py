@@ -224,20 +224,26 @@ def _listed(value: Any) -> set[str]:
     return {path for path in paths if isinstance(path, str)}
 
 
-def resolve_data_weights(resolution: Resolution) -> None:
-    """Of weights from different places the higher count, and weights of data that was replaced go with it."""
-    data, weights = resolution.values.get("data"), resolution.values.get("data_weights")
-    if not data or not weights or not weights.value:
+def resolve_data_weights(resolution: Resolution, *, data: str = "data") -> None:
+    """Of weights from different places the higher count, and weights of data that was replaced go with it.
+
+    Args:
+        data: the setting with the entries that are weighted.
+    """
+    named, weights = resolution.values.get(data), resolution.values.get("data_weights")
+    if not named or not weights or not weights.value:
         return
-    if data.precedence >= Precedence.FLAG > weights.precedence:
-        resolution.derive("data_weights", [], f"dropped: data is from {data.origin}")
-        resolution.notes.append(f"data_weights ({weights.where}) is dropped, because data is from {data.origin}")
-    elif weights.precedence > data.precedence and isinstance(data.value, list | tuple | dict):
-        given = [data.value] if isinstance(data.value, dict) else list(data.value)
+    if named.precedence >= Precedence.FLAG > weights.precedence:
+        resolution.derive("data_weights", [], f"dropped: {data} is from {named.origin}")
+        resolution.notes.append(f"data_weights ({weights.where}) is dropped, because {data} is from {named.origin}")
+    elif weights.precedence > named.precedence and isinstance(named.value, list | tuple | dict):
+        given = [named.value] if isinstance(named.value, dict) else list(named.value)
         entries = [_unweighted(entry) for entry in given]
         if entries != given:
-            resolution.values["data"] = replace(data, value=entries)
-            resolution.notes.append(f"the weights in data ({data.where}) are not used: data_weights is {weights.where}")
+            resolution.values[data] = replace(named, value=entries)
+            resolution.notes.append(
+                f"the weights in {data} ({named.where}) are not used: data_weights is {weights.where}"
+            )
 
 
 def _unweighted(entry: Any) -> Any:

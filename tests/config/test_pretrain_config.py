@@ -162,3 +162,15 @@ def test_the_run_file_means_the_same_run_on_another_machine() -> None:
     assert not {"gradient_accumulation_steps", "distributed", "world_size"} & values.keys()
     again = resolve_object(values, 1, PretrainConfig).config
     assert (again.matrix_lr, again.wandb_run_name) == (3e-3, "x")
+
+
+def test_weights_of_files_that_were_replaced_go_with_them(tmp_path: Path) -> None:
+    """They belong to the files of the run file, not to those of the command line."""
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text("train_data_path: [a.bin, b.bin]\ndata_weights: [3, 1]\noutput_dir: out\nnum_iterations: 5\n")
+    arguments = ["--config", str(run_file), "--device-batch-size", "1", "--max-seq-len", "8"]
+    kept = resolve(arguments, world_size=1, model_class=PretrainConfig)
+    assert kept.config.data_weights == (3.0, 1.0)
+    replaced = resolve([*arguments, "--train-data-path", "c.bin", "d.bin"], world_size=1, model_class=PretrainConfig)
+    assert not replaced.config.data_weights
+    assert "data_weights" in str(replaced.notes) and "because train_data_path is from" in str(replaced.notes)
