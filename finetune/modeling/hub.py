@@ -20,8 +20,9 @@ AnyConfig = TypeVar("AnyConfig", bound=BaseConfig)
 def with_model_found(config: AnyConfig) -> AnyConfig:
     """The configuration with its model as all that follows takes it: a folder, or `owner/name@commit`.
 
-    The commit is that of the run's first start where its folder has one, else what the revision stands for now: every
-    file of the model is then of one commit, and the run's identity has it, which all ranks compare.
+    The commit is that of the run's first start where its folder, or that of the checkpoint to resume from, has one,
+    else what the revision stands for now: every file of the model is then of one commit, and the run's identity has it,
+    which all ranks compare.
 
     Raises:
         ConfigError: the model is to come from ModelScope, and cannot.
@@ -31,9 +32,18 @@ def with_model_found(config: AnyConfig) -> AnyConfig:
         return config
     found = from_modelscope(model, getattr(config, "hub", "auto"))
     if found == model:
-        recorded = None if config.resume == "never" else _recorded(Path(config.output_dir), model)
-        found = recorded or _pinned(model)
+        found = _begun_with(config, model) or _pinned(model)
     return config.model_copy(update={"model": found})
+
+
+def _begun_with(config: BaseConfig, model: str) -> str | None:
+    """The model with the commit of the run that is resumed."""
+    if config.resume == "never":
+        return None
+    folders = [Path(config.output_dir)]
+    if config.resume != "auto":
+        folders.insert(0, Path(config.resume).expanduser().absolute().parent)
+    return next(filter(None, (recorded_model(folder, model) for folder in folders)), None)
 
 
 def from_modelscope(model: str, hub: str = "auto") -> str:
@@ -83,7 +93,7 @@ def _pinned(model: str) -> str:
     return model if commit is None else f"{name}@{commit}"
 
 
-def _recorded(output_dir: Path, model: str) -> str | None:
+def recorded_model(output_dir: Path, model: str) -> str | None:
     """The model with the commit that a run began with, where it was given the same name."""
     if not output_dir.is_dir():
         return None

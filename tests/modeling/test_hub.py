@@ -21,7 +21,7 @@ from finetune.config.run_config import RunConfig
 from finetune.data.templates import read_tokenizer
 from finetune.errors import ConfigError, DataError
 from finetune.inference.loading import Source, find_source, load_weights
-from finetune.modeling.hub import from_modelscope, with_model_found
+from finetune.modeling.hub import from_modelscope, recorded_model, with_model_found
 from finetune.modeling.model_config import load_model_config, weights_identity
 from finetune.modeling.pretrained import add_adapter, load_model
 from finetune.storage.run_folder import CONFIG_NAME, write_identity
@@ -88,6 +88,8 @@ def test_a_run_keeps_its_commit_when_the_branch_moves(cache, tmp_path):
     assert with_model_found(wanted).model == f"{NAME}@{FIRST}"
     assert with_model_found(config(tmp_path / "other")).model == f"{NAME}@{SECOND}"
     assert with_model_found(config(run, resume="never")).model == f"{NAME}@{SECOND}"
+    elsewhere = config(tmp_path / "other", resume=str(run / "checkpoint-2"))  # which has its weights of that commit
+    assert with_model_found(elsewhere).model == recorded_model(run, NAME) == f"{NAME}@{FIRST}"
     # Asked for by another name it is another model, which the identity then refuses.
     assert with_model_found(config(run, f"{NAME}@main")).model == f"{NAME}@{SECOND}"
 

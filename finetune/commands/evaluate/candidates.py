@@ -9,6 +9,7 @@ from typing import Any
 
 from finetune.errors import ConfigError
 from finetune.inference.loading import Source, find_run, find_source
+from finetune.modeling.hub import recorded_model
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,9 @@ def _base_of(source: Source) -> Source:
     if source.adapter is not None:
         return Source(source.base, None)
     base = run_settings(source).get("model")
+    run = find_run(Path(source.base))
+    if run is not None and isinstance(base, str):
+        base = recorded_model(run.folder, base) or base  # the commit that was trained, wherever the branch is now
     if not isinstance(base, str) or Path(base).resolve() == Path(source.base).resolve():
         raise ConfigError(
             "there is no base to compare with: this is no adapter, and no run says what it was made from",
