@@ -13,20 +13,11 @@ _WEIGHTS = "base weights are not quantized here"
 _TOKENS = "the tokenizer's own tokens are used"
 
 OPTIONS: dict[str, Option] = {
+    **hugging_face.BASIC,
     "base_model": "model",
-    "output_dir": "output_dir",
     "trust_remote_code": "trust_remote_code",
     "sequence_len": "cutoff_len",
     "lora_dropout": "lora_dropout",
-    "learning_rate": "learning_rate",
-    "weight_decay": "weight_decay",
-    "adam_beta1": "adam_beta1",
-    "adam_beta2": "adam_beta2",
-    "adam_epsilon": "adam_epsilon",
-    "max_grad_norm": "max_grad_norm",
-    "seed": "seed",
-    "dataloader_num_workers": "dataloader_num_workers",
-    "ddp_timeout": "timeout_seconds",
     "dataset_num_proc": "preprocessing_num_workers",
     **read(
         "datasets test_datasets pretraining_dataset val_set_size adapter lora_r lora_alpha lora_target_linear "

@@ -14,7 +14,8 @@ _KEPT = "checkpoints here are always whole, verified and resumable"
 _LOG = "the log of a run here has one form (docs/run_folder.md)"
 _OWN = "finetune decides it by itself"
 
-OPTIONS: dict[str, Option] = {
+# Which Axolotl too has taken over.
+BASIC: dict[str, Option] = {
     "output_dir": "output_dir",
     "learning_rate": "learning_rate",
     "weight_decay": "weight_decay",
@@ -25,6 +26,10 @@ OPTIONS: dict[str, Option] = {
     "seed": "seed",
     "dataloader_num_workers": "dataloader_num_workers",
     "ddp_timeout": "timeout_seconds",
+}
+
+OPTIONS: dict[str, Option] = {
+    **BASIC,
     "gradient_checkpointing": "gradient_checkpointing",
     **read(
         "per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps lr_scheduler_type "
