@@ -87,13 +87,19 @@ class Cell:
     fused_layers: str = "off"
     device: str = "cpu"
     mixed: bool = False  # two sources by weight
+    quantization: str = "none"
 
     @property
     def name(self) -> str:
         packing = "packed" if self.packing else "padded"
         own = "".join(f"-{part}".replace(" ", "_") for part in (self.model, self.dropout) if part)
         own += ("" if self.fused_lora else "-peft") + ("-mixed" if self.mixed else "")
-        others = ((self.dtype, "float32"), (self.fused_layers, "off"), (self.device, "cpu"))
+        others = (
+            (self.quantization, "none"),
+            (self.dtype, "float32"),
+            (self.fused_layers, "off"),
+            (self.device, "cpu"),
+        )
         own += "".join(f"-{value}" for value, usual in others if value != usual)
         return f"{self.finetuning}-{self.layout}-{self.processes}-{packing}-{self.micro_batch_size}{own}"
 
@@ -101,6 +107,7 @@ class Cell:
     def run(self) -> Cell:
         """The reference: the same run on one process without DeepSpeed; in float32 on the CPU."""
         same = {"model": self.model, "dropout": self.dropout, "dtype": self.dtype, "mixed": self.mixed}
+        same["quantization"] = self.quantization
         reference = Cell(self.finetuning, "plain", 1, True, 1, **same)
         return reference if self.dtype == "float32" else replace(reference, device=self.device)
 
@@ -112,6 +119,7 @@ class Cell:
             model=str(model),
             lora_dropout=self.dropout,
             fused_lora=self.fused_lora,
+            quantization=self.quantization,
             fused_layers=self.fused_layers,
             dtype=self.dtype,
             device_type=self.device,
@@ -139,7 +147,13 @@ def cells() -> list[Cell]:
     ways = itertools.product(("lora", "full"), runs.LAYOUTS, (1, 2), (True, False), (1, 4))
     others = (("plain", 1, False, 4), ("plain", 2, True, 4), ("zero2", 2, True, 1), ("zero3", 2, False, 4))
     of_models = [Cell(kind, *way, model) for model in MODELS for kind in ("lora", "full") for way in others]
-    special = ({"dropout": 0.3}, {"fused_lora": False}, {"mixed": True})
+    special = (
+        {"dropout": 0.3},
+        {"fused_lora": False},
+        {"mixed": True},
+        {"quantization": "nf4"},
+        {"quantization": "int8"},
+    )
     of_adapters = [Cell("lora", *way, **own) for own in special for way in others]
     return [Cell(*way) for way in ways] + of_models + of_adapters
 
@@ -261,6 +275,7 @@ def rows(outcomes: list[Outcome]) -> list[str]:
             f"dropout {cell.dropout}" if cell.dropout else "",
             "" if cell.fused_lora else "peft's own LoRA",
             "two sources, 3 to 1" if cell.mixed else "",
+            "" if cell.quantization == "none" else f"base in {cell.quantization}",
             "" if cell.dtype == "float32" else cell.dtype,
             "" if cell.fused_layers == "off" else f"layers by {cell.fused_layers}",
         )

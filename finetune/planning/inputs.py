@@ -10,6 +10,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from finetune.config.adapter_config import check_quantization
 from finetune.config.kinds import kind_of_config
 from finetune.config.paths import split_revision
 from finetune.config.pretrain_config import PretrainConfig
@@ -124,6 +125,7 @@ def recomputes(config: BaseConfig, device_type: str) -> bool:
 
 def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster) -> Workload:
     """What a process of a fine-tuning run has in memory."""
+    check_quantization(config, cluster.device_type)
     size = element_bytes(config, cluster.device_type)
     engine, lora = bool(config.deepspeed), config.finetuning == "lora"
     adapted = shape.adapted(config.lora_target_modules) if lora else frozenset()
@@ -162,6 +164,7 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
         file_bytes=size,
         loader_workers=config.dataloader_num_workers,
         hccl_bytes=_hccl_bytes(config, cluster),
+        quantization=config.quantization,
         saves_behind=config.async_save and config.save_steps > 0,
         # A character of text is about a quarter of a token; a token is 4 bytes of id and 1 of mask.
         data_bytes=int(1.25 * sum(_size(path) for path in paths)),

@@ -74,7 +74,7 @@ def build_trainer(
         deepspeed=_deepspeed(config, world, device_type, dtype),
         resumed=start.step > 0,
     )
-    model = _model(config, device_type, dtype)
+    model = _model(config, device_type, dtype, arguments.device)
     fused = fuse_layers(
         model,
         config.fused_layers,
@@ -140,7 +140,7 @@ def _deepspeed(config: RunConfig, world: LaunchWorld, device_type: str, dtype: s
     return deepspeed_dict(config, world_size=world.world_size, dtype=dtype, largest_adapter_tensor=largest, pin=pin)
 
 
-def _model(config: RunConfig, device_type: str, dtype: str) -> torch.nn.Module:
+def _model(config: RunConfig, device_type: str, dtype: str, device: torch.device) -> torch.nn.Module:
     if config.deepspeed:
         import deepspeed
 
@@ -153,7 +153,13 @@ def _model(config: RunConfig, device_type: str, dtype: str) -> torch.nn.Module:
     # Without DeepSpeed, full training keeps float32 weights under autocast: AdamW's updates are lost in 16 bits.
     # DeepSpeed keeps float32 masters itself. LoRA's base is not trained.
     model_dtype = DTYPES[dtype] if lora or config.deepspeed else torch.float32
-    model = load_model(config, model_dtype=model_dtype, zero3=zero_stage(config) == 3)
+    model = load_model(
+        config,
+        model_dtype=model_dtype,
+        zero3=zero_stage(config) == 3,
+        quantization=config.quantization,
+        device=device,
+    )
     if not lora:
         return model
     adapted = add_adapter(model, config, one_dtype=bool(config.deepspeed))

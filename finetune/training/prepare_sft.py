@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from finetune.config.adapter_config import check_quantization
 from finetune.config.paths import split_revision
 from finetune.config.run_config import RunConfig
 from finetune.config.sources import source_names
@@ -65,10 +66,12 @@ def prepare_data(config: RunConfig) -> Prepared:
     from finetune.data.dataset import samples_of
     from finetune.data.templates import load_tokenizer
     from finetune.modeling import model_config as models
+    from finetune.runtime.device import choose_device_type
 
     model_config = models.load_model_config(config.model, trust_remote_code=config.trust_remote_code)
     tokenizer = load_tokenizer(config.model, template=config.template, trust_remote_code=config.trust_remote_code)
     models.check_unquantised(model_config)
+    check_quantization(config, choose_device_type(config.device_type))
     models.check_weights(config.model)
     if config.finetuning == "lora":
         models.check_adapter(model_config, config)
@@ -156,6 +159,8 @@ def _identity(config: RunConfig, train: Samples, batches: GlobalBatches) -> dict
     """What makes this run this run, as plain JSON."""
     identity: dict[str, Any] = {"kind": "sft", **{name: getattr(config, name) for name in IDENTITY_SETTINGS}}
     identity["model"] = split_revision(config.model)[0]  # its commit is in "weights"
+    if config.quantization != "none":
+        identity["quantization"] = config.quantization
     if config.finetuning == "lora":
         targets = config.lora_target_modules
         identity["lora_target_modules"] = targets if isinstance(targets, str) else list(targets)

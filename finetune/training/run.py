@@ -221,6 +221,8 @@ def _missing_packages(config: BaseConfig) -> list[FinetuneError]:
     needed: dict[str, str] = {name: f"--report-to {name}" for name in trackers if name != "none"}
     if config.deepspeed:
         needed["deepspeed"] = "the configuration has DeepSpeed keys"
+    if (quantization := getattr(config, "quantization", "none")) != "none":
+        needed["bitsandbytes"] = f"--quantization {quantization}"
     return [
         ConfigError(f"{name} is not installed", where=why, fix=f"pip install {name}")
         for name, why in needed.items()
