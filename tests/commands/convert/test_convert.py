@@ -244,7 +244,7 @@ def test_what_cannot_be_trained_is_refused(capsys: Any, changes: dict[str, Any],
 
 def test_what_changes_the_training_stands_apart(capsys: Any) -> None:
     changes = {
-        "quantization_bit": 4, "use_dora": True, "neftune_noise_alpha": 5, "mask_history": True, "use_galore": True,
+        "quantization_bit": 3, "use_dora": True, "neftune_noise_alpha": 5, "mask_history": True, "use_galore": True,
         "lr_scheduler_type": "polynomial", "flash_attn": "fa2", "optim": "adafactor", "misspelt": 1,
         "use_rslora": False,
     }  # fmt: skip
@@ -288,6 +288,25 @@ def test_trl_by_yaml(capsys: Any) -> None:
     assert config.sources[0].columns == {"text": "body"}
 
 
+@pytest.mark.parametrize(
+    ("tool", "run", "kind"),
+    [
+        ("llamafactory", {"quantization_bit": 4, "quantization_method": "bnb"}, "nf4"),
+        ("trl", {"use_peft": True, "load_in_4bit": True, "use_bnb_nested_quant": True}, "nf4"),
+        ("trl", {"use_peft": True, "load_in_8bit": True}, "int8"),
+        ("axolotl", {"adapter": "qlora", "load_in_4bit": True, "load_in_8bit": False}, "nf4"),
+        ("ms-swift", {"quant_bits": 8}, "int8"),
+    ],
+)
+def test_a_base_in_few_bits(capsys: Any, tool: str, run: dict[str, Any], kind: str) -> None:
+    base = {"llamafactory": EXAMPLE, "trl": TRL, "axolotl": AXOLOTL, "ms-swift": SWIFT_KEYS}[tool]
+    config, text = converted({**base, **run}, capsys, "--from", tool)
+    assert config.quantization == kind and kind in section(text, DIFFERS)
+    if tool == "trl":  # of a model that is trained whole
+        config, text = converted({**base, **run, "use_peft": False}, capsys, "--from", tool)
+        assert config.quantization == "none" and "load_in" not in section(text, DIFFERS)
+
+
 # ----------------------------------------------------------------------------------------------- Axolotl
 
 
@@ -328,7 +347,8 @@ def test_axolotl(capsys: Any) -> None:
     assert (config.valid_split, config.dtype, config.lr_scheduler) == (0.05, "bfloat16", "cosine")
     assert config.warmup_steps == 0.03
     named = section(text, TRAINED)
-    for words in ("load_in_8bit", "lora_modules_to_save", "optim adamw_bnb_8bit", "roles_to_train"):
+    assert config.quantization == "int8" and "load_in_8bit true" in section(text, DIFFERS)
+    for words in ("lora_modules_to_save", "optim adamw_bnb_8bit", "roles_to_train"):
         assert words in named, words
     with pytest.raises(ConfigError, match="rl dpo"):
         converted({**AXOLOTL, "rl": "dpo"}, capsys)
