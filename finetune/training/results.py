@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("finetune")
 
+HIGHER_IS_BETTER = "eval_exact_match"  # it, and those of difficulties; of other metrics the lowest is the best
 EXIT_CODES = {"done": ExitCode.DONE, "stopped": ExitCode.STOPPED, "failed": ExitCode.FAILED}
 
 
@@ -95,10 +96,13 @@ class Best:
         """With the evaluation of a step."""
         if step == 0:
             return self
-        if math.isfinite(value) and (self.value is None or value < self.value):
+        if math.isfinite(value) and (self.value is None or self._is_better(value, self.value)):
             checkpoint = f"checkpoint-{step}" if keep else None
             return replace(self, value=value, step=step, since=0, evaluated=step, checkpoint=checkpoint)
         return replace(self, since=self.since + 1, evaluated=step)
+
+    def _is_better(self, value: float, than: float) -> bool:
+        return value > than if self.metric.startswith(HIGHER_IS_BETTER) else value < than
 
     def facts(self) -> dict[str, Any]:
         """As plain JSON."""

@@ -103,6 +103,8 @@ def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
     dtype = devices.choose_dtype(config.dtype, device_type)
     backend = devices.choose_backend(getattr(config, "backend", "auto"), device_type)
     data = prepare(config)
+    # Who generates stands above training, and is handed to it.
+    ask = kind.load(kind.ask)(config, data) if kind.ask and getattr(config, "eval_generate", None) else None
     output_dir = Path(config.output_dir)
     total_steps = data.batches.total_steps
     check_evaluated(config, total_steps)
@@ -141,6 +143,7 @@ def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
                 config.model_copy(update={"dtype": dtype}), kind, world, data, session, device_type
             )
             trainer = build_trainer(config, world, data, session.start, session, device_type=device_type, dtype=dtype)
+            trainer.ask = ask
             return train_and_save(trainer, session)
 
 
