@@ -152,6 +152,18 @@ def read_best(metric: str, metadata: Mapping[str, Any] | None, data: str | None 
     return replace(Best(**{name: found[name] for name in names & found.keys()}), data=data)
 
 
+def ended_early(config: BaseConfig, metadata: Mapping[str, Any], step: int) -> bool:
+    """Whether a finished run ended with its newest checkpoint, of this step, because nothing better had come for long.
+
+    Args:
+        metadata: the checkpoint's facts.
+    """
+    best = read_best(config.followed_metric, metadata)
+    # Where a signal came before the step's evaluation, that followed the checkpoint, and was not better: the run ended.
+    late = best.evaluated not in (None, step)
+    return 0 < config.early_stopping <= best.since + late
+
+
 def check_evaluated(config: BaseConfig, total_steps: int) -> None:
     """Raise ConfigError for a run that is to follow its evaluations and ends with the first."""
     name = "keep_best" if config.keep_best else "early_stopping"

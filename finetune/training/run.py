@@ -21,6 +21,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from finetune.errors import ConfigError, ExitCode, FinetuneError, raise_problems
 from finetune.runtime.device import LaunchWorld, launch_world, prepare_environment, probe_torch_npu
 from finetune.runtime.parent_watchdog import die_with_launcher
 from finetune.storage.run_log import setup_console, success
-from finetune.training.results import RunResult, check_evaluated, read_best
+from finetune.training.results import RunResult, check_evaluated, ended_early
 
 if TYPE_CHECKING:
     from finetune.training.session import Session
@@ -122,9 +123,7 @@ def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
             total_steps=total_steps,
             allow_change=config.allow_data_change,
             damaged=damaged,
-            is_enough=lambda metadata: (
-                config.early_stopping > 0 and read_best(config.followed_metric, metadata).since >= config.early_stopping
-            ),
+            is_enough=partial(ended_early, config),
         ),
         log_samples=config.log_samples,
     )

@@ -16,6 +16,7 @@ import run_patches
 import torch
 from chat_models import family
 from run_helpers import Materials, events
+from tiny_models import as_trained, tiny_config
 from tool_templates import tool_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -27,6 +28,7 @@ from finetune.data.render import Renderer
 from finetune.errors import FinetuneError
 from finetune.inference.greedy import answering, greedy_tokens
 from finetune.modeling.attention import ISOLATED, choose_attention
+from finetune.modeling.loss import let_choose_logits
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -110,6 +112,24 @@ def test_the_tokens_are_those_of_generate_on_each_prompt_alone(materials: Materi
     assert model.training and model.config._attn_implementation == ISOLATED
     assert json.dumps(model.config.to_dict(), default=str) == before and torch.equal(torch.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gemma2", "deepseek_v3", "bloom", "qwen3_next"])
+def test_other_kinds_of_attention_answer_as_generate_does(kind: str):
+    """Learned positions, a softcap with windows, latents, a bias by distance, a state that is carried along."""
+    config = tiny_config(kind)
+    model = as_trained(config)
+    let_choose_logits(model)
+    trained_with = model.config._attn_implementation
+    choose = random.Random(1)
+    prompts = [choose.choices(range(3, config.vocab_size), k=length) for length in (3, 9, 14)]
+    with answering(model, model):
+        found = greedy_tokens(model, model, prompts, [8] * 3, stop_ids=[config.vocab_size - 1], pad_id=0)
+    assert model.config._attn_implementation == trained_with and not model.training
+    model.set_attn_implementation("eager")
+    for prompt, answer in zip(prompts, found, strict=True):
+        given = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": config.vocab_size - 1, "pad_token_id": 0}
+        assert model.generate(torch.tensor([prompt]), **given)[0, len(prompt) :].tolist() == answer
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "qwen3"])
