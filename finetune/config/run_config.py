@@ -295,10 +295,13 @@ class RunConfig(AdapterSettings, BaseConfig):
     on_media: Literal["refuse", "drop-row", "drop-media"] = preparation_setting(
         "refuse", "What to do about a record with images, video or sound; drop-media trains its text."
     )
+    eval_generate: Positive | None = logging_setting(
+        None, "Answer so many validation records at each evaluation, for exact_match.", unit="N", shown_default="none"
+    )
     best_metric: Text = logging_setting(
         "loss",
         "What the best evaluation is the best of, for keep_best and early_stopping.",
-        unit="loss|loss/DIFFICULTY",
+        unit="loss|exact_match[/DIFFICULTY]",
     )
     on_bad_row: Literal["refuse", "drop"] = preparation_setting(
         "refuse", "What to do about a record that cannot be used."

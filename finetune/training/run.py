@@ -21,6 +21,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from finetune.errors import ConfigError, ExitCode, FinetuneError, raise_problems
 from finetune.runtime.device import LaunchWorld, launch_world, prepare_environment, probe_torch_npu
 from finetune.runtime.parent_watchdog import die_with_launcher
 from finetune.storage.run_log import setup_console, success
-from finetune.training.results import RunResult, check_evaluated, read_best
+from finetune.training.results import RunResult, check_evaluated, ended_early
 
 if TYPE_CHECKING:
     from finetune.training.session import Session
@@ -103,6 +104,8 @@ def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
     dtype = devices.choose_dtype(config.dtype, device_type)
     backend = devices.choose_backend(getattr(config, "backend", "auto"), device_type)
     data = prepare(config)
+    # Who generates stands above training, and is handed to it.
+    ask = kind.load(kind.ask)(config, data) if kind.ask and getattr(config, "eval_generate", None) else None
     output_dir = Path(config.output_dir)
     total_steps = data.batches.total_steps
     check_evaluated(config, total_steps)
@@ -120,9 +123,7 @@ def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
             total_steps=total_steps,
             allow_change=config.allow_data_change,
             damaged=damaged,
-            is_enough=lambda metadata: (
-                config.early_stopping > 0 and read_best(config.followed_metric, metadata).since >= config.early_stopping
-            ),
+            is_enough=partial(ended_early, config),
         ),
         log_samples=config.log_samples,
     )
@@ -141,6 +142,7 @@ def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
                 config.model_copy(update={"dtype": dtype}), kind, world, data, session, device_type
             )
             trainer = build_trainer(config, world, data, session.start, session, device_type=device_type, dtype=dtype)
+            trainer.ask = ask
             return train_and_save(trainer, session)
 
 

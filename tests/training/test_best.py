@@ -141,6 +141,23 @@ def test_the_same_after_a_resume(
         )
 
 
+def test_a_run_that_a_late_evaluation_ended_is_finished(
+    materials: Materials, stopped_early: Path, tmp_path: Path
+) -> None:
+    """Stopped by a signal at the step whose evaluation ends it: that one is made up for once, not at every start."""
+    output_dir = tmp_path / "late"
+    last = run_helpers.status(stopped_early)["step"]
+    options = {"patch": run_patches.signal_self, "patch_arguments": (0, last, signal.SIGTERM)}
+    run_helpers.train(settings(materials, output_dir), expect=3, **options)
+    run_helpers.train(settings(materials, output_dir))
+    assert run_helpers.status(output_dir)["step"] == last and len(events(output_dir, "early_stop")) == 1
+    before = (output_dir / "events.jsonl").read_bytes()
+    assert "this run is finished" in run_helpers.train(settings(materials, output_dir)).output()
+    assert (output_dir / "events.jsonl").read_bytes() == before
+    run_helpers.train(settings(materials, output_dir, early_stopping=5, log_samples=False))
+    assert run_helpers.status(output_dir)["step"] == last + 2, "more patience goes on"
+
+
 def test_a_run_killed_before_its_output_is_written_ends_with_the_same(
     materials: Materials, stopped_early: Path, tmp_path: Path
 ) -> None:
