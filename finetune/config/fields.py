@@ -30,7 +30,7 @@ GROUPS = (
 # Keys of a record that formats know and that data may have under other names (data/formats.py).
 COLUMNS = (
     "messages", "conversations", "instruction", "input", "output", "history", "prompt", "completion", "response",
-    "text", "system", "tools",
+    "text", "system", "tools", "chosen", "rejected", "rejected_response", "rejected_messages", "label",
 )  # fmt: skip
 Reporter = Literal["none", "tensorboard", "wandb", "swanlab", "trackio"]
 
