@@ -28,7 +28,7 @@ def follow_steps(before: Callable[[int], None]) -> None:
 
 def wrap_microbatch_losses(wrap: Callable[..., torch.Tensor]) -> None:
     """Let `wrap(original, model, microbatch, device, head)` stand for the losses of a microbatch in training."""
-    from finetune.training import executor as execution
+    from finetune.modeling import objective as execution
 
     original = execution.microbatch_losses
     execution.microbatch_losses = lambda *arguments: wrap(original, *arguments)

@@ -20,6 +20,7 @@ GROUPS = (
     "batch and length",
     "optimizer",
     "adapter",
+    "preferences",
     "curriculum",
     "device",
     "saving and resuming",

@@ -18,7 +18,7 @@ from finetune.errors import FinetuneError
 from finetune.runtime.language import _
 
 # name -> entry module; the first is what a command line or a file is taken for when nothing tells.
-_MODULES = {"sft": "finetune.sft", "pretrain": "finetune.pretrain"}
+_MODULES = {"sft": "finetune.sft", "pretrain": "finetune.pretrain", "dpo": "finetune.dpo"}
 
 
 @dataclass(frozen=True)

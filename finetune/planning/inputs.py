@@ -12,6 +12,7 @@ from typing import Any
 
 from finetune.config.kinds import kind_of_config
 from finetune.config.paths import split_revision
+from finetune.config.preference_config import PreferenceConfig
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve_object
 from finetune.config.run_config import BaseConfig, RunConfig
@@ -168,6 +169,17 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
     )
 
 
+def preference_workload(config: PreferenceConfig, shape: ModelShape, cluster: Cluster) -> Workload:
+    """What a process of a run on preferences has in memory: that of fine-tuning, with microbatches of whole pairs.
+
+    The reference takes no more: with an adapter its forward is before the one that keeps activations, and of a model
+    that is trained whole it is two numbers a pair.
+    """
+    asks = config.needs_reference and config.finetuning == "lora"
+    work = fine_tuning_workload(config, shape, cluster)
+    return replace(work, documents=config.documents_per_sample, asks_reference=asks)
+
+
 def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Cluster) -> Workload:
     """What a process of a pretraining run has in memory."""
     size = element_bytes(config, cluster.device_type)
@@ -269,8 +281,8 @@ def with_sharding(work: Workload, sharding: Sharding) -> Workload:
 
 def with_micro_batch(work: Workload, config: BaseConfig, micro_batch: int) -> Workload:
     """The same run with so many samples (windows) in a microbatch."""
-    tokens = micro_batch * work.longest
-    samples = config.tokens_per_step // work.longest
+    tokens = micro_batch * work.sample_tokens
+    samples = config.tokens_per_step // work.sample_tokens
     count = max(1, ceil(samples / (micro_batch * work.processes)))
     return replace(work, microbatch_tokens=tokens, targets=tokens, microbatches=count)
 

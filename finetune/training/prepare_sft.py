@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,10 +60,21 @@ class Prepared:
 
 def prepare_data(config: RunConfig) -> Prepared:
     """Tokenizer, samples, and the list of global batches, with the checks that need no weights."""
+    from finetune.data.dataset import samples_of
+
+    return prepare_with(config, samples_of, {"kind": "sft"})
+
+
+def prepare_with(config: RunConfig, make_samples: Callable[..., Samples], identity: dict[str, Any]) -> Prepared:
+    """The same of any run that starts from a model and its tokenizer.
+
+    Args:
+        make_samples: `(config, tokenizer, difficulties, side)` -> the samples of a side.
+        identity: what makes the run this run, besides what all such runs have in theirs.
+    """
     from finetune.batching.curriculum import build_schedule
     from finetune.batching.mixing import mix_of, source_warnings
     from finetune.batching.sampler import GlobalBatches, count_steps
-    from finetune.data.dataset import samples_of
     from finetune.data.templates import load_tokenizer
     from finetune.modeling import model_config as models
 
@@ -74,8 +86,8 @@ def prepare_data(config: RunConfig) -> Prepared:
         models.check_adapter(model_config, config)
         _warn_of_untrained_stops(config, tokenizer)
     difficulties = config.curriculum.levels if config.use_curriculum else None
-    train = samples_of(config, tokenizer, difficulties)
-    valid = samples_of(config, tokenizer, difficulties, "valid") if config.validates else None
+    train = make_samples(config, tokenizer, difficulties, "train")
+    valid = make_samples(config, tokenizer, difficulties, "valid") if config.validates else None
     for prepared in filter(None, (train, valid)):
         models.check_ids(model_config, prepared, tokenizer)
     models.warn_of_missing_embeddings(model_config, tokenizer)
@@ -107,7 +119,7 @@ def prepare_data(config: RunConfig) -> Prepared:
         stages=tuple(stage.until for stage in schedule.stages),
         packing=_packs(config, model_config),
         padding_id=models.padding_id(model_config, tokenizer),
-        identity=_identity(config, train, batches) | {"weights": models.weights_identity(config.model)},
+        identity=identity | _identity(config, train, batches) | {"weights": models.weights_identity(config.model)},
     )
 
 
@@ -154,7 +166,7 @@ def _warn_of_untrained_stops(config: RunConfig, tokenizer: PreTrainedTokenizerBa
 
 def _identity(config: RunConfig, train: Samples, batches: GlobalBatches) -> dict[str, Any]:
     """What makes this run this run, as plain JSON."""
-    identity: dict[str, Any] = {"kind": "sft", **{name: getattr(config, name) for name in IDENTITY_SETTINGS}}
+    identity: dict[str, Any] = {name: getattr(config, name) for name in IDENTITY_SETTINGS}
     identity["model"] = split_revision(config.model)[0]  # its commit is in "weights"
     if config.finetuning == "lora":
         targets = config.lora_target_modules
