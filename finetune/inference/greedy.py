@@ -66,37 +66,8 @@ def greedy_tokens(
     for number, prompt in enumerate(prompts):
         ids[number, longest - len(prompt) :] = torch.tensor(list(prompt))
         mask[number, longest - len(prompt) :] = 1
-    answers = _Answers(most_tokens, frozenset(stop_ids))
     furthest = max(len(prompt) + most for prompt, most in zip(prompts, most_tokens, strict=True)) - 1
-
-    def decode(
-        model: PreTrainedModel,
-        ids: torch.Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: Any,
-        generation_config: GenerationConfig,
-        **inputs: Any,
-    ) -> torch.Tensor:
-        # transformers' own loop would call the model below the wrapper.
-        first, last = True, torch.tensor([-1], device=ids.device)
-        while first or going(answers.unfinished):
-            progress.mark()
-            length = None if first else 1
-            prepared = model.prepare_inputs_for_generation(
-                ids, next_sequence_length=length, is_first_iteration=first, **inputs
-            )
-            if "logits_to_keep" in prepared:  # a number; `let_choose_logits` knows positions
-                prepared["logits_to_keep"] = last
-            outputs = wrapped(**prepared, return_dict=True)
-            inputs = model._update_model_kwargs_for_generation(outputs, inputs)
-            if inputs.get("position_ids") is not None:  # of answers that are over, but still go along
-                inputs["position_ids"] = inputs["position_ids"].clamp(max=furthest)
-            tokens = logits_processor(ids, outputs.logits[:, -1].float()).argmax(dim=-1)
-            answers.take(tokens.tolist())
-            ids, first = torch.cat([ids, tokens[:, None]], dim=1), False
-        return ids
-
-    device = model.device
+    decoding = _Decoding(wrapped, most_tokens, frozenset(stop_ids), furthest, going)
     settings = GenerationConfig(
         do_sample=False,
         eos_token_id=sorted(stop_ids),
@@ -105,27 +76,63 @@ def greedy_tokens(
         max_new_tokens=max(1, *most_tokens),
         use_cache=True,
     )
+    device = model.device
     with torch.no_grad():
         model.generate(
-            ids.to(device), attention_mask=mask.to(device), generation_config=settings, custom_generate=decode
+            ids.to(device), attention_mask=mask.to(device), generation_config=settings, custom_generate=decoding
         )
-    return answers.ids
+    return decoding.answers
 
 
-class _Answers:
-    """The answers of one batch as they grow."""
+class _Decoding:
+    """The loop of one batch, in the place of transformers' own, which would call the model below the wrapper.
 
-    def __init__(self, most_tokens: Sequence[int], stop_ids: frozenset[int]) -> None:
-        self.most_tokens, self.stop_ids = most_tokens, stop_ids
-        self.ids: list[list[int]] = [[] for _ in most_tokens]
+    Args:
+        furthest: the last position of any answer.
+    """
+
+    def __init__(
+        self,
+        wrapped: Callable[..., Any],
+        most_tokens: Sequence[int],
+        stop_ids: frozenset[int],
+        furthest: int,
+        going: Callable[[bool], bool],
+    ) -> None:
+        self.wrapped, self.most_tokens, self.stop_ids = wrapped, most_tokens, stop_ids
+        self.furthest, self.going = furthest, going
+        self.answers: list[list[int]] = [[] for _ in most_tokens]
         self.over = [most == 0 for most in most_tokens]
 
-    @property
-    def unfinished(self) -> bool:
-        return not all(self.over)
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        **inputs: Any,
+    ) -> torch.Tensor:
+        first, last = True, torch.tensor([-1], device=ids.device)
+        while first or self.going(not all(self.over)):
+            progress.mark()
+            length = None if first else 1
+            prepared = model.prepare_inputs_for_generation(
+                ids, next_sequence_length=length, is_first_iteration=first, **inputs
+            )
+            if "logits_to_keep" in prepared:  # a number; `let_choose_logits` knows positions
+                prepared["logits_to_keep"] = last
+            outputs = self.wrapped(**prepared, return_dict=True)
+            inputs = model._update_model_kwargs_for_generation(outputs, inputs)
+            if inputs.get("position_ids") is not None:  # of answers that are over, but still go along
+                inputs["position_ids"] = inputs["position_ids"].clamp(max=self.furthest)
+            tokens = logits_processor(ids, outputs.logits[:, -1].float()).argmax(dim=-1)
+            self._take(tokens.tolist())
+            ids, first = torch.cat([ids, tokens[:, None]], dim=1), False
+        return ids
 
-    def take(self, tokens: Sequence[int]) -> None:
+    def _take(self, tokens: Sequence[int]) -> None:
         for number, token in enumerate(tokens):
             if not self.over[number]:
-                self.ids[number].append(token)
-                self.over[number] = token in self.stop_ids or len(self.ids[number]) >= self.most_tokens[number]
+                self.answers[number].append(token)
+                self.over[number] = token in self.stop_ids or len(self.answers[number]) >= self.most_tokens[number]

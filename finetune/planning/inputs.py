@@ -12,7 +12,7 @@ from typing import Any
 
 from finetune.config.adapter_config import check_quantization
 from finetune.config.kinds import kind_of_config
-from finetune.config.paths import split_revision
+from finetune.config.paths import is_hub_id, split_revision
 from finetune.config.preference_config import PreferenceConfig
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve_object
@@ -77,12 +77,19 @@ def shape_of_base_model(config: RunConfig | PretrainConfig) -> ModelShape:
 
 
 def _cached_config(name: str) -> Path | None:
-    """The config.json of a model in the hub's cache on this machine."""
+    """The config.json of a model's revision in the hub's cache on this machine; without one, of any that is there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if not is_hub_id(name):
+        return None
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    name, _ = split_revision(name)
+    name, revision = split_revision(name)
+    cached = try_to_load_from_cache(name, "config.json", cache_dir=hub, revision=revision)
+    if isinstance(cached, str):
+        return Path(cached)
     found = sorted(hub.glob(f"models--{name.replace('/', '--')}/snapshots/*/config.json"))
-    return found[-1] if found else None
+    return found[-1] if found and revision is None else None
 
 
 def _stream_vocabulary(config: PretrainConfig) -> int:

@@ -162,7 +162,17 @@ def make_trainer(
     if "tensorboard" in reporters(config.report_to):
         folder = os.environ.get("TENSORBOARD_LOGGING_DIR") or session.output_dir / "tensorboard"
         session.runlog.draw_curves(Path(folder).expanduser())
-    trainer.checkpointer = Checkpointer(
+    trainer.checkpointer = _checkpointer(trainer, config, data, world, session)
+    trainer.evaluations = Evaluations(best, context, keep=config.keep_best, patience=config.early_stopping)
+    trainer.checkpointer.best = None if best.evaluated is None else best.facts()
+    return trainer
+
+
+def _checkpointer(
+    trainer: RunTrainer, config: BaseConfig, data: PreparedRun, world: LaunchWorld, session: Session
+) -> Checkpointer:
+    context = trainer.context
+    return Checkpointer(
         session.output_dir,
         context.control,
         rank=world.rank,
@@ -177,9 +187,6 @@ def make_trainer(
         verified=_resumed_here(context, session.output_dir),
         behind=config.async_save,
     )
-    trainer.evaluations = Evaluations(best, context, keep=config.keep_best, patience=config.early_stopping)
-    trainer.checkpointer.best = None if best.evaluated is None else best.facts()
-    return trainer
 
 
 def _compared_data(config: BaseConfig, held_out: Any) -> str | None:

@@ -82,23 +82,7 @@ def build_trainer(
     )
     model = _model(config, data, start, device_type, dtype)
     cost = _cost(model, config, data, world, able, dtype)
-    fp8, compiled = _speed_up(model, config, able)
-    fused = fuse_layers(
-        model,
-        # The compiler fuses them itself, and cannot look into what others have made.
-        "off" if compiled and config.fused_layers == "auto" else config.fused_layers,
-        device_type=device_type,
-        compiles=able.compile,
-        dtypes=[DTYPES[dtype], next(model.parameters()).dtype],
-        tokens=config.tokens_per_microbatch,
-    )
-    attention = check_attention(
-        model,
-        config.fused_layers,
-        device_type=device_type,
-        dtype=DTYPES[dtype],
-        tokens=config.tokens_per_microbatch,
-    )
+    execution = _speed_up(model, config, able, device_type, dtype)
     step_batches, eval_step_batches = _step_batches(config, world, data, session)
     trainer_class: type[TextTrainer] = PretrainTrainer if rates is not None else ContinuedTrainer
     own: dict[str, Any] = {"lora": lora, "compute_dtype": dtype, "state_form": "whole" if lora else "parts"}
@@ -115,7 +99,7 @@ def build_trainer(
         context=_context(config, world, data, start, session),
         step_batches=step_batches,
         eval_step_batches=eval_step_batches,
-        head=make_chunked_head(model, compiled=compiled),
+        head=make_chunked_head(model, compiled=execution["compiled"]),
         flat_reduce=lora,
         device_type=device_type,
         processing_class=data.tokenizer,
@@ -124,7 +108,6 @@ def build_trainer(
         bytes_per_token=_padded(data.bytes_per_token, data.model_config.get_text_config().vocab_size),
         **own,
     )
-    execution = {"compiled": compiled, "fp8": fp8, "fused_layers": fused, "attention": attention}
     _say_start(trainer, config, world, data, able, dtype, cost, rates, execution)
     return trainer
 
@@ -146,8 +129,10 @@ def _cost(
     return ComputeCost(planned_flops_per_token(work), peak, devices=world.world_size)
 
 
-def _speed_up(model: torch.nn.Module, config: PretrainConfig, able: Capabilities) -> tuple[bool, bool]:
-    """Whether the model computes in float8, and whether it is compiled, from here on."""
+def _speed_up(
+    model: torch.nn.Module, config: PretrainConfig, able: Capabilities, device_type: str, dtype: str
+) -> dict[str, Any]:
+    """Whether the model is compiled and computes in float8 from here on, and who computes its layers and attention."""
     # float8 first: it replaces modules that the compiler would have seen as they were.
     fp8 = _use_fp8(model, config, able)
     # Adapters are computed as functions that the compiler cannot look into.
@@ -155,7 +140,23 @@ def _speed_up(model: torch.nn.Module, config: PretrainConfig, able: Capabilities
     if compiled:
         # In place (Module.compile): parameter names have no "_orig_mod." in front, and generation can do without.
         model.compile()
-    return fp8, compiled
+    fused = fuse_layers(
+        model,
+        # The compiler fuses them itself, and cannot look into what others have made.
+        "off" if compiled and config.fused_layers == "auto" else config.fused_layers,
+        device_type=device_type,
+        compiles=able.compile,
+        dtypes=[DTYPES[dtype], next(model.parameters()).dtype],
+        tokens=config.tokens_per_microbatch,
+    )
+    attention = check_attention(
+        model,
+        config.fused_layers,
+        device_type=device_type,
+        dtype=DTYPES[dtype],
+        tokens=config.tokens_per_microbatch,
+    )
+    return {"compiled": compiled, "fp8": fp8, "fused_layers": fused, "attention": attention}
 
 
 def _rates(config: PretrainConfig, data: Prepared) -> Rates:

@@ -41,7 +41,6 @@ COMMAND_IMPORTS = frozenset(
         ("launch", "diagnose.command"),  # says why a run failed
         ("launch", "doctor.check"),
         ("launch", "doctor.command"),  # refuses a run that cannot start
-        ("report", "diagnose.findings"),
         ("report", "plan.check"),
     }
 )

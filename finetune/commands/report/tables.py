@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from finetune.commands.diagnose.findings import mask_secrets
 from finetune.commands.plan.check import compare_memory
 from finetune.errors import FinetuneError
-from finetune.plain_text import plain_text
+from finetune.plain_text import mask_secrets, plain_text
 from finetune.runs.view import RunView, is_finite_number
 from finetune.runtime.language import N_, _
 from finetune.storage.durable_files import format_bytes
