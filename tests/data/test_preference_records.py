@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,3 +198,15 @@ def test_equal_records_are_those_that_say_the_same_in_any_form() -> None:
     labels = [read({"prompt": "q", "completion": "a", "label": label}, "labels") for label in (True, False)]
     plain = Conversation(labels[0].messages)
     assert len(hashes | {content_hash(found) for found in (swapped, *labels, plain)}) == 5
+
+
+def test_the_rows_of_the_page_are_read() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    blocks = [block.split("```")[0] for block in page.split("```jsonl\n")[2:4]]
+    pairs, labels = ([json.loads(line) for line in block.splitlines()] for block in blocks)
+    found = [read(row) for row in pairs]
+    questions = {"What is a hub?", "What is this?\nA hub."}
+    assert len(found) == 7 and {one.messages[0].content for one in found} == questions
+    assert {written(one.messages[1:]) for one in found} == {"*assistant:A repeater."}
+    assert {written(one.rejected[1:]) for one in found} == {"*assistant:A router."}
+    assert [read(row, "labels").label for row in labels] == [True, False]

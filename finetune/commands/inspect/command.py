@@ -135,7 +135,7 @@ def choose(samples: Samples, *, count: int, record: int | None, difficulty: str 
 
 
 def show(samples: Samples, index: int, tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
-    """Print one sample: where it is from, numbers, and text with the trained tokens marked."""
+    """Print one sample: where it is from, numbers, and text with the trained tokens marked; of a pair both answers."""
     input_ids, supervised = samples[index]
     difficulty = samples.difficulties[index]
     named = f"  difficulty {samples.difficulty_names[difficulty]}" if difficulty >= 0 else ""
@@ -144,7 +144,23 @@ def show(samples: Samples, index: int, tokenizer: PreTrainedTokenizerBase, conso
         align="left",
     )
     console.print(samples.location(index), style="dim", markup=False)
-    console.print(marked_text(tokenizer, input_ids, supervised, brackets=not console.is_terminal), soft_wrap=True)
+    for name, here in _documents(samples, index, len(input_ids)):
+        if name:
+            numbers = f"{here.stop - here.start} tokens, {int(supervised[here].sum())} trained"
+            console.print(f"{name}  {numbers}", style="bold")
+        text = marked_text(tokenizer, input_ids[here], supervised[here], brackets=not console.is_terminal)
+        console.print(text, soft_wrap=True)
+
+
+def _documents(samples: Samples, index: int, length: int) -> list[tuple[str, slice]]:
+    """Name and place of each document of a sample; one that stands alone needs no name."""
+    from finetune.data.preference.samples import PreferenceSamples
+
+    if not isinstance(samples, PreferenceSamples):
+        return [("", slice(0, length))]
+    if first := int(samples.first_lengths[index]):
+        return [("chosen", slice(0, first)), ("rejected", slice(first, length))]
+    return [("label true" if samples.labels[index] else "label false", slice(0, length))]
 
 
 def marked_text(
