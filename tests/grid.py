@@ -118,6 +118,8 @@ class Cell:
             # A cache of its own: else the first that trains all weights would ask the model before the run for all.
             pairs, own = preference_data(materials, self.loss), {"cache_dir": str(folder / f"{self.name}.cache")}
             sources = {"data": str(pairs), "loss": self.loss, **own}
+            # Else the reference point, which is never below 0, would be 0 in every step.
+            sources |= {"undesirable_weight": 0.1} if self.loss == "kto" else {}
         return materials.settings(
             folder / self.name,
             model=str(model),

@@ -160,24 +160,31 @@ def test_what_does_not_go_together_is_refused(materials: Materials, tmp_path: Pa
 def test_the_commands_around_a_run(materials: Materials, runs, tmp_path: Path):
     folder = runs("lora")
     words = ["--model", materials.model, "--data", materials.folder / "pairs.jsonl", "--output-dir", tmp_path / "new"]
-    doctor = run_cli("doctor", "dpo", "--json", *words, "--device-type", "cpu", "--cutoff-len", 96)
+    doctor = run_cli(["doctor", "dpo", "--json", *words, "--device-type", "cpu", "--cutoff-len", 96], module="finetune")
     checks = {check["name"]: check for check in json.loads(doctor.stdout)["checks"]}
     assert checks["data"]["verdict"] == "ok", said(doctor)
     machine = ["--nodes", 1, "--devices-per-node", 1, "--device-name", "H100", "--device-memory", "80GiB"]
-    plan = run_cli("plan", "dpo", "--json", *words, *machine, "--micro-batch-size", 2, "--cutoff-len", 96)
+    plan = run_cli(
+        ["plan", "dpo", "--json", *words, *machine, "--micro-batch-size", 2, "--cutoff-len", 96], module="finetune"
+    )
     assert json.loads(plan.stdout)["row_tokens"] == 2 * 2 * 96, said(plan)
-    look = json.loads(run_cli("monitor", folder, "--once", "--json").stdout)
+    look = json.loads(run_cli(["monitor", folder, "--once", "--json"], module="finetune").stdout)
     assert look["kind"] == "dpo" and look["state"] == "done"
-    assert run_cli("report", folder, "--lang", "en").returncode == 0
+    assert run_cli(["report", folder, "--lang", "en"], module="finetune").returncode == 0
     assert "training on preferences" in (folder / "report.html").read_text()
-    merged = run_cli("merge", folder, "--output", tmp_path / "merged")
+    merged = run_cli(["merge", "--adapter", folder, "--output-dir", tmp_path / "merged"], module="finetune")
     assert merged.returncode == 0, said(merged)
 
 
 @pytest.mark.slow
 def test_labels_of_two_processes_are_those_of_one(materials: Materials, tmp_path: Path):
     """KTO's reference point is a mean over the global batch, whoever computes it."""
-    data = {"data": str(materials.folder / "labels.jsonl"), "valid_data": None, "loss": "kto", "max_steps": 4}
+    data = {
+        "data": str(materials.folder / "labels.jsonl"),
+        "valid_data": None,
+        "loss": "kto",
+        "undesirable_weight": 0.1,
+    }
     ways = [(1, {}), (2, {"packing": False, "micro_batch_size": 4})]
     for processes, changes in ways:
         train(settings(materials, tmp_path / str(processes), **data, **changes), processes)
