@@ -17,7 +17,7 @@ _MASKS = [str(ipaddress.ip_network(f"0.0.0.0/{prefix}").netmask) for prefix in r
 
 
 def preference_row(row: Row, language: str) -> Row:
-    """The record as an alpaca row of a pair."""
+    """The record as an alpaca row of a pair. No `difficulty`: a curriculum asks for records of every one."""
     draw = Draw("wrong", row["instruction"], row["input"])
     steps = row["output"].rpartition("\n")[0]
     if row["answer"] in YES_NO[language]:
@@ -30,7 +30,7 @@ def preference_row(row: Row, language: str) -> Row:
         "input": row["input"],
         "chosen": row["output"],
         "rejected": f"{steps}\n{ANSWER[language]}{wrong}",
-        "difficulty": row["difficulty"],
+        "topic": row["difficulty"],
         "answer": row["answer"],
     }
 

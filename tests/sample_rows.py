@@ -22,9 +22,13 @@ def write_rows(path: Path, rows: list[Any]) -> Path:
 
 
 def read_preferences() -> list[dict[str, Any]]:
-    """The shipped pairs; `output` is the chosen one, and `wrong` what the rejected one answers."""
+    """The shipped pairs in the keys of the other rows; `wrong` is what the rejected output answers."""
     rows = [row for name in ("preference_train.jsonl", "preference_valid.jsonl") for row in read_records(name)]
-    return [row | {"output": row["chosen"], "wrong": re.split("答案：|Answer: ", row["rejected"])[-1]} for row in rows]
+    wrong = [re.split("答案：|Answer: ", row["rejected"])[-1] for row in rows]
+    return [
+        row | {"difficulty": row["topic"], "output": row["chosen"], "wrong": answer}
+        for row, answer in zip(rows, wrong, strict=True)
+    ]
 
 
 def chinese(text: str) -> bool:

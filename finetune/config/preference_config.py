@@ -107,6 +107,10 @@ class PreferenceConfig(RunConfig, PreferenceSettings):
         return self.loss in LOSSES_WITH_REFERENCE
 
     @property
+    def preference_form(self) -> Literal["pairs", "labels"]:
+        return "labels" if self.loss == "kto" else "pairs"
+
+    @property
     def documents_per_sample(self) -> int:
         return 1 if self.loss == "kto" else 2
 

@@ -332,6 +332,11 @@ class RunConfig(AdapterSettings, BaseConfig):
         return bool(self.valid_data) or self.valid_split is not None
 
     @property
+    def preference_form(self) -> Literal["pairs", "labels"] | None:
+        """What a record has besides one answer: a second one, or a label; None for neither."""
+        return None
+
+    @property
     def samples_per_microbatch(self) -> int:
         """`micro_batch_size` as a number; the smallest while it is auto."""
         return 1 if self.micro_batch_size == "auto" else self.micro_batch_size

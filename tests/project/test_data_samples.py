@@ -73,8 +73,8 @@ def test_rows_are_complete_and_asked_once() -> None:
 
 def test_pairs_are_asked_nowhere_else_and_differ_in_their_answers() -> None:
     train, valid = (read_records(name) for name in PREFERENCES)
-    assert Counter(row["difficulty"] for row in train) == {"reasoning": 300, "topology": 300}
-    assert Counter(row["difficulty"] for row in valid) == {"reasoning": 50, "topology": 50}
+    assert Counter(row["topic"] for row in train) == {"reasoning": 300, "topology": 300}
+    assert Counter(row["topic"] for row in valid) == {"reasoning": 50, "topology": 50}
     others = read_records("train.jsonl") + read_records("valid.jsonl")
     assert max(Counter(prompt(row) for row in train + valid + others).values()) == 1
     for row in train + valid:

@@ -42,7 +42,8 @@ class InspectOptions(Options):
         "model's tokenizer, and tokenizes all of the data as training would (later runs reuse it)."
     )
     epilog: ClassVar[str] = (
-        "The other flags are those of `python -m finetune sft --help`; --model and --data are enough."
+        "The other flags are those of `python -m finetune sft --help`; --model and --data are enough. For preferences\n"
+        "give their loss: --loss dpo shows the chosen answer and behind it the rejected one."
     )
 
     count: Annotated[int, Field(ge=0)] = setting(
@@ -80,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, rest = read_known_options(InspectOptions, argv)
 
     from finetune.commands.inspect.audit import audit_data, print_audit
+    from finetune.config.kinds import conversation_config_class
     from finetune.config.resolution import resolve
     from finetune.data.dataset import samples_of
     from finetune.data.templates import load_tokenizer
@@ -87,7 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from finetune.runtime.device import launch_world
 
     world_size = launch_world().world_size
-    config = resolve(rest, overrides={"output_dir": "."}, world_size=world_size).config  # nothing is written there
+    overrides = {"output_dir": "."}  # nothing is written there
+    settings = conversation_config_class(rest)
+    config = resolve(rest, overrides=overrides, world_size=world_size, model_class=settings).config
     tokenizer = load_tokenizer(
         from_modelscope(config.model, config.hub), config.template, trust_remote_code=config.trust_remote_code
     )
