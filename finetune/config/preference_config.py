@@ -116,6 +116,9 @@ class PreferenceConfig(RunConfig, PreferenceSettings):
 
     def problems(self) -> list[tuple[str, str]]:
         found = super().problems()
+        if self.eval_generate is not None:
+            what = f"eval_generate is {self.eval_generate}, and a run on preferences answers nothing while it trains"
+            found.append((what, f"leave {flag('eval_generate')} out, and use python -m finetune eval on its result"))
         return found + (self._kto_problems() if self.loss == "kto" else [])
 
     def _kto_problems(self) -> list[tuple[str, str]]:

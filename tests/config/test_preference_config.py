@@ -11,6 +11,7 @@ from finetune.config.kinds import conversation_config_class, kind_of_arguments
 from finetune.config.preference_config import PreferenceConfig
 from finetune.config.resolution import resolve, resolve_object, to_yaml
 from finetune.config.run_config import RunConfig
+from finetune.errors import ConfigError
 
 FROZEN = Path(__file__).parents[1] / "frozen" / "preference_flags.txt"
 NEEDED = ["--model", "m", "--data", "d.jsonl", "--output-dir", "out"]
@@ -65,3 +66,8 @@ def test_which_kind_a_file_is_of(tmp_path: Path):
     assert kind_of_arguments(["--config", str(path)]).config_class is PreferenceConfig
     assert conversation_config_class(["--config", str(path)]) is PreferenceConfig
     assert conversation_config_class(["--train-data-path", "t.bin"]) is RunConfig
+
+
+def test_answers_while_it_trains_are_refused():
+    with pytest.raises(ConfigError, match="answers nothing while it trains"):
+        made("--eval-generate", "5", "--valid-data", "d.jsonl")
