@@ -14,26 +14,32 @@ MOST_LAYERS = 10_000
 
 
 def _layers(value: Any) -> Any:
-    """`0 1 24-31` as numbers; what is no number or range is left to the type to refuse."""
-    found: list[Any] = []
-    for part in value if isinstance(value, list | tuple) else [value]:
-        for word in part.split(",") if isinstance(part, str) else [part]:
-            first, dash, last = word.strip().partition("-") if isinstance(word, str) else (word, "", "")
-            if isinstance(first, str) and first.isdecimal() and (last.isdecimal() if dash else True):
-                found += range(int(first), min(int(last), MOST_LAYERS) + 1) if dash else [int(first)]
-            else:
-                found.append(word)
+    """`0 1 24-31` as numbers."""
+    if value is None:
+        return None
+    words = [word for part in (value if isinstance(value, list | tuple) else [value]) for word in str(part).split(",")]
+    found: list[int] = []
+    for word in words:
+        first, dash, last = word.strip().partition("-")
+        if not (first.isdecimal() and (last if dash else first).isdecimal()):
+            raise rule_broken(
+                [(f"{word!r} is no layer", "give whole numbers from 0 and ranges of them, e.g. 0 1 24-31")]
+            )
+        found += range(int(first), min(int(last), MOST_LAYERS) + 1) if dash else [int(first)]
     return tuple(found)
 
 
 def _pattern(value: Any) -> Any:
-    """`q_proj=32,down_proj=8` as a mapping to numbers."""
-    if not isinstance(value, str):
-        return value
-    pairs = [pair.partition("=") for pair in value.split(",")]
-    if wrong := [name + sign + number for name, sign, number in pairs if not (name.strip() and number.isdecimal())]:
-        raise rule_broken([(f"{wrong[0]} is no name with a number", "write NAME=NUMBER, e.g. q_proj=32,down_proj=8")])
-    return {name.strip(): int(number) for name, _sign, number in pairs}
+    """`q_proj=32,down_proj=8` as a mapping to numbers; or such a mapping, looked at."""
+    if isinstance(value, str):
+        halves = (pair.partition("=") for pair in value.split(","))
+        value = {name.strip(): int(number) if number.isdecimal() else number for name, _sign, number in halves}
+    if isinstance(value, dict):
+        for name, number in value.items():
+            if not name or type(number) is not int or number < 1:
+                what = f"{name}={number} is no name with a whole number above 0"
+                raise rule_broken([(what, "write NAME=NUMBER, e.g. q_proj=32,down_proj=8")])
+    return value
 
 
 LayerNumbers = Annotated[

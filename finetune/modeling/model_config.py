@@ -312,12 +312,12 @@ def _beyond_plain(
     """What peft is told beside the settings of plain LoRA."""
     told: dict[str, Any] = {name: getattr(config, name) for name in ("use_rslora", "use_dora")}
     told |= {name: dict(getattr(config, name) or {}) for name in ("rank_pattern", "alpha_pattern")}
+    ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
+    names = [name for name, module in model.named_modules() if any(module is end for end in ends.values())]
     if config.layers_to_transform is not None:
         told["layers_to_transform"] = list(config.layers_to_transform)
         if all_linear:  # which peft does not take beside numbers of layers
-            told["target_modules"] = sorted(linear_names(model))
-    ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
-    names = [name for name, module in model.named_modules() if any(module is end for end in ends.values())]
+            told["target_modules"] = sorted(linear_names(model) - {name.rpartition(".")[2] for name in names})
     tied = ends["embedding"].weight is ends["head"].weight
     if config.modules_to_save:
         told["modules_to_save"] = list(config.modules_to_save)
