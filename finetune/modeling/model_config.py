@@ -269,7 +269,7 @@ def _check_named(model: torch.nn.Module, named: dict[str, tuple[str, ...]]) -> N
     modules = {name for name, module in model.named_modules() if any(True for _ in module.parameters())}
     last = {name.rpartition(".")[2] for name in modules}
     for setting, names in named.items():
-        missing = [name for name in names if name not in last and not any(m.endswith(f".{name}") for m in modules)]
+        missing = [name for name in names if not any(f".{module}".endswith(f".{name}") for module in modules)]
         if missing:
             raise ConfigError(
                 f"{setting} names {', '.join(missing)}, and the model has none",

@@ -129,7 +129,7 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
     size = element_bytes(config, cluster.device_type)
     engine, lora = bool(config.deepspeed), config.finetuning == "lora"
     adapted = shape.adapted(config.lora_target_modules) if lora else frozenset()
-    adapter = sum(shape.lora_tensors(config.lora_r, adapted))
+    adapter = _adapter_numbers(config, shape, adapted) if lora else 0
     sharding = sharding_of(config.deepspeed, shape, config.lora_r if lora else 0)
     accelerator = cluster.device_type in ("cuda", "npu")
     tokens = config.tokens_per_microbatch
@@ -146,7 +146,8 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
             checkpointing=recomputes(config, cluster.device_type),
             flash=accelerator,
             partitioned=sharding.engine and sharding.stage == 3,
-            fused_lora=lora and config.fused_lora,
+            fused_lora=lora and config.fused_lora and not config.use_dora,
+            whole_logits=lora and bool(config.train_tokens or "lm_head" in config.modules_to_save),
             fused_layers=accelerator and config.fused_layers != "off",
             float32_attention=cluster.device_type == "cpu" and size == 2,
         ),
@@ -169,6 +170,14 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
         # A character of text is about a quarter of a token; a token is 4 bytes of id and 1 of mask.
         data_bytes=int(1.25 * sum(_size(path) for path in paths)),
     )
+
+
+def _adapter_numbers(config: RunConfig, shape: ModelShape, adapted: frozenset[str]) -> int:
+    """Numbers that are trained beside the base, without single rows of embeddings."""
+    layers = len(config.layers_to_transform or ()) or shape.layers
+    lora = sum(shape.lora_tensors(config.lora_r, adapted, config.rank_pattern))
+    lengths = sum(n * m.outputs for m, n in shape.matrices if m.name in adapted) if config.use_dora else 0
+    return (lora + lengths) * layers // shape.layers + shape.copied(config.modules_to_save)
 
 
 def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Cluster) -> Workload:

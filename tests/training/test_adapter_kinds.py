@@ -19,6 +19,10 @@ from transformers import AutoModelForCausalLM
 from finetune.__main__ import main as finetune
 from finetune.config.resolution import resolve_object
 from finetune.errors import ConfigError, FinetuneError
+from finetune.modeling.pretrained import add_adapter, count_parameters
+from finetune.planning.inputs import fine_tuning_workload
+from finetune.planning.shapes import shape_of_model
+from finetune.planning.workload import Cluster
 from finetune.training.optimizers import set_apart
 from finetune.training.prepare_sft import prepare_data, token_ids
 
@@ -29,7 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dora": {"use_dora": True},
     "ranks": {"rank_pattern": "q_proj=8,down_proj=2", "alpha_pattern": "q_proj=4"},
     "layers": {"layers_to_transform": "1"},
-    "modules": {"modules_to_save": ["embed_tokens", "norm"]},
+    "modules": {"modules_to_save": ["embed_tokens", "model.norm"]},
     "tokens": {"train_tokens": TOKENS},
     "plus": {"lora_plus_ratio": 4.0},
 }
@@ -222,6 +226,18 @@ def test_what_cannot_be_trained_is_refused(materials, tmp_path, changes, words) 
     with pytest.raises(FinetuneError) as refused:
         prepare_data(config_of(materials.settings(tmp_path / "run", **changes)))
     assert words in str(refused.value) and isinstance(refused.value, ConfigError)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_counts_what_is_trained(materials, kind) -> None:
+    """Against the parameters of the model that is trained; of rows of embeddings the plan counts none."""
+    shape = shape_of_model(base(materials.model))
+    config = config_of(materials.settings(materials.folder, **KINDS[kind]))
+    ids = (1, 2) if kind == "tokens" else ()
+    adapted = add_adapter(base(materials.model), config, one_dtype=False, token_ids=ids)
+    planned = fine_tuning_workload(config, shape, Cluster(device_type="cpu")).trained
+    norms = 32 if kind == "modules" else 0  # a vector is not counted
+    assert planned == count_parameters(adapted)["trainable"] - 32 * len(ids) - norms
 
 
 def test_each_makes_another_run(materials, tmp_path) -> None:
