@@ -244,15 +244,15 @@ def test_what_cannot_be_trained_is_refused(capsys: Any, changes: dict[str, Any],
 
 def test_what_changes_the_training_stands_apart(capsys: Any) -> None:
     changes = {
-        "quantization_bit": 3, "use_dora": True, "neftune_noise_alpha": 5, "mask_history": True, "use_galore": True,
+        "quantization_bit": 3, "neftune_noise_alpha": 5, "mask_history": True, "use_galore": True,
         "lr_scheduler_type": "polynomial", "flash_attn": "fa2", "optim": "adafactor", "misspelt": 1,
-        "use_rslora": False,
+        "pissa_convert": False,
     }  # fmt: skip
     config, text = converted({**EXAMPLE, **changes}, capsys)
     named = section(text, TRAINED)
-    for name in changes.keys() - {"flash_attn", "use_rslora"}:
+    for name in changes.keys() - {"flash_attn", "pissa_convert"}:
         assert f"#   {name} " in named, name
-    assert "flash_attn fa2" in text.replace(named, "") and "use_rslora" not in text
+    assert "flash_attn fa2" in text.replace(named, "") and "pissa_convert" not in text
     assert config.lr_scheduler == "cosine"
 
 
@@ -307,6 +307,27 @@ def test_a_base_in_few_bits(capsys: Any, tool: str, run: dict[str, Any], kind: s
         assert config.quantization == "none" and "load_in" not in section(text, DIFFERS)
 
 
+@pytest.mark.parametrize(
+    ("tool", "run"),
+    [
+        ("llamafactory", {"use_rslora": True, "loraplus_lr_ratio": 16.0, "additional_target": "embed_tokens,lm_head"}),
+        ("trl", {"use_peft": True, "use_rslora": True, "lora_modules_to_save": ["embed_tokens", "lm_head"]}),
+        ("axolotl", {"peft_use_rslora": True, "loraplus_lr_ratio": 16, "lora_rank_pattern": {"q_proj": 4}}),
+        ("ms-swift", {"use_rslora": True, "lorap_lr_ratio": 16.0, "modules_to_save": ["embed_tokens", "lm_head"]}),
+    ],
+)
+def test_adapters_beyond_plain_lora(capsys: Any, tool: str, run: dict[str, Any]) -> None:
+    base = {"llamafactory": EXAMPLE, "trl": TRL, "axolotl": AXOLOTL, "ms-swift": SWIFT_KEYS}[tool]
+    config, text = converted({**base, **run}, capsys, "--from", tool)
+    assert config.use_rslora and not config.use_dora and config.modules_to_save == ("embed_tokens", "lm_head")
+    assert config.lora_plus_ratio == (None if tool == "trl" else 16)
+    assert config.rank_pattern == ({"q_proj": 4} if tool == "axolotl" else None)
+    assert "rslora" not in section(text, TRAINED)
+    if tool == "llamafactory":
+        config, text = converted({**base, **run, "finetuning_type": "full"}, capsys, "--from", tool)
+        assert not config.use_rslora and "use_rslora true: all parameters are trained" in text
+
+
 # ----------------------------------------------------------------------------------------------- Axolotl
 
 
@@ -348,7 +369,8 @@ def test_axolotl(capsys: Any) -> None:
     assert config.warmup_steps == 0.03
     named = section(text, TRAINED)
     assert config.quantization == "int8" and "load_in_8bit true" in section(text, DIFFERS)
-    for words in ("lora_modules_to_save", "optim adamw_bnb_8bit", "roles_to_train"):
+    assert config.modules_to_save == ("embed_tokens", "lm_head")
+    for words in ("optim adamw_bnb_8bit", "roles_to_train"):
         assert words in named, words
     with pytest.raises(ConfigError, match="rl dpo"):
         converted({**AXOLOTL, "rl": "dpo"}, capsys)
