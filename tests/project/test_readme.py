@@ -96,6 +96,8 @@ def test_every_command_works(number: int, folder: Path) -> None:
         assert "[SUCCESS] done: 2 steps" in output and any(
             (folder / name / "model.safetensors").is_file() for name in ("base", "continued")
         )
+    elif "finetune.dpo" in line:
+        assert "[SUCCESS] done: 2 steps" in output and events(folder / "preferences", "start")
     elif "checkpoints" in line:
         assert re.fullmatch(r"checkpoint-2  step 2 .* valid\n", output)
     elif "--audit" in line:

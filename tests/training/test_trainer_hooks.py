@@ -141,6 +141,8 @@ ATTRIBUTES: tuple[tuple[type, str, str], ...] = (
     (peft.tuners.lora.Linear, "base_layer lora_A lora_B lora_dropout scaling", "finetune/modeling/lora.py"),
     (peft.tuners.lora.Linear, "lora_variant lora_bias fan_in_fan_out", "finetune/modeling/lora.py: _is_plain"),
     (peft.tuners.lora.Linear, "disable_adapters merged active_adapters", "finetune/modeling/lora.py: _is_active"),
+    (peft.tuners.tuners_utils.BaseTunerLayer, "_disable_adapters", "finetune/modeling/lora.py: adapter_off"),
+    (peft.utils.other.AuxiliaryTrainingWrapper, "_disable_adapters", "finetune/modeling/lora.py: adapter_off"),
     (torch.Tensor, "_version", "finetune/modeling/lora.py: LayerGroup.forward"),
 )
 
