@@ -8,6 +8,7 @@ from functools import partial
 from math import ceil
 from typing import Any
 
+from finetune.config.adapter_config import BEYOND_PLAIN_LORA
 from finetune.config.names import flag
 from finetune.config.precedence import Precedence, Resolution, Rule
 from finetune.config.sources import as_sources, with_columns
@@ -258,7 +259,7 @@ def _unweighted(entry: Any) -> Any:
 
 def _note_unused(resolution: Resolution) -> None:
     follows = bool(resolution.value("keep_best") or resolution.value("early_stopping"))
-    adapter = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "fused_lora")
+    adapter = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "fused_lora", *BEYOND_PLAIN_LORA)
     curriculum = ("curriculum", "curriculum_seed")
     note_unused(
         resolution,

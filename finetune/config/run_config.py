@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from finetune.config.adapter_config import AdapterSettings, quantization_problems
+from finetune.config.adapter_config import AdapterSettings, adapter_problems, quantization_problems
 from finetune.config.fields import (
     Columns,
     CurriculumConfig,
@@ -383,7 +383,7 @@ class RunConfig(AdapterSettings, BaseConfig):
         found += source_problems(self.data, self.data_weights, self.valid_data, levels)
         if self.valid_split is not None and self.valid_data:
             found.append(("valid_split and valid_data are both given", "keep one: a part of data, or files of its own"))
-        found += split_problems(self) + quantization_problems(self, self.device_type)
+        found += split_problems(self) + quantization_problems(self, self.device_type) + adapter_problems(self)
         if self.micro_batch_size == "auto":
             # Left out beside accumulation it is 1: rules.py, resolve_batch.
             if self.gradient_accumulation_steps is not None and "micro_batch_size" in self.model_fields_set:

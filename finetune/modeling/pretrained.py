@@ -6,6 +6,8 @@ import hashlib
 import json
 import logging
 import math
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,17 +104,25 @@ def check_partitioned(model: torch.nn.Module) -> None:
         )
 
 
-def add_adapter(model: PreTrainedModel, config: RunConfig | PretrainConfig, *, one_dtype: bool) -> torch.nn.Module:
+def add_adapter(
+    model: PreTrainedModel, config: RunConfig | PretrainConfig, *, one_dtype: bool, token_ids: Sequence[int] = ()
+) -> torch.nn.Module:
     """A LoRA adapter on the model, its start a pure function of (seed, parameter name): the same on every machine.
 
     Args:
         one_dtype: keep the adapter in the model's dtype (DeepSpeed wants one dtype among trainable parameters and
-            keeps float32 masters itself); else peft holds a 16-bit model's adapter in float32.
+            keeps float32 masters itself); else what is trained of a 16-bit model is held in float32.
+        token_ids: tokens whose embeddings are trained as well.
     """
     from peft import get_peft_model
 
-    adapted = get_peft_model(model, lora_config(model, config), autocast_adapter_dtype=not one_dtype)
+    with warnings.catch_warnings():
+        # Of a tied model: it is meant that modules_to_save and tokens have what is tied to them follow.
+        warnings.filterwarnings("ignore", message=r"Model with `tie_word_embeddings=True`")
+        adapted = get_peft_model(model, lora_config(model, config, token_ids), autocast_adapter_dtype=not one_dtype)
     for name, parameter in adapted.named_parameters():
+        if parameter.requires_grad and not one_dtype:  # peft leaves modules_to_save in 16 bits
+            parameter.data = parameter.data.float()
         if "lora_A" in name:
             _initialise(parameter, config.seed, name)
     return adapted

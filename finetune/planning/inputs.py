@@ -137,7 +137,7 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
     size = element_bytes(config, cluster.device_type)
     engine, lora = bool(config.deepspeed), config.finetuning == "lora"
     adapted = shape.adapted(config.lora_target_modules) if lora else frozenset()
-    adapter = sum(shape.lora_tensors(config.lora_r, adapted))
+    adapter = _adapter_numbers(config, shape, adapted) if lora else 0
     sharding = sharding_of(config.deepspeed, shape, config.lora_r if lora else 0)
     accelerator = cluster.device_type in ("cuda", "npu")
     tokens = config.tokens_per_microbatch
@@ -154,7 +154,8 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
             checkpointing=recomputes(config, cluster.device_type),
             flash=accelerator,
             partitioned=sharding.engine and sharding.stage == 3,
-            fused_lora=lora and config.fused_lora,
+            fused_lora=lora and config.fused_lora and not config.use_dora,
+            whole_logits=lora and bool(config.train_tokens or "lm_head" in config.modules_to_save),
             fused_layers=accelerator and config.fused_layers != "off",
             float32_attention=cluster.device_type == "cpu" and size == 2,
         ),
@@ -188,6 +189,14 @@ def preference_workload(config: PreferenceConfig, shape: ModelShape, cluster: Cl
     asks = config.needs_reference and config.finetuning == "lora"
     work = fine_tuning_workload(config, shape, cluster)
     return replace(work, documents=config.documents_per_sample, asks_reference=asks)
+
+
+def _adapter_numbers(config: RunConfig, shape: ModelShape, adapted: frozenset[str]) -> int:
+    """Numbers that are trained beside the base, without single rows of embeddings."""
+    layers = len(config.layers_to_transform or ()) or shape.layers
+    lora = sum(shape.lora_tensors(config.lora_r, adapted, config.rank_pattern))
+    lengths = sum(n * m.outputs for m, n in shape.matrices if m.name in adapted) if config.use_dora else 0
+    return (lora + lengths) * layers // shape.layers + shape.copied(config.modules_to_save)
 
 
 def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Cluster) -> Workload:

@@ -9,7 +9,7 @@ shared out, and gathered again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -227,6 +227,15 @@ def skip_where(optimizer: torch.optim.Optimizer, nonfinite: torch.Tensor) -> boo
     for part in parts:
         part.found_inf = nonfinite  # type: ignore[attr-defined]
     return True
+
+
+def set_apart(optimizer: torch.optim.Optimizer, chosen: Collection[int], ratio: float) -> None:
+    """Put parameters, by their ids, into groups of their own behind the others, at `ratio` times the rate."""
+    for group in list(optimizer.param_groups):
+        own = [parameter for parameter in group["params"] if id(parameter) in chosen]
+        if own:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in chosen]
+            optimizer.add_param_group({**group, "params": own, "lr": ratio * group["lr"]})
 
 
 class JointOptimizer(torch.optim.Optimizer):

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from finetune.config.adapter_config import check_quantization
+from finetune.config.adapter_config import adapter_identity, check_quantization
 from finetune.config.paths import split_revision
 from finetune.config.run_config import RunConfig
 from finetune.config.sources import source_names
@@ -154,25 +154,37 @@ def _warn_of_untrained_stops(config: RunConfig, tokenizer: PreTrainedTokenizerBa
     from finetune.data.render import trained_end_ids
     from finetune.modeling.untrained_tokens import untrained_tokens
 
-    if "lm_head" in config.lora_target_modules:
+    taught = token_ids(config, tokenizer)
+    if "lm_head" in (*config.lora_target_modules, *config.modules_to_save):
         return
-    if untrained := untrained_tokens(config.model, tokenizer, trained_end_ids(tokenizer)):
+    untrained = untrained_tokens(config.model, tokenizer, trained_end_ids(tokenizer))
+    if missing := [token for token in untrained if tokenizer.convert_tokens_to_ids(token) not in taught]:
         logger.warning(
             "%s was never trained in this base model: its head cannot tell it from other unused tokens, so answers "
-            "will not end well (fix: --finetuning full, or --lora-target-modules with lm_head among the names)",
-            " and ".join(untrained),
+            "will not end well (fix: --train-tokens auto, --finetuning full, or --lora-target-modules with lm_head "
+            "among the names)",
+            " and ".join(missing),
         )
+
+
+def token_ids(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens whose embeddings are trained beside an adapter."""
+    from finetune.data.render import trained_end_ids
+    from finetune.modeling.untrained_tokens import trained_token_ids
+
+    if not config.train_tokens or config.trains_all_weights:
+        return []
+    return trained_token_ids(config.model, tokenizer, config.train_tokens, trained_end_ids(tokenizer))
 
 
 def _identity(config: RunConfig, train: Samples, batches: GlobalBatches) -> dict[str, Any]:
     """What makes this run this run, as plain JSON."""
     identity: dict[str, Any] = {name: getattr(config, name) for name in IDENTITY_SETTINGS}
     identity["model"] = split_revision(config.model)[0]  # its commit is in "weights"
-    if config.quantization != "none":
-        identity["quantization"] = config.quantization
     if config.finetuning == "lora":
         targets = config.lora_target_modules
         identity["lora_target_modules"] = targets if isinstance(targets, str) else list(targets)
+        identity |= adapter_identity(config)
     return identity | {
         "total_steps": batches.total_steps,
         "data": train.fingerprint,

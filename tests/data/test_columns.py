@@ -157,6 +157,9 @@ def test_eval_compares_with_the_column_that_is_read_as_the_response(tmp_path: Pa
     files = [(write(tmp_path / "d.jsonl", rows), mapped)]
     assert [(prompt.answer, prompt.consistent) for prompt in read_prompts(files, "gold", [0])] == [("5", False)]
     assert read_prompts(files, "response", [0])[0].answer is None
+    # Asked for the question, nobody is to give the answer.
+    turned = RecordReader(source=DataSource(path="d.jsonl", columns={"prompt": "answer", "response": "question"}))
+    assert read_prompts([(files[0][0], turned)], "answer", [0])[0].answer is None
 
 
 def test_plain_text_needs_an_end_token() -> None:

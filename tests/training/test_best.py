@@ -62,6 +62,10 @@ def test_the_rule() -> None:
     for none in (math.nan, math.inf):
         assert Best("eval_loss").after(2, none, keep=True).value is None
     assert Best("eval_loss").after(2, 1.0, keep=False).checkpoint is None
+    for metric in ("eval_exact_match", "eval_exact_match/explain"):  # more right answers are better
+        right = Best(metric).after(2, 0.25, keep=True).after(4, 0.5, keep=True).after(6, 0.5, keep=True)
+        assert (right.value, right.step, right.since) == (0.5, 4, 1)
+        assert right.after(8, 0.25, keep=True).since == 2 and right.after(8, 0.75, keep=True).step == 8
     assert read_best("eval_loss", {"best": best.facts()}) == best
     assert read_best("eval_loss/explain", {"best": best.facts()}) == Best("eval_loss/explain")  # of another metric
     # Losses of other data are not compared; older checkpoints do not say which they were.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.commands.convert.draft import Draft
+from finetune.commands.convert.draft import Draft, is_nothing
 
 _BITS = {4: "nf4", 8: "int8"}
+_LISTS = ("modules_to_save", "layers_to_transform")
+_PATTERNS = ("rank_pattern", "alpha_pattern")
 
 
 def quantization(name: str, bits: Any, draft: Draft, *, value: Any = None, form: Any = None) -> None:
@@ -28,3 +30,24 @@ def quantization(name: str, bits: Any, draft: Draft, *, value: Any = None, form:
         draft.note(name, value, "int8 is written: weights in 8 bits, and activations are not rounded here")
     else:
         draft.note(name, value, "nf4 with double quantisation is written")
+
+
+def beyond_plain(values: dict[str, Any], names: dict[str, str], draft: Draft) -> None:
+    """Options of adapters beyond plain LoRA.
+
+    Args:
+        names: option -> setting of ours.
+    """
+    for option, ours in names.items():
+        value = values.get(option)
+        if is_nothing(value):
+            continue
+        if draft.values.get("finetuning") == "full":
+            draft.lose(option, value, "all parameters are trained, and there is no adapter", trains=False)
+        elif ours in _LISTS:
+            given = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+            draft.values[ours] = [part.strip() if isinstance(part, str) else part for part in given]
+        elif ours in _PATTERNS and not isinstance(value, dict):
+            draft.lose(option, value, "write it as a mapping of names to numbers", trains=True)
+        else:
+            draft.values[ours] = value

@@ -30,14 +30,15 @@ OPTIONS: dict[str, Option] = {
     ),
     # ------------------------------------------------ what is trained
     **lost("no adapter is continued here; merge it into the model first", "lora_model_dir", trains=True),
-    **lost(
-        "modules beside the adapter are not trained here", "lora_modules_to_save lora_target_parameters", trains=True
+    **read(
+        "peft_use_dora peft_use_rslora peft_layers_to_transform lora_rank_pattern lora_alpha_pattern "
+        "lora_modules_to_save loraplus_lr_ratio"
     ),
+    **lost("experts' parameters get no adapter by name here", "lora_target_parameters", trains=True),
+    **lost("tokens are named by their text here: --train-tokens", "peft_trainable_token_indices", trains=True),
     **lost(
         "this kind of LoRA is not trained here",
-        "peft_use_dora peft_use_rslora peft_layers_to_transform peft_layers_pattern peft_layer_replication "
-        "peft_init_lora_weights peft_trainable_token_indices lora_rank_pattern lora_alpha_pattern lora_fan_in_fan_out "
-        "loraplus_lr_ratio relora peft",
+        "peft_layers_pattern peft_layer_replication peft_init_lora_weights lora_fan_in_fan_out relora peft",
         trains=True,
     ),
     **lost(
@@ -205,6 +206,15 @@ DEFAULTS = {
     "logging_steps": 500,
     "save_steps": 500,
 }
+_BEYOND_PLAIN = {
+    "peft_use_dora": "use_dora",
+    "peft_use_rslora": "use_rslora",
+    "peft_layers_to_transform": "layers_to_transform",
+    "lora_rank_pattern": "rank_pattern",
+    "lora_alpha_pattern": "alpha_pattern",
+    "lora_modules_to_save": "modules_to_save",
+    "loraplus_lr_ratio": "lora_plus_ratio",
+}
 _READ_OF_DATA = (
     *("path", "type", "split", "data_files", "field", "text_column", "ds_type", "chat_template", "roles_to_train"),
     *("field_messages", "field_tools", "message_property_mappings", "message_field_role", "message_field_content"),
@@ -284,6 +294,7 @@ def _method(values: dict[str, Any], draft: Draft) -> None:
         "lora_r": values.get("lora_r") or 8,
         "lora_alpha": values.get("lora_alpha") or 8,
     }
+    adapters.beyond_plain(values, _BEYOND_PLAIN, draft)
     modules = values.get("lora_target_modules")
     if values.get("lora_target_linear") or not modules:
         draft.values["lora_target_modules"] = "all-linear"

@@ -25,7 +25,8 @@ OPTIONS: dict[str, Option] = {
     **read(
         "stage finetuning_type lora_rank lora_alpha lora_target dataset eval_dataset dataset_dir val_size template "
         "mix_strategy interleave_probs packing neat_packing pure_bf16 disable_gradient_checkpointing fp8 "
-        "early_stopping_steps infer_dtype quantization_bit quantization_type mask_history train_on_prompt use_swanlab "
+        "early_stopping_steps infer_dtype quantization_bit mask_history train_on_prompt use_swanlab "
+        "quantization_type use_rslora use_dora loraplus_lr_ratio additional_target "
         "image_max_pixels model_revision"
     ),
     # ------------------------------------------------ what is trained
@@ -34,10 +35,9 @@ OPTIONS: dict[str, Option] = {
         "adapter_name_or_path adapter_folder",
         trains=True,
     ),
-    **lost("modules beside the adapter are not trained here", "additional_target", trains=True),
     **lost(
         "this kind of LoRA is not trained here",
-        "use_rslora use_dora pissa_init pissa_convert loraplus_lr_ratio",
+        "pissa_init pissa_convert",
         trains=True,
     ),
     **lost("part of an option that is not trained here", "pissa_iter loraplus_lr_embedding"),
@@ -168,6 +168,12 @@ DEFAULTS = {
     "dataset_dir": "data",
     "val_size": 0.0,
 }
+_BEYOND_PLAIN = {
+    "use_rslora": "use_rslora",
+    "use_dora": "use_dora",
+    "loraplus_lr_ratio": "lora_plus_ratio",
+    "additional_target": "modules_to_save",
+}
 _ROLES = {"user_tag": ("human", "user"), "assistant_tag": ("gpt", "assistant"), "system_tag": ("system",)}
 _ROLES |= {"observation_tag": ("observation", "tool"), "function_tag": ("function_call",)}
 _COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}
@@ -207,6 +213,7 @@ def finish(values: dict[str, Any], given: set[str], draft: Draft, devices: int) 
 
 def _method(values: dict[str, Any], draft: Draft) -> None:
     draft.values["finetuning"] = values["finetuning_type"]
+    adapters.beyond_plain(values, _BEYOND_PLAIN, draft)
     if bits := values.get("quantization_bit"):
         adapters.quantization("quantization_bit", bits, draft, form=values.get("quantization_type"))
     if values["finetuning_type"] == "full":

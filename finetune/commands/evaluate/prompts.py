@@ -22,6 +22,7 @@ from finetune.errors import ConfigError, DataError
 logger = logging.getLogger("finetune")
 
 MOST_DIFFICULTIES = 50
+_RESPONSES = ("response", "completion", "output")  # keys of formats
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,18 @@ def read_prompts(
             number += 1
             # `prepare_samples` has reported what is bad.
             if number in wanted and not isinstance(found, RecordProblem) and found.plain_text is None:
-                answer = reader.value_of(record, answer_field)
-                # Read as the response it says more than the answer: all that the model learns to write.
-                if isinstance(answer, str) and answer_field in reader.columns.values():
-                    answer = find_answer(answer)
+                answer = _answer(record, reader, answer_field)
                 prompts.append(_prompt(number, f"{path}:{line}", found, answer_field, answer))
     return prompts
+
+
+def _answer(record: Mapping[str, Any], reader: RecordReader, answer_field: str) -> Any:
+    """What a record has under the data's own key; where that is the response, the answer that it gives."""
+    answer = reader.value_of(record, answer_field)
+    read_as = next((ours for ours, theirs in reader.columns.items() if theirs == answer_field), None)
+    if read_as is None:
+        return answer
+    return find_answer(answer) if read_as in _RESPONSES and isinstance(answer, str) else None
 
 
 def _prompt(number: int, location: str, conversation: Conversation, answer_field: str, answer: Any) -> EvalPrompt:

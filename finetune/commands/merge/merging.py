@@ -146,6 +146,7 @@ def _write_merged(
 ) -> tuple[list[torch.Tensor], float]:
     """Merge in place and save; the adapted model's logits before that, and how far they are from the base's."""
     # The head is its own from here on, for the base's logits as well: they stay what they were.
+    tied = base.config.get_text_config().tie_word_embeddings
     adapted = _adapted(base, adapter)
     adapted_logits = logits(adapted, prompts)
     with adapted.disable_adapter():
@@ -153,6 +154,8 @@ def _write_merged(
     if effect == 0:
         logger.warning("the adapter changes no logit: the merged model will be its base (fix: name a trained adapter)")
     merged = _merge(adapted, adapter).to(dtype)
+    if tied:
+        _tie_again(merged)
     merged.config.dtype = dtype
     merged.generation_config.eos_token_id = list(
         end_ids(tokenizer, merged.generation_config, merged.config.get_text_config().eos_token_id)
@@ -235,6 +238,14 @@ def _merge(adapted: PeftModel, adapter: Path) -> PreTrainedModel:
         raise ConfigError(
             f"the adapter cannot be merged: {str(error).splitlines()[0]}", str(adapter), "serve it as an adapter"
         ) from error
+
+
+def _tie_again(merged: PreTrainedModel) -> None:
+    """Let head and embedding be one weight again, where the adapter changed both in the same way."""
+    head, embedding = merged.get_output_embeddings(), merged.get_input_embeddings()
+    if torch.equal(head.weight, embedding.weight):
+        head.weight = embedding.weight
+        merged.config.get_text_config().tie_word_embeddings = merged.config.tie_word_embeddings = True
 
 
 @contextmanager

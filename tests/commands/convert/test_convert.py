@@ -256,3 +256,24 @@ def test_a_base_in_few_bits(capsys: Any, tool: str, run: dict[str, Any], kind: s
     if tool == "trl":  # of a model that is trained whole
         config, text = converted({**base, **run, "use_peft": False}, capsys, "--from", tool)
         assert config.quantization == "none" and "load_in" not in section(text, DIFFERS)
+
+
+@pytest.mark.parametrize(
+    ("tool", "run"),
+    [
+        ("llamafactory", {"use_rslora": True, "loraplus_lr_ratio": 16.0, "additional_target": "embed_tokens,lm_head"}),
+        ("trl", {"use_peft": True, "use_rslora": True, "lora_modules_to_save": ["embed_tokens", "lm_head"]}),
+        ("axolotl", {"peft_use_rslora": True, "loraplus_lr_ratio": 16, "lora_rank_pattern": {"q_proj": 4}}),
+        ("ms-swift", {"use_rslora": True, "lorap_lr_ratio": 16.0, "modules_to_save": ["embed_tokens", "lm_head"]}),
+    ],
+)
+def test_adapters_beyond_plain_lora(capsys: Any, tool: str, run: dict[str, Any]) -> None:
+    base = {"llamafactory": EXAMPLE, "trl": TRL, "axolotl": AXOLOTL, "ms-swift": SWIFT_KEYS}[tool]
+    config, text = converted({**base, **run}, capsys, "--from", tool)
+    assert config.use_rslora and not config.use_dora and config.modules_to_save == ("embed_tokens", "lm_head")
+    assert config.lora_plus_ratio == (None if tool == "trl" else 16)
+    assert config.rank_pattern == ({"q_proj": 4} if tool == "axolotl" else None)
+    assert "rslora" not in section(text, TRAINED)
+    if tool == "llamafactory":
+        config, text = converted({**base, **run, "finetuning_type": "full"}, capsys, "--from", tool)
+        assert not config.use_rslora and "use_rslora true: all parameters are trained" in text

@@ -27,7 +27,8 @@ def test_axolotl(capsys: Any) -> None:
     assert config.warmup_steps == 0.03
     named = section(text, TRAINED)
     assert config.quantization == "int8" and "load_in_8bit true" in section(text, DIFFERS)
-    for words in ("lora_modules_to_save", "optim adamw_bnb_8bit", "roles_to_train"):
+    assert config.modules_to_save == ("embed_tokens", "lm_head")
+    for words in ("optim adamw_bnb_8bit", "roles_to_train"):
         assert words in named, words
     with pytest.raises(ConfigError, match="rl dpo"):
         converted({**AXOLOTL, "rl": "dpo"}, capsys)

@@ -141,15 +141,15 @@ def test_what_cannot_be_trained_is_refused(capsys: Any, changes: dict[str, Any],
 
 def test_what_changes_the_training_stands_apart(capsys: Any) -> None:
     changes = {
-        "quantization_bit": 3, "use_dora": True, "neftune_noise_alpha": 5, "mask_history": True, "use_galore": True,
+        "quantization_bit": 3, "neftune_noise_alpha": 5, "mask_history": True, "use_galore": True,
         "lr_scheduler_type": "polynomial", "flash_attn": "fa2", "optim": "adafactor", "misspelt": 1,
-        "use_rslora": False,
+        "pissa_convert": False,
     }  # fmt: skip
     config, text = converted({**EXAMPLE, **changes}, capsys)
     named = section(text, TRAINED)
-    for name in changes.keys() - {"flash_attn", "use_rslora"}:
+    for name in changes.keys() - {"flash_attn", "pissa_convert"}:
         assert f"#   {name} " in named, name
-    assert "flash_attn fa2" in text.replace(named, "") and "use_rslora" not in text
+    assert "flash_attn fa2" in text.replace(named, "") and "pissa_convert" not in text
     assert config.lr_scheduler == "cosine"
 
 
