@@ -25,6 +25,7 @@ from finetune.modeling.loss import microbatch_losses
 from finetune.modeling.pretrained import add_adapter, load_model
 
 STEPS = 9
+FROZEN_EVAL = ROOT / "tests" / "frozen" / "eval.txt"
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +158,38 @@ def test_what_does_not_go_together_is_refused(materials: Materials, tmp_path: Pa
     with pytest.raises(ConfigError) as caught:
         finetune.run(wanted)
     assert words in str(caught.value) and not (tmp_path / "run").exists()
+
+
+def test_eval_says_which_answers_a_model_prefers(materials: Materials, capsys: pytest.CaptureFixture[str]):
+    """Against a plain forward for each answer; the loss is that of the chosen ones."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from finetune.commands.evaluate.command import main
+    from finetune.data.dataset import prepare_samples
+
+    data, cache = str(materials.folder / "valid_pairs.jsonl"), str(materials.folder / "cache")
+    words = ["--model", str(materials.model), "--data", data, "--cache-dir", cache, "--device-type", "cpu"]
+    assert main([*words, "--dtype", "float32", "--cutoff-len", "96", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["models"][0]["overall"]
+    tokenizer = AutoTokenizer.from_pretrained(materials.model)
+    samples = prepare_samples([data], tokenizer, cutoff_len=96, cache_dir=cache, preference="pairs")
+    model, means, chosen = AutoModelForCausalLM.from_pretrained(materials.model), [], []
+    for number in range(len(samples)):
+        ids, supervised = samples[number]
+        first = int(samples.first_lengths[number])
+        for part in (slice(0, first), slice(first, None)):
+            document = torch.from_numpy(ids[part].astype("int64"))
+            with torch.no_grad():
+                log_probs = model(document[None]).logits[0, :-1].log_softmax(-1)
+            said = log_probs.gather(1, document[1:, None])[:, 0][torch.from_numpy(supervised[part][1:].copy())]
+            means.append(float(said.mean()))
+            chosen += [said] if part.start == 0 else []
+    margins = [one - other for one, other in zip(means[0::2], means[1::2], strict=True)]
+    frozen = dict(line.split(": ") for line in FROZEN_EVAL.read_text().splitlines() if ": " in line and line[0] != "#")
+    assert set(found) == {*frozen["score"].split(), *frozen["pairs"].split()}
+    assert found["accuracy"] == sum(margin > 0 for margin in margins) / 7
+    assert found["margin"] == pytest.approx(sum(margins) / 7, rel=1e-4)
+    assert found["loss"] == pytest.approx(-float(torch.cat(chosen).mean()), rel=1e-5)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from finetune.commands.evaluate.options import GENERATIONS_NAME, EvalOptions
 from finetune.commands.evaluate.prompts import (
     EvalPrompt,
     find_difficulties,
+    has_pairs,
     read_prompts,
     spread,
     warn_of_other_answers,
@@ -27,7 +28,7 @@ from finetune.commands.evaluate.prompts import (
 from finetune.commands.evaluate.scores import ModelScores
 from finetune.config.sources import as_sources, with_columns
 from finetune.data.dataset import prepare_samples
-from finetune.data.records import RecordReader
+from finetune.data.preference.records import PreferenceForm, reader_of
 from finetune.data.sources import expand_sources
 from finetune.inference.answer import Answer, AnswerStream
 from finetune.inference.generation import Generator, PromptTooLong
@@ -71,6 +72,7 @@ class Evaluation:
         sources = with_columns(as_sources(options.data), options.columns)
         paths = [file.path for file in expand_sources(sources)]
         difficulties = find_difficulties(paths, field, tuple(map(str, known)) if isinstance(known, list) else ())
+        pairs: PreferenceForm | None = "pairs" if has_pairs(paths[0], sources[0].columns) else None
         self.samples = prepare_samples(
             sources,
             self.tokenizer,
@@ -81,10 +83,12 @@ class Evaluation:
             on_media=options.on_media,
             train_thinking=run.get("train_thinking") is not False,
             cache_dir=options.cache_dir,
+            preference=pairs,
         )
         self.chosen = spread(self.samples.difficulties, options.max_samples)
         records = np.unique(self.samples.record_ids[self.chosen]).tolist()
-        reader = RecordReader(difficulties or None, field, sources[0], options.on_media)  # all have the same columns
+        # All sources have the same columns.
+        reader = reader_of(pairs)(difficulties or None, field, sources[0], options.on_media)
         self.prompts = self._asked(read_prompts([(path, reader) for path in paths], options.answer_field, records))
 
     def _asked(self, prompts: list[EvalPrompt]) -> list[EvalPrompt]:

@@ -12,11 +12,15 @@ import torch
 from transformers import PreTrainedModel
 
 from finetune.commands.evaluate.scores import ModelScores
+from finetune.data.collate import Answers
+from finetune.data.preference.batches import AnswerBatches
+from finetune.data.preference.samples import PreferenceSamples
 from finetune.data.samples import Samples
 from finetune.data.steps import Execution, LossGroups, StepBatches
 from finetune.errors import FinetuneError
 from finetune.modeling.attention import can_pack, choose_attention
 from finetune.modeling.loss import ChunkedHead, make_chunked_head, microbatch_losses
+from finetune.modeling.preference_loss import document_sums
 from finetune.runtime import device as devices
 
 SAMPLES_PER_BATCH = 64  # planned together, and one move of the progress bar
@@ -47,7 +51,7 @@ def add_losses(
     pad_token_id: int,
     on_progress: Callable[[int], None],
 ) -> None:
-    """Add losses, targets and samples of the chosen samples to the model's scores.
+    """Add losses, targets and samples of the chosen samples to the model's scores; of pairs what they compare as.
 
     Args:
         chosen: int (n,), indices into `samples`.
@@ -65,7 +69,8 @@ def add_losses(
             token_budget=max(MICROBATCH_TOKENS, longest) if packing else None,
             samples_per_microbatch=None if packing else SAMPLES_PER_MICROBATCH,
         )
-        microbatches = StepBatches(
+        batches_class = AnswerBatches if isinstance(samples, PreferenceSamples) else StepBatches
+        microbatches = batches_class(
             samples,
             _Chosen(chosen),
             execution,
@@ -80,23 +85,36 @@ def add_losses(
             for difficulty in np.unique(samples.difficulties[indices]).tolist():
                 score, members = scores.of(names[difficulty]), indices[samples.difficulties[indices] == difficulty]
                 score.samples += len(members)
-                score.targets += int(samples.supervised_counts[members].sum())
-                score.loss_sum += float(sums[difficulty])
+                score.loss_sum += float(sums[difficulty, 0])
+                if isinstance(samples, PreferenceSamples):
+                    score.targets += int(samples.first_supervised[members].sum())
+                    score.pairs += len(members)
+                    score.preferred += int(sums[difficulty, 1])
+                    score.margin_sum += float(sums[difficulty, 2])
+                else:
+                    score.targets += int(samples.supervised_counts[members].sum())
             on_progress(len(indices))
 
 
 def _sums(
     model: PreTrainedModel, step_batches: StepBatches, indices: np.ndarray, head: ChunkedHead | None, longest: int
 ) -> torch.Tensor:
-    """Sums of the losses of one batch per difficulty, the last for none; in smaller microbatches where the device's
-    memory is short."""
+    """What one batch adds to each difficulty, `(difficulties + 1, columns)`, the last for none; in smaller microbatches
+    where the device's memory is short.
+
+    Columns: losses; of pairs those of the chosen answers, how many have the higher mean log-probability, and by how
+    much.
+    """
     while True:
-        sums = torch.zeros(len(step_batches.groups) + 1, dtype=torch.float64)
+        sums = torch.zeros(len(step_batches.groups) + 1, 3, dtype=torch.float64)
         try:
             with torch.no_grad():
                 for microbatch in step_batches.microbatches(indices, step_batches.execution):
                     losses = microbatch_losses(model, microbatch, model.device, head).double().cpu()
-                    sums.index_add_(0, microbatch.groups % (len(step_batches.groups) + 1), losses)
+                    groups, columns = microbatch.groups, losses[:, None]
+                    if microbatch.answers is not None:
+                        groups, columns = microbatch.answers.groups, _compared(losses, microbatch.answers)
+                    sums[:, : columns.shape[1]].index_add_(0, groups % len(sums), columns)
             return sums
         except RuntimeError as error:
             if not devices.is_out_of_memory(error):
@@ -110,6 +128,14 @@ def _sums(
                 ) from error
         devices.empty_cache(model.device)
         step_batches.execution = smaller
+
+
+def _compared(losses: torch.Tensor, answers: Answers) -> torch.Tensor:
+    """The columns of each pair."""
+    totals = document_sums(losses, answers.targets)
+    means = totals / answers.counts
+    margins = means[1::2] - means[0::2]
+    return torch.stack([totals[0::2], (margins > 0).double(), margins], dim=1)
 
 
 @contextmanager

@@ -63,6 +63,20 @@ def find_difficulties(paths: Sequence[Path], field: str, known: Sequence[str] = 
     return (*(name for name in known if name in found), *(name for name in found if name not in known))
 
 
+_PAIR_KEYS = ("rejected", "rejected_response", "rejected_messages")
+
+
+def has_pairs(path: Path, columns: Mapping[str, str] | None) -> bool:
+    """Whether the first record of a file has a rejected answer.
+
+    Args:
+        columns: our key -> the key that the data has for it.
+    """
+    record = next((record for _, record in read_records(path)), None)
+    names = [(columns or {}).get(key, key) for key in _PAIR_KEYS]
+    return isinstance(record, Mapping) and any(record.get(name) is not None for name in names)
+
+
 def read_prompts(
     files: Iterable[tuple[Path, RecordReader]], answer_field: str, records: Sequence[int]
 ) -> list[EvalPrompt]:

@@ -16,10 +16,13 @@ class Score:
     """Sums over some samples."""
 
     samples: int = 0  # whose loss was taken
-    targets: int = 0  # their supervised tokens
+    targets: int = 0  # their supervised tokens; of pairs those of the chosen answers
     loss_sum: float = 0.0  # of the targets
     answered: int = 0  # answers that were checked
     correct: int = 0  # of those, the right ones
+    pairs: int = 0  # samples with a chosen and a rejected answer
+    preferred: int = 0  # of those, whose chosen answer has the higher mean log-probability
+    margin_sum: float = 0.0  # by how much, of all pairs
 
     def __add__(self, other: Score) -> Score:
         return Score(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
@@ -34,7 +37,10 @@ class Score:
         perplexity = None if loss is None else _perplexity(loss)
         losses = {"samples": self.samples, "targets": self.targets, "loss": loss, "perplexity": perplexity}
         exact_match = self.correct / self.answered if self.answered else None
-        return {**losses, "answered": self.answered, "correct": self.correct, "exact_match": exact_match}
+        known = {**losses, "answered": self.answered, "correct": self.correct, "exact_match": exact_match}
+        if not self.pairs:
+            return known
+        return {**known, "accuracy": self.preferred / self.pairs, "margin": self.margin_sum / self.pairs}
 
 
 @dataclass
@@ -63,16 +69,31 @@ def _perplexity(loss: float) -> float | None:
 
 
 HEADINGS = ("difficulty", "model", "samples", "targets", "loss", "perplexity", "exact match")
+PAIR_HEADINGS = ("accuracy", "margin")  # of pairs
+
+
+def headings(models: Sequence[ModelScores]) -> tuple[str, ...]:
+    """Of the table's columns."""
+    return HEADINGS + (PAIR_HEADINGS if any(model.overall.pairs for model in models) else ())
 
 
 def cells(models: Sequence[ModelScores]) -> Iterable[tuple[bool, tuple[str, ...]]]:
     """The lines of the table: whether it is the last of its difficulty, and its texts as `HEADINGS` says."""
     names = list(dict.fromkeys(name for model in models for name in model.difficulties if name is not None))
     # Samples without difficulty are in "all"; a line of their own would say the same where no sample has one.
+    paired = len(headings(models)) > len(HEADINGS)
     for difficulty in [*names, "all"]:
         for number, model in enumerate(models):
             score = model.overall if difficulty == "all" else model.of(difficulty)
-            yield number == len(models) - 1, (difficulty if number == 0 else "", model.name, *_figures(score))
+            yield (
+                number == len(models) - 1,
+                (
+                    difficulty if number == 0 else "",
+                    model.name,
+                    *_figures(score),
+                    *(_pair_figures(score) if paired else ()),
+                ),
+            )
 
 
 def _figures(score: Score) -> tuple[str, ...]:
@@ -85,13 +106,20 @@ def _figures(score: Score) -> tuple[str, ...]:
     return (*losses, match)
 
 
+def _pair_figures(score: Score) -> tuple[str, ...]:
+    if not score.pairs:
+        return "-", "-"
+    share = f"{score.preferred / score.pairs:.1%} ({score.preferred}/{score.pairs})"
+    return share, f"{score.margin_sum / score.pairs:.4f}"
+
+
 def rich_table(models: Sequence[ModelScores]) -> Table:
     """The table for a terminal."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title_justify="left")
-    for number, heading in enumerate(HEADINGS):
+    for number, heading in enumerate(headings(models)):
         table.add_column(heading, justify="left" if number < 2 else "right")
     for last, texts in cells(models):
         table.add_row(*map(Text, texts), end_section=last)
@@ -100,6 +128,7 @@ def rich_table(models: Sequence[ModelScores]) -> Table:
 
 def markdown_table(models: Sequence[ModelScores]) -> str:
     """The same as Markdown: for files, and where there is no terminal."""
-    sides = ["---"] * 2 + ["---:"] * (len(HEADINGS) - 2)
-    lines = [HEADINGS, sides, *(texts for _last, texts in cells(models))]
+    named = headings(models)
+    sides = ["---"] * 2 + ["---:"] * (len(named) - 2)
+    lines = [named, sides, *(texts for _last, texts in cells(models))]
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
