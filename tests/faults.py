@@ -497,6 +497,36 @@ FAULTS = (
         "pass",
         "data/test_columns.py",
     ),
+    Fault(
+        "the reference of preferences has its adapter on",
+        "modeling/lora.py",
+        "        layer._disable_adapters = True\n",
+        "        layer._disable_adapters = False\n",
+        "training/test_preference_runs.py",
+        only="adapter_off",
+    ),
+    Fault(
+        "preferences divided by targets",
+        "training/preferences/objective.py",
+        "        return len(batch.indices)\n",
+        "        return batch.supervised_tokens\n",
+        "training/test_preference_runs.py",
+        only="begins_at",
+    ),
+    Fault(
+        "the rejected answer before the chosen one",
+        "training/preferences/objective.py",
+        "pair = (each[0::2], each[1::2])",
+        "pair = (each[1::2], each[0::2])",
+        "modeling/test_preference_loss.py",
+    ),
+    Fault(
+        "a trained head's weights without the factors of preferences",
+        "modeling/preference_loss.py",
+        "(rows * upstream[part, None]).to(dtype)",
+        "rows",
+        "modeling/test_preference_loss.py",
+    ),
 )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import preference_rows
 import pytest
 import run_helpers
 import torch
@@ -62,6 +63,8 @@ KINDS = {
     "full": ("finetune.sft", {"finetuning": "full"}),
     "LoRA, checkpointed": ("finetune.sft", {"gradient_checkpointing": True}),
     "pretraining": ("finetune.pretrain", {}),
+    "preferences": ("finetune.dpo", {}),
+    "preferences, full": ("finetune.dpo", {"finetuning": "full", "sft_weight": 0.5}),
 }
 
 
@@ -69,6 +72,9 @@ def settings_of(materials: Materials, kind: str, output_dir: Path) -> tuple[str,
     module, changes = KINDS[kind]
     if module == "finetune.pretrain":
         return module, pretraining(materials, output_dir) | changes
+    if module == "finetune.dpo":
+        pairs = materials.folder / "pairs.jsonl"
+        changes = {"data": str(pairs if pairs.exists() else preference_rows.make_pairs(pairs, 40)), **changes}
     return module, materials.settings(output_dir, max_steps=2, **changes)
 
 
@@ -120,7 +126,7 @@ sys.exit(importlib.import_module(sys.argv[1]).main(sys.argv[3:]))
 """
 
 
-@pytest.mark.parametrize("kind", ["LoRA", "pretraining"])
+@pytest.mark.parametrize("kind", ["LoRA", "pretraining", pytest.param("preferences", marks=pytest.mark.slow)])
 def test_copies_to_and_from_a_simulated_npu_do_not_wait(materials, tmp_path, kind):
     """It computes on the CPU; copies are seen there, and must be of pinned memory."""
     module, settings = settings_of(materials, kind, tmp_path / "run")
