@@ -93,7 +93,7 @@ def test_no_secret_inside_of_a_value_is_shown(capsys: Any) -> None:
         "extra": ["--api-key=" + "Q" * 12, f"wandb {digits}"],
         "note": "sk-" + "b" * 20,
     }
-    run |= {"use_rslora": f"Bearer {'z' * 16}", "lookup": f"https://u:{'p' * 9}@host/x"}
+    run |= {"neftune_noise_alpha": f"Bearer {'z' * 16}", "lookup": f"https://u:{'p' * 9}@host/x"}
     _, text = converted(run, capsys)
     for secret in (key, "Q" * 12, digits, "b" * 20, "z" * 16, "p" * 9):
         assert secret not in text
