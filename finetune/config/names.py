@@ -88,14 +88,14 @@ def _each(names: str, why_and_fix: tuple[str, str]) -> dict[str, tuple[str, str]
 # name -> (why it is not a setting here, what to do instead)
 OTHERWISE: dict[str, tuple[str, str]] = {
     **_each(
-        "load_in_4bit load_in_8bit quantization_bit quantization_method quantization qlora use_qlora "
-        "bnb_4bit_quant_type bnb_4bit_compute_dtype bnb_4bit_use_double_quant double_quantization",
+        "load_in_4bit quantization_bit quantization_method qlora use_qlora bnb_4bit_quant_type bnb_4bit_compute_dtype "
+        "bnb_4bit_use_double_quant double_quantization",
         (
-            "QLoRA and other quantized base weights are not supported: their kernels are not on every device that "
-            "finetune runs on, so one run would not be the same training everywhere",
-            "remove it; if the model does not fit, use LoRA with ds_configs/zero3.json, which keeps it in host memory",
+            "an adapter on a base in few bits is --quantization nf4 or int8",
+            "use --quantization nf4 (double quantisation, computed in --dtype) or --quantization int8",
         ),
     ),
+    "load_in_8bit": ("quantization says in which form the base weights are held", "use --quantization int8"),
     **_each(
         "distributed world_size nproc_per_node num_processes num_gpus nnodes node_rank master_addr "
         "master_port backend ddp_backend",

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
+from finetune.config.adapter_config import AdapterSettings, quantization_problems
 from finetune.config.fields import (
     Columns,
     CurriculumConfig,
@@ -173,6 +174,11 @@ class BaseConfig(Strict):
         return npu_variables(() if self.npu_tuning == "none" else self.npu_tuning, self.hccl_buffer_mb)
 
     @property
+    def documents_per_sample(self) -> int:
+        """Documents that a sample consists of, each of at most `cutoff_len` tokens."""
+        return 1
+
+    @property
     def tokens_per_step(self) -> int:
         """Most tokens of an optimizer step, over all devices."""
         raise AttributeError(f"{type(self).__name__} does not say how many tokens a step has")
@@ -197,7 +203,7 @@ class BaseConfig(Strict):
         return found + evaluation_problems(self)
 
 
-class RunConfig(BaseConfig):
+class RunConfig(AdapterSettings, BaseConfig):
     """The settings of a fine-tuning run (`python -m finetune.sft`)."""
 
     command: ClassVar[str] = "python -m finetune.sft"
@@ -326,6 +332,11 @@ class RunConfig(BaseConfig):
         return bool(self.valid_data) or self.valid_split is not None
 
     @property
+    def preference_form(self) -> Literal["pairs", "labels"] | None:
+        """What a record has besides one answer: a second one, or a label; None for neither."""
+        return None
+
+    @property
     def samples_per_microbatch(self) -> int:
         """`micro_batch_size` as a number; the smallest while it is auto."""
         return 1 if self.micro_batch_size == "auto" else self.micro_batch_size
@@ -344,11 +355,11 @@ class RunConfig(BaseConfig):
 
     @property
     def tokens_per_step(self) -> int:
-        return self.global_batch_size * self.cutoff_len
+        return self.global_batch_size * self.cutoff_len * self.documents_per_sample
 
     @property
     def tokens_per_microbatch(self) -> int:
-        return self.samples_per_microbatch * self.cutoff_len
+        return self.samples_per_microbatch * self.cutoff_len * self.documents_per_sample
 
     def describe_batch(self, world_size: int) -> tuple[str, dict[str, int]]:
         accumulation = self.gradient_accumulation_steps or 1
@@ -372,7 +383,7 @@ class RunConfig(BaseConfig):
         found += source_problems(self.data, self.data_weights, self.valid_data, levels)
         if self.valid_split is not None and self.valid_data:
             found.append(("valid_split and valid_data are both given", "keep one: a part of data, or files of its own"))
-        found += split_problems(self)
+        found += split_problems(self) + quantization_problems(self, self.device_type)
         if self.micro_batch_size == "auto":
             # Left out beside accumulation it is 1: rules.py, resolve_batch.
             if self.gradient_accumulation_steps is not None and "micro_batch_size" in self.model_fields_set:

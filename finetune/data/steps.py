@@ -28,7 +28,8 @@ class SampleSource(Protocol):
 class BatchSource(Protocol):
     """The list of global batches: `batching.sampler.GlobalBatches` for training, `InOrder` for evaluation."""
 
-    total_steps: int
+    @property
+    def total_steps(self) -> int: ...
 
     def indices(self, step: int) -> np.ndarray: ...
 
@@ -167,9 +168,21 @@ class StepBatches(torch.utils.data.Dataset):
 
     def microbatches(self, indices: np.ndarray, execution: Execution) -> Iterator[Microbatch]:
         """This rank's microbatches of the global batch `indices`; the execution changes after out-of-memory."""
-        plan = execution.plan(self.samples.lengths[indices])
-        for positions in plan.of_rank(execution.rank):
+        for positions in self.plan(indices, execution).of_rank(execution.rank):
             yield self.microbatch(indices[positions], packing=execution.token_budget is not None)
+
+    def plan(self, indices: np.ndarray, execution: Execution) -> MicrobatchSchedule:
+        """The microbatches of the global batch `indices`, of all ranks."""
+        return execution.plan(self.tokens_of(indices, packing=execution.token_budget is not None))
+
+    def tokens_of(self, indices: np.ndarray, *, packing: bool) -> np.ndarray:
+        """int `(n,)`: tokens that each sample takes of a microbatch, padding beside other samples left out."""
+        return self.samples.lengths[indices]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return int(self.samples.lengths.max())
 
     def filled(self, microbatch: Microbatch) -> Microbatch:
         """A microbatch of windows with as many lines as all others; the losses of those that were added come last.

@@ -85,7 +85,7 @@ class HeadLosses(torch.autograd.Function):
         for rows in hidden.tensor_split(max(1, math.ceil(len(hidden) / head.tokens_at_once(hidden)))):
             part = slice(done, done + len(rows))
             rows, done = rows.to(dtype), part.stop
-            losses[part], gradient = _scored(rows, matrix, offset, targets[part], head.softcap, any(wanted))
+            losses[part], gradient = scored_chunk(rows, matrix, offset, targets[part], head.softcap, any(wanted))
             if of_hidden is not None:
                 torch.mm(gradient, matrix, out=of_hidden[part])
             if of_weight is not None:
@@ -109,7 +109,7 @@ class HeadLosses(torch.autograd.Function):
         return (*sized, None, None, None, None)
 
 
-def _scored(
+def scored_chunk(
     rows: torch.Tensor,
     matrix: torch.Tensor,
     offset: torch.Tensor | None,
@@ -196,9 +196,12 @@ class ChunkedHead:
         # the weights for each of them.
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         with torch.autocast(kind, enabled=False):
-            losses: torch.Tensor = HeadLosses.apply(
-                hidden, weight, bias, self.targets, self, dtype, torch.is_grad_enabled()
-            )
+            return self.losses(hidden, self.targets, dtype)
+
+    def losses(self, hidden: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """hidden `(n, width)`, targets `(n,)` -> losses `(n,)`, with matrix products in `dtype`."""
+        weight, bias = self.head.weight, self.head.bias
+        losses: torch.Tensor = HeadLosses.apply(hidden, weight, bias, targets, self, dtype, torch.is_grad_enabled())
         return losses
 
     def scores(self, targets: int) -> bool:
@@ -218,7 +221,9 @@ class ChunkedHead:
                 self.config.final_logit_softcapping = self.softcap
 
 
-def make_chunked_head(model: Any, *, compiled: bool = False) -> ChunkedHead | None:
+def make_chunked_head(
+    model: Any, head_class: type[ChunkedHead] = ChunkedHead, *, compiled: bool = False
+) -> ChunkedHead | None:
     """A chunked head for a transformers model (bare or inside a peft one); None where it would change the loss."""
     head = model.get_output_embeddings()
     if not chooses_logits(model) or type(head) is not torch.nn.Linear:  # quantised, say, or with LoRA on it
@@ -226,8 +231,8 @@ def make_chunked_head(model: Any, *, compiled: bool = False) -> ChunkedHead | No
     # These squash logits after the head, which the chunked head can do in its place.
     if model.config.model_type in SOFTCAPPED_MODEL_TYPES:
         squashes = model.config.final_logit_softcapping is not None
-        return ChunkedHead(head, compiled=compiled, softcapped=model.config if squashes else None)
-    return ChunkedHead(head, compiled=compiled) if _returns_what_the_head_does(model) else None
+        return head_class(head, compiled=compiled, softcapped=model.config if squashes else None)
+    return head_class(head, compiled=compiled) if _returns_what_the_head_does(model) else None
 
 
 def _returns_what_the_head_does(model: Any) -> bool:

@@ -98,8 +98,9 @@ def check_unquantised(config: PretrainedConfig) -> None:
     raise ConfigError(
         f"the model's weights are quantised ({kind}), and are not trained",
         where=str(config.name_or_path),
-        fix="take its release in 16 bits, or write one: load it with transformers' quantization config that has "
-        "dequantize=True (Mxfp4Config of gpt-oss, FineGrainedFP8Config), and save_pretrained into a folder",
+        fix="take its release in 16 bits (--quantization nf4 or int8 rounds it here), or write one: load it with "
+        "transformers' quantization config that has dequantize=True (Mxfp4Config of gpt-oss, FineGrainedFP8Config), "
+        "and save_pretrained into a folder",
     )
 
 

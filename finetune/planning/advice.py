@@ -43,19 +43,20 @@ def advise(
     elif best is not None and best.sharding.name != work.sharding.name:
         yield _better(work, best, fits)
     if best is not None and work.adapter and best.sharding.stage < 3 and work.sharding.stage == 3:
+        frozen_bytes = work.computing.element_bytes * (work.weight_numbers - work.adapter)
         yield _(
             "LoRA needs no ZeRO-3 here: the frozen weights, {size:.1f} GiB, fit on each device whole, and only "
             "{trained:,.1f} M parameters have gradients and moments"
-        ).format(size=work.computing.element_bytes * work.shape.total / GIB, trained=work.trained / 1e6)
+        ).format(size=frozen_bytes / GIB, trained=work.trained / 1e6)
     if not fits and not choices:
         yield _smaller_microbatches(work, largest)
     if largest is not None:  # no more than all samples of a step
-        largest = min(largest, work.microbatches * work.microbatch_tokens // work.longest)
-    if fits and largest is not None and work.microbatches > 1 and largest * work.longest > work.microbatch_tokens:
+        largest = min(largest, work.microbatches * work.microbatch_tokens // work.sample_tokens)
+    if fits and largest is not None and work.microbatches > 1 and largest * work.sample_tokens > work.microbatch_tokens:
         yield _(
             "microbatches may be larger: {tokens:,} tokens fit instead of {now:,}, so that a step has fewer than "
             "{count} of them; the training stays the same"
-        ).format(tokens=largest * work.longest, now=work.microbatch_tokens, count=work.microbatches)
+        ).format(tokens=largest * work.sample_tokens, now=work.microbatch_tokens, count=work.microbatches)
 
 
 def _cheapest_first(choices: Sequence[Choice]) -> list[Choice]:
@@ -100,7 +101,7 @@ def _nothing_fits(cluster: Cluster, choices: Sequence[Choice]) -> str:
 
 def _smaller_microbatches(work: Workload, largest: int | None) -> str:
     if largest:
-        windows = work.microbatches * work.microbatch_tokens // work.longest
+        windows = work.microbatches * work.microbatch_tokens // work.sample_tokens
         size = next(size for size in range(min(largest, windows), 0, -1) if windows % size == 0)
         text = _("--device-batch-size {size} fits; accumulation makes up for it and the training stays the same")
         return text.format(size=size)

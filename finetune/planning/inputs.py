@@ -10,8 +10,10 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from finetune.config.adapter_config import check_quantization
 from finetune.config.kinds import kind_of_config
 from finetune.config.paths import is_hub_id, split_revision
+from finetune.config.preference_config import PreferenceConfig
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve_object
 from finetune.config.run_config import BaseConfig, RunConfig
@@ -131,6 +133,7 @@ def recomputes(config: BaseConfig, device_type: str) -> bool:
 
 def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster) -> Workload:
     """What a process of a fine-tuning run has in memory."""
+    check_quantization(config, cluster.device_type)
     size = element_bytes(config, cluster.device_type)
     engine, lora = bool(config.deepspeed), config.finetuning == "lora"
     adapted = shape.adapted(config.lora_target_modules) if lora else frozenset()
@@ -169,10 +172,22 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
         file_bytes=size,
         loader_workers=config.dataloader_num_workers,
         hccl_bytes=_hccl_bytes(config, cluster),
+        quantization=config.quantization,
         saves_behind=config.async_save and config.save_steps > 0,
         # A character of text is about a quarter of a token; a token is 4 bytes of id and 1 of mask.
         data_bytes=int(1.25 * sum(_size(path) for path in paths)),
     )
+
+
+def preference_workload(config: PreferenceConfig, shape: ModelShape, cluster: Cluster) -> Workload:
+    """What a process of a run on preferences has in memory: that of fine-tuning, with microbatches of whole pairs.
+
+    The reference takes no more: with an adapter its forward is before the one that keeps activations, and of a model
+    that is trained whole it is two numbers a pair.
+    """
+    asks = config.needs_reference and config.finetuning == "lora"
+    work = fine_tuning_workload(config, shape, cluster)
+    return replace(work, documents=config.documents_per_sample, asks_reference=asks)
 
 
 def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Cluster) -> Workload:
@@ -276,8 +291,8 @@ def with_sharding(work: Workload, sharding: Sharding) -> Workload:
 
 def with_micro_batch(work: Workload, config: BaseConfig, micro_batch: int) -> Workload:
     """The same run with so many samples (windows) in a microbatch."""
-    tokens = micro_batch * work.longest
-    samples = config.tokens_per_step // work.longest
+    tokens = micro_batch * work.sample_tokens
+    samples = config.tokens_per_step // work.sample_tokens
     count = max(1, ceil(samples / (micro_batch * work.processes)))
     return replace(work, microbatch_tokens=tokens, targets=tokens, microbatches=count)
 

@@ -20,6 +20,7 @@ from finetune.config.run_config import BaseConfig
 from finetune.data.steps import BatchSource, Execution, StepBatches
 from finetune.errors import FinetuneError
 from finetune.modeling.loss import ChunkedHead
+from finetune.modeling.objective import Objective
 from finetune.modeling.pretrained import count_parameters
 from finetune.runtime.device import LaunchWorld
 from finetune.runtime.terminal import console as terminal_console
@@ -120,12 +121,14 @@ def make_trainer(
     head: ChunkedHead | None,
     flat_reduce: bool,
     device_type: str,
+    objective: Objective | None = None,
     **own: Any,
 ) -> AnyTrainer:
     """The trainer with its executor and checkpointer, on what was asked for.
 
     Args:
         flat_reduce: see `StepExecutor`.
+        objective: what is minimised; None for the token loss.
         own: further arguments of the class.
     """
     make_executor = partial(
@@ -136,6 +139,7 @@ def make_trainer(
         head=head,
         flat_reduce=flat_reduce,
         largest=largest_microbatch(step_batches),
+        objective=objective,
     )
     # Ranks plan and name tensors without communication: other packages or microbatches would part them in silence.
     context.control.check_equal({**package_versions(), "packing": step_batches.execution.describe()})
@@ -304,8 +308,9 @@ def plan_summary(step_batches: StepBatches, *, token_budget: int, samples_per_mi
     Args:
         token_budget, samples_per_microbatch: of the way of making microbatches that the run does not take, to compare.
     """
+    packing = step_batches.execution.token_budget is not None
     lengths = [
-        step_batches.samples.lengths[step_batches.batches.indices(step)]
+        step_batches.tokens_of(step_batches.batches.indices(step), packing=packing)
         for step in looked_at_steps(step_batches, LOOKED_AT_SAMPLES, most=SUMMARISED_STEPS)
     ]
     return summarise(

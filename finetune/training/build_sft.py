@@ -8,9 +8,11 @@ loads.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import TrainingArguments
 
 from finetune.batching.mixing import source_line
 from finetune.config.deepspeed_config import deepspeed_dict, offloads, zero_stage
@@ -21,13 +23,14 @@ from finetune.data.steps import InOrder, LossGroups, StepBatches
 from finetune.modeling.attention_check import check_attention
 from finetune.modeling.layer_check import fuse_layers
 from finetune.modeling.lora import fuse_lora
-from finetune.modeling.loss import make_chunked_head
+from finetune.modeling.loss import ChunkedHead, make_chunked_head
 from finetune.modeling.pretrained import DTYPES, add_adapter, count_parameters, load_model
 from finetune.planning.inputs import recomputes
 from finetune.runtime import device as devices
 from finetune.runtime.device import LaunchWorld
 from finetune.training.arguments import training_arguments
 from finetune.training.build import (
+    AnyTrainer,
     make_context,
     make_execution,
     make_trainer,
@@ -42,6 +45,7 @@ from finetune.training.resume import Resume
 from finetune.training.session import Session
 from finetune.training.sft_trainer import SFTTrainer
 from finetune.training.state import TrainingState
+from finetune.training.trainer import RunTrainer
 
 logger = logging.getLogger("finetune")
 
@@ -57,13 +61,73 @@ def build_trainer(
     dtype: str,
 ) -> SFTTrainer:
     """Build the trainer of a fine-tuning run; the process group exists."""
+    place = Place(world, session, start, device_type, dtype)
+    return build_as(SFTTrainer, config, data, place)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run is built: this process, the run's folder, where it starts, and what it computes on and in."""
+
+    world: LaunchWorld
+    session: Session
+    start: Resume
+    device_type: str
+    dtype: str
+
+
+def build_as(
+    trainer_class: type[AnyTrainer],
+    config: RunConfig,
+    data: Prepared,
+    place: Place,
+    *,
+    batches_class: type[StepBatches] = StepBatches,
+    head_class: type[ChunkedHead] = ChunkedHead,
+    **own: Any,
+) -> AnyTrainer:
+    """The trainer of a run that starts from a model and its tokenizer; the process group exists.
+
+    Args:
+        own: further arguments of the class.
+    """
+    arguments = _arguments(config, data, place)
+    model, layers = _loaded(config, place, arguments.device)
+    step_batches, eval_step_batches = _step_batches(config, data, place, batches_class)
+    lora = config.finetuning == "lora"
+    trainer = make_trainer(
+        trainer_class,
+        config,
+        data,
+        place.world,
+        place.session,
+        model=model,
+        arguments=arguments,
+        context=_context(config, data, place),
+        step_batches=step_batches,
+        eval_step_batches=eval_step_batches,
+        head=make_chunked_head(model, head_class),
+        flat_reduce=lora,
+        device_type=place.device_type,
+        processing_class=data.tokenizer,
+        lora=lora,
+        compute_dtype=place.dtype,
+        # LoRA's trainable weights are small enough to be saved whole, and peft can then read a checkpoint as it is.
+        state_form="whole" if lora else "slices" if zero_stage(config) == 3 else "parts",
+        **own,
+    )
+    _say_start(trainer, config, data, place, layers)
+    return trainer
+
+
+def _arguments(config: RunConfig, data: Prepared, place: Place) -> TrainingArguments:
+    device_type, dtype = place.device_type, place.dtype
     quiet_known_warnings()
     devices.use_fast_matmul(device_type)
     # First of all: it registers DeepSpeed's configuration (HfDeepSpeedConfig.__init__: a weak reference, which
     # from_pretrained asks whether to load under zero.Init). Registered later, ZeRO-3 would load the whole model on
     # every rank; that it did not, load_model checks.
-    lora = config.finetuning == "lora"
-    arguments = training_arguments(
+    return training_arguments(
         config,
         learning_rate=config.learning_rate,
         evaluates=config.validates,
@@ -71,10 +135,15 @@ def build_trainer(
         dtype=dtype,
         total_steps=data.batches.total_steps,
         gradient_checkpointing=recomputes(config, device_type),
-        deepspeed=_deepspeed(config, world, device_type, dtype),
-        resumed=start.step > 0,
+        deepspeed=_deepspeed(config, place.world, device_type, dtype),
+        resumed=place.start.step > 0,
     )
-    model = _model(config, device_type, dtype)
+
+
+def _loaded(config: RunConfig, place: Place, device: torch.device) -> tuple[torch.nn.Module, dict[str, str]]:
+    """The model as the run starts or as it was saved, and who computes its layers and its attention."""
+    device_type, dtype = place.device_type, place.dtype
+    model = _model(config, device_type, dtype, device)
     fused = fuse_layers(
         model,
         config.fused_layers,
@@ -91,31 +160,9 @@ def build_trainer(
         tokens=config.tokens_per_microbatch,
     )
     # Before Trainer wraps the model: DeepSpeed copies its float32 masters from these weights (see state.py).
-    if start.folder is not None:
-        TrainingState(model).load_weights(start.folder)
-    step_batches, eval_step_batches = _step_batches(config, world, data, session)
-    trainer = make_trainer(
-        SFTTrainer,
-        config,
-        data,
-        world,
-        session,
-        model=model,
-        arguments=arguments,
-        context=_context(config, world, data, start, session),
-        step_batches=step_batches,
-        eval_step_batches=eval_step_batches,
-        head=make_chunked_head(model),
-        flat_reduce=lora,
-        device_type=device_type,
-        processing_class=data.tokenizer,
-        lora=lora,
-        compute_dtype=dtype,
-        # LoRA's trainable weights are small enough to be saved whole, and peft can then read a checkpoint as it is.
-        state_form="whole" if lora else "slices" if zero_stage(config) == 3 else "parts",
-    )
-    _say_start(trainer, config, world, data, device_type, dtype, fused, attention)
-    return trainer
+    if place.start.folder is not None:
+        TrainingState(model).load_weights(place.start.folder)
+    return model, {"fused layers": fused, "attention": attention}
 
 
 def _deepspeed(config: RunConfig, world: LaunchWorld, device_type: str, dtype: str) -> dict[str, Any] | None:
@@ -140,7 +187,7 @@ def _deepspeed(config: RunConfig, world: LaunchWorld, device_type: str, dtype: s
     return deepspeed_dict(config, world_size=world.world_size, dtype=dtype, largest_adapter_tensor=largest, pin=pin)
 
 
-def _model(config: RunConfig, device_type: str, dtype: str) -> torch.nn.Module:
+def _model(config: RunConfig, device_type: str, dtype: str, device: torch.device) -> torch.nn.Module:
     if config.deepspeed:
         import deepspeed
 
@@ -153,7 +200,13 @@ def _model(config: RunConfig, device_type: str, dtype: str) -> torch.nn.Module:
     # Without DeepSpeed, full training keeps float32 weights under autocast: AdamW's updates are lost in 16 bits.
     # DeepSpeed keeps float32 masters itself. LoRA's base is not trained.
     model_dtype = DTYPES[dtype] if lora or config.deepspeed else torch.float32
-    model = load_model(config, model_dtype=model_dtype, zero3=zero_stage(config) == 3)
+    model = load_model(
+        config,
+        model_dtype=model_dtype,
+        zero3=zero_stage(config) == 3,
+        quantization=config.quantization,
+        device=device,
+    )
     if not lora:
         return model
     adapted = add_adapter(model, config, one_dtype=bool(config.deepspeed))
@@ -162,7 +215,7 @@ def _model(config: RunConfig, device_type: str, dtype: str) -> torch.nn.Module:
     return adapted
 
 
-def _context(config: RunConfig, world: LaunchWorld, data: Prepared, start: Resume, session: Session) -> RunContext:
+def _context(config: RunConfig, data: Prepared, place: Place) -> RunContext:
     total = data.batches.total_steps
     settings = ScheduleSettings(total, warmup_count(config.warmup_steps, total))
     stages = data.stages
@@ -172,9 +225,9 @@ def _context(config: RunConfig, world: LaunchWorld, data: Prepared, start: Resum
 
     return make_context(
         data,
-        world,
-        start,
-        session,
+        place.world,
+        place.start,
+        place.session,
         learning_rate_factor=learning_rate_schedule(config.lr_scheduler, settings),
         epochs_per_step=config.global_batch_size / len(data.train),
         stage_name=stage_name,
@@ -182,18 +235,18 @@ def _context(config: RunConfig, world: LaunchWorld, data: Prepared, start: Resum
 
 
 def _step_batches(
-    config: RunConfig, world: LaunchWorld, data: Prepared, session: Session
+    config: RunConfig, data: Prepared, place: Place, batches_class: type[StepBatches]
 ) -> tuple[StepBatches, StepBatches | None]:
     execution = make_execution(
-        world,
-        session,
+        place.world,
+        place.session,
         packing=data.packing,
         token_budget=config.tokens_per_microbatch,
         samples_per_microbatch=config.samples_per_microbatch,
     )
 
     def make(samples: Samples, batches: Any, sources: tuple[str, ...]) -> StepBatches:
-        return StepBatches(
+        return batches_class(
             samples,
             batches,
             execution,
@@ -209,17 +262,8 @@ def _step_batches(
     return make(data.train, data.batches, data.source_names), valid
 
 
-def _say_start(
-    trainer: SFTTrainer,
-    config: RunConfig,
-    world: LaunchWorld,
-    data: Prepared,
-    device_type: str,
-    dtype: str,
-    fused_layers: str,
-    attention: str,
-) -> None:
-    parameters, start = count_parameters(trainer.model), trainer.context.start_step
+def _say_start(trainer: RunTrainer, config: RunConfig, data: Prepared, place: Place, layers: dict[str, str]) -> None:
+    world, parameters, start = place.world, count_parameters(trainer.model), trainer.context.start_step
     sharding = f"ZeRO-{zero_stage(config)}" if config.deepspeed else "DDP" if world.world_size > 1 else "none"
     summary = plan_summary(
         trainer.step_batches,
@@ -237,14 +281,13 @@ def _say_start(
         tables=tables,
         facts={
             "steps": f"{start + 1} to {trainer.context.total_steps}, {config.global_batch_size} samples each",
-            "processes": f"{world.world_size} on {device_type}, {dtype}, sharding {sharding}",
-            "fused layers": fused_layers,
-            "attention": attention,
+            "processes": f"{world.world_size} on {place.device_type}, {place.dtype}, sharding {sharding}",
+            **layers,
             "trained parameters": f"{parameters['trainable']:,} of {parameters['total']:,}",
             "microbatches": trainer.step_batches.execution.describe(),
         },
-        dtype=dtype,
-        fused_layers=fused_layers,
+        dtype=place.dtype,
+        fused_layers=layers["fused layers"],
         zero_stage=zero_stage(config),
         global_batch_size=config.global_batch_size,
     )

@@ -129,7 +129,7 @@ def _out_of_memory(trainer: RunTrainer, session: Session, error: str) -> Finetun
     """The error to raise, after a smaller execution was written for the next start (where there is one)."""
     # On whichever rank it happened: the others are in a collective with it and cannot be asked.
     old = trainer.step_batches.execution
-    new = old.smaller(int(trainer.step_batches.samples.lengths.max()))
+    new = old.smaller(trainer.step_batches.longest)
     step = trainer.state.global_step + 1
     if new is None:
         return cannot_shrink_error(

@@ -1,8 +1,9 @@
 """One optimizer step executed here: microbatches forward and backward, gradients summed over ranks.
 
-However the microbatches are cut and wherever they run, the gradient is that of (sum of target losses) / (targets of
-the global batch). DDP and DeepSpeed average over ranks, so their loss is scaled by the world size first. What the
-comments say of others is of accelerate 1.15, DeepSpeed 0.19.8 and torch 2.13.
+However the microbatches are cut and wherever they run, the gradient is that of (the objective's sum over microbatches)
+/ (its denominator of the global batch); of the token loss: losses of the targets / their number. DDP and DeepSpeed
+average over ranks, so their loss is scaled by the world size first. What the comments say of others is of accelerate
+1.15, DeepSpeed 0.19.8 and torch 2.13.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from finetune.data.collate import Microbatch
 from finetune.data.steps import Execution, StepBatch, StepBatches
 from finetune.errors import FinetuneError
-from finetune.modeling.loss import ChunkedHead, microbatch_losses, sums_by_group
+from finetune.modeling.loss import ChunkedHead
+from finetune.modeling.objective import Objective, TokenLoss
 from finetune.runtime import device as devices
 from finetune.training.control import Control
 
@@ -42,11 +44,11 @@ class StepResult:
 
     Attributes:
         loss: scalar; its mean over ranks is the loss of the global batch.
-        group_losses: `(groups,)`: sums of target losses of this rank's microbatches per group.
+        sums: what the objective adds up, of this rank's microbatches; of the token loss `(groups,)`, losses per group.
     """
 
     loss: torch.Tensor
-    group_losses: torch.Tensor
+    sums: torch.Tensor
 
 
 class StepOutOfMemory(Exception):
@@ -60,6 +62,7 @@ class StepExecutor:
         flat_reduce: sum gradients with one all-reduce at the end of the step instead of DDP's buckets. For LoRA, whose
             gradients are small: no collective runs while microbatches do, so a rank that runs out of memory can say
             so and all try again. (With DDP's buckets or ZeRO the peers would wait in a collective for it.)
+        objective: what is minimised.
         largest: a microbatch that is run with weight 0 in the first step: if it does not fit, it shows now and not
             days on.
 
@@ -77,9 +80,11 @@ class StepExecutor:
         head: ChunkedHead | None,
         flat_reduce: bool,
         largest: Microbatch | None,
+        objective: Objective | None = None,
     ) -> None:
         self.accelerator, self.step_batches, self.control = accelerator, step_batches, control
         self.seed, self.head, self.largest = seed, head, largest
+        self.objective: Objective = objective or TokenLoss()
         self.on_out_of_memory: Callable[[int, Execution, Execution, str], None] = lambda *arguments: None
         self.is_deepspeed = accelerator.distributed_type.value == "DEEPSPEED"
         self.flat_reduce = flat_reduce and not self.is_deepspeed and accelerator.num_processes > 1
@@ -131,8 +136,11 @@ class StepExecutor:
     def _run_microbatches(self, model: torch.nn.Module, batch: StepBatch, microbatches: list[Microbatch]) -> StepResult:
         device = self.accelerator.device
         loss = torch.zeros((), device=device)
-        group_losses = torch.zeros(len(self.step_batches.groups), device=device)
-        weight = self.scale / batch.supervised_tokens
+        self.objective.begin(model, batch, microbatches)
+        groups = len(self.step_batches.groups)
+        sums = torch.zeros(self.objective.sums(groups), device=device)
+        denominator = self.objective.denominator(batch)
+        weight = self.scale / denominator
         work = [(number, microbatch, weight) for number, microbatch in enumerate(microbatches)]
         if self.largest is not None:
             # A number of its own: it is rehearsed after every start, and must not move the others' dropout.
@@ -140,17 +148,16 @@ class StepExecutor:
         for number, microbatch, weight_here in work:
             with self._microbatch(model, batch.step, number, last=number == len(microbatches) - 1):
                 microbatch = microbatch.to(device)
-                losses = microbatch_losses(model, microbatch, device, self.head)
-                microbatch_loss = losses.sum() * weight_here
+                scored = self.objective.score(model, microbatch, self.head, groups=groups)
+                microbatch_loss = scored.total * weight_here
                 self._backward(model, microbatch_loss)
             if weight_here:
-                # Not losses.sum() * weight: the reported loss has another scale, and is summed in float32.
-                detached = losses.detach().to(loss.dtype)
-                loss += detached.sum() * (self.accelerator.num_processes / batch.supervised_tokens)
-                group_losses += sums_by_group(detached, microbatch.groups, len(group_losses))
+                # Not the microbatch's loss: the reported one has another scale, and is summed in float32.
+                loss += scored.total.detach().to(loss.dtype) * (self.accelerator.num_processes / denominator)
+                sums += scored.sums
             # Else they, and what their graph holds on to, would live through the next forward.
-            del microbatch, losses, microbatch_loss
-        return StepResult(loss, group_losses)
+            del microbatch, scored, microbatch_loss
+        return StepResult(loss, sums)
 
     @contextlib.contextmanager
     def _microbatch(self, model: torch.nn.Module, step: int, number: int, *, last: bool) -> Iterator[None]:
@@ -194,7 +201,7 @@ class StepExecutor:
     def _shrink(self, model: torch.nn.Module, batch: StepBatch, error: str | None) -> None:
         """Half the tokens of a microbatch from here on; the same global batch in more microbatches."""
         old = self.step_batches.execution
-        new = old.smaller(int(self.step_batches.samples.lengths.max()))
+        new = old.smaller(self.step_batches.longest)
         if new is None:
             raise cannot_shrink_error(self.step_batches, batch.step, error, rehearsed=self.largest is not None)
         # Gradients of the microbatches that went well, which are part of what takes memory and would count twice. The
@@ -253,7 +260,7 @@ def largest_microbatch(step_batches: StepBatches, *, looked_at_samples: int = LO
     best, best_tokens = np.empty(0, dtype=np.int64), -1
     for step in looked_at_steps(step_batches, looked_at_samples):
         indices = step_batches.batches.indices(step)
-        plan = step_batches.execution.plan(step_batches.samples.lengths[indices])
+        plan = step_batches.plan(indices, step_batches.execution)
         if plan.largest_microbatch_tokens > best_tokens:
             rank, micro_step = np.unravel_index(plan.computed_tokens.argmax(), plan.computed_tokens.shape)
             best, best_tokens = indices[plan.of_rank(int(rank))[micro_step]], plan.largest_microbatch_tokens

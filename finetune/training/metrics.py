@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,7 @@ class Interval:
 
     Attributes:
         groups: what losses are summed by.
-        group_losses: summed losses of each group's targets.
+        sums: what the objective added up; of the token loss, of each group's targets.
         group_tokens: the number of those targets.
         cost: None where the run does not count its arithmetic.
     """
@@ -54,7 +54,7 @@ class Interval:
     seconds: float
     loader_wait_seconds: float
     groups: LossGroups
-    group_losses: list[float]
+    sums: list[float]
     group_tokens: list[int]
     cost: ComputeCost | None
 
@@ -93,21 +93,26 @@ def per_source(interval: Interval) -> dict[str, Any]:
 def _named_facts(prefix: str, interval: Interval, by: Callable[[Sequence[float]], dict[str, float]]) -> dict[str, Any]:
     """Targets, their share and their mean loss; no loss where there were no targets."""
     facts: dict[str, Any] = {}
-    counts, losses = by(interval.group_tokens), by(interval.group_losses)
-    total = max(1, sum(counts.values()))
+    counts, losses = by(interval.group_tokens), by(interval.sums)
     for name, tokens in counts.items():
-        facts[f"{prefix}tokens/{name}"], facts[f"{prefix}share/{name}"] = tokens, round(tokens / total, 4)
+        facts |= target_share(prefix, name, counts)
         if tokens:
             facts[f"{prefix}loss/{name}"] = losses[name] / tokens
     return facts
 
 
+def target_share(prefix: str, name: str, counts: Mapping[str, float]) -> dict[str, Any]:
+    tokens, total = counts[name], max(1, sum(counts.values()))
+    return {f"{prefix}tokens/{name}": tokens, f"{prefix}share/{name}": round(tokens / total, 4)}
+
+
 # In the order of the line.
-METRICS: tuple[Callable[[Interval], dict[str, Any]], ...] = (speed, model_flops_utilisation, per_difficulty, per_source)
+Metric = Callable[[Interval], dict[str, Any]]
+METRICS: tuple[Metric, ...] = (speed, model_flops_utilisation, per_difficulty, per_source)
 
 
-def line_facts(interval: Interval) -> dict[str, Any]:
-    return {name: value for metric in METRICS for name, value in metric(interval).items()}
+def line_facts(interval: Interval, metrics: Sequence[Metric] = METRICS) -> dict[str, Any]:
+    return {name: value for metric in metrics for name, value in metric(interval).items()}
 
 
 def progress_text(logs: dict[str, Any]) -> str:
@@ -144,28 +149,29 @@ class StepMeter:
 
     Args:
         groups: what losses are summed by.
+        sums: how many numbers the objective adds up.
         device: where losses are.
     """
 
-    def __init__(self, groups: LossGroups, device: torch.device, cost: ComputeCost | None = None) -> None:
+    def __init__(self, groups: LossGroups, sums: int, device: torch.device, cost: ComputeCost | None = None) -> None:
         self.groups, self.cost = groups, cost
         # On the device: reading a loss after every step would make the host wait for the device.
-        self._losses = torch.zeros(len(groups), device=device)
+        self._sums = torch.zeros(sums, device=device)
         self._mark: float | None = None
         self._reset()
 
     def _reset(self) -> None:
         self._steps = self._tokens = self._samples = 0
         self._seconds = self._wait_seconds = 0.0
-        self._losses.zero_()
+        self._sums.zero_()
         self._group_tokens = np.zeros(len(self.groups), dtype=np.int64)
 
-    def add_step(self, batch: StepBatch, group_losses: torch.Tensor) -> None:
-        """A step of the whole global batch; losses `(groups,)` are those of this rank's microbatches."""
+    def add_step(self, batch: StepBatch, sums: torch.Tensor) -> None:
+        """A step of the whole global batch; the sums are those of this rank's microbatches."""
         self._steps += 1
         self._tokens += batch.tokens
         self._samples += len(batch.indices)
-        self._losses += group_losses
+        self._sums += sums
         self._group_tokens += batch.group_tokens
 
     @contextlib.contextmanager
@@ -194,8 +200,8 @@ class StepMeter:
     def take(self, sum_over_ranks: Callable[[torch.Tensor], None]) -> Interval:
         """What was added since the last call. Every rank calls."""
         self._collect_seconds()
-        if len(self.groups):
-            sum_over_ranks(self._losses)
+        if len(self._sums):
+            sum_over_ranks(self._sums)
         interval = Interval(
             steps=self._steps,
             tokens=self._tokens,
@@ -203,7 +209,7 @@ class StepMeter:
             seconds=self._seconds,
             loader_wait_seconds=self._wait_seconds,
             groups=self.groups,
-            group_losses=self._losses.tolist(),
+            sums=self._sums.tolist(),
             group_tokens=self._group_tokens.tolist(),
             cost=self.cost,
         )

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from finetune.config.adapter_config import check_quantization
 from finetune.config.paths import split_revision
 from finetune.config.run_config import RunConfig
 from finetune.config.sources import source_names
@@ -59,16 +60,27 @@ class Prepared:
 
 def prepare_data(config: RunConfig) -> Prepared:
     """Tokenizer, samples, and the list of global batches, with the checks that need no weights."""
+    return prepare_with(config, {"kind": "sft"})
+
+
+def prepare_with(config: RunConfig, identity: dict[str, Any]) -> Prepared:
+    """The same of any run that starts from a model and its tokenizer.
+
+    Args:
+        identity: what makes the run this run, besides what all such runs have in theirs.
+    """
     from finetune.batching.curriculum import build_schedule
     from finetune.batching.mixing import mix_of, source_warnings
     from finetune.batching.sampler import GlobalBatches, count_steps
     from finetune.data.dataset import samples_of
     from finetune.data.templates import load_tokenizer
     from finetune.modeling import model_config as models
+    from finetune.runtime.device import choose_device_type
 
     model_config = models.load_model_config(config.model, trust_remote_code=config.trust_remote_code)
     tokenizer = load_tokenizer(config.model, template=config.template, trust_remote_code=config.trust_remote_code)
     models.check_unquantised(model_config)
+    check_quantization(config, choose_device_type(config.device_type))
     models.check_weights(config.model)
     if config.finetuning == "lora":
         models.check_adapter(model_config, config)
@@ -107,7 +119,7 @@ def prepare_data(config: RunConfig) -> Prepared:
         stages=tuple(stage.until for stage in schedule.stages),
         packing=_packs(config, model_config),
         padding_id=models.padding_id(model_config, tokenizer),
-        identity=_identity(config, train, batches) | {"weights": models.weights_identity(config.model)},
+        identity=identity | _identity(config, train, batches) | {"weights": models.weights_identity(config.model)},
     )
 
 
@@ -154,8 +166,10 @@ def _warn_of_untrained_stops(config: RunConfig, tokenizer: PreTrainedTokenizerBa
 
 def _identity(config: RunConfig, train: Samples, batches: GlobalBatches) -> dict[str, Any]:
     """What makes this run this run, as plain JSON."""
-    identity: dict[str, Any] = {"kind": "sft", **{name: getattr(config, name) for name in IDENTITY_SETTINGS}}
+    identity: dict[str, Any] = {name: getattr(config, name) for name in IDENTITY_SETTINGS}
     identity["model"] = split_revision(config.model)[0]  # its commit is in "weights"
+    if config.quantization != "none":
+        identity["quantization"] = config.quantization
     if config.finetuning == "lora":
         targets = config.lora_target_modules
         identity["lora_target_modules"] = targets if isinstance(targets, str) else list(targets)

@@ -9,7 +9,7 @@
 7. `train_and_save` (execute.py): the loop of transformers.Trainer (trainer.py, executor.py), the output, the status
 8. `_exit_code`
 
-A kind of run is described by its `RunKind` (finetune/sft.py, finetune/pretrain.py).
+A kind of run is described by its `RunKind` (finetune/sft.py, finetune/pretrain.py, finetune/dpo.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.config.kinds import RunKind
+from finetune.config.config_files import read_file
+from finetune.config.config_sources import BLOCK
+from finetune.config.kinds import RunKind, kind_names, kind_of_config, kind_of_settings, run_kind
 from finetune.config.resolution import Resolved, format_config, resolve, resolve_object, to_yaml
 from finetune.config.run_config import BaseConfig
 from finetune.errors import ConfigError, ExitCode, FinetuneError, raise_problems
@@ -62,6 +64,32 @@ def _run_arguments(kind: RunKind, arguments: Sequence[str], world: LaunchWorld) 
             sys.stdout.write(format_config(resolved) + "\n")
         return None
     return _run(kind, resolved, world)
+
+
+def run(config: BaseConfig | Mapping[str, Any] | str | Path) -> RunResult:
+    """Run from a configuration object, a dict of settings, or the path of a configuration file.
+
+    Args:
+        config: of the kind that its `kind` names, in a dict; else that its class or its names tell; else fine-tuning.
+
+    Returns:
+        The output folder, state, steps and metrics.
+
+    Raises:
+        FinetuneError: with what is wrong, where, and the fix.
+    """
+    if isinstance(config, BaseConfig):
+        return run_config(kind_of_config(config), config)
+    if isinstance(config, Mapping) and "kind" in config:
+        name, settings = config["kind"], {key: value for key, value in config.items() if key != "kind"}
+        if name not in kind_names():
+            known = " or ".join(kind_names())
+            raise ConfigError(f"kind is {name!r}", "the dict: kind", f"give {known}, or leave it out")
+        return run_config(run_kind(name), settings)
+    content = config if isinstance(config, Mapping) else read_file(config)
+    block = content.get(BLOCK, content)
+    kind = kind_of_settings(block) if isinstance(block, Mapping) else None
+    return run_config(kind or run_kind(kind_names()[0]), config)
 
 
 def run_config(kind: RunKind, config: BaseConfig | Mapping[str, Any] | str | Path) -> RunResult:
@@ -223,6 +251,8 @@ def _missing_packages(config: BaseConfig) -> list[FinetuneError]:
     needed: dict[str, str] = {name: f"--report-to {name}" for name in trackers if name != "none"}
     if config.deepspeed:
         needed["deepspeed"] = "the configuration has DeepSpeed keys"
+    if (quantization := getattr(config, "quantization", "none")) != "none":
+        needed["bitsandbytes"] = f"--quantization {quantization}"
     return [
         ConfigError(f"{name} is not installed", where=why, fix=f"pip install {name}")
         for name, why in needed.items()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ from finetune.training.checkpointer import Checkpointer
 from finetune.training.control import RunContext
 from finetune.training.executor import StepExecutor
 from finetune.training.guards import NonFiniteGuard, SpikeDetector, StepOutcomes, StillGuard, step_engine
-from finetune.training.metrics import ComputeCost, ConsoleProgress, StepMeter, line_facts
+from finetune.training.metrics import METRICS, ComputeCost, ConsoleProgress, Metric, StepMeter, line_facts
 from finetune.training.optimizers import skip_where
 from finetune.training.results import Evaluations
 from finetune.training.state import Form, TrainingState, whole_weights, with_saved
@@ -63,6 +63,7 @@ class RunTrainer(Trainer):
     optimizer: Any  # torch's, then accelerate's wrapper around it, or DeepSpeed's
     checkpointer: Checkpointer  # given once the model is known, as the next (build.make_trainer)
     evaluations: Evaluations
+    metrics: Sequence[Metric] = METRICS  # what a line of the log has
     _batch: StepBatch  # of the step under way
     _learning_rate: float  # of its first group
 
@@ -88,7 +89,8 @@ class RunTrainer(Trainer):
         self.head, self.state_form, self.num_workers = head, state_form, num_workers
         self.executor = make_executor(self.accelerator)
         self.executor.on_out_of_memory = self._log_out_of_memory
-        self.meter = StepMeter(step_batches.groups, self.args.device, cost)
+        sums = self.executor.objective.sums(len(step_batches.groups))
+        self.meter = StepMeter(step_batches.groups, sums, self.args.device, cost)
         self.guard, self.spikes, self.outcomes = NonFiniteGuard(), SpikeDetector(), StepOutcomes()
         self.still = StillGuard()
         self.stopped_by: str | None = None
@@ -178,7 +180,7 @@ class RunTrainer(Trainer):
         self.still.before_step(self.model)
         result = self.executor.run(model, inputs)
         self._batch = inputs
-        self.meter.add_step(inputs, result.group_losses)
+        self.meter.add_step(inputs, result.sums)
         if self.is_deepspeed_enabled:
             skipped = step_engine(model)
             self._nonfinite = lambda: skipped
@@ -323,7 +325,7 @@ class RunTrainer(Trainer):
         step = self.state.global_step
         if "loss" in logs:
             self._tr_loss.zero_()  # Trainer subtracts the sum from itself, which after a NaN leaves NaN for good
-            logs.update(line_facts(self.meter.take(self._sum_over_ranks)))
+            logs.update(line_facts(self.meter.take(self._sum_over_ranks), self.metrics))
             self._look_for_spike(step, logs["loss"])
             self.still.line(logs["loss"])
             self.context.runlog.step({"step": step, **logs})

@@ -55,6 +55,7 @@ def test_defaults_are_those_that_were_agreed() -> None:
         "lora_alpha": 32,
         "lora_dropout": 0.0,
         "lora_target_modules": "all-linear",
+        "quantization": "none",
         "use_curriculum": True,
         "curriculum_seed": 42,
         "difficulty_field": "difficulty",

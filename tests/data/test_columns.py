@@ -16,6 +16,7 @@ from finetune.config.resolution import resolve
 from finetune.config.sources import DataSource
 from finetune.data import formats
 from finetune.data.dataset import Samples, prepare_samples
+from finetune.data.preference import records as preference_records
 from finetune.data.problems import RecordProblem
 from finetune.data.records import RecordReader
 from finetune.data.render import Renderer
@@ -71,7 +72,8 @@ def test_mapped_names_tell_the_format_and_hide_others() -> None:
 
 
 def test_every_name_that_a_format_reads_can_be_mapped() -> None:
-    source = Path(formats.__file__).read_text(encoding="utf-8")
+    readers = (formats, preference_records)
+    source = "".join(Path(str(module.__file__)).read_text(encoding="utf-8") for module in readers)
     assert {key for key, _ in formats.FORMATS.values()} <= set(COLUMNS)
     assert all(f'"{name}"' in source for name in COLUMNS)
 

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from finetune.data.collate import collate
 from finetune.data.steps import Execution, InOrder, LossGroups, StepBatches
+from finetune.modeling import objective
 from finetune.modeling.attention import choose_attention
 from finetune.modeling.loss import (
     ChunkedHead,
@@ -29,7 +30,6 @@ from finetune.modeling.loss import (
     sums_by_group,
     token_losses,
 )
-from finetune.training import executor as executor_module
 from finetune.training.control import Control
 from finetune.training.executor import REHEARSAL, StepExecutor, largest_microbatch, microbatch_seed
 
@@ -140,7 +140,7 @@ def execute(
         )
         result = executor.run(model, step_batches[0])
         loss += float(result.loss)
-        group_losses += result.group_losses
+        group_losses += result.sums
         count += len(step_batches[0].microbatches)
     return loss, group_losses, count
 
@@ -169,7 +169,7 @@ def test_nothing_of_a_microbatch_lives_into_the_next_forward(model, name, monkey
         earlier.append(weakref.ref(losses))
         return losses
 
-    monkeypatch.setattr(executor_module, "microbatch_losses", watched)
+    monkeypatch.setattr(objective, "microbatch_losses", watched)
     _loss, _sums, count = execute(model, FakeSamples(23, seed=3), EXECUTIONS[name], rehearsal=True)
     assert count > 2 and len(earlier) == count + 1
 

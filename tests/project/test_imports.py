@@ -31,7 +31,7 @@ LAYERS = (
         "planning",
         "training",
     ),
-    *("inference", "runs", "commands", "sft", "pretrain", "__init__", "__main__"),
+    *("inference", "runs", "commands", "sft", "pretrain", "dpo", "__init__", "__main__"),
 )
 # What looks at a run, or talks to its result, must not need what trains one.
 APART = (("inference", "training"), ("runs", "training"), ("commands", "training"))

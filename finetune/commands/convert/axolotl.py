@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.commands.convert import hugging_face
+from finetune.commands.convert import adapters, hugging_face
 from finetune.commands.convert.draft import Draft, Option, Tool, lost, read
 from finetune.commands.convert.llama_factory import split, targets
 from finetune.errors import ConfigError
 
-_WEIGHTS = "base weights are not quantized here"
+_WEIGHTS = "a base in few bits is load_in_4bit or load_in_8bit alone"
 _TOKENS = "the tokenizer's own tokens are used"
 
 OPTIONS: dict[str, Option] = {
@@ -275,9 +275,9 @@ def _method(values: dict[str, Any], draft: Draft) -> None:
         raise ConfigError(
             f"adapter {adapter} has no counterpart", "adapter", "LoRA and all parameters are trained here"
         )
-    for name in ("load_in_4bit", "load_in_8bit"):
+    for name, bits in (("load_in_4bit", 4), ("load_in_8bit", 8)):
         if values.get(name):
-            draft.lose(name, True, f"{_WEIGHTS}: the adapter stands on 16 bits", trains=True)
+            adapters.quantization(name, bits, draft, value=True)
     # peft's own, where Axolotl hands nothing on.
     draft.values |= {
         "finetuning": "lora",

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from finetune.commands.convert import hugging_face
+from finetune.commands.convert import adapters, hugging_face
 from finetune.commands.convert.draft import Draft, Option, Tool, lost, read
 from finetune.errors import ConfigError
 
@@ -25,7 +25,7 @@ OPTIONS: dict[str, Option] = {
     **read(
         "stage finetuning_type lora_rank lora_alpha lora_target dataset eval_dataset dataset_dir val_size template "
         "mix_strategy interleave_probs packing neat_packing pure_bf16 disable_gradient_checkpointing fp8 "
-        "early_stopping_steps infer_dtype quantization_bit mask_history train_on_prompt use_swanlab "
+        "early_stopping_steps infer_dtype quantization_bit quantization_type mask_history train_on_prompt use_swanlab "
         "image_max_pixels model_revision"
     ),
     # ------------------------------------------------ what is trained
@@ -92,8 +92,9 @@ OPTIONS: dict[str, Option] = {
         "badam_mask_mode badam_verbose",
     ),
     **lost(
-        "base weights are not quantized here",
-        "quantization_method quantization_type double_quantization quantization_device_map",
+        "a base in few bits is bitsandbytes', whole on a device",
+        "quantization_method double_quantization quantization_device_map",
+        off=("bitsandbytes", "bnb", True),
     ),
     # ------------------------------------------------ how it runs
     **lost(
@@ -207,9 +208,7 @@ def finish(values: dict[str, Any], given: set[str], draft: Draft, devices: int) 
 def _method(values: dict[str, Any], draft: Draft) -> None:
     draft.values["finetuning"] = values["finetuning_type"]
     if bits := values.get("quantization_bit"):
-        draft.lose(
-            "quantization_bit", bits, "base weights are not quantized here: the adapter stands on 16 bits", trains=True
-        )
+        adapters.quantization("quantization_bit", bits, draft, form=values.get("quantization_type"))
     if values["finetuning_type"] == "full":
         draft.values.pop("lora_dropout", None)
         return

@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any
 
-from finetune.commands.convert import hugging_face
+from finetune.commands.convert import adapters, hugging_face
 from finetune.commands.convert.draft import Draft, Option, Tool, lost, read
 from finetune.commands.convert.llama_factory import split, targets
 from finetune.config.paths import is_hub_id
@@ -23,6 +23,7 @@ OPTIONS: dict[str, Option] = {
     **read(
         "tuner_type dataset val_dataset split_dataset_ratio torch_dtype max_length truncation_strategy lora_rank "
         "lora_alpha target_modules target_regex columns system loss_scale template quant_bits packing adapters "
+        "bnb_4bit_quant_type "
         "early_stop_interval interleave_prob stopping_strategy strict use_chat_template max_epochs stage "
         "model_revision use_hf"
     ),
@@ -91,9 +92,9 @@ OPTIONS: dict[str, Option] = {
         off=(True,),
     ),
     **lost(
-        "base weights are not quantized here",
-        "quant_method hqq_axis bnb_4bit_compute_dtype bnb_4bit_quant_type bnb_4bit_use_double_quant "
-        "bnb_4bit_quant_storage",
+        "a base in few bits is bitsandbytes', computed in the run's dtype",
+        "quant_method hqq_axis bnb_4bit_compute_dtype bnb_4bit_use_double_quant bnb_4bit_quant_storage",
+        off=("bnb", True),
     ),
     **lost(
         _ANSWERS,
@@ -198,7 +199,7 @@ def _method(values: dict[str, Any], draft: Draft, *, full: bool) -> None:
             "adapters", values["adapters"], "no adapter is continued here; merge it into the model first", trains=True
         )
     if values.get("quant_bits"):
-        draft.lose("quant_bits", values["quant_bits"], "base weights are not quantized here", trains=True)
+        adapters.quantization("quant_bits", values["quant_bits"], draft, form=values.get("bnb_4bit_quant_type"))
     if full:
         draft.values.pop("lora_dropout")
         return

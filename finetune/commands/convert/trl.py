@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from finetune.commands.convert import hugging_face
+from finetune.commands.convert import adapters, hugging_face
 from finetune.commands.convert.draft import Draft, Option, Tool, lost, read
 from finetune.commands.convert.llama_factory import split, targets
 from finetune.errors import ConfigError
@@ -22,7 +22,7 @@ OPTIONS: dict[str, Option] = {
         "max_length packing packing_strategy use_peft lora_r lora_alpha lora_target_modules dataset_name datasets "
         "dataset_config dataset_train_split dataset_test_split dataset_text_field test_split_size "
         "chat_template_path assistant_only_loss completion_only_loss load_in_4bit load_in_8bit dtype eos_token "
-        "truncation_mode model_revision"
+        "truncation_mode model_revision bnb_4bit_quant_type"
     ),
     **lost("the model is loaded as it is", "model_init_kwargs", trains=True),
     **lost("data is prepared in one way here", "dataset_kwargs", trains=True),
@@ -39,7 +39,7 @@ OPTIONS: dict[str, Option] = {
     **lost("samples are prepared once and read from memory maps", "dataset_streaming streaming"),
     **lost("the kernel is the device's best (docs/configuration.md)", "attn_implementation"),
     **lost("finetune decides it by itself", "ignore_bias_buffers lora_task_type", off=("CAUSAL_LM",)),
-    **lost("base weights are not quantized here", "bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage"),
+    **lost("nf4 has double quantisation here", "use_bnb_nested_quant bnb_4bit_quant_storage", off=(True,)),
 }
 DEFAULTS = {
     **hugging_face.DEFAULTS,
@@ -105,7 +105,8 @@ def _method(values: dict[str, Any], draft: Draft) -> None:
         draft.note("lora_target_modules", "not set", "written are peft's own of most models: q_proj, v_proj")
     for name in ("load_in_4bit", "load_in_8bit"):
         if values.get(name):
-            draft.lose(name, True, "base weights are not quantized here: the adapter stands on 16 bits", trains=True)
+            bits = 4 if name == "load_in_4bit" else 8
+            adapters.quantization(name, bits, draft, value=True, form=values.get("bnb_4bit_quant_type"))
 
 
 def _data(values: dict[str, Any], draft: Draft) -> None:

@@ -237,3 +237,22 @@ def test_the_revision_is_part_of_the_name(capsys: Any, folder: Path, run: dict[s
     (folder / "base").mkdir()
     config, text = converted({**run, name: "base", "model_revision": "v1"}, capsys, "--from", tool)
     assert config.model == "base" and "model_revision v1" in section(text, TRAINED)
+
+
+@pytest.mark.parametrize(
+    ("tool", "run", "kind"),
+    [
+        ("llamafactory", {"quantization_bit": 4, "quantization_method": "bnb"}, "nf4"),
+        ("trl", {"use_peft": True, "load_in_4bit": True, "use_bnb_nested_quant": True}, "nf4"),
+        ("trl", {"use_peft": True, "load_in_8bit": True}, "int8"),
+        ("axolotl", {"adapter": "qlora", "load_in_4bit": True, "load_in_8bit": False}, "nf4"),
+        ("ms-swift", {"quant_bits": 8}, "int8"),
+    ],
+)
+def test_a_base_in_few_bits(capsys: Any, tool: str, run: dict[str, Any], kind: str) -> None:
+    base = {"llamafactory": EXAMPLE, "trl": TRL, "axolotl": AXOLOTL, "ms-swift": SWIFT_KEYS}[tool]
+    config, text = converted({**base, **run}, capsys, "--from", tool)
+    assert config.quantization == kind and kind in section(text, DIFFERS)
+    if tool == "trl":  # of a model that is trained whole
+        config, text = converted({**base, **run, "use_peft": False}, capsys, "--from", tool)
+        assert config.quantization == "none" and "load_in" not in section(text, DIFFERS)

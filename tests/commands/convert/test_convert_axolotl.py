@@ -26,7 +26,8 @@ def test_axolotl(capsys: Any) -> None:
     assert (config.valid_split, config.dtype, config.lr_scheduler) == (0.05, "bfloat16", "cosine")
     assert config.warmup_steps == 0.03
     named = section(text, TRAINED)
-    for words in ("load_in_8bit", "lora_modules_to_save", "optim adamw_bnb_8bit", "roles_to_train"):
+    assert config.quantization == "int8" and "load_in_8bit true" in section(text, DIFFERS)
+    for words in ("lora_modules_to_save", "optim adamw_bnb_8bit", "roles_to_train"):
         assert words in named, words
     with pytest.raises(ConfigError, match="rl dpo"):
         converted({**AXOLOTL, "rl": "dpo"}, capsys)

@@ -141,7 +141,7 @@ def test_what_cannot_be_trained_is_refused(capsys: Any, changes: dict[str, Any],
 
 def test_what_changes_the_training_stands_apart(capsys: Any) -> None:
     changes = {
-        "quantization_bit": 4, "use_dora": True, "neftune_noise_alpha": 5, "mask_history": True, "use_galore": True,
+        "quantization_bit": 3, "use_dora": True, "neftune_noise_alpha": 5, "mask_history": True, "use_galore": True,
         "lr_scheduler_type": "polynomial", "flash_attn": "fa2", "optim": "adafactor", "misspelt": 1,
         "use_rslora": False,
     }  # fmt: skip
