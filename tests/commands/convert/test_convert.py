@@ -277,3 +277,11 @@ def test_adapters_beyond_plain_lora(capsys: Any, tool: str, run: dict[str, Any])
     if tool == "llamafactory":
         config, text = converted({**base, **run, "finetuning_type": "full"}, capsys, "--from", tool)
         assert not config.use_rslora and "use_rslora true: all parameters are trained" in text
+
+
+def test_optimizers_with_less_state(capsys: Any) -> None:
+    for name, ours in (("adamw_8bit", "adamw-8bit"), ("adafactor", "adafactor"), ("lion_8bit", "adamw")):
+        config, text = converted({**TRL, "optim": name}, capsys)
+        assert config.optimizer == ours and ("optim lion_8bit" in text) == (name == "lion_8bit")
+    config, text = converted({**TRL, "optim": "adafactor", "use_peft": True}, capsys)
+    assert config.optimizer == "adamw" and "optim adafactor" in section(text, TRAINED)
