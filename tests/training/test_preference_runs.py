@@ -116,9 +116,12 @@ def test_stopped_at_step_7_and_on_by_another_layout(materials, runs, tmp_path, f
     assert difference < 1e-5
 
 
-def test_the_adapter_off_is_the_base(materials: Materials):
-    """With dropout, fused and by peft, modules_to_save among it; what is trained stays what it was."""
-    config = RunConfig(model=str(materials.model), data="d", output_dir="o", lora_r=4, lora_dropout=0.2)
+@pytest.mark.parametrize(
+    "changes", [{"lora_dropout": 0.2}, {"use_dora": True}, {"modules_to_save": ("norm",)}], ids=str
+)
+def test_the_adapter_off_is_the_base(materials: Materials, changes: dict[str, Any]):
+    """Whatever is trained of it; and that stays trained."""
+    config = RunConfig(model=str(materials.model), data="d", output_dir="o", lora_r=4, **changes)
     base = load_model(config, model_dtype=torch.float64, zero3=False)
     ids = torch.arange(12).numpy()
     microbatch = collate([(ids, ids > 4, -1)], packing=False, pad_token_id=0)
@@ -126,8 +129,8 @@ def test_the_adapter_off_is_the_base(materials: Materials):
         wanted = microbatch_losses(base, microbatch, torch.device("cpu"))
     model = add_adapter(base, config, one_dtype=True)
     fuse_lora(model)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
             torch.nn.init.normal_(parameter)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     model.train()

@@ -76,7 +76,7 @@ class PreferenceTrainer(SFTTrainer):
         with torch.no_grad():
             for step in range(len(step_batches)):
                 batch = step_batches[step]
-                objective.begin(model, batch, batch.microbatches)
+                objective.begin(model, batch)
                 for microbatch in batch.microbatches:
                     progress.mark()
                     scored = objective.score(model, microbatch.to(self.args.device), self.head, groups=groups)
