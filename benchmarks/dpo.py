@@ -1,7 +1,7 @@
 """Training on preferences: what it brings on the bundled pairs, and how fast it is beside TRL's DPOTrainer.
 
     python benchmarks/dpo.py learning         # fine-tuning, then pairs or more fine-tuning, three seeds
-    python benchmarks/dpo.py speed            # on a quiet machine
+    python benchmarks/dpo.py speed            # in CPU time of one thread, which other work hardly changes
     python benchmarks/dpo.py page             # docs/preferences_benchmark.md of what there is
 
 learning: the bundled base is fine-tuned on train.jsonl. From there two runs a seed take the same records in the same
@@ -168,7 +168,7 @@ def measure_speed(work: Path, repeats: int) -> None:
                 "batch": BATCH,
                 "rank": RANK,
                 "learning_rate": 5e-6,
-                "threads": 2,
+                "threads": 1,
             }
             given = work / f"{name}-{number}.work.json"
             given.write_text(json.dumps(asked), encoding="utf-8")
@@ -259,16 +259,17 @@ def speed_lines(results: dict[str, list[dict[str, Any]]]) -> list[str]:
         "",
         f"LoRA of rank {RANK} on all linear layers of a random Qwen3 of 24 million parameters (vocabulary "
         f"{MODEL['vocabulary']:,}), float32, {PAIRS} of the bundled pairs in steps of {BATCH}, the first step not "
-        f"measured; {os.cpu_count()} CPU cores, 2 threads, trl {versions['trl']}, torch {versions['torch']}. "
+        f"measured; one thread, seconds of its CPU time, trl {versions['trl']}, torch {versions['torch']}. "
         "Every step's documents and trained tokens are equal, so are the first loss and log-probabilities (1e-4). "
         "trl: as it comes (gradient checkpointing); trl-tuned: without. Peak: of the process.",
         "",
-        "| contender | rounds | pairs/s | ours is so many times as fast (each round) | tokens computed | peak, GB "
-        "| ours takes |",
+        "| contender | rounds | pairs a second | ours is so many times as fast (each round) | tokens computed "
+        "| peak, GB | ours takes |",
         "|---|---|---|---|---|---|---|",
     ]
     rates = {
-        n: [BATCH * len(r["step_seconds"][1:]) / sum(r["step_seconds"][1:]) for r in rs] for n, rs in results.items()
+        name: [BATCH * len(one["cpu_seconds"][1:]) / sum(one["cpu_seconds"][1:]) for one in rounds]
+        for name, rounds in results.items()
     }
     peaks = {name: statistics.median(one["peak_bytes"] for one in rounds) for name, rounds in results.items()}
     for name, rounds in results.items():

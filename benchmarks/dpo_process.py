@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,11 @@ class LogRecorder(Recorder):
         super().__init__()
         self.names = names
         self.logged: list[list[float]] = []
+        self.cpu_marks: list[float] = []  # CPU time of the process, at the beginning and the end of each step
+
+    def _mark(self) -> None:
+        super()._mark()
+        self.cpu_marks.append(time.process_time())
 
     def _note(self, model: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Of the reference, too, for which ours puts the model into the mode for evaluation."""
@@ -135,6 +142,7 @@ def main() -> None:
         "versions": {name: version(name) for name in ("torch", "transformers", "peft", "trl")},
         **recorder.made_of,
         "step_seconds": recorder.step_seconds,
+        "cpu_seconds": [end - begin for begin, end in pairwise(recorder.cpu_marks)],
         "steps": steps_of(recorder, work["batch"]),
         "logged": recorder.logged,
         "trained_parameters": recorder.trained_parameters,

@@ -6,7 +6,7 @@
 The steps: corpus (make_corpus.py), tokenizer (make_tokenizer.py), `finetune prepare` on the conversations as the chat
 template writes them, `finetune pretrain --arch qwen3`, and a copy of the files that a user needs, with the recipe and
 the final figures in RECIPE.md. The model has read definitions and worked examples as pages of a handbook, and no
-question of train.jsonl or valid.jsonl.
+question of train.jsonl or valid.jsonl. Four minutes on an H100; a night on two cores.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from finetune.config.fields import Paths, Strict, Text, adapter_setting, rule_broken
-from finetune.errors import ConfigError
 
 QUANTIZED_ON = ("cpu", "cuda")
 MOST_LAYERS = 10_000
@@ -128,9 +127,3 @@ def adapter_problems(config: Any) -> list[tuple[str, str]]:
     fix = "train without DeepSpeed (--deepspeed none), or with ZeRO-2"
     given = (("use_dora", config.use_dora, "DoRA"), ("train_tokens", config.train_tokens, "peft's trainable tokens"))
     return [(f"{name} is set: {what} {reads}", fix) for name, value, what in given if value]
-
-
-def check_quantization(config: Any, device_type: str) -> None:
-    """Raise ConfigError where the run does not go with a quantised base."""
-    for what, fix in quantization_problems(config, device_type):
-        raise ConfigError(what, where="--quantization", fix=fix)

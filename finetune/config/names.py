@@ -55,6 +55,7 @@ _SAME = {
     "num_epochs": "num_train_epochs epochs epoch n_epochs",
     "max_steps": "total_steps num_steps num_iterations max_train_steps train_steps",
     "learning_rate": "lr",
+    "optimizer": "optim",
     "lr_scheduler": "lr_scheduler_type scheduler scheduler_type",
     "weight_decay": "wd",
     "max_grad_norm": "gradient_clipping grad_clip clip_grad clip_grad_norm",
@@ -126,7 +127,6 @@ OTHERWISE: dict[str, tuple[str, str]] = {
     **_each(
         "wandb_run_name run_name", ("wandb reads it from the environment", "set WANDB_NAME, and use --report-to wandb")
     ),
-    **_each("optim optimizer", ("fine-tuning trains with AdamW", "remove it; see --adam-beta1, --weight-decay")),
     **_each(
         "window_pattern aspect_ratio head_dim fp8_recipe",
         ("sliding windows, other shapes and fp8 recipes of nanochat are not in transformers' models", "remove it"),

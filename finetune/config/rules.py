@@ -8,10 +8,11 @@ from functools import partial
 from math import ceil
 from typing import Any
 
-from finetune.config.adapter_config import BEYOND_PLAIN_LORA
+from finetune.config.adapter_config import BEYOND_PLAIN_LORA, QUANTIZED_ON, quantization_problems
 from finetune.config.names import flag
 from finetune.config.precedence import Precedence, Resolution, Rule
 from finetune.config.sources import as_sources, with_columns
+from finetune.errors import ConfigError
 
 MICRO, ACCUMULATION, GLOBAL = "micro_batch_size", "gradient_accumulation_steps", "global_batch_size"
 
@@ -182,6 +183,30 @@ def metric_problems(config: Any) -> list[tuple[str, str]]:
     return found
 
 
+def optimizer_problems(config: Any, device_type: str) -> list[tuple[str, str]]:
+    """An optimizer that the rest of the run does not go with."""
+    name, found = config.optimizer, []
+    if name == "adamw":
+        return []
+    if not config.trains_all_weights:
+        what = f"optimizer is {name}, and finetuning is lora: the state of an adapter is small"
+        found.append((what, "leave --optimizer out, or train all parameters (--finetuning full)"))
+    if config.deepspeed:
+        what = f"optimizer is {name}, and DeepSpeed shards AdamW's two flat moments"
+        found.append((what, "train without DeepSpeed (--deepspeed none), or leave --optimizer out"))
+    if name == "adamw-8bit" and device_type not in (*QUANTIZED_ON, "auto"):
+        what = f"optimizer is {name}, and bitsandbytes has it on CUDA and CPUs, not on {device_type}"
+        found.append((what, "take adafactor, or leave --optimizer out"))
+    return found
+
+
+def check_device(config: Any, device_type: str) -> None:
+    """Raise ConfigError where the run asks for what this kind of device does not have."""
+    for setting, problems in (("quantization", quantization_problems), ("optimizer", optimizer_problems)):
+        for what, fix in problems(config, device_type):
+            raise ConfigError(what, where=flag(setting), fix=fix)
+
+
 def split_problems(config: Any) -> list[tuple[str, str]]:
     """A split that has nothing to split, or by a field whose name is taken from it by `columns`."""
     field = config.split_by
@@ -260,11 +285,13 @@ def _unweighted(entry: Any) -> Any:
 def _note_unused(resolution: Resolution) -> None:
     follows = bool(resolution.value("keep_best") or resolution.value("early_stopping"))
     adapter = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "fused_lora", *BEYOND_PLAIN_LORA)
+    adam = ("adam_beta1", "adam_beta2", "adam_epsilon")
     curriculum = ("curriculum", "curriculum_seed")
     note_unused(
         resolution,
         (
             (adapter, resolution.value("finetuning") == "full", "finetuning is full"),
+            (adam, resolution.value("optimizer") == "adafactor", "optimizer is adafactor"),
             (curriculum, resolution.value("use_curriculum") is False, "use_curriculum is false"),
             (("best_metric",), not follows, "neither keep_best nor early_stopping is set"),
         ),

@@ -41,6 +41,7 @@ from finetune.config.rules import (
     batch_problem,
     evaluation_problems,
     metric_problems,
+    optimizer_problems,
     split_problems,
 )
 from finetune.config.schedules import PretrainingScheduleName, ScheduleName, described
@@ -283,6 +284,9 @@ class RunConfig(AdapterSettings, BaseConfig):
         depends_on="finetuning",
         shown_default="2e-4 for lora, 2e-5 for full",
     )
+    optimizer: Literal["adamw", "adamw-8bit", "adafactor", "muon"] = optimizer_setting(
+        "adamw", "For finetuning full: with less state, AdamW in 8 bits, Adafactor, or Muon for the blocks' matrices."
+    )
     lr_scheduler: ScheduleName = redefined(
         BaseConfig, "lr_scheduler", description=f"Learning rate after the warm-up. {described(pretraining=False)}."
     )
@@ -384,6 +388,7 @@ class RunConfig(AdapterSettings, BaseConfig):
         if self.valid_split is not None and self.valid_data:
             found.append(("valid_split and valid_data are both given", "keep one: a part of data, or files of its own"))
         found += split_problems(self) + quantization_problems(self, self.device_type) + adapter_problems(self)
+        found += optimizer_problems(self, self.device_type)
         if self.micro_batch_size == "auto":
             # Left out beside accumulation it is 1: rules.py, resolve_batch.
             if self.gradient_accumulation_steps is not None and "micro_batch_size" in self.model_fields_set:

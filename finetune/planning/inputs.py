@@ -10,12 +10,12 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from finetune.config.adapter_config import check_quantization
 from finetune.config.kinds import kind_of_config
 from finetune.config.paths import is_hub_id, split_revision
 from finetune.config.preference_config import PreferenceConfig
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve_object
+from finetune.config.rules import check_device
 from finetune.config.run_config import BaseConfig, RunConfig
 from finetune.errors import ConfigError
 from finetune.planning.activations import Computing
@@ -133,7 +133,7 @@ def recomputes(config: BaseConfig, device_type: str) -> bool:
 
 def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster) -> Workload:
     """What a process of a fine-tuning run has in memory."""
-    check_quantization(config, cluster.device_type)
+    check_device(config, cluster.device_type)
     size = element_bytes(config, cluster.device_type)
     engine, lora = bool(config.deepspeed), config.finetuning == "lora"
     adapted = shape.adapted(config.lora_target_modules) if lora else frozenset()
@@ -168,7 +168,10 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
         targets=tokens,
         longest=config.cutoff_len,
         microbatches=max(1, ceil(config.global_batch_size / (config.samples_per_microbatch * cluster.devices))),
-        fused=DEVICE_KINDS[cluster.device_type].fused_adamw,
+        muon=config.optimizer == "muon",
+        optimizer="adamw" if config.optimizer == "muon" else config.optimizer,
+        # The others go from tensor to tensor.
+        fused=DEVICE_KINDS[cluster.device_type].fused_adamw or config.optimizer != "adamw",
         device_type=cluster.device_type,
         file_bytes=size,
         loader_workers=config.dataloader_num_workers,

@@ -27,6 +27,13 @@ def state_terms(work: Workload) -> list[Term]:
 
 def _moments(work: Workload, numbers: int) -> int:
     """Bytes of the optimizer's moments for so many trained parameters."""
+    shape = work.shape
+    if work.optimizer == "adafactor":  # of a matrix a number for each row and column
+        sides = sum((m.inputs + m.outputs) * m.experts * count for m, count in shape.matrices)
+        tables = (shape.vocabulary + shape.hidden) * (1 if shape.tied else 2)
+        return MOMENT * (sides + tables + shape.small)
+    if work.optimizer == "adamw-8bit":  # a scale for 256 numbers; vectors stay in 32 bits
+        return round(2 * (1 + MOMENT / 256) * (numbers - shape.small)) + 2 * MOMENT * shape.small
     if not work.muon:
         return 2 * MOMENT * numbers
     matrices = work.shape.block_matrices
@@ -58,8 +65,14 @@ def _plain(work: Workload) -> list[Term]:
     held = how.weight_bytes * (work.weight_numbers - trained) + trained_bytes * trained
     # One process reads a mapped file when it first computes with it; several compare or send its weights before.
     there = TRAINING if work.mapped and work.processes == 1 else PHASES
-    moments = "4 B x blocks' matrices + 8 B x the rest" if work.muon else "8 B x P_t"
-    optimizer = "torch.optim.AdamW: two float32 moments" + ("; Muon: one" if work.muon else "")
+    moments, optimizer = "8 B x P_t", "torch.optim.AdamW: two float32 moments"
+    if work.muon:
+        moments, optimizer = "4 B x blocks' matrices + 8 B x the rest", f"{optimizer}; Muon: one"
+    elif work.optimizer != "adamw":
+        moments, optimizer = {
+            "adamw-8bit": ("2 B x P_t", "bitsandbytes AdamW8bit: two moments in 8 bits, with scales"),
+            "adafactor": ("4 B x rows and columns", "transformers Adafactor"),
+        }[work.optimizer]
     terms = [
         Term("weights", held, "device", f"{how.weight_bytes} B x {_held(work)}", "ours: training/build_sft.py", there),
         *_quantised(work),

@@ -98,6 +98,7 @@ class Workload:
         asks_reference: each microbatch is also computed with the adapter off, without gradients.
         microbatches: of a device in one optimizer step.
         muon: the blocks' matrices are trained by Muon, which has one moment.
+        optimizer: of what Muon does not train: adamw, or with less state adamw-8bit or adafactor.
         fused: the optimizer's kernel needs no temporaries.
         file_bytes: bytes of a parameter in the model's files; 0 for a model from scratch.
         data_bytes: of tokenized data, memory-mapped.
@@ -121,6 +122,7 @@ class Workload:
     asks_reference: bool = False
     microbatches: int = 1
     muon: bool = False
+    optimizer: str = "adamw"
     fused: bool = True
     device_type: str = "cuda"
     file_bytes: int = 2

@@ -113,6 +113,7 @@ def build_as(
         processing_class=data.tokenizer,
         lora=lora,
         compute_dtype=place.dtype,
+        optimizer_name=config.optimizer,
         lora_plus_ratio=config.lora_plus_ratio if lora else None,
         # LoRA's trainable weights are small enough to be saved whole, and peft can then read a checkpoint as it is.
         state_form="whole" if lora else "slices" if zero_stage(config) == 3 else "parts",

@@ -6,8 +6,9 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from finetune.config.adapter_config import adapter_identity, check_quantization
+from finetune.config.adapter_config import adapter_identity
 from finetune.config.paths import split_revision
+from finetune.config.rules import check_device
 from finetune.config.run_config import RunConfig
 from finetune.config.sources import source_names
 from finetune.errors import DataError
@@ -80,7 +81,8 @@ def prepare_with(config: RunConfig, identity: dict[str, Any]) -> Prepared:
     model_config = models.load_model_config(config.model, trust_remote_code=config.trust_remote_code)
     tokenizer = load_tokenizer(config.model, template=config.template, trust_remote_code=config.trust_remote_code)
     models.check_unquantised(model_config)
-    check_quantization(config, choose_device_type(config.device_type))
+    device_type = choose_device_type(config.device_type)
+    check_device(config, device_type)
     models.check_weights(config.model)
     if config.finetuning == "lora":
         models.check_adapter(model_config, config)
@@ -181,6 +183,8 @@ def _identity(config: RunConfig, train: Samples, batches: GlobalBatches) -> dict
     """What makes this run this run, as plain JSON."""
     identity: dict[str, Any] = {name: getattr(config, name) for name in IDENTITY_SETTINGS}
     identity["model"] = split_revision(config.model)[0]  # its commit is in "weights"
+    if config.optimizer != "adamw":
+        identity["optimizer"] = config.optimizer
     if config.finetuning == "lora":
         targets = config.lora_target_modules
         identity["lora_target_modules"] = targets if isinstance(targets, str) else list(targets)

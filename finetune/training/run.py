@@ -253,6 +253,8 @@ def _missing_packages(config: BaseConfig) -> list[FinetuneError]:
         needed["deepspeed"] = "the configuration has DeepSpeed keys"
     if (quantization := getattr(config, "quantization", "none")) != "none":
         needed["bitsandbytes"] = f"--quantization {quantization}"
+    if getattr(config, "optimizer", "") == "adamw-8bit":
+        needed["bitsandbytes"] = "--optimizer adamw-8bit"
     return [
         ConfigError(f"{name} is not installed", where=why, fix=f"pip install {name}")
         for name, why in needed.items()

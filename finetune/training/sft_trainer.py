@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.data.steps import StepBatches
 from finetune.modeling.pretrained import DTYPES, check_adapter_file
-from finetune.training.optimizers import set_apart
+from finetune.training.optimizers import make_small_optimizer, set_apart
 from finetune.training.saved_tensors import write_tensors
 from finetune.training.state import trainable
 from finetune.training.trainer import RunTrainer
@@ -25,6 +25,7 @@ class SFTTrainer(RunTrainer):
     Args:
         lora: whether the model carries an adapter.
         compute_dtype: name of the run's dtype; a whole model is saved in it.
+        optimizer_name: as `--optimizer`.
         lora_plus_ratio: rate of the B matrices over that of everything else (LoRA+, Hayou et al. 2024,
             arXiv:2402.12354); None: the same.
     """
@@ -33,10 +34,16 @@ class SFTTrainer(RunTrainer):
     ask: Callable[..., dict[str, float]] | None = None  # given by run.py where evaluations answer prompts
 
     def __init__(
-        self, *, lora: bool, compute_dtype: str, lora_plus_ratio: float | None = None, **arguments: Any
+        self,
+        *,
+        lora: bool,
+        compute_dtype: str,
+        optimizer_name: str = "adamw",
+        lora_plus_ratio: float | None = None,
+        **arguments: Any,
     ) -> None:
         super().__init__(**arguments)
-        self.lora_plus_ratio = lora_plus_ratio
+        self.optimizer_name, self.lora_plus_ratio = optimizer_name, lora_plus_ratio
         self.lora, self.compute_dtype = lora, compute_dtype
         self.own_padding = getattr(self.model.config, "pad_token_id", None)
 
@@ -60,6 +67,16 @@ class SFTTrainer(RunTrainer):
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         made = self.optimizer is None
+        if made and self.optimizer_name != "adamw":
+            decayed = set(self.get_decay_parameter_names(self.model))
+            groups: list[dict[str, Any]] = [
+                {
+                    "params": [p for name, p in trainable(self.model) if (name in decayed) == decays],
+                    "weight_decay": self.args.weight_decay if decays else 0.0,
+                }
+                for decays in (True, False)
+            ]
+            self.optimizer = make_small_optimizer(self.optimizer_name, self.model, groups, self.args)
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         if made and self.lora_plus_ratio is not None:
             ups = {id(parameter) for name, parameter in self.model.named_parameters() if "lora_B" in name}

@@ -55,6 +55,7 @@ def test_defaults_are_those_that_were_agreed() -> None:
         "lora_alpha": 32,
         "lora_dropout": 0.0,
         "lora_target_modules": "all-linear",
+        "optimizer": "adamw",
         "quantization": "none",
         "use_rslora": False,
         "use_dora": False,

@@ -15,7 +15,7 @@ from pydantic import Field
 from finetune.config.fields import Paths, setting
 from finetune.config.names import did_you_mean
 from finetune.config.options import Options, read_known_options
-from finetune.errors import DataError, ExitCode
+from finetune.errors import ConfigError, DataError, ExitCode
 from finetune.plain_text import CONTROLS
 from finetune.runtime.terminal import console as terminal_console
 
@@ -92,6 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     overrides = {"output_dir": "."}  # nothing is written there
     settings = conversation_config_class(rest)
     config = resolve(rest, overrides=overrides, world_size=world_size, model_class=settings).config
+    if options.audit and config.preference_form:
+        raise ConfigError("the audit reads one answer a record", "--audit", "leave it out, or the flags of preferences")
     tokenizer = load_tokenizer(
         from_modelscope(config.model, config.hub), config.template, trust_remote_code=config.trust_remote_code
     )

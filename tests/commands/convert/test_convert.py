@@ -93,7 +93,7 @@ def test_no_secret_inside_of_a_value_is_shown(capsys: Any) -> None:
         "extra": ["--api-key=" + "Q" * 12, f"wandb {digits}"],
         "note": "sk-" + "b" * 20,
     }
-    run |= {"use_rslora": f"Bearer {'z' * 16}", "lookup": f"https://u:{'p' * 9}@host/x"}
+    run |= {"neftune_noise_alpha": f"Bearer {'z' * 16}", "lookup": f"https://u:{'p' * 9}@host/x"}
     _, text = converted(run, capsys)
     for secret in (key, "Q" * 12, digits, "b" * 20, "z" * 16, "p" * 9):
         assert secret not in text
@@ -277,3 +277,11 @@ def test_adapters_beyond_plain_lora(capsys: Any, tool: str, run: dict[str, Any])
     if tool == "llamafactory":
         config, text = converted({**base, **run, "finetuning_type": "full"}, capsys, "--from", tool)
         assert not config.use_rslora and "use_rslora true: all parameters are trained" in text
+
+
+def test_optimizers_with_less_state(capsys: Any) -> None:
+    for name, ours in (("adamw_8bit", "adamw-8bit"), ("adafactor", "adafactor"), ("lion_8bit", "adamw")):
+        config, text = converted({**TRL, "optim": name}, capsys)
+        assert config.optimizer == ours and ("optim lion_8bit" in text) == (name == "lion_8bit")
+    config, text = converted({**TRL, "optim": "adafactor", "use_peft": True}, capsys)
+    assert config.optimizer == "adamw" and "optim adafactor" in section(text, TRAINED)

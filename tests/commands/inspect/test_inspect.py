@@ -103,6 +103,21 @@ def test_both_answers_of_a_pair_are_shown(tmp_path: Path) -> None:
         assert re.search(r"\d+ tokens, \d trained", name)
 
 
+def test_a_loss_tells_that_the_records_are_preferences(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps({"prompt": "q", "chosen": "yes", "rejected": "not"}) + "\n", encoding="utf-8")
+    assert main([*arguments, "--loss", "dpo"]) == 0
+    assert re.search(r"chosen .*\[\[yes<.*rejected .*\[\[not<", capsys.readouterr().out, re.DOTALL)
+    with pytest.raises(DataError, match="train.jsonl:1: a pair, not a label"):
+        main([*arguments, "--loss", "kto"])
+    with pytest.raises(ConfigError, match="the audit reads one answer a record"):
+        main([*arguments, "--loss", "dpo", "--audit"])
+    with pytest.raises(DataError, match="no 'completion' or 'response'"):
+        main(arguments)
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_marked_text_is_the_whole_text(name: str) -> None:
     from chat_models import talk
