@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 
@@ -16,7 +17,9 @@ def make_pairs(path: Path, records: int, *, seed: int = 0, labels: bool = False)
     def text(longest: int) -> str:
         return " ".join(choose.choices(WORDS, k=int(choose.paretovariate(1.2)) % longest + 1))
 
-    with path.open("w", encoding="utf-8") as file:
+    # Whole or not there: several processes may make it at once.
+    temporary = path.with_suffix(f".{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
         for number in range(records):
             record = {"prompt": text(8), "difficulty": ("explain", "reasoning", "topology")[number % 3]}
             if labels:
@@ -24,4 +27,4 @@ def make_pairs(path: Path, records: int, *, seed: int = 0, labels: bool = False)
             else:
                 record |= {"chosen": f"yes {text(20)}", "rejected": f"no {text(20)}"}
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
-    return path
+    return temporary.replace(path)
