@@ -57,7 +57,7 @@ def make_inputs(folder: Path, settings: dict[str, Any], device: str) -> None:
     from finetune.planning.flops import flops_per_token
 
     conversations = _write_conversations(folder / "data.jsonl", settings)
-    model = _write_model(folder / "model", settings, device)
+    model = write_model(folder / "model", settings, device)
     order = _order_of_our_run(folder, settings)
     if sorted(order) != list(range(len(conversations))):
         raise SystemExit("our run would not train on each conversation once")
@@ -122,7 +122,7 @@ def _conversation(
     return messages
 
 
-def _write_model(folder: Path, settings: dict[str, Any], device: str) -> Any:
+def write_model(folder: Path, settings: dict[str, Any], device: str) -> Any:
     import torch
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 

@@ -11,16 +11,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from drawing import Draw, Row
+from drawing import LANGUAGES, Draw, Row
 from networks_explain import explain_rows
 from networks_topology import topology_rows
 from reasoning_texts import reasoning_rows
+from wrong_answers import preference_row
 
 HERE = Path(__file__).resolve().parent
 VALID_ROWS = 50  # of each difficulty
 TRAIN_ROWS = {"reasoning": 500, "topology": 400}  # explain has as many as the table of facts gives, 600
 SPARE_ROWS = 40  # of reasoning and topology, for the conversations
 CONVERSATIONS = 20  # in each of the two multi-turn files
+PAIRS = {"preference_train": 300, "preference_valid": 50}  # of reasoning and topology each
 
 SYSTEM_PROMPTS = (
     "You are an assistant for network engineers. Answer briefly.",
@@ -28,20 +30,23 @@ SYSTEM_PROMPTS = (
     "Answer in the language of the question.",
     "",
 )
-FILES = ("train.jsonl", "valid.jsonl", "sharegpt.json", "messages.jsonl", "broken.jsonl")
+FILES = (
+    "train.jsonl", "valid.jsonl", "sharegpt.json", "messages.jsonl", "broken.jsonl",
+    "preference_train.jsonl", "preference_valid.jsonl",
+)  # fmt: skip
 
 
 def split_rows() -> dict[str, list[Row]]:
-    """All records: train, valid and spare, each shuffled."""
+    """All records: train, valid, spare and those of pairs, each shuffled; no question is in two of them."""
     counts = {"valid": VALID_ROWS, "spare": SPARE_ROWS}
     levels = [
         explain_rows(VALID_ROWS),
-        reasoning_rows({**counts, "train": TRAIN_ROWS["reasoning"]}),
-        topology_rows({**counts, "train": TRAIN_ROWS["topology"]}),
+        reasoning_rows({**counts, "train": TRAIN_ROWS["reasoning"], **PAIRS}),
+        topology_rows({**counts, "train": TRAIN_ROWS["topology"], **PAIRS}),
     ]
     return {
-        name: Draw("order", name).shuffled([row for level in levels for row in level[name]])
-        for name in ("train", "valid", "spare")
+        name: Draw("order", name).shuffled([row for level in levels for row in level.get(name, [])])
+        for name in ("train", "valid", "spare", *PAIRS)
     }
 
 
@@ -92,6 +97,11 @@ def messages_rows(talks: list[list[Row]]) -> list[dict[str, Any]]:
     return rows
 
 
+def preference_rows(rows: list[Row]) -> list[Row]:
+    """Each with its right output and a wrong one."""
+    return [preference_row(row, LANGUAGES[is_chinese(row)]) for row in rows]
+
+
 def broken_lines() -> list[str]:
     """One line for each way in which an alpaca record can be bad, between two good ones. `defect` names it."""
     good = {"instruction": "What is a router?", "input": "", "output": "A device.", "difficulty": "explain"}
@@ -137,6 +147,7 @@ def make_files() -> dict[str, str]:
         "valid.jsonl": [json_line(row) for row in rows["valid"]],
         "messages.jsonl": [json_line(row) for row in messages_rows(messages)],
         "broken.jsonl": broken_lines(),
+        **{f"{name}.jsonl": [json_line(row) for row in preference_rows(rows[name])] for name in PAIRS},
     }
     files = {name: "".join(f"{line}\n" for line in text) for name, text in lines.items()}
     files["sharegpt.json"] = json.dumps(sharegpt_rows(sharegpt), ensure_ascii=False, indent=1) + "\n"

@@ -14,6 +14,7 @@ COMMANDS = {
     "sft": ("finetune.sft", "fine-tune a model (the same as python -m finetune.sft)"),
     "prepare": ("finetune.commands.prepare.command", "turn text into token shards and a tokenizer, for pretraining"),
     "pretrain": ("finetune.pretrain", "train a model from scratch (the same as python -m finetune.pretrain)"),
+    "dpo": ("finetune.dpo", "train on pairs of answers, or on answers with labels (python -m finetune.dpo)"),
     "doctor": ("finetune.commands.doctor.command", "find what would keep a run from starting on this machine"),
     "launch": (
         "finetune.commands.launch.command",

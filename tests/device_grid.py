@@ -53,7 +53,8 @@ def cells(device: str) -> list[Cell]:
 def execute(cell: Cell, materials: runs.Materials, folder: Path) -> str:
     """Run a cell; "" or, where it failed, the end of what it said."""
     try:
-        runs.train(cell.settings(materials, folder), patch=run_patches.true_float32)
+        module = "finetune.dpo" if cell.loss else "finetune.sft"
+        runs.train(cell.settings(materials, folder), patch=run_patches.true_float32, module=module)
     except (AssertionError, TimeoutError, OSError) as error:
         return str(error)[-LOG_CHARACTERS:]
     return ""

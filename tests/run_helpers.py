@@ -30,6 +30,7 @@ PRELOADED = (
     "finetune.sft",
     "finetune.training.build_sft",
     "finetune.training.build_pretrain",
+    "finetune.training.preferences.build",
     "finetune.training.execute",
     "finetune.data.dataset",
     "deepspeed",

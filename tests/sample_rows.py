@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,16 @@ def write_rows(path: Path, rows: list[Any]) -> Path:
     lines = (row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows)
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     return path
+
+
+def read_preferences() -> list[dict[str, Any]]:
+    """The shipped pairs in the keys of the other rows; `wrong` is what the rejected output answers."""
+    rows = [row for name in ("preference_train.jsonl", "preference_valid.jsonl") for row in read_records(name)]
+    wrong = [re.split("答案：|Answer: ", row["rejected"])[-1] for row in rows]
+    return [
+        row | {"difficulty": row["topic"], "output": row["chosen"], "wrong": answer}
+        for row, answer in zip(rows, wrong, strict=True)
+    ]
 
 
 def chinese(text: str) -> bool:

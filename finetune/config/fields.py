@@ -20,6 +20,7 @@ GROUPS = (
     "batch and length",
     "optimizer",
     "adapter",
+    "preferences",
     "curriculum",
     "device",
     "saving and resuming",
@@ -30,7 +31,7 @@ GROUPS = (
 # Keys of a record that formats know and that data may have under other names (data/formats.py).
 COLUMNS = (
     "messages", "conversations", "instruction", "input", "output", "history", "prompt", "completion", "response",
-    "text", "system", "tools",
+    "text", "system", "tools", "chosen", "rejected", "rejected_response", "rejected_messages", "label",
 )  # fmt: skip
 Reporter = Literal["none", "tensorboard", "wandb", "swanlab", "trackio"]
 

@@ -169,12 +169,18 @@ def evaluation_problems(config: Any) -> list[tuple[str, str]]:
 
 
 def metric_problems(config: Any) -> list[tuple[str, str]]:
-    """A metric of the best evaluation that evaluations do not have."""
+    """A metric of the best evaluation that evaluations do not have; answers that there is nothing to ask for."""
     metric, levels = config.best_metric, config.curriculum.levels if config.use_curriculum else ()
-    known = ("loss", *(f"loss/{level}" for level in levels))
-    if metric in known:
-        return []
-    return [(f"best_metric is {metric}, which no evaluation has", f"take one of {', '.join(known)}")]
+    known = [name for kind in ("loss", "exact_match") for name in (kind, *(f"{kind}/{level}" for level in levels))]
+    found = []
+    if metric not in known:
+        found.append((f"best_metric is {metric}, which no evaluation has", f"take one of {', '.join(known)}"))
+    elif metric.startswith("exact_match") and config.eval_generate is None:
+        found.append((f"best_metric is {metric}, and evaluations answer nothing", "set --eval-generate, e.g. to 50"))
+    if config.eval_generate is not None and not config.validates:
+        what = f"eval_generate is {config.eval_generate}, and there is no validation data"
+        found.append((what, f"give validation data, or leave {flag('eval_generate')} out"))
+    return found
 
 
 def optimizer_problems(config: Any, device_type: str) -> list[tuple[str, str]]:

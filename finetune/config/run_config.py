@@ -175,6 +175,11 @@ class BaseConfig(Strict):
         return npu_variables(() if self.npu_tuning == "none" else self.npu_tuning, self.hccl_buffer_mb)
 
     @property
+    def documents_per_sample(self) -> int:
+        """Documents that a sample consists of, each of at most `cutoff_len` tokens."""
+        return 1
+
+    @property
     def tokens_per_step(self) -> int:
         """Most tokens of an optimizer step, over all devices."""
         raise AttributeError(f"{type(self).__name__} does not say how many tokens a step has")
@@ -299,10 +304,13 @@ class RunConfig(AdapterSettings, BaseConfig):
     on_media: Literal["refuse", "drop-row", "drop-media"] = preparation_setting(
         "refuse", "What to do about a record with images, video or sound; drop-media trains its text."
     )
+    eval_generate: Positive | None = logging_setting(
+        None, "Answer so many validation records at each evaluation, for exact_match.", unit="N", shown_default="none"
+    )
     best_metric: Text = logging_setting(
         "loss",
         "What the best evaluation is the best of, for keep_best and early_stopping.",
-        unit="loss|loss/DIFFICULTY",
+        unit="loss|exact_match[/DIFFICULTY]",
     )
     on_bad_row: Literal["refuse", "drop"] = preparation_setting(
         "refuse", "What to do about a record that cannot be used."
@@ -328,6 +336,11 @@ class RunConfig(AdapterSettings, BaseConfig):
         return bool(self.valid_data) or self.valid_split is not None
 
     @property
+    def preference_form(self) -> Literal["pairs", "labels"] | None:
+        """What a record has besides one answer: a second one, or a label; None for neither."""
+        return None
+
+    @property
     def samples_per_microbatch(self) -> int:
         """`micro_batch_size` as a number; the smallest while it is auto."""
         return 1 if self.micro_batch_size == "auto" else self.micro_batch_size
@@ -346,11 +359,11 @@ class RunConfig(AdapterSettings, BaseConfig):
 
     @property
     def tokens_per_step(self) -> int:
-        return self.global_batch_size * self.cutoff_len
+        return self.global_batch_size * self.cutoff_len * self.documents_per_sample
 
     @property
     def tokens_per_microbatch(self) -> int:
-        return self.samples_per_microbatch * self.cutoff_len
+        return self.samples_per_microbatch * self.cutoff_len * self.documents_per_sample
 
     def describe_batch(self, world_size: int) -> tuple[str, dict[str, int]]:
         accumulation = self.gradient_accumulation_steps or 1

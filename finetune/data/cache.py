@@ -75,6 +75,12 @@ def open_or_make(cache_dir: Path, parts: Mapping[str, str], make: Callable[[Path
     return folder
 
 
+def find(cache_dir: Path, parts: Mapping[str, str]) -> Path | None:
+    """The folder for `parts` where it is there, whole."""
+    folder = cache_dir / key_of(parts)
+    return folder if _fault(folder) is None else None
+
+
 @contextlib.contextmanager
 def said_if_unwritable(folder: Path) -> Iterator[None]:
     """Turn the system's errors into DataError."""

@@ -13,6 +13,20 @@ from finetune.runtime.device import DEVICE_KINDS
 
 
 @dataclass(frozen=True)
+class Answers:
+    """What a loss of preferences needs of a microbatch besides its targets: S samples, whose D documents lie in order.
+
+    A pair has two documents, the chosen answer's first; a record with a label has one.
+    """
+
+    targets: tuple[int, ...]  # `(D,)`: targets of each document
+    counts: torch.Tensor  # int64 `(D,)`: the same, where the losses are
+    samples: torch.Tensor  # int64 `(S,)`: their numbers in the data
+    groups: torch.Tensor  # int64 `(S,)`: of `LossGroups`; -1 for none
+    labels: torch.Tensor  # int64 `(S,)`: 1 for a good answer, 0 for a bad one, -1 for a pair
+
+
+@dataclass(frozen=True)
 class Microbatch:
     """One microbatch, made as CPU tensors.
 
@@ -31,6 +45,7 @@ class Microbatch:
     groups: torch.Tensor  # int64 `(n,)`: what each target's loss is summed by, of `LossGroups`; -1 for none
     document_lengths: tuple[int, ...] | None  # tokens of each document of a packed microbatch; None for a padded one
     cu_seq_lens: torch.Tensor | None = None  # int32 `(documents + 1,)`: their running sum, where there are lengths
+    answers: Answers | None = None  # of preferences
 
     @property
     def tokens(self) -> int:
@@ -50,6 +65,12 @@ class Microbatch:
                 tensor = tensor.pin_memory()
             return tensor.to(device, non_blocking=True)
 
+        answers = self.answers
+        if answers is not None:
+            tensors: dict[str, Any] = {
+                n: move(one) for n, one in vars(answers).items() if isinstance(one, torch.Tensor)
+            }
+            answers = replace(answers, **tensors)
         return replace(
             self,
             input_ids=move(self.input_ids),
@@ -58,6 +79,7 @@ class Microbatch:
             targets=move(self.targets),
             groups=move(self.groups),
             cu_seq_lens=None if self.cu_seq_lens is None else move(self.cu_seq_lens),
+            answers=answers,
         )
 
     def model_inputs(self, device: torch.device) -> dict[str, Any]:

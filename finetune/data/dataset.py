@@ -39,6 +39,11 @@ from finetune.data import files as data_files
 from finetune.data import (
     selection as selections,
 )
+from finetune.data.preference import records as preference_records
+from finetune.data.preference import render as preference_render
+from finetune.data.preference.records import PreferenceForm
+from finetune.data.preference.render import PreferenceRenderer
+from finetune.data.preference.samples import PreferenceSamples
 from finetune.data.preparation import Preparation
 from finetune.data.render import Renderer
 from finetune.data.samples import Samples
@@ -51,7 +56,7 @@ from finetune.errors import DataError
 if TYPE_CHECKING:
     from finetune.config.run_config import RunConfig
 
-__all__ = ["Samples", "prepare_samples", "samples_of"]
+__all__ = ["PreferenceSamples", "Samples", "prepare_samples", "samples_of"]
 
 logger = logging.getLogger("finetune")
 
@@ -70,6 +75,7 @@ def prepare_samples(
     selection: Selection | None = None,
     on_media: str = "refuse",
     train_thinking: bool = True,
+    preference: PreferenceForm | None = None,
 ) -> Samples:
     """Read data files and make their samples, or reuse them from the cache. Logs warnings of the report.
 
@@ -89,6 +95,7 @@ def prepare_samples(
         on_media: what becomes of records with images, video or sound: "refuse", "drop-row", or "drop-media", which
             reads their text.
         train_thinking: whether the think blocks of answers are targets, or context only.
+        preference: the records are pairs of answers, or answers with labels; returns `PreferenceSamples`.
 
     Raises:
         DataError: files, records, template or cutoff are wrong (the message names them), or no record is left.
@@ -100,13 +107,14 @@ def prepare_samples(
     files = expand_sources(entries)
     task = Preparation(
         files=files,
-        renderer=Renderer(tokenizer, cutoff_len, train_thinking=train_thinking),
+        renderer=(PreferenceRenderer if preference else Renderer)(tokenizer, cutoff_len, train_thinking=train_thinking),
         difficulties=None if difficulties is None else tuple(difficulties),
         difficulty_field=difficulty_field,
         drop_bad_records=on_bad_row == "drop",
         num_proc=num_proc,
         selection=selection or Selection(),
         on_media=on_media,
+        preference=preference,
     )
     folder_of_caches = Path(cache_dir).expanduser() if cache_dir else cache.default_cache_dir()
     with cache.said_if_unwritable(folder_of_caches):
@@ -119,7 +127,8 @@ def prepare_samples(
             raise DataError("the data files were changed while they were read", fix="start again when they are whole")
         return made
 
-    prepared = Samples(cache.open_or_make(folder_of_caches, _cache_key(task, tokenizer, hashes), make), files)
+    made_samples = PreferenceSamples if preference else Samples
+    prepared = made_samples(cache.open_or_make(folder_of_caches, _cache_key(task, tokenizer, hashes), make), files)
     for warning in prepared.report.warnings():
         logger.warning("%s", warning)
     return prepared
@@ -162,6 +171,7 @@ def samples_of(
         "selection": selection_of(config, side) if splits else None,
         "on_media": config.on_media,
         "train_thinking": config.train_thinking,
+        "preference": config.preference_form,
     }
     return prepare_samples(config.sources if side == "train" else config.held_out, tokenizer, **(arguments | changed))
 
@@ -192,6 +202,7 @@ def _code_hash() -> str:
         *(data_files, file_kinds, json_array, problems, formats, media, records, spans, thinking, encode, truncate),
         *(render, report),
         *(parts, passes, preparation, sample_shards, samples, selections, sources, tools),
+        *(preference_records, preference_render),
     )
     code = (Path(str(module.__file__)).read_text(encoding="utf-8") for module in modules)
     return _hash(*code, *(version(library) for library in ("tokenizers", "transformers", "jinja2")))

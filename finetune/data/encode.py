@@ -48,10 +48,16 @@ class Encoder:
         backend.post_processor = None
         self._backend = backend
 
-    def encode(self, text: str, turns: Sequence[Turn] = ()) -> Encoded:
-        """Tokenize `text` so that no token straddles a trained turn's boundary (see the class's text)."""
+    def encode(self, text: str, turns: Sequence[Turn] = (), cut_at: int | None = None) -> Encoded:
+        """Tokenize `text` so that no token straddles a trained turn's boundary (see the class's text).
+
+        Args:
+            cut_at: a character to cut at in any case: what is behind it has no part in the tokens before it.
+        """
         whole = self._piece(text, 0)
         cuts = _straddled(text, whole, turns)
+        if cut_at is not None:
+            cuts = sorted({*cuts, cut_at})
         if not cuts:
             return whole
         pieces = [self._piece(text[a:b], a) for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]

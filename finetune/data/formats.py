@@ -77,7 +77,7 @@ def detect_format(record: Any, columns: Iterable[str] = ()) -> str:
         RecordProblem: the record is not an object, or has none of the keys.
     """
     if not isinstance(record, Mapping):
-        raise RecordProblem("wrong type", f"the record is {_kind(record)}, not an object")
+        raise RecordProblem("wrong type", f"the record is {kind_of(record)}, not an object")
     mapped = set(columns)
     known = {name: key for name, (key, _reader) in FORMATS.items()}
     known = {name: key for name, key in known.items() if key in mapped} or known
@@ -98,19 +98,36 @@ def to_conversation(
         RecordProblem: anything that makes the record unfit for training, by kind.
     """
     if not isinstance(record, Mapping):
-        raise RecordProblem("wrong type", f"the record is {_kind(record)}, not an object")
+        raise RecordProblem("wrong type", f"the record is {kind_of(record)}, not an object")
     key, reader = FORMATS[format_name]
     if record.get(key) is None:
         raise RecordProblem("unknown format", f"no '{key}', which the records before it in this file have")
-    _refuse_unread(record, _NOT_READ_OF_RECORD, "the record")
-    messages = reader(record, key)
+    refuse_media(record)
+    messages = checked(reader(record, key))
+    return Conversation(tuple(messages), difficulty_of(record, difficulties, difficulty_field), tools_of(record))
+
+
+def checked(messages: Sequence[Message]) -> list[Message]:
+    """Turns in a legal order with contents that can be trained, results with the id and name of their call.
+
+    Raises:
+        RecordProblem: they are not.
+    """
     _check_order(messages)
     _check_contents(messages)
-    messages = with_matched_results(messages)
+    return with_matched_results(messages)
+
+
+def tools_of(record: Mapping[str, Any]) -> Tools:
+    """What may be called.
+
+    Raises:
+        RecordProblem: as `read_tools`, or under two keys.
+    """
     tools = [read_tools(record.get(name), f"'{name}'") for name in ("tools", "functions")]
     if all(tools):
         raise RecordProblem("unsupported key", "the record has 'tools' and 'functions'")
-    return Conversation(tuple(messages), _difficulty(record, difficulties, difficulty_field), tools[0] or tools[1])
+    return tools[0] or tools[1]
 
 
 def with_matched_results(messages: Sequence[Message]) -> list[Message]:
@@ -133,17 +150,21 @@ def with_matched_results(messages: Sequence[Message]) -> list[Message]:
 def _alpaca(record: Mapping[str, Any], key: str) -> list[Message]:
     if record.get("output") is None:
         raise RecordProblem("no answer", "no 'output'")
+    return [*alpaca_prompt(record), Message("assistant", _text(record, "output"))]
+
+
+def alpaca_prompt(record: Mapping[str, Any]) -> list[Message]:
+    """What stands before the answer of an alpaca record."""
     parts = [_text(record, "instruction"), _text(record, "input")]
-    messages = _leading_system(record)
+    messages = leading_system(record)
     history = record.get("history")
     if history is not None and not isinstance(history, (list, tuple)):
-        raise RecordProblem("wrong type", f"'history' is {_kind(history)}, not a list of pairs")
+        raise RecordProblem("wrong type", f"'history' is {kind_of(history)}, not a list of pairs")
     for pair in history or ():
         if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise RecordProblem("wrong type", "'history' must be a list of [question, answer] pairs of texts")
         messages += [Message("user", pair[0]), Message("assistant", pair[1])]
-    question = Message("user", "\n".join(part for part in parts if part))
-    return [*messages, question, Message("assistant", _text(record, "output"))]
+    return [*messages, Message("user", "\n".join(part for part in parts if part))]
 
 
 def _prompt_completion(record: Mapping[str, Any], key: str) -> list[Message]:
@@ -154,31 +175,32 @@ def _prompt_completion(record: Mapping[str, Any], key: str) -> list[Message]:
         raise RecordProblem("two answers" if answer_keys else "no answer", what)
     prompt, completion = record[key], record[answer_keys[0]]
     if isinstance(prompt, str) and isinstance(completion, str):
-        return [*_leading_system(record), Message("user", prompt), Message("assistant", completion)]
+        return [*leading_system(record), Message("user", prompt), Message("assistant", completion)]
     if isinstance(prompt, str) or isinstance(completion, str):
         raise RecordProblem("wrong type", f"of '{key}' and '{answer_keys[0]}' one is a text and one is none")
-    context = [replace(message, trained=False) for message in _turns(record, key)]
-    return context + _turns({answer_keys[0]: completion}, answer_keys[0], len(context))
+    context = [replace(message, trained=False) for message in read_turns(record, key)]
+    return context + read_turns({answer_keys[0]: completion}, answer_keys[0], len(context))
 
 
 def _plain_text(record: Mapping[str, Any], key: str) -> list[Message]:
     return [Message("text", _text(record, key))]
 
 
-def _leading_system(record: Mapping[str, Any]) -> list[Message]:
+def leading_system(record: Mapping[str, Any]) -> list[Message]:
     """The system message of a column: an empty one there means none. A system *turn* may be empty and stays."""
     system = _text(record, "system")
     return [Message("system", system)] if system else []
 
 
-def _turns(record: Mapping[str, Any], key: str, before: int = 0) -> list[Message]:
+def read_turns(record: Mapping[str, Any], key: str, before: int = 0) -> list[Message]:
+    """The turns of a list, `before` of them being there already, behind the record's system message."""
     turns = record[key]
     if not isinstance(turns, (list, tuple)):
-        raise RecordProblem("wrong type", f"'{key}' is {_kind(turns)}, not a list of turns")
+        raise RecordProblem("wrong type", f"'{key}' is {kind_of(turns)}, not a list of turns")
     if not turns:
         raise RecordProblem("no answer", f"'{key}' is empty")
     messages = [_turn(turn, f"{key}[{number}]", before + number) for number, turn in enumerate(turns)]
-    leading = _leading_system(record)
+    leading = leading_system(record)
     if leading and messages[0].role == "system":
         raise RecordProblem("two system texts", f"a 'system' column and a system turn in '{key}'")
     return leading + messages
@@ -186,7 +208,7 @@ def _turns(record: Mapping[str, Any], key: str, before: int = 0) -> list[Message
 
 def _turn(turn: Any, where: str, number: int) -> Message:
     if not isinstance(turn, Mapping):
-        raise RecordProblem("wrong type", f"{where} is {_kind(turn)}, not an object")
+        raise RecordProblem("wrong type", f"{where} is {kind_of(turn)}, not an object")
     role_key, content_key = ("role", "content") if turn.get("role") is not None else ("from", "value")
     given = turn.get(role_key)
     if not isinstance(given, str):
@@ -208,7 +230,7 @@ def _turn(turn: Any, where: str, number: int) -> Message:
             raise RecordProblem("no answer", f"{where} has no '{content_key}'")
         content = ""
     if not isinstance(content, str):
-        raise RecordProblem("wrong type", f"{where}: '{content_key}' is {_kind(content)}, not a text")
+        raise RecordProblem("wrong type", f"{where}: '{content_key}' is {kind_of(content)}, not a text")
     if role == "assistant":
         return Message(role, content, weight != 0, _text(turn, "reasoning_content"), calls)
     if role == "tool":
@@ -231,6 +253,11 @@ def _calls(turn: Mapping[str, Any], given: str, content_key: str, where: str, nu
     return calls
 
 
+def refuse_media(record: Mapping[str, Any]) -> None:
+    """Raise RecordProblem where the record has keys of images, video or sound."""
+    _refuse_unread(record, _NOT_READ_OF_RECORD, "the record")
+
+
 def _refuse_unread(holder: Mapping[str, Any], unread: Mapping[str, str], where: str) -> None:
     for key, fix in unread.items():
         if holds_something(holder.get(key)):
@@ -242,14 +269,14 @@ def _part(part: Any, where: str) -> str:
         return part["text"]
     if has_media(part):
         raise RecordProblem("unsupported key", f"{where} has a part of type {part['type']!r}; {_MEDIA}")
-    kind = part.get("type") if isinstance(part, Mapping) else _kind(part)
+    kind = part.get("type") if isinstance(part, Mapping) else kind_of(part)
     raise RecordProblem("wrong type", f"{where}: a content part is {kind!r}, only parts of type 'text' are trained")
 
 
 # name -> (the key it is known by, what reads a record of it). A format is added here; the first that fits counts.
 FORMATS: dict[str, tuple[str, Callable[[Mapping[str, Any], str], list[Message]]]] = {
-    "messages": ("messages", _turns),
-    "sharegpt": ("conversations", _turns),
+    "messages": ("messages", read_turns),
+    "sharegpt": ("conversations", read_turns),
     "alpaca": ("instruction", _alpaca),
     "prompt-completion": ("prompt", _prompt_completion),
     "text": ("text", _plain_text),
@@ -263,7 +290,7 @@ def _text(record: Mapping[str, Any], key: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise RecordProblem("wrong type", f"'{key}' is {_kind(value)}, not a text")
+        raise RecordProblem("wrong type", f"'{key}' is {kind_of(value)}, not a text")
     return value
 
 
@@ -293,12 +320,17 @@ def _check_contents(messages: Sequence[Message]) -> None:
             raise RecordProblem("not UTF-8", f"turn {number + 1} holds half of a surrogate pair") from None
 
 
-def _difficulty(record: Mapping[str, Any], difficulties: Sequence[str] | None, difficulty_field: str) -> str | None:
+def difficulty_of(record: Mapping[str, Any], difficulties: Sequence[str] | None, difficulty_field: str) -> str | None:
+    """The difficulty that a record names.
+
+    Raises:
+        RecordProblem: another type, or none of `difficulties`.
+    """
     value = record.get(difficulty_field)
     if difficulties is None or value is None or value == "":
         return None
     if not isinstance(value, (str, int)) or isinstance(value, bool):
-        raise RecordProblem("wrong type", f"'{difficulty_field}' is {_kind(value)}, not a difficulty's name")
+        raise RecordProblem("wrong type", f"'{difficulty_field}' is {kind_of(value)}, not a difficulty's name")
     difficulty = str(value).strip()
     if difficulty not in difficulties:
         detail = f"{difficulty[:60]!r}, not one of {', '.join(difficulties)}{did_you_mean(difficulty, difficulties)}"
@@ -306,6 +338,7 @@ def _difficulty(record: Mapping[str, Any], difficulties: Sequence[str] | None, d
     return difficulty
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """What a value is, in the words of JSON."""
     names = {type(None): "null", bool: "true/false", int: "a number", float: "a number", str: "a text", list: "a list"}
     return names.get(type(value), "an object" if isinstance(value, Mapping) else type(value).__name__)

@@ -18,11 +18,13 @@ from finetune.errors import DataError
 
 NO_DIFFICULTY = -1
 NO_ROOM = "no room for an answer within cutoff_len"
+NO_DIFFERENCE = "answers equal within cutoff_len"
 
 # What is known of a sample besides its tokens: number of its record, number and line of its file, index of its
-# difficulty, tokens, targets.
+# difficulty, tokens, targets; for the rest see `Rendered`.
 SAMPLE_FACTS = np.dtype(
     [("row", "<i8"), ("file", "<i4"), ("line", "<i8"), ("level", "<i2"), ("length", "<i4"), ("targets", "<i4")]
+    + [("first_length", "<i4"), ("first_targets", "<i4"), ("label", "<i1")]
 )
 
 Lines = list[tuple[int, RecordProblem]]  # lines of bad records, counted as `Part.read` counts them
@@ -56,7 +58,7 @@ class Tokenized:
     part: Part
     records: int
     lines: int
-    report: DataReport  # of what is kept; `dropped` has only NO_ROOM
+    report: DataReport  # of what is kept; `dropped` has only NO_ROOM and NO_DIFFERENCE
     refused: Lines  # by the chat template or the renderer
     facts: np.ndarray  # SAMPLE_FACTS (N,)
     tokens: np.ndarray  # int32 (T,), of all samples one after the other
@@ -138,7 +140,7 @@ class _Kept:
     def __init__(self, difficulties: tuple[str, ...]) -> None:
         self._levels = {None: NO_DIFFICULTY} | {name: number for number, name in enumerate(difficulties)}
         self.report = DataReport()
-        self.facts: list[tuple[int, int, int, int, int, int]] = []
+        self.facts: list[tuple[int, ...]] = []
         self.tokens = [np.zeros(0, np.int32)]
         self.supervised = [np.zeros(0, np.bool_)]
 
@@ -147,17 +149,22 @@ class _Kept:
         report = self.report
         with_room = [sample for sample in samples if sample.supervised.any()]
         if not with_room:
-            report.dropped[NO_ROOM] = report.dropped.get(NO_ROOM, 0) + 1
+            reason = NO_ROOM if samples else NO_DIFFERENCE
+            report.dropped[reason] = report.dropped.get(reason, 0) + 1
             return
         report.records_kept += 1
         if difficulty is not None:
             report.records_per_difficulty[difficulty] = report.records_per_difficulty.get(difficulty, 0) + 1
         for sample in with_room:
             length, targets = len(sample.input_ids), int(sample.supervised.sum())
-            self.facts.append((row, file, line, self._levels[difficulty], length, targets))
+            of_preference = (sample.first_length, sample.first_targets, sample.label)
+            self.facts.append((row, file, line, self._levels[difficulty], length, targets, *of_preference))
             self.tokens.append(sample.input_ids)
             self.supervised.append(sample.supervised)
             report.samples += 1
+            report.pairs += sample.first_length > 0
+            report.good_answers += sample.label == 1
+            report.bad_answers += sample.label == 0
             report.tokens += length
             report.supervised_tokens += targets
             report.longest_tokens = max(report.longest_tokens, length)

@@ -27,7 +27,8 @@ import numpy as np
 from finetune.data.corpus.worker_pool import ordered_map
 from finetune.data.pace import Pace
 from finetune.data.parts import Part, parts_of
-from finetune.data.passes import NO_ROOM, Checked, Lines, PartJob, Tokenized, Wanted
+from finetune.data.passes import Checked, Lines, PartJob, Tokenized, Wanted
+from finetune.data.preference.records import PreferenceForm, PreferenceReader
 from finetune.data.problems import LISTED_RECORDS, ProblemLog, RecordProblem
 from finetune.data.records import RecordReader, refuse_unmapped
 from finetune.data.render import Renderer
@@ -68,6 +69,7 @@ class Preparation:
     num_proc: int | None = None  # processes that tokenize; None: as many as pay
     selection: Selection = field(default_factory=Selection)  # which of the records
     on_media: str = "refuse"  # see RecordReader
+    preference: PreferenceForm | None = None  # the records are of preferences
 
     def options(self) -> str:
         """What the samples depend on besides data, tokenizer and template, as JSON."""
@@ -89,6 +91,8 @@ class Preparation:
             options["on_media"] = self.on_media
         if not self.renderer.train_thinking:
             options["train_thinking"] = False
+        if self.preference is not None:
+            options["preference"] = self.preference
         return json.dumps(options)
 
     @property
@@ -98,9 +102,12 @@ class Preparation:
     @property
     def readers(self) -> tuple[RecordReader, ...]:
         """How the records of each file are read."""
-        return tuple(
+        readers = (
             RecordReader(self.difficulties, self.difficulty_field, file.source, self.on_media) for file in self.files
         )
+        if self.preference is None:
+            return tuple(readers)
+        return tuple(PreferenceReader(**vars(reader), preference=self.preference) for reader in readers)
 
     def write_samples(self, folder: Path) -> dict[str, Any]:
         """Fill the folder with arrays, and return what belongs beside them; `files` are hashes that are known already.
@@ -120,7 +127,7 @@ class Preparation:
                 chosen = chosen_in_parts(folder / SCRATCH / _CHOSEN_FILE) if self.selection else itertools.repeat(None)
                 done = self._tokenize(apply, checked, chosen, writer, processes)
         report = self._complete(checked, done)
-        content = write_arrays(folder, writer.states)
+        content = write_arrays(folder, writer.states, of_preferences=self.preference is not None)
         shutil.rmtree(folder / SCRATCH)
         names = list(self.difficulties or ())
         hashes = {name: digest for state in writer.states for name, digest in state["files"].items()}
@@ -211,11 +218,10 @@ class Preparation:
         """The report of both passes; refuse what the chat template does not take, or count it."""
         if not self.drop_bad_records:
             done.refused.refuse(checked.records_read)
-        report, roomless = checked, done.report.dropped.pop(NO_ROOM, 0)
+        report, cut_off = checked, done.report.dropped
+        done.report.dropped = dict(done.refused.counts)
         report.add(done.report)
-        report.add(DataReport(dropped=dict(done.refused.counts)))
-        if roomless:
-            report.dropped[NO_ROOM] = roomless
+        report.dropped |= cut_off
         if not report.samples:
             raise self._none_left(report)
         if report.difficulty_field_found:

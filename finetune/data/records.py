@@ -69,8 +69,14 @@ class RecordReader:
     def _read(self, record: Any, form: str) -> Conversation:
         difficulty = self.source.difficulty if self.source else None
         if difficulty is None or self.difficulties is None:
-            return to_conversation(record, form, self.difficulties, self.difficulty_field)
-        return replace(to_conversation(record, form), difficulty=difficulty)
+            return self._to_conversation(record, form, self.difficulties)
+        return replace(self._to_conversation(record, form, None), difficulty=difficulty)
+
+    def _to_conversation(self, record: Any, form: str, difficulties: Sequence[str] | None) -> Conversation:
+        return to_conversation(record, form, difficulties, self.difficulty_field)
+
+    def _detect(self, record: Any) -> str:
+        return detect_format(record, self.columns)
 
     def form_shown(self, records: Iterable[tuple[int, Any]]) -> str | None:
         """The format of the first record that has one."""
@@ -89,7 +95,7 @@ class RecordReader:
             RecordProblem: it has none.
         """
         try:
-            return detect_format(record, self.columns)
+            return self._detect(record)
         except RecordProblem as problem:
             if not self.columns:
                 raise

@@ -13,7 +13,7 @@ from finetune.data.formats import Conversation, Message
 from finetune.data.problems import RecordProblem
 from finetune.data.spans import ChatTemplate, Rendering, content_span, find_turns
 from finetune.data.thinking import behind_thinking
-from finetune.data.truncate import fit
+from finetune.data.truncate import Kept, fit
 from finetune.errors import DataError
 
 _PROBE_QUESTION = "What does a router do?"
@@ -32,6 +32,10 @@ class Rendered:
     cut_text_tokens: int = 0  # taken off the end of a plain text
     ends: bool = True  # a whole answer ends with a special token: the model learns to stop (True if none is whole)
     follows_prompt: bool = True  # every answer comes right after the generation prompt that inference uses
+    # Of preferences (data/preference):
+    first_length: int = 0  # tokens of the first document of two
+    first_targets: int = 0  # targets among them
+    label: int = -1  # 1: a good answer, 0: a bad one
 
 
 class Renderer:
@@ -89,6 +93,12 @@ class Renderer:
 
     def _sample(self, template: ChatTemplate, rendering: Rendering) -> Rendered:
         encoded = self._encoder.encode(rendering.text, rendering.turns)
+        answers, supervised = self._targets(rendering, encoded)
+        kept = fit(encoded, self._prompt_contents(template, rendering, encoded, supervised), answers, self.cutoff_len)
+        return self._rendered(rendering, encoded, supervised, kept)
+
+    def _targets(self, rendering: Rendering, encoded: Encoded) -> tuple[list[np.ndarray], np.ndarray]:
+        """The tokens of each answer, and which of all T are targets, bool (T,)."""
         answers = trained_tokens(rendering.text, encoded, rendering.turns)
         supervised = np.zeros(len(encoded.ids), dtype=bool)
         for answer in answers:
@@ -98,7 +108,9 @@ class Renderer:
             raise RecordProblem("nothing to train", "an answer has no token of its own under this tokenizer")
         if supervised[1:].all():
             raise RecordProblem("everything would be trained", "the chat template writes no prompt before the answer")
-        kept = fit(encoded, self._prompt_contents(template, rendering, encoded, supervised), answers, self.cutoff_len)
+        return answers, supervised
+
+    def _rendered(self, rendering: Rendering, encoded: Encoded, supervised: np.ndarray, kept: Kept) -> Rendered:
         whole = rendering.turns[: len(rendering.turns) - kept.dropped_turns - kept.cut_answer]
         return Rendered(
             encoded.ids[kept.tokens],

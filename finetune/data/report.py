@@ -35,6 +35,9 @@ class DataReport:
     off_prompt_samples: int = 0  # samples with an answer that does not follow the template's own generation prompt
     cut_texts: int = 0  # plain texts that lost their end to the cutoff
     cut_text_tokens: int = 0  # tokens lost so
+    pairs: int = 0  # samples of two answers
+    good_answers: int = 0  # samples with a label that is true
+    bad_answers: int = 0  # samples with one that is false
     control_token_records: int = 0  # records whose text spells a special token of the tokenizer
 
     def add(self, other: DataReport) -> None:
@@ -83,6 +86,10 @@ class DataReport:
         lines = [("records read", f"{self.records_read:,}"), ("records kept", f"{self.records_kept:,}")]
         if self.samples != self.records_kept:
             lines.append(("samples", f"{self.samples:,} (one per answer where the template asks for it)"))
+        if self.pairs:
+            lines.append(("pairs", f"{self.pairs:,}"))
+        if self.good_answers or self.bad_answers:
+            lines.append(("labels", f"{self.good_answers:,} true, {self.bad_answers:,} false"))
         if self.trimmed_records:
             lines.append(("prompts trimmed", f"{self.trimmed_records:,} ({self.trimmed_tokens:,} tokens)"))
         if self.dropped_turns:

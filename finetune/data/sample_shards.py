@@ -35,7 +35,9 @@ SAMPLE_ARRAYS = {
     "supervised_counts": np.int32,
     "order": np.int64,
 }
+PREFERENCE_ARRAYS = {"first_lengths": np.int32, "first_supervised": np.int32, "labels": np.int8}  # of preferences, too
 _COLUMNS = {"row_ids": "row", "levels": "level", "supervised_counts": "targets", "lengths": "length"}
+_PREFERENCE_COLUMNS = {"first_lengths": "first_length", "first_supervised": "first_targets", "labels": "label"}
 _HASHED = ("levels", "offsets", "row_ids", "supervised", "supervised_counts", "tokens")  # the content, in this order
 
 
@@ -135,30 +137,31 @@ def _finished(folder: Path) -> list[dict[str, Any]]:
     return kept
 
 
-def write_arrays(folder: Path, states: Sequence[dict[str, Any]]) -> str:
+def write_arrays(folder: Path, states: Sequence[dict[str, Any]], *, of_preferences: bool = False) -> str:
     """Make `SAMPLE_ARRAYS` of all shards; return a hash of tokens, masks, difficulties and record numbers.
 
-    Where records lie in which file is not part of it.
+    Where records lie in which file is not part of it. `of_preferences` makes `PREFERENCE_ARRAYS`, too.
     """
+    columns = _COLUMNS | _PREFERENCE_COLUMNS if of_preferences else _COLUMNS
     samples = sum(state["samples"] for state in states)
     shapes: dict[str, tuple[int, ...]] = {"offsets": (samples + 1,), "places": (samples, 2)}
     arrays = {
         name: np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, shapes.get(name, (samples,)))
-        for name, dtype in SAMPLE_ARRAYS.items()
+        for name, dtype in (SAMPLE_ARRAYS | (PREFERENCE_ARRAYS if of_preferences else {})).items()
     }
     done = tokens = 0
     for number, state in enumerate(states):
         facts = np.load(_facts_file(folder, number), mmap_mode="r", allow_pickle=False)
         assert facts.dtype == SAMPLE_FACTS
         here = slice(done, done + len(facts))
-        for name, column in _COLUMNS.items():
+        for name, column in columns.items():
             arrays[name][here] = facts[column]
         arrays["places"][here, 0], arrays["places"][here, 1] = facts["file"], facts["line"]
         arrays["offsets"][done + 1 : done + len(facts) + 1] = tokens + np.cumsum(facts["length"], dtype=np.int64)
         done, tokens = done + len(facts), tokens + state["tokens"]
     arrays["order"][:] = np.argsort(arrays["levels"], kind="stable")
     digest = hashlib.sha256()
-    for name in _HASHED:
+    for name in (*_HASHED, *(PREFERENCE_ARRAYS if of_preferences else ())):
         digest.update(name.encode())
         for piece in [arrays[name]] if name in arrays else _shards(folder, name, len(states)):
             digest.update(np.ascontiguousarray(piece).data)

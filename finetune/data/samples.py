@@ -87,4 +87,4 @@ class Samples:
         return int(self._tokens[shard][place]), self.location(sample)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Samples, (self._folder, self._files)  # the maps are opened again, not copied through a pipe
+        return type(self), (self._folder, self._files)  # the maps are opened again, not copied through a pipe

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,8 @@ from typing import Any, Literal
 import numpy as np
 
 from finetune.config.run_config import RunConfig
-from finetune.data.formats import Conversation
+from finetune.data.formats import Conversation, Message
+from finetune.data.preference.records import Preference
 from finetune.data.problems import RecordProblem
 from finetune.data.records import RecordReader
 from finetune.errors import DataError
@@ -133,11 +134,17 @@ def chosen_in_parts(path: Path) -> list[np.ndarray]:
 
 def content_hash(conversation: Conversation) -> int:
     """64 bits of what is trained; a record's side depends on it, so it stays as it is."""
-    turns = [
+    said: list[Any] = [_said(conversation.messages), [dict(tool) for tool in conversation.tools]]
+    if isinstance(conversation, Preference):
+        said += [_said(conversation.rejected), conversation.label]
+    return _hash(said)
+
+
+def _said(messages: Sequence[Message]) -> list[Any]:
+    return [
         [turn.role, turn.content, turn.trained, turn.reasoning, [[call.name, call.arguments] for call in turn.calls]]
-        for turn in conversation.messages
+        for turn in messages
     ]
-    return _hash([turns, [dict(tool) for tool in conversation.tools]])
 
 
 def selection_of(config: RunConfig, side: Literal["train", "valid"] = "train") -> Selection:

@@ -10,7 +10,8 @@ instance: parameters, names, files, merging and disabling stay peft's. LoRA: Hu 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -47,6 +48,27 @@ def fuse_lora(model: torch.nn.Module) -> int:
             # not taken hold the graph, and with it the activations of all layers before.
             model.get_submodule(parent).register_forward_hook(group.forget, always_call=True)
     return sum(map(len, groups.values()))
+
+
+@contextmanager
+def adapter_off(model: torch.nn.Module) -> Iterator[None]:
+    """Let a peft model compute as its base does, `modules_to_save` and trainable tokens included.
+
+    What PeftModel.disable_adapter does besides, it would undo only in part: it turns `requires_grad` off and on again
+    (tuners_utils.py, enable_adapters), by which DDP, ZeRO and optimizers go.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    layers: list[Any] = [m for m in model.modules() if isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+    before = [layer.disable_adapters for layer in layers]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer, off in zip(layers, before, strict=True):
+            layer._disable_adapters = off
 
 
 def _is_plain(module: torch.nn.Module) -> bool:

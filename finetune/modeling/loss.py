@@ -85,7 +85,7 @@ class HeadLosses(torch.autograd.Function):
         for rows in hidden.tensor_split(max(1, math.ceil(len(hidden) / head.tokens_at_once(hidden)))):
             part = slice(done, done + len(rows))
             rows, done = rows.to(dtype), part.stop
-            losses[part], gradient = _scored(rows, matrix, offset, targets[part], head.softcap, any(wanted))
+            losses[part], gradient = scored_chunk(rows, matrix, offset, targets[part], head.softcap, any(wanted))
             if of_hidden is not None:
                 torch.mm(gradient, matrix, out=of_hidden[part])
             if of_weight is not None:
@@ -109,7 +109,7 @@ class HeadLosses(torch.autograd.Function):
         return (*sized, None, None, None, None)
 
 
-def _scored(
+def scored_chunk(
     rows: torch.Tensor,
     matrix: torch.Tensor,
     offset: torch.Tensor | None,

@@ -51,12 +51,12 @@ def advise(
     if not fits and not choices:
         yield _smaller_microbatches(work, largest)
     if largest is not None:  # no more than all samples of a step
-        largest = min(largest, work.microbatches * work.microbatch_tokens // work.longest)
-    if fits and largest is not None and work.microbatches > 1 and largest * work.longest > work.microbatch_tokens:
+        largest = min(largest, work.microbatches * work.microbatch_tokens // work.sample_tokens)
+    if fits and largest is not None and work.microbatches > 1 and largest * work.sample_tokens > work.microbatch_tokens:
         yield _(
             "microbatches may be larger: {tokens:,} tokens fit instead of {now:,}, so that a step has fewer than "
             "{count} of them; the training stays the same"
-        ).format(tokens=largest * work.longest, now=work.microbatch_tokens, count=work.microbatches)
+        ).format(tokens=largest * work.sample_tokens, now=work.microbatch_tokens, count=work.microbatches)
 
 
 def _cheapest_first(choices: Sequence[Choice]) -> list[Choice]:
@@ -101,7 +101,7 @@ def _nothing_fits(cluster: Cluster, choices: Sequence[Choice]) -> str:
 
 def _smaller_microbatches(work: Workload, largest: int | None) -> str:
     if largest:
-        windows = work.microbatches * work.microbatch_tokens // work.longest
+        windows = work.microbatches * work.microbatch_tokens // work.sample_tokens
         size = next(size for size in range(min(largest, windows), 0, -1) if windows % size == 0)
         text = _("--device-batch-size {size} fits; accumulation makes up for it and the training stays the same")
         return text.format(size=size)

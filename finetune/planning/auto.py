@@ -167,7 +167,7 @@ def _useful(config: BaseConfig, work: Workload, size: int, step_tokens: float) -
         return True
     # Of those that hold a whole step the smallest is of use too: then a step is one microbatch.
     filled = work.microbatch_tokens * work.processes < 2 * step_tokens
-    divides = config.tokens_per_step // work.longest % size == 0
+    divides = config.tokens_per_step // work.sample_tokens % size == 0
     return divides and filled and work.microbatch_tokens <= MOST_MICROBATCH_TOKENS
 
 

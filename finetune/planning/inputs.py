@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.kinds import kind_of_config
-from finetune.config.paths import split_revision
+from finetune.config.paths import is_hub_id, split_revision
+from finetune.config.preference_config import PreferenceConfig
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve_object
 from finetune.config.rules import check_device
@@ -76,12 +77,19 @@ def shape_of_base_model(config: RunConfig | PretrainConfig) -> ModelShape:
 
 
 def _cached_config(name: str) -> Path | None:
-    """The config.json of a model in the hub's cache on this machine."""
+    """The config.json of a model's revision in the hub's cache on this machine; without one, of any that is there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if not is_hub_id(name):
+        return None
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    name, _ = split_revision(name)
+    name, revision = split_revision(name)
+    cached = try_to_load_from_cache(name, "config.json", cache_dir=hub, revision=revision)
+    if isinstance(cached, str):
+        return Path(cached)
     found = sorted(hub.glob(f"models--{name.replace('/', '--')}/snapshots/*/config.json"))
-    return found[-1] if found else None
+    return found[-1] if found and revision is None else None
 
 
 def _stream_vocabulary(config: PretrainConfig) -> int:
@@ -173,6 +181,17 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
         # A character of text is about a quarter of a token; a token is 4 bytes of id and 1 of mask.
         data_bytes=int(1.25 * sum(_size(path) for path in paths)),
     )
+
+
+def preference_workload(config: PreferenceConfig, shape: ModelShape, cluster: Cluster) -> Workload:
+    """What a process of a run on preferences has in memory: that of fine-tuning, with microbatches of whole pairs.
+
+    The reference takes no more: with an adapter its forward is before the one that keeps activations, and of a model
+    that is trained whole it is two numbers a pair.
+    """
+    asks = config.needs_reference and config.finetuning == "lora"
+    work = fine_tuning_workload(config, shape, cluster)
+    return replace(work, documents=config.documents_per_sample, asks_reference=asks)
 
 
 def _adapter_numbers(config: RunConfig, shape: ModelShape, adapted: frozenset[str]) -> int:
@@ -284,8 +303,8 @@ def with_sharding(work: Workload, sharding: Sharding) -> Workload:
 
 def with_micro_batch(work: Workload, config: BaseConfig, micro_batch: int) -> Workload:
     """The same run with so many samples (windows) in a microbatch."""
-    tokens = micro_batch * work.longest
-    samples = config.tokens_per_step // work.longest
+    tokens = micro_batch * work.sample_tokens
+    samples = config.tokens_per_step // work.sample_tokens
     count = max(1, ceil(samples / (micro_batch * work.processes)))
     return replace(work, microbatch_tokens=tokens, targets=tokens, microbatches=count)
 

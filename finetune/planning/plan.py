@@ -91,7 +91,9 @@ class Plan:
             "row_tokens": work.microbatch_tokens,
             "rows_per_step": work.microbatches,
             "largest_micro_batch": self.largest_micro_batch,
-            "largest_row_tokens": None if self.largest_micro_batch is None else self.largest_micro_batch * work.longest,
+            "largest_row_tokens": None
+            if self.largest_micro_batch is None
+            else self.largest_micro_batch * work.sample_tokens,
             "step": self._step_json(),
             "choices": [
                 {

@@ -33,9 +33,10 @@ def flops_per_token(work: Workload) -> int:
 
 
 def computed_flops_per_token(work: Workload) -> int:
-    """Operations that the device does: with the blocks computed again where they are checkpointed."""
+    """Operations that the device does: with the blocks computed again where they are checkpointed, and a reference."""
     again = forward_flops_per_token(work) - 2 * work.shape.embedding if work.computing.checkpointing else 0
-    return flops_per_token(work) + again
+    asked = forward_flops_per_token(work) if work.asks_reference else 0
+    return flops_per_token(work) + again + asked
 
 
 @dataclass(frozen=True)
@@ -72,14 +73,15 @@ def network_traffic(work: Workload) -> Traffic:
         source = "ZeRO++ (Wang et al. 2023), hpZ: the backward pass gathers within a node"
         return Traffic(int(part * count * (across + c * work.trained)), formula, source)
     again = _gathered_again(work)
-    formula = "(N-1)/N x microbatches x (2 P + P_t" + (" + blocks" if again else "") + " - max_reuse_distance)"
+    times = 2 + work.asks_reference
+    formula = f"(N-1)/N x microbatches x ({times} P + P_t" + (" + blocks" if again else "") + " - max_reuse_distance)"
     source = "ZeRO paper, sec. 7.2.2: gathered for forward and backward; deepspeed partitioned_param_coordinator.py"
     kept = min(work.sharding.max_reuse_distance, work.sharding.max_live)
     if whole <= kept:
         kept = whole
     elif work.shape.tied:  # traced: a head that is the embedding is gathered for both once more
         kept = max(0, kept - 2 * work.shape.embedding)
-    return Traffic(int(part * count * c * (2 * whole - kept + again + work.trained)), formula, source)
+    return Traffic(int(part * count * c * (times * whole - kept + again + work.trained)), formula, source)
 
 
 def _gathered_again(work: Workload) -> int:
@@ -112,8 +114,9 @@ def host_traffic(work: Workload) -> Traffic:
     c, count, sharding = work.computing.element_bytes, work.microbatches, work.sharding
     bytes_, formulas = 0, []
     if sharding.offload_param:
-        bytes_ += 2 * count * c * ceil(work.weight_numbers / work.processes)
-        formulas.append("microbatches x 2 x P / N")
+        times = 2 + work.asks_reference
+        bytes_ += times * count * c * ceil(work.weight_numbers / work.processes)
+        formulas.append(f"microbatches x {times} x P / N")
     if sharding.offload_optimizer:
         bytes_ += work.share * ((2 * count - 1) * 4 + c)
         formulas.append("(2 microbatches - 1) x 4 B x P_t / N + P_t / N")

@@ -94,6 +94,8 @@ class Workload:
         trained: trained parameters; `adapter` of them are LoRA's, which come on top of the model's own.
         processes: of the whole run. local_processes: on one node.
         microbatch_tokens: most tokens of a microbatch; targets: of them, supervised; longest: of the longest document.
+        documents: of a sample, each of at most `longest` tokens.
+        asks_reference: each microbatch is also computed with the adapter off, without gradients.
         microbatches: of a device in one optimizer step.
         muon: the blocks' matrices are trained by Muon, which has one moment.
         optimizer: of what Muon does not train: adamw, or with less state adamw-8bit or adafactor.
@@ -116,6 +118,8 @@ class Workload:
     microbatch_tokens: int = 2048
     targets: int = 2048
     longest: int = 2048
+    documents: int = 1
+    asks_reference: bool = False
     microbatches: int = 1
     muon: bool = False
     optimizer: str = "adamw"
@@ -128,6 +132,11 @@ class Workload:
     quantization: str = "none"
     saves: bool = True
     saves_behind: bool = False
+
+    @property
+    def sample_tokens(self) -> int:
+        """Most tokens of a sample."""
+        return self.longest * self.documents
 
     @property
     def parameters(self) -> int:

@@ -8,7 +8,7 @@ loads.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,6 @@ from finetune.modeling.attention_check import check_attention
 from finetune.modeling.layer_check import fuse_layers
 from finetune.modeling.lora import fuse_lora
 from finetune.modeling.loss import ChunkedHead, make_chunked_head
-from finetune.modeling.objective import Objective, TokenLoss
 from finetune.modeling.pretrained import DTYPES, add_adapter, count_parameters, load_model
 from finetune.planning.inputs import recomputes
 from finetune.runtime import device as devices
@@ -86,7 +85,6 @@ def build_as(
     *,
     batches_class: type[StepBatches] = StepBatches,
     head_class: type[ChunkedHead] = ChunkedHead,
-    objective_of: Callable[[torch.nn.Module], Objective] = lambda model: TokenLoss(),
     **own: Any,
 ) -> AnyTrainer:
     """The trainer of a run that starts from a model and its tokenizer; the process group exists.
@@ -110,7 +108,6 @@ def build_as(
         step_batches=step_batches,
         eval_step_batches=eval_step_batches,
         head=make_chunked_head(model, head_class),
-        objective=objective_of(model),
         flat_reduce=lora,
         device_type=place.device_type,
         processing_class=data.tokenizer,

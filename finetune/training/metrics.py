@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -94,12 +94,16 @@ def _named_facts(prefix: str, interval: Interval, by: Callable[[Sequence[float]]
     """Targets, their share and their mean loss; no loss where there were no targets."""
     facts: dict[str, Any] = {}
     counts, losses = by(interval.group_tokens), by(interval.sums)
-    total = max(1, sum(counts.values()))
     for name, tokens in counts.items():
-        facts[f"{prefix}tokens/{name}"], facts[f"{prefix}share/{name}"] = tokens, round(tokens / total, 4)
+        facts |= target_share(prefix, name, counts)
         if tokens:
             facts[f"{prefix}loss/{name}"] = losses[name] / tokens
     return facts
+
+
+def target_share(prefix: str, name: str, counts: Mapping[str, float]) -> dict[str, Any]:
+    tokens, total = counts[name], max(1, sum(counts.values()))
+    return {f"{prefix}tokens/{name}": tokens, f"{prefix}share/{name}": round(tokens / total, 4)}
 
 
 # In the order of the line.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -62,21 +61,19 @@ class Prepared:
 
 def prepare_data(config: RunConfig) -> Prepared:
     """Tokenizer, samples, and the list of global batches, with the checks that need no weights."""
-    from finetune.data.dataset import samples_of
-
-    return prepare_with(config, samples_of, {"kind": "sft"})
+    return prepare_with(config, {"kind": "sft"})
 
 
-def prepare_with(config: RunConfig, make_samples: Callable[..., Samples], identity: dict[str, Any]) -> Prepared:
+def prepare_with(config: RunConfig, identity: dict[str, Any]) -> Prepared:
     """The same of any run that starts from a model and its tokenizer.
 
     Args:
-        make_samples: `(config, tokenizer, difficulties, side)` -> the samples of a side.
         identity: what makes the run this run, besides what all such runs have in theirs.
     """
     from finetune.batching.curriculum import build_schedule
     from finetune.batching.mixing import mix_of, source_warnings
     from finetune.batching.sampler import GlobalBatches, count_steps
+    from finetune.data.dataset import samples_of
     from finetune.data.templates import load_tokenizer
     from finetune.modeling import model_config as models
     from finetune.runtime.device import choose_device_type
@@ -91,8 +88,8 @@ def prepare_with(config: RunConfig, make_samples: Callable[..., Samples], identi
         models.check_adapter(model_config, config)
         _warn_of_untrained_stops(config, tokenizer)
     difficulties = config.curriculum.levels if config.use_curriculum else None
-    train = make_samples(config, tokenizer, difficulties, "train")
-    valid = make_samples(config, tokenizer, difficulties, "valid") if config.validates else None
+    train = samples_of(config, tokenizer, difficulties)
+    valid = samples_of(config, tokenizer, difficulties, "valid") if config.validates else None
     for prepared in filter(None, (train, valid)):
         models.check_ids(model_config, prepared, tokenizer)
     models.warn_of_missing_embeddings(model_config, tokenizer)

@@ -6,11 +6,12 @@ import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from finetune.data.steps import StepBatches
 from finetune.modeling.pretrained import DTYPES, check_adapter_file
 from finetune.training.optimizers import make_small_optimizer, set_apart
 from finetune.training.saved_tensors import write_tensors
@@ -30,6 +31,7 @@ class SFTTrainer(RunTrainer):
     """
 
     processing_class: PreTrainedTokenizerBase  # there is always one
+    ask: Callable[..., dict[str, float]] | None = None  # given by run.py where evaluations answer prompts
 
     def __init__(
         self,
@@ -44,6 +46,24 @@ class SFTTrainer(RunTrainer):
         self.optimizer_name, self.lora_plus_ratio = optimizer_name, lora_plus_ratio
         self.lora, self.compute_dtype = lora, compute_dtype
         self.own_padding = getattr(self.model.config, "pad_token_id", None)
+
+    def evaluation(self, step_batches: StepBatches) -> dict[str, float]:
+        """The losses and, where answers are asked for, what share of them is right. Every rank calls."""
+        found = super().evaluation(step_batches)
+        if self.ask is None:
+            return found
+        execution, control, model = step_batches.execution, self.context.control, cast(Any, self.model)
+        longest = int(self.step_batches.samples.lengths.max())
+        return found | self.ask(
+            self.model_wrapped,
+            model.get_base_model() if self.lora else model,
+            rank=execution.rank,
+            world_size=execution.world_size,
+            tokens_at_once=execution.token_budget or longest * (execution.samples_per_microbatch or 1),
+            gather=control.gather,
+            # ZeRO-3 gathers weights in each forward, so all ranks make as many.
+            going=control.any if hasattr(next(model.parameters()), "ds_id") else bool,
+        )
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         made = self.optimizer is None

@@ -77,6 +77,7 @@ def test_defaults_are_those_that_were_agreed() -> None:
         "async_save": True,
         "keep_best": False,
         "early_stopping": 0,
+        "eval_generate": None,
         "best_metric": "loss",
         "eval_steps": 0,
         "logging_steps": 1,

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from sample_rows import FOLDER, chinese, prompt, read_records
 
-FILES = ("train.jsonl", "valid.jsonl", "sharegpt.json", "messages.jsonl", "broken.jsonl")
+PREFERENCES = ("preference_train.jsonl", "preference_valid.jsonl")
+FILES = ("train.jsonl", "valid.jsonl", "sharegpt.json", "messages.jsonl", "broken.jsonl", *PREFERENCES)
 LEVELS = ("explain", "reasoning", "topology")
 
 
@@ -68,6 +69,19 @@ def test_rows_are_complete_and_asked_once() -> None:
     for row in train + valid:
         assert row["instruction"].strip() and row["output"].strip()
         assert ("answer" in row) == (row["difficulty"] != "explain")
+
+
+def test_pairs_are_asked_nowhere_else_and_differ_in_their_answers() -> None:
+    train, valid = (read_records(name) for name in PREFERENCES)
+    assert Counter(row["topic"] for row in train) == {"reasoning": 300, "topology": 300}
+    assert Counter(row["topic"] for row in valid) == {"reasoning": 50, "topology": 50}
+    others = read_records("train.jsonl") + read_records("valid.jsonl")
+    assert max(Counter(prompt(row) for row in train + valid + others).values()) == 1
+    for row in train + valid:
+        marked = "答案：" if chinese(row["instruction"]) else "Answer: "
+        assert row["chosen"].endswith("\n" + marked + row["answer"])
+        _, _, wrong = row["rejected"].rpartition("\n" + marked)
+        assert wrong and wrong != row["answer"] and row["chosen"] != row["rejected"]
 
 
 def test_valid_explain_rows_can_be_learned_from_train() -> None:

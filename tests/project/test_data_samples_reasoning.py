@@ -12,11 +12,12 @@ from math import prod
 from typing import Any
 
 import pytest
-from sample_rows import read_records
+from sample_rows import read_preferences, read_records
 
+PREFERENCES = [row for row in read_preferences() if row["difficulty"] == "reasoning"]
 ROWS = [
-    row for name in ("train.jsonl", "valid.jsonl") for row in read_records(name) if row["difficulty"] == "reasoning"
-]
+    row for file in ("train.jsonl", "valid.jsonl") for row in read_records(file) if row["difficulty"] == "reasoning"
+] + PREFERENCES
 NUMBER = r"\d+(?:\.\d+)?"
 CIDR = r"\d+\.\d+\.\d+\.\d+/\d+"
 
@@ -164,6 +165,12 @@ def test_answers(kind: int) -> None:
             assert Fraction(answer.removesuffix(unit)) == expected, row
         else:
             assert answer == str(expected), row
+        if "wrong" in row:  # of the same form, and another value
+            assert row["wrong"].endswith(unit) and re.sub(r"\d+", "0", row["wrong"]) == re.sub(r"\d+", "0", answer), row
+            if isinstance(expected, int | Fraction):
+                assert Fraction(row["wrong"].removesuffix(unit)) != expected, row
+            else:
+                assert row["wrong"] != str(expected), row
 
 
 def test_every_kind_occurs_in_both_files_alike() -> None:

@@ -8,10 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
-from sample_rows import chinese, read_records
+from sample_rows import chinese, read_preferences, read_records
 
 Link = frozenset[str]
-ROWS = [row for name in ("train.jsonl", "valid.jsonl") for row in read_records(name) if row["difficulty"] == "topology"]
+PREFERENCES = [row for row in read_preferences() if row["difficulty"] == "topology"]
+ROWS = [
+    row for file in ("train.jsonl", "valid.jsonl") for row in read_records(file) if row["difficulty"] == "topology"
+] + PREFERENCES
 NAME = r"[A-Za-z][A-Za-z0-9]*|[\u4e00-\u9fff]+"
 
 
@@ -204,7 +207,13 @@ def test_answers(kind: int) -> None:
     rows = [row for row in ROWS if solver(row["instruction"]) == kind]
     assert len(rows) >= 20
     for row in rows:
-        assert SOLVERS[kind][1](Question(row)) == row["answer"], row
+        question = Question(row)
+        right = SOLVERS[kind][1](question)
+        assert right == row["answer"], row
+        if "wrong" in row:  # another answer, whatever the order of its names; a node for a node, a number for a number
+            wrong, names = (set(re.split(question.comma, answer)) for answer in (row["wrong"], right))
+            assert wrong != names and row["wrong"].isdigit() == right.isdigit(), row
+            assert not names <= set(question.nodes) or wrong <= {*question.nodes, question.none}, row
 
 
 def test_yes_and_no_are_about_as_frequent() -> None:

@@ -22,7 +22,7 @@ def grid(tmp_path_factory: pytest.TempPathFactory) -> Grid:
 
 
 def test_the_grid_is_whole() -> None:
-    assert len(set(cells())) == 64 + 8 * len(MODELS) + 20
+    assert len(set(cells())) == 64 + 8 * len(MODELS) + 20 + 48
     assert set(SAMPLE) <= set(cells())
 
 

@@ -32,6 +32,7 @@ OPTIONS: dict[str, Option] = {
     **lost("the order is a shuffle in any case", "shuffle_dataset"),
     **lost("padding is what execution needs", "padding_free pad_to_multiple_of eval_packing", off=("auto",)),
     **lost(_TOKENS, "pad_token"),
+    **lost("its launcher's", "accelerate_config"),
     **lost("activations are recomputed or kept here", "activation_offloading"),
     **lost("samples are prepared once and read from memory maps", "dataset_streaming streaming"),
     **lost("the kernel is the device's best (docs/configuration.md)", "attn_implementation"),

@@ -78,12 +78,14 @@ def _check_data(config: RunConfig, side: Literal["train", "valid"], model_config
 def _check_form(config: RunConfig, files: tuple[DataFile, ...], names: str) -> Check:
     """The form of the first records of large files."""
     from finetune.data.media import MediaLeftOut
+    from finetune.data.preference.records import reader_of
     from finetune.data.problems import ProblemLog, RecordProblem
-    from finetune.data.records import RecordReader
 
     problems, read = ProblemLog(), 0
     for number, file in enumerate(files):
-        reader = RecordReader(config.curriculum.levels, config.difficulty_field, file.source, config.on_media)
+        reader = reader_of(config.preference_form)(
+            config.curriculum.levels, config.difficulty_field, file.source, config.on_media
+        )
         for line, _record, found in islice(reader.file(file.path), SAMPLED_RECORDS):
             read += 1
             if isinstance(found, RecordProblem) and not isinstance(found, MediaLeftOut):

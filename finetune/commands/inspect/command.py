@@ -15,7 +15,7 @@ from pydantic import Field
 from finetune.config.fields import Paths, setting
 from finetune.config.names import did_you_mean
 from finetune.config.options import Options, read_known_options
-from finetune.errors import DataError, ExitCode
+from finetune.errors import ConfigError, DataError, ExitCode
 from finetune.plain_text import CONTROLS
 from finetune.runtime.terminal import console as terminal_console
 
@@ -42,7 +42,8 @@ class InspectOptions(Options):
         "model's tokenizer, and tokenizes all of the data as training would (later runs reuse it)."
     )
     epilog: ClassVar[str] = (
-        "The other flags are those of `python -m finetune sft --help`; --model and --data are enough."
+        "The other flags are those of `python -m finetune sft --help`; --model and --data are enough. For preferences\n"
+        "give their loss: --loss dpo shows the chosen answer and behind it the rejected one."
     )
 
     count: Annotated[int, Field(ge=0)] = setting(
@@ -80,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, rest = read_known_options(InspectOptions, argv)
 
     from finetune.commands.inspect.audit import audit_data, print_audit
+    from finetune.config.kinds import conversation_config_class
     from finetune.config.resolution import resolve
     from finetune.data.dataset import samples_of
     from finetune.data.templates import load_tokenizer
@@ -87,7 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     from finetune.runtime.device import launch_world
 
     world_size = launch_world().world_size
-    config = resolve(rest, overrides={"output_dir": "."}, world_size=world_size).config  # nothing is written there
+    overrides = {"output_dir": "."}  # nothing is written there
+    settings = conversation_config_class(rest)
+    config = resolve(rest, overrides=overrides, world_size=world_size, model_class=settings).config
+    if options.audit and config.preference_form:
+        raise ConfigError("the audit reads one answer a record", "--audit", "leave it out, or the flags of preferences")
     tokenizer = load_tokenizer(
         from_modelscope(config.model, config.hub), config.template, trust_remote_code=config.trust_remote_code
     )
@@ -135,7 +141,7 @@ def choose(samples: Samples, *, count: int, record: int | None, difficulty: str 
 
 
 def show(samples: Samples, index: int, tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
-    """Print one sample: where it is from, numbers, and text with the trained tokens marked."""
+    """Print one sample: where it is from, numbers, and text with the trained tokens marked; of a pair both answers."""
     input_ids, supervised = samples[index]
     difficulty = samples.difficulties[index]
     named = f"  difficulty {samples.difficulty_names[difficulty]}" if difficulty >= 0 else ""
@@ -144,7 +150,23 @@ def show(samples: Samples, index: int, tokenizer: PreTrainedTokenizerBase, conso
         align="left",
     )
     console.print(samples.location(index), style="dim", markup=False)
-    console.print(marked_text(tokenizer, input_ids, supervised, brackets=not console.is_terminal), soft_wrap=True)
+    for name, here in _documents(samples, index, len(input_ids)):
+        if name:
+            numbers = f"{here.stop - here.start} tokens, {int(supervised[here].sum())} trained"
+            console.print(f"{name}  {numbers}", style="bold")
+        text = marked_text(tokenizer, input_ids[here], supervised[here], brackets=not console.is_terminal)
+        console.print(text, soft_wrap=True)
+
+
+def _documents(samples: Samples, index: int, length: int) -> list[tuple[str, slice]]:
+    """Name and place of each document of a sample; one that stands alone needs no name."""
+    from finetune.data.preference.samples import PreferenceSamples
+
+    if not isinstance(samples, PreferenceSamples):
+        return [("", slice(0, length))]
+    if first := int(samples.first_lengths[index]):
+        return [("chosen", slice(0, first)), ("rejected", slice(first, length))]
+    return [("label true" if samples.labels[index] else "label false", slice(0, length))]
 
 
 def marked_text(

@@ -118,7 +118,7 @@ def _step(plan: Plan) -> list[str]:
         source = f"  ({traffic.source})" if traffic.source else ""
         lines.append(f"  {name}: {_seconds(seconds)}; {gib(traffic.bytes)}: {traffic.formula}{source}")
     if plan.largest_micro_batch is not None:
-        count, each = plan.largest_micro_batch, plan.memory.work.longest
+        count, each = plan.largest_micro_batch, plan.memory.work.sample_tokens
         text = _("largest microbatch that fits: {tokens:,} tokens ({count} x {each:,})")
         lines.append(text.format(tokens=count * each, count=count, each=each))
     return lines

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 from chat_models import SPECIALS, TEMPLATES, family, make_tokenizer
@@ -81,6 +83,39 @@ def test_colours_on_a_terminal(tmp_path: Path) -> None:
     shown = stream.getvalue()
     assert "\x1b[1;32ma \\x1b[31m b\\x07<|im_end|>\x1b[0m" in shown, "trained is green; the record's controls are words"
     assert "[[" not in shown
+
+
+def test_both_answers_of_a_pair_are_shown(tmp_path: Path) -> None:
+    pairs, labels = tmp_path / "pairs.jsonl", tmp_path / "labels.jsonl"
+    pairs.write_text(json.dumps({"prompt": "q", "chosen": "yes", "rejected": "not"}) + "\n", encoding="utf-8")
+    labels.write_text(json.dumps({"prompt": "q", "completion": "not", "label": False}) + "\n", encoding="utf-8")
+    shown = io.StringIO()
+    console = Console(file=shown, highlight=False)
+    forms: list[tuple[Path, Literal["pairs", "labels"]]] = [(pairs, "pairs"), (labels, "labels")]
+    for path, preference in forms:
+        options: dict[str, Any] = {"cutoff_len": 128, "cache_dir": tmp_path / "cache", "num_proc": 1}
+        samples = prepare_samples([path], family("gemma"), preference=preference, **options)
+        show(samples, 0, family("gemma"), console)
+    answer = "<s><start_of_turn>user\nq<end_of_turn>\n<start_of_turn>model\n[[{}<end_of_turn>]]\n\n"
+    chosen, rejected, judged = re.findall(r"(?:chosen|rejected|label false)(?:  .*)?\n(?=<s>)", shown.getvalue())
+    for name, text in ((chosen, "yes"), (rejected, "not"), (judged, "not")):
+        assert name + answer.format(text) in shown.getvalue()
+        assert re.search(r"\d+ tokens, \d trained", name)
+
+
+def test_a_loss_tells_that_the_records_are_preferences(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps({"prompt": "q", "chosen": "yes", "rejected": "not"}) + "\n", encoding="utf-8")
+    assert main([*arguments, "--loss", "dpo"]) == 0
+    assert re.search(r"chosen .*\[\[yes<.*rejected .*\[\[not<", capsys.readouterr().out, re.DOTALL)
+    with pytest.raises(DataError, match="train.jsonl:1: a pair, not a label"):
+        main([*arguments, "--loss", "kto"])
+    with pytest.raises(ConfigError, match="the audit reads one answer a record"):
+        main([*arguments, "--loss", "dpo", "--audit"])
+    with pytest.raises(DataError, match="no 'completion' or 'response'"):
+        main(arguments)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

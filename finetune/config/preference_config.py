@@ -1,0 +1,136 @@
+"""Every setting of a run on preferences: those of fine-tuning, and the loss that compares answers.
+
+Defaults follow from the loss, and are those of its authors where they name one (the equations, and what the settings
+are in them, stand in modeling/preference_loss.py).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from finetune.config.fields import Strict, batch_setting, optimizer_setting, redefined, setting
+from finetune.config.names import flag
+from finetune.config.precedence import Resolution, Rule
+from finetune.config.rules import RULES_FOR_FINE_TUNING, note_unused
+from finetune.config.run_config import RunConfig
+
+PreferenceLossName = Literal["dpo", "ipo", "orpo", "simpo", "kto"]
+LOSSES_WITH_REFERENCE = ("dpo", "ipo", "kto")
+_SMOOTHED = ("dpo", "simpo")
+# DPO, IPO and KTO: 0.1 in the papers and in TRL; ORPO: 0.1 in its paper and in TRL; SimPO: 2.0 to 2.5 in its paper.
+_BETAS = {"dpo": 0.1, "ipo": 0.1, "orpo": 0.1, "simpo": 2.0, "kto": 0.1}
+# Of full training: 5e-7 in Zephyr's recipe (arXiv 2310.16944), in KTO's paper, and within SimPO's 3e-7 to 1e-6; 8e-6 in
+# ORPO's. Adapters take ten times that, as Zephyr's own recipe for adapters does.
+_FULL_RATES = {"orpo": 8e-6}
+_ADAPTER_RATES = {"orpo": 8e-5}
+_preference_setting = partial(setting, group="preferences")
+Weight = Annotated[float, Field(ge=0)]
+
+
+def _learning_rate(values: dict[str, Any]) -> float:
+    loss = values.get("loss", "dpo")
+    return _FULL_RATES.get(loss, 5e-7) if values.get("finetuning") == "full" else _ADAPTER_RATES.get(loss, 5e-6)
+
+
+class PreferenceSettings(Strict):
+    """The settings of the loss; a base class so that they are declared before those whose defaults follow from them."""
+
+    loss: PreferenceLossName = _preference_setting(
+        "dpo", "What compares the answers; kto takes single answers with a label, the others pairs."
+    )
+    beta: float = _preference_setting(
+        default_factory=lambda values: _BETAS[values.get("loss", "dpo")],
+        description="Strength of the loss: its beta, ipo's tau, orpo's lambda.",
+        gt=0,
+        depends_on="loss",
+        shown_default="0.1, 2.0 for simpo",
+    )
+    label_smoothing: float = _preference_setting(
+        0.0, "dpo and simpo: the probability that a pair is the wrong way round.", ge=0, lt=0.5
+    )
+    simpo_gamma: Weight = _preference_setting(
+        default_factory=lambda values: 0.5 * values.get("beta", _BETAS["simpo"]),
+        description="simpo: the margin that the chosen answer's reward is to have.",
+        depends_on="beta",
+        shown_default="half of beta",
+    )
+    sft_weight: Weight = _preference_setting(
+        default_factory=lambda values: 1.0 if values.get("loss") == "orpo" else 0.0,
+        description="Adds so much of the chosen answers' cross-entropy, by token.",
+        depends_on="loss",
+        shown_default="0.0, 1.0 for orpo",
+    )
+    desirable_weight: Weight = _preference_setting(1.0, "kto: weight of the answers that are good.")
+    undesirable_weight: Weight = _preference_setting(1.0, "kto: weight of the answers that are bad.")
+
+
+def note_unused_by_loss(resolution: Resolution) -> None:
+    """Note settings of another loss than the run's."""
+    loss = resolution.value("loss")
+    note_unused(
+        resolution,
+        (
+            (("label_smoothing",), loss not in _SMOOTHED, f"loss is {loss}"),
+            (("simpo_gamma",), loss != "simpo", f"loss is {loss}"),
+            (("desirable_weight", "undesirable_weight"), loss != "kto", f"loss is {loss}"),
+        ),
+    )
+
+
+class PreferenceConfig(RunConfig, PreferenceSettings):
+    """The settings of a run on preferences (`python -m finetune.dpo`)."""
+
+    command: ClassVar[str] = "python -m finetune.dpo"
+    rules: ClassVar[tuple[Rule, ...]] = (*RULES_FOR_FINE_TUNING, note_unused_by_loss)
+
+    global_batch_size: int = redefined(
+        RunConfig, "global_batch_size", description="Samples per optimizer step over all devices; a pair is one sample."
+    )
+    cutoff_len: int = redefined(
+        RunConfig, "cutoff_len", description="Longest prompt with an answer; longer ones are trimmed."
+    )
+    num_epochs: float = batch_setting(1.0, "Passes over the data, unless max_steps is set.", gt=0, unit="passes")
+    learning_rate: float = optimizer_setting(
+        default_factory=_learning_rate,
+        description="Highest learning rate, reached after the warm-up.",
+        gt=0,
+        depends_on="loss",
+        shown_default="5e-6 for lora, 5e-7 for full; orpo 8e-5, 8e-6",
+    )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with the model as it was before the run."""
+        return self.loss in LOSSES_WITH_REFERENCE
+
+    @property
+    def preference_form(self) -> Literal["pairs", "labels"]:
+        return "labels" if self.loss == "kto" else "pairs"
+
+    @property
+    def documents_per_sample(self) -> int:
+        return 1 if self.loss == "kto" else 2
+
+    def problems(self) -> list[tuple[str, str]]:
+        found = super().problems()
+        if self.eval_generate is not None:
+            what = f"eval_generate is {self.eval_generate}, and a run on preferences answers nothing while it trains"
+            found.append((what, f"leave {flag('eval_generate')} out, and use python -m finetune eval on its result"))
+        return found + (self._kto_problems() if self.loss == "kto" else [])
+
+    def _kto_problems(self) -> list[tuple[str, str]]:
+        found = []
+        if self.global_batch_size < 2:
+            what = "loss is kto, which mismatches the samples of a global batch, and global_batch_size is 1"
+            found.append((what, f"set {flag('global_batch_size')} to 2 or more"))
+        if self.finetuning == "full":
+            what = "loss is kto, which asks the model before the run about other answers in every step"
+            found.append((what, f"train an adapter ({flag('finetuning')} lora), which can be switched off"))
+        if self.sft_weight:
+            found.append(("loss is kto, and sft_weight is of pairs", f"leave {flag('sft_weight')} out"))
+        if not (self.desirable_weight or self.undesirable_weight):
+            found.append(("both weights of kto are 0", f"give {flag('desirable_weight')} a value above 0"))
+        return found

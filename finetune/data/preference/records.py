@@ -1,0 +1,243 @@
+"""Records of preferences -> conversations with two answers, or with one and what was thought of it.
+
+Pairs: `chosen` and `rejected` behind a prompt, each as a text, a turn or a list of turns, or as whole conversations
+(TRL, and LLaMA-Factory's alpaca and ShareGPT rows with `ranking`); `rejected_response` or `rejected_messages` beside an
+ordinary record (ms-swift). Labels: an ordinary record with a true or false `label` (TRL, ms-swift) or `kto_tag`
+(LLaMA-Factory), for KTO.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+from finetune.data.formats import (
+    Conversation,
+    Message,
+    alpaca_prompt,
+    checked,
+    detect_format,
+    difficulty_of,
+    kind_of,
+    leading_system,
+    read_turns,
+    refuse_media,
+    to_conversation,
+    tools_of,
+)
+from finetune.data.problems import RecordProblem
+from finetune.data.records import RecordReader
+
+PreferenceForm = Literal["pairs", "labels"]
+
+_LABEL_KEYS = ("label", "kto_tag")
+_BOTH_KEYS = ("chosen", "rejected")
+_OTHER_KEYS = ("rejected_messages", "rejected_response")  # beside an ordinary record
+_SIDE_KEYS = _BOTH_KEYS + _OTHER_KEYS
+_CHOSEN = "chosen and rejected"  # a format of pairs; the others are ordinary ones with another answer
+_WHOLE = ("system", "user")  # a side that begins with such a turn has its prompt
+
+
+@dataclass(frozen=True)
+class Preference(Conversation):
+    """A prompt with two answers, or with one that has a label. `messages` are the prompt and the chosen answer.
+
+    Of the answers only what follows the prompt is trained; turns that both sides begin with belong to the prompt.
+    """
+
+    prompt_turns: int = 0  # the first turns, of both
+    rejected: tuple[Message, ...] = ()  # the prompt and the other answer; empty where there is a label
+    label: bool | None = None  # whether the answer is a good one
+
+
+@dataclass(frozen=True)
+class PreferenceReader(RecordReader):
+    """Reads the records of a run on pairs or on labels as `Preference`."""
+
+    preference: PreferenceForm = "pairs"
+
+    def _renamed(self, record: Any) -> Any:
+        """A side that is one turn becomes a list of it: like the lists of other formats, it is searched for media."""
+        record = super()._renamed(record)
+        if not isinstance(record, Mapping):
+            return record
+        return {k: [value] if k in _SIDE_KEYS and isinstance(value, Mapping) else value for k, value in record.items()}
+
+    def _detect(self, record: Any) -> str:
+        if not isinstance(record, Mapping):
+            return detect_format(record)
+        self._refuse_other_kind(record)
+        if self.preference == "pairs" and not _has(record, _OTHER_KEYS):
+            if not _has(record, _BOTH_KEYS):
+                keys = ", ".join(sorted(map(str, record))[:8]) or "none"
+                what = f"keys are {keys}; a pair has 'chosen' and 'rejected', or 'rejected_response' beside an answer"
+                raise RecordProblem("unknown format", what)
+            return _CHOSEN
+        name = detect_format(record, self.columns)
+        if name == "text":
+            raise RecordProblem("unknown format", "a plain text has no answer that could be better or worse")
+        return name
+
+    def _to_conversation(self, record: Any, form: str, difficulties: Sequence[str] | None) -> Conversation:
+        if not isinstance(record, Mapping):
+            raise RecordProblem("wrong type", f"the record is {kind_of(record)}, not an object")
+        self._refuse_other_kind(record)
+        if self.preference == "labels":
+            return _labelled(record, to_conversation(record, form, difficulties, self.difficulty_field), form)
+        if form == _CHOSEN:
+            refuse_media(record)
+            difficulty = difficulty_of(record, difficulties, self.difficulty_field)
+            return _pair(_both_sides(record), difficulty, record)
+        chosen = to_conversation(record, form, difficulties, self.difficulty_field)
+        return _pair(_with_rejected(record, chosen.messages), chosen.difficulty, record)
+
+    def _refuse_other_kind(self, record: Mapping[str, Any]) -> None:
+        pair, label = _has(record, _SIDE_KEYS), _has(record, _LABEL_KEYS)
+        if self.preference == "pairs" and label and not pair:
+            what = "it has a label and one answer; --loss kto trains on such records, the other losses on pairs"
+            raise RecordProblem("a label, not a pair", what)
+        if self.preference == "labels" and pair:
+            what = "it has two answers; --loss kto trains on one answer with a label, the other losses on pairs"
+            raise RecordProblem("a pair, not a label", what)
+
+
+def reader_of(form: PreferenceForm | None) -> Callable[..., RecordReader]:
+    """What makes the reader of a run's records; None of ordinary ones."""
+    return RecordReader if form is None else partial(PreferenceReader, preference=form)
+
+
+def _has(record: Mapping[str, Any], keys: Sequence[str]) -> bool:
+    return any(record.get(key) is not None for key in keys)
+
+
+# ---------------------------------------------------------------------- labels
+
+
+def _labelled(record: Mapping[str, Any], conversation: Conversation, form: str) -> Preference:
+    given = [record[key] for key in _LABEL_KEYS if record.get(key) is not None]
+    if len(given) != 1:
+        raise RecordProblem("two labels" if given else "no label", f"a record needs one of {' or '.join(_LABEL_KEYS)}")
+    texts = {"true": True, "false": False}  # as CSV has them
+    label = texts.get(given[0].strip().lower()) if isinstance(given[0], str) else given[0]
+    if not isinstance(label, bool):
+        raise RecordProblem("wrong type", f"the label is {kind_of(given[0])}; it is true or false")
+    messages, answer_turns = conversation.messages, 1
+    if form == "prompt-completion":
+        completion = record["response"] if record.get("completion") is None else record["completion"]
+        answer_turns = 1 if isinstance(completion, str) else len(completion)
+    prompt_turns = len(messages) - answer_turns
+    found = _answered(messages, prompt_turns, "the record")
+    return Preference(found, conversation.difficulty, conversation.tools, False, prompt_turns, label=label)
+
+
+# ---------------------------------------------------------------------- pairs
+
+_Sides = tuple[Sequence[Message], Sequence[Message]]
+
+
+def _pair(sides: _Sides, difficulty: str | None, record: Mapping[str, Any]) -> Preference:
+    """Tell the prompt from the answers: it is the turns that both begin with."""
+    chosen, rejected = sides
+    shared = _shared(chosen, rejected)
+    if shared == len(chosen) == len(rejected):
+        raise RecordProblem("equal answers", "'chosen' and 'rejected' say the same")
+    for side, name in ((chosen, "chosen"), (rejected, "rejected")):
+        if shared == len(side):
+            raise RecordProblem("no answer", f"'{name}' has nothing behind the turns that both have")
+        if not shared or side[shared].role != "assistant":
+            what = (
+                f"they first differ in turn {shared + 1}, where {name!r} is by the {side[shared].role}, not an answer"
+            )
+            raise RecordProblem("prompt mismatch", f"'chosen' and 'rejected' answer different prompts: {what}")
+    found, other = _answered(chosen, shared, "'chosen'"), _answered(rejected, shared, "'rejected'")
+    return Preference(found, difficulty, tools_of(record), prompt_turns=shared, rejected=other)
+
+
+def _shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
+    """How many turns both begin with; an answer of a prompt is context, whatever its weight."""
+    pairs = zip(chosen, rejected, strict=False)
+    same = [replace(one, trained=True) == replace(other, trained=True) for one, other in pairs]
+    return [*same, False].index(False)
+
+
+def _answered(messages: Sequence[Message], prompt_turns: int, where: str) -> tuple[Message, ...]:
+    """The turns with those of the prompt as context."""
+    if not messages[prompt_turns].trained:
+        raise RecordProblem("no answer", f"{where}: the first answer behind the prompt has weight 0")
+    return (*(replace(message, trained=False) for message in messages[:prompt_turns]), *messages[prompt_turns:])
+
+
+def _both_sides(record: Mapping[str, Any]) -> _Sides:
+    """`chosen` and `rejected` as whole conversations."""
+    prompt = _prompt(record)
+    sides = []
+    for key in _BOTH_KEYS:
+        if record.get(key) is None:
+            raise RecordProblem("missing side", f"no '{key}'")
+        sides.append(_checked(_whole(record, key, prompt), key))
+    if prompt:
+        _check_prompt(prompt, sides[0][: _shared(*sides)])
+    return sides[0], sides[1]
+
+
+def _with_rejected(record: Mapping[str, Any], chosen: Sequence[Message]) -> _Sides:
+    """An ordinary record, and its other answer, or another conversation."""
+    keys = [key for key in _OTHER_KEYS if record.get(key) is not None]
+    if len(keys) != 1:
+        what = "'rejected_messages' and 'rejected_response'" if keys else "no 'rejected_response'"
+        raise RecordProblem("two answers" if keys else "missing side", what)
+    prompt = [replace(message, trained=True) for message in chosen[:-1]]
+    return chosen, _checked(_whole(record, keys[0], prompt), keys[0])
+
+
+def _prompt(record: Mapping[str, Any]) -> list[Message]:
+    """What a record says that both sides answer; nothing where the sides say it."""
+    key = next((key for key in ("prompt", "conversations", "instruction", "messages") if record.get(key)), None)
+    if key is None:
+        return []
+    if key == "instruction":
+        return alpaca_prompt(record)
+    if key == "prompt" and isinstance(record[key], str):
+        return [*leading_system(record), Message("user", record[key])]
+    return read_turns(record, key)
+
+
+def _whole(record: Mapping[str, Any], key: str, prompt: list[Message]) -> list[Message]:
+    """The prompt and a side's turns, or the side alone where it is a whole conversation."""
+    value = record[key]
+    if isinstance(value, str):
+        answer = [Message("assistant", value)]
+    elif isinstance(value, (list, tuple)):
+        answer = read_turns({key: value}, key, len(prompt)) if value else []
+    else:
+        raise RecordProblem("wrong type", f"'{key}' is {kind_of(value)}, not a text, a turn or a list of turns")
+    if not answer:
+        raise RecordProblem("no answer", f"'{key}' is empty")
+    if answer[0].role not in _WHOLE:
+        if not prompt:
+            raise RecordProblem("no prompt", f"'{key}' is an answer, and the record has no 'prompt'")
+        return [*prompt, *answer]
+    answer = read_turns({**record, key: value}, key)
+    return [prompt[0], *answer] if prompt and prompt[0].role == "system" != answer[0].role else answer
+
+
+def _checked(messages: list[Message], key: str) -> list[Message]:
+    try:
+        return checked(messages)
+    except RecordProblem as problem:
+        raise RecordProblem(problem.kind, f"'{key}': {problem.detail}") from None
+
+
+def _check_prompt(prompt: Sequence[Message], shared: Sequence[Message]) -> None:
+    """The prompt that a record names must be what its sides, as whole conversations, begin with, or the end of it."""
+    named = [replace(message, trained=True) for message in prompt if message.role != "system"]
+    turns = [replace(message, trained=True) for message in shared if message.role != "system"]
+    systems = [[message for message in messages if message.role == "system"] for messages in (prompt, shared)]
+    places = range(len(turns) - len(named) + 1)
+    if not any(turns[place : place + len(named)] == named for place in places) or systems[0] not in (
+        [],
+        systems[1],
+    ):
+        raise RecordProblem("prompt mismatch", "the turns that 'chosen' and 'rejected' begin with are not the prompt")

@@ -1,0 +1,27 @@
+"""Preference data for tests: pairs, and records with labels, of very different lengths and three difficulties."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+WORDS = ("router", "switch", "port", "frame", "packet", "BGP", "VLAN", "路由", "交换", "端口", "42", "link", "node")
+
+
+def make_pairs(path: Path, records: int, *, seed: int = 0, labels: bool = False) -> Path:
+    """A file of pairs, or of answers of which every third is bad."""
+    choose = random.Random(seed)
+
+    def text(longest: int) -> str:
+        return " ".join(choose.choices(WORDS, k=int(choose.paretovariate(1.2)) % longest + 1))
+
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(records):
+            record = {"prompt": text(8), "difficulty": ("explain", "reasoning", "topology")[number % 3]}
+            if labels:
+                record |= {"completion": text(20), "label": number % 3 != 0}
+            else:
+                record |= {"chosen": f"yes {text(20)}", "rejected": f"no {text(20)}"}
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    return path
