@@ -395,9 +395,9 @@ FAULTS = (
     ),
     Fault(
         "the optimizer's step count is lost",
-        "training/state.py",
-        'state["step"] = step_count(step, self.optimizer, parameter)',
-        'state["step"] = step_count(0, self.optimizer, parameter)',
+        "training/optimizers.py",
+        'state["step"] = step_count(step, optimizer, parameter)',
+        'state["step"] = step_count(0, optimizer, parameter)',
         "training/test_resume.py",
         only="older_checkpoint or logs_of_a_killed or two_then_one",
     ),

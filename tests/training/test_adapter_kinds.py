@@ -37,9 +37,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "tokens": {"train_tokens": TOKENS},
     "plus": {"lora_plus_ratio": 4.0},
 }
-# Everything that goes under ZeRO-3, and what does not.
-SHARDED = {**KINDS["rslora"], **KINDS["ranks"], **KINDS["plus"], "modules_to_save": ["lm_head"]}
+# Everything that goes under ZeRO-3, and what does not; and what has to do with head and embedding.
+SIZES = {**KINDS["rslora"], **KINDS["ranks"], **KINDS["plus"]}
+SHARDED = {**SIZES, "modules_to_save": ["lm_head"]}
 WHOLE = {**KINDS["dora"], **KINDS["tokens"]}
+LOADED = {"sizes": {**SIZES, **KINDS["layers"]}, "dora": KINDS["dora"]}
+ENDS = {name: KINDS[name] for name in ("modules", "tokens")}
 
 
 @pytest.fixture(scope="module")
@@ -90,13 +93,14 @@ def config_of(settings: dict[str, Any]) -> Any:
     return resolve_object(settings, 1).config
 
 
-@pytest.mark.parametrize("form", ["tied", "untied"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "form"), [(kind, "tied") for kind in LOADED | ENDS] + [(kind, "untied") for kind in ENDS]
+)
 def test_peft_loads_what_was_trained_and_it_merges(materials, untied, tmp_path, kind, form) -> None:
-    if form == "untied" and kind not in ("modules", "tokens"):
-        pytest.skip("head and embedding take no part")
     model = materials.model if form == "tied" else untied
-    settings = materials.settings(tmp_path / "run", model=str(model), max_steps=3, warmup_steps=0, **KINDS[kind])
+    settings = materials.settings(
+        tmp_path / "run", model=str(model), max_steps=3, warmup_steps=0, **(LOADED | ENDS)[kind]
+    )
     live = trained(settings)
     adapted = PeftModel.from_pretrained(base(model), tmp_path / "run")
     torch.testing.assert_close(logits(adapted), live, rtol=1e-5, atol=1e-5)
@@ -157,7 +161,9 @@ def test_groups_of_their_own_keep_everything_but_the_rate() -> None:
     assert groups == [([first], 0.1, 0.3), ([third], 0.1, 0.01), ([second], 0.5, 0.3)]
 
 
-@pytest.mark.parametrize("kind", [SHARDED, WHOLE], ids=["sharded", "whole"])
+@pytest.mark.parametrize(
+    "kind", [{**SIZES, **WHOLE}, pytest.param(SHARDED, marks=pytest.mark.slow)], ids=["whole", "sharded"]
+)
 def test_killed_and_resumed_it_is_the_same_run_bit_by_bit(materials, tmp_path, kind) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run_helpers.train(materials.settings(whole, save_steps=2, **kind))

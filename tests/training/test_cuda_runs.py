@@ -176,6 +176,21 @@ def test_killed_and_resumed_it_is_the_same_run_bit_by_bit(materials, tmp_path, f
     assert [name for name in weights if not torch.equal(weights[name], expected[name])] == []
 
 
+@pytest.mark.parametrize("optimizer", ["adamw-8bit", "adafactor", "muon"])
+def test_optimizers_with_less_state_resume_bit_by_bit(tmp_path, optimizer):
+    materials = run_helpers.make_materials(tmp_path / "materials", hidden=64)  # below it all state is in 32 bits
+    common = {"finetuning": "full", "optimizer": optimizer, "learning_rate": 1e-3, "save_steps": 2, "cutoff_len": 64}
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    run_helpers.train(settings(materials, whole, **common))
+    wanted = settings(materials, stopped, **common)
+    run_helpers.train(wanted, patch=run_patches.signal_self, patch_arguments=(0, 4, signal.SIGTERM), expect=3)
+    run_helpers.train(wanted)
+    assert [event["step"] for event in run_helpers.events(stopped, "resume")] == [4]
+    assert run_helpers.losses(whole) == run_helpers.losses(stopped) and run_helpers.losses(whole)[-1] is not None
+    weights, expected = run_helpers.result_weights(stopped), run_helpers.result_weights(whole)
+    assert [name for name in expected if not torch.equal(weights[name], expected[name])] == []
+
+
 @pytest.mark.parametrize("finetuning", ["lora", "full"])
 def test_float16_halves_its_scale_and_goes_on_with_it(materials, tmp_path, finetuning):
     """Step 2 overflows on purpose: it is skipped, and the resumed run must know the smaller scale."""

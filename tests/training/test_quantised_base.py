@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 from pathlib import Path
 from typing import Any
 
+import preference_rows
 import pytest
 import run_helpers
 import run_patches
@@ -160,3 +162,17 @@ def test_two_processes_train_the_same(materials, run, tmp_path, layout: str) -> 
         run_helpers.losses(run("int8")), run_helpers.losses(output_dir)
     )
     assert difference < 1e-5
+
+
+@pytest.mark.slow
+def test_the_reference_of_preferences_is_the_quantised_base(materials, tmp_path) -> None:
+    """With the adapter off the base is what it was: before it has learned, policy and reference agree to the bit."""
+    preference_rows.make_pairs(tmp_path / "pairs.jsonl", 24)
+    found = {}
+    for layout, processes in (("plain", 1), ("zero3", 2)):
+        folder = tmp_path / layout
+        given = {"data": str(tmp_path / "pairs.jsonl"), "quantization": "nf4", **LAYOUTS[layout]}
+        run_helpers.train(materials.settings(folder, max_steps=4, **given), processes, module="finetune.dpo")
+        found[layout] = run_helpers.losses(folder)
+    assert found["plain"][0] == pytest.approx(math.log(2), rel=1e-6)
+    assert run_helpers.largest_relative_difference(found["plain"], found["zero3"]) < 1e-5
