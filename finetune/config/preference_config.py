@@ -112,7 +112,16 @@ class PreferenceConfig(RunConfig, PreferenceSettings):
 
     @property
     def documents_per_sample(self) -> int:
+        """Documents that a sample consists of, each of at most `cutoff_len` tokens."""
         return 1 if self.loss == "kto" else 2
+
+    @property
+    def tokens_per_step(self) -> int:
+        return super().tokens_per_step * self.documents_per_sample
+
+    @property
+    def tokens_per_microbatch(self) -> int:
+        return super().tokens_per_microbatch * self.documents_per_sample
 
     def problems(self) -> list[tuple[str, str]]:
         found = super().problems()

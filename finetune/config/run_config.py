@@ -175,11 +175,6 @@ class BaseConfig(Strict):
         return npu_variables(() if self.npu_tuning == "none" else self.npu_tuning, self.hccl_buffer_mb)
 
     @property
-    def documents_per_sample(self) -> int:
-        """Documents that a sample consists of, each of at most `cutoff_len` tokens."""
-        return 1
-
-    @property
     def tokens_per_step(self) -> int:
         """Most tokens of an optimizer step, over all devices."""
         raise AttributeError(f"{type(self).__name__} does not say how many tokens a step has")
@@ -359,11 +354,11 @@ class RunConfig(AdapterSettings, BaseConfig):
 
     @property
     def tokens_per_step(self) -> int:
-        return self.global_batch_size * self.cutoff_len * self.documents_per_sample
+        return self.global_batch_size * self.cutoff_len
 
     @property
     def tokens_per_microbatch(self) -> int:
-        return self.samples_per_microbatch * self.cutoff_len * self.documents_per_sample
+        return self.samples_per_microbatch * self.cutoff_len
 
     def describe_batch(self, world_size: int) -> tuple[str, dict[str, int]]:
         accumulation = self.gradient_accumulation_steps or 1
