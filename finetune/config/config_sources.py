@@ -116,7 +116,11 @@ def _own_values(
     for written, value in own.items():
         location = f"{label}: {prefix}{written}"
         name = model_class.aliases.get(written, written)
-        if name == "deepspeed":
+        if name == "kind":
+            if not model_class.command.endswith(f".{value}"):
+                fix = f"start that kind of run, or remove the line: this is {model_class.command}"
+                source.problems.append(ConfigError(f"kind is {value!r}", location, fix))
+        elif name == "deepspeed":
             if prefix:
                 fix = "remove it: the file around the block is the DeepSpeed configuration"
                 source.problems.append(ConfigError(f"deepspeed inside the {BLOCK} block", location, fix))

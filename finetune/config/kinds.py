@@ -104,7 +104,9 @@ def kind_of_config(config: BaseConfig) -> RunKind:
 
 
 def kind_of_settings(settings: Mapping[str, Any]) -> RunKind | None:
-    """The kind whose file has these names; None where none of them tells."""
+    """The kind that a file names, or whose names it has; None where nothing tells."""
+    if settings.get("kind") in _MODULES:
+        return run_kind(settings["kind"])
     return next((kind for kind in run_kinds() if kind.telling_settings & set(settings)), None)
 
 

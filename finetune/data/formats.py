@@ -149,7 +149,7 @@ def with_matched_results(messages: Sequence[Message]) -> list[Message]:
 
 def _alpaca(record: Mapping[str, Any], key: str) -> list[Message]:
     if record.get("output") is None:
-        raise RecordProblem("no answer", "no 'output'")
+        raise RecordProblem("no answer", "no 'output'" + _if_preference(record))
     return [*alpaca_prompt(record), Message("assistant", _text(record, "output"))]
 
 
@@ -172,7 +172,7 @@ def _prompt_completion(record: Mapping[str, Any], key: str) -> list[Message]:
     answer_keys = [name for name in ("completion", "response") if record.get(name) is not None]
     if len(answer_keys) != 1:
         what = "'completion' and 'response'" if answer_keys else "no 'completion' or 'response'"
-        raise RecordProblem("two answers" if answer_keys else "no answer", what)
+        raise RecordProblem("two answers" if answer_keys else "no answer", what + _if_preference(record))
     prompt, completion = record[key], record[answer_keys[0]]
     if isinstance(prompt, str) and isinstance(completion, str):
         return [*leading_system(record), Message("user", prompt), Message("assistant", completion)]
@@ -180,6 +180,11 @@ def _prompt_completion(record: Mapping[str, Any], key: str) -> list[Message]:
         raise RecordProblem("wrong type", f"of '{key}' and '{answer_keys[0]}' one is a text and one is none")
     context = [replace(message, trained=False) for message in read_turns(record, key)]
     return context + read_turns({answer_keys[0]: completion}, answer_keys[0], len(context))
+
+
+def _if_preference(record: Mapping[str, Any]) -> str:
+    """What to add about a record of another kind of run."""
+    return ", but 'chosen': a pair of answers, for python -m finetune.dpo" if record.get("chosen") is not None else ""
 
 
 def _plain_text(record: Mapping[str, Any], key: str) -> list[Message]:

@@ -12,13 +12,11 @@ from finetune.data.parts import Part
 from finetune.data.problems import RecordProblem
 from finetune.data.records import RecordReader
 from finetune.data.render import Rendered, Renderer
-from finetune.data.report import DataReport
+from finetune.data.report import NO_DIFFERENCE, NO_ROOM, DataReport
 from finetune.data.selection import KEYS, Selection
 from finetune.errors import DataError
 
 NO_DIFFICULTY = -1
-NO_ROOM = "no room for an answer within cutoff_len"
-NO_DIFFERENCE = "answers equal within cutoff_len"
 
 # What is known of a sample besides its tokens: number of its record, number and line of its file, index of its
 # difficulty, tokens, targets; for the rest see `Rendered`.

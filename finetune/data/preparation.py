@@ -28,7 +28,7 @@ from finetune.data.corpus.worker_pool import ordered_map
 from finetune.data.pace import Pace
 from finetune.data.parts import Part, parts_of
 from finetune.data.passes import Checked, Lines, PartJob, Tokenized, Wanted
-from finetune.data.preference.records import PreferenceForm, PreferenceReader
+from finetune.data.preference.records import PreferenceForm, reader_of
 from finetune.data.problems import LISTED_RECORDS, ProblemLog, RecordProblem
 from finetune.data.records import RecordReader, refuse_unmapped
 from finetune.data.render import Renderer
@@ -102,12 +102,8 @@ class Preparation:
     @property
     def readers(self) -> tuple[RecordReader, ...]:
         """How the records of each file are read."""
-        readers = (
-            RecordReader(self.difficulties, self.difficulty_field, file.source, self.on_media) for file in self.files
-        )
-        if self.preference is None:
-            return tuple(readers)
-        return tuple(PreferenceReader(**vars(reader), preference=self.preference) for reader in readers)
+        make = reader_of(self.preference)
+        return tuple(make(self.difficulties, self.difficulty_field, file.source, self.on_media) for file in self.files)
 
     def write_samples(self, folder: Path) -> dict[str, Any]:
         """Fill the folder with arrays, and return what belongs beside them; `files` are hashes that are known already.

@@ -9,6 +9,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+# Why a record that is right has no sample.
+NO_ROOM = "no room for an answer within cutoff_len"
+NO_DIFFERENCE = "answers equal within cutoff_len"
+
+
 @dataclass
 class DataReport:
     """Counts over one set of data files; a record mostly becomes one sample."""
@@ -72,6 +77,11 @@ class DataReport:
             found.append(
                 f"{self.control_token_records} of {self.records_read} records spell special tokens of the tokenizer in "
                 "their text, which are read as such; remove them unless they are meant"
+            )
+        if equal := self.dropped.get(NO_DIFFERENCE, 0):
+            found.append(
+                f"{equal} of {self.records_read} pairs differ only behind the cutoff and are left out; "
+                "a larger --cutoff-len keeps them"
             )
         if self.cut_answers:
             found.append(

@@ -70,7 +70,7 @@ def run(config: BaseConfig | Mapping[str, Any] | str | Path) -> RunResult:
     """Run from a configuration object, a dict of settings, or the path of a configuration file.
 
     Args:
-        config: of the kind that its `kind` names, in a dict; else that its class or its names tell; else fine-tuning.
+        config: of the kind that its `kind` names; else that its class or its names tell; else fine-tuning.
 
     Returns:
         The output folder, state, steps and metrics.
@@ -80,14 +80,12 @@ def run(config: BaseConfig | Mapping[str, Any] | str | Path) -> RunResult:
     """
     if isinstance(config, BaseConfig):
         return run_config(kind_of_config(config), config)
-    if isinstance(config, Mapping) and "kind" in config:
-        name, settings = config["kind"], {key: value for key, value in config.items() if key != "kind"}
-        if name not in kind_names():
-            known = " or ".join(kind_names())
-            raise ConfigError(f"kind is {name!r}", "the dict: kind", f"give {known}, or leave it out")
-        return run_config(run_kind(name), settings)
     content = config if isinstance(config, Mapping) else read_file(config)
     block = content.get(BLOCK, content)
+    if isinstance(block, Mapping) and block.get("kind", kind_names()[0]) not in kind_names():
+        known = " or ".join(kind_names())
+        where = "the dict" if isinstance(config, Mapping) else str(config)
+        raise ConfigError(f"kind is {block['kind']!r}", f"{where}: kind", f"give {known}, or leave it out")
     kind = kind_of_settings(block) if isinstance(block, Mapping) else None
     return run_config(kind or run_kind(kind_names()[0]), config)
 

@@ -71,3 +71,13 @@ def test_which_kind_a_file_is_of(tmp_path: Path):
 def test_answers_while_it_trains_are_refused():
     with pytest.raises(ConfigError, match="answers nothing while it trains"):
         made("--eval-generate", "5", "--valid-data", "d.jsonl")
+
+
+def test_a_file_may_name_its_kind(tmp_path: Path):
+    """Where every setting of the loss is left at its default, nothing else tells."""
+    path = tmp_path / "run.yaml"
+    path.write_text("kind: dpo\nmodel: m\ndata: d.jsonl\noutput_dir: out\n")
+    assert kind_of_arguments(["--config", str(path)]).config_class is PreferenceConfig
+    assert resolve_object(path, 1, PreferenceConfig).config == made()
+    with pytest.raises(ConfigError, match=r"kind is 'dpo'(.|\n)*this is python -m finetune\.sft"):
+        resolve_object(path, 1, RunConfig)

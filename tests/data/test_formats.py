@@ -102,6 +102,8 @@ BAD = [
     ({"question": "q", "answer": "a"}, "unknown format: keys are answer, question"),
     ({}, "unknown format: keys are none"),
     ({"instruction": "q"}, "no answer: no 'output'"),
+    ({"instruction": "q", "chosen": "a", "rejected": "b"}, "a pair of answers, for python -m finetune.dpo"),
+    ({"prompt": "q", "chosen": "a", "rejected": "b"}, "a pair of answers, for python -m finetune.dpo"),
     ({"instruction": "q", "output": None}, "no answer"),
     ({"instruction": "q", "output": ""}, "empty answer"),
     ({"instruction": "q", "output": " \n"}, "empty answer: turn 2"),

@@ -281,6 +281,7 @@ def test_bad_pairs_are_refused_by_file_and_line_or_counted(tmp_path: Path) -> No
     late = [{"prompt": "q", "chosen": same + "a", "rejected": same + "b"}]
     samples = prepare(write(tmp_path / "b.jsonl", rows_of(3) + bad[:1] + late), on_bad_row="drop")
     assert samples.report.dropped == {"equal answers": 1, "answers equal within cutoff_len": 1}
+    assert any("pairs differ only behind the cutoff" in warning for warning in samples.report.warnings())
     assert len(samples) == samples.report.records_kept == 3
 
 

@@ -93,7 +93,7 @@ OPTIONS: dict[str, Option] = {
         "mean_resizing_embeddings shrink_embeddings peft_ensure_weight_tying peft_autocast_adapter_dtype",
     ),
     **lost(
-        "fine-tuning and pretraining are the only stages here",
+        "preferences are trained by python -m finetune.dpo, whose settings convert does not write",
         "reward_model process_reward_model center_rewards_coefficient rl_beta orpo_alpha simpo_gamma cpo_alpha "
         "kto_desirable_weight kto_undesirable_weight dpo_use_weighting dpo_label_smoothing dpo_use_liger_kernel "
         "dpo_padding_free dpo_loss_type dpo_loss_weights precompute_ref_log_probs vllm",

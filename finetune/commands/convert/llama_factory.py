@@ -11,7 +11,9 @@ from finetune.commands.convert.draft import Draft, Option, Tool, lost, read
 from finetune.errors import ConfigError
 
 _MEDIA = "only text is trained here"
-_OTHER_STAGE = "fine-tuning and pretraining are the only stages here"
+_OTHER_STAGE = (
+    "preferences are trained by python -m finetune.dpo, whose settings convert does not write; others are not here"
+)
 _OTHER_METHOD = "LoRA and all parameters are the only ways here"
 _ANSWERS = "answering is python -m finetune chat, serve and eval"
 
