@@ -230,7 +230,7 @@ def _fine_tuner(case: Case, config: Any, layers: int, on: str) -> Any:
     from finetune.training import build_sft
     from finetune.training.resume import Resume
 
-    def load_model(config: Any, *, model_dtype: torch.dtype, zero3: bool) -> Any:
+    def load_model(config: Any, *, model_dtype: torch.dtype, zero3: bool, **of_quantised: Any) -> Any:
         shape = model_config(case, layers)
         attention = choose_attention(shape)
         model_dtype = torch.bfloat16 if case.zero3 else model_dtype

@@ -42,7 +42,7 @@ def zero3_trace(case: Case, layers: int, keys: Mapping[str, Any] | None = None) 
     shape = model_config(case, layers)
     dtype = getattr(torch, dtype_of(config))
 
-    def load_model(config: Any, *, model_dtype: torch.dtype, zero3: bool) -> Any:
+    def load_model(config: Any, *, model_dtype: torch.dtype, zero3: bool, **of_quantised: Any) -> Any:
         from transformers import AutoModelForCausalLM
 
         # from_config itself partitions: TrainingArguments have told transformers of the engine.

@@ -6,7 +6,7 @@
 The steps: corpus (make_corpus.py), tokenizer (make_tokenizer.py), `finetune prepare` on the conversations as the chat
 template writes them, `finetune pretrain --arch qwen3`, and a copy of the files that a user needs, with the recipe and
 the final figures in RECIPE.md. The model has read definitions and worked examples as pages of a handbook, and no
-question of train.jsonl or valid.jsonl.
+question of train.jsonl or valid.jsonl. Four minutes on an H100; a night on two cores.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from multiprocessing import Pool
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +23,22 @@ import make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 HERE = Path(__file__).resolve().parent
-VALID_FRACTION = 0.01
-SHIPPED_FILES = (
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
+VALID_FRACTION = 0.001
+SHIPPED_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")  # and what the model saves
 # What the run gets on top of the package's defaults. Its batches are too small for the law of learning rates.
 RUN_SETTINGS: dict[str, Any] = {
     "arch": "qwen3",
-    "depth": 2,
+    "depth": 4,
     "max_seq_len": 512,
-    "device_batch_size": 16,
-    "total_batch_size": 8192,
-    "num_iterations": 800,
+    "device_batch_size": 64,
+    "total_batch_size": 32768,
+    "num_iterations": 4000,
     "lr_scaling": False,
-    "matrix_lr": 0.01,
-    "embedding_lr": 0.05,
-    "unembedding_lr": 0.004,
+    "matrix_lr": 0.02,
+    "embedding_lr": 0.1,
+    "unembedding_lr": 0.008,
     "weight_decay": 0.01,
-    "dtype": "float32",
+    "dtype": "bfloat16",
     "compile": True,
     "seed": 20,
     "sample_every": 0,
@@ -66,12 +60,14 @@ def prepare(work: Path) -> Path:
     """Write corpus, tokenizer and token files below `work`; return the folder of the token files."""
     from finetune.__main__ import main as finetune_command
 
-    corpus, valid = make_corpus.write_corpus(work / "corpus")
-    texts = make_tokenizer.read_texts([HERE / "train.jsonl", corpus, valid])
+    parts, valid = make_corpus.write_corpus(work / "corpus")
+    texts = make_tokenizer.read_texts([HERE / "train.jsonl", parts[0], valid])
     tokenizer = make_tokenizer.train_tokenizer(texts)
     tokenizer.save_pretrained(work / "tokenizer")
-    documents = write_documents(corpus, tokenizer, work / "documents.jsonl")
-    words = ["prepare", "--data", documents, "--output-dir", work / "tokens", "--tokenizer", work / "tokenizer"]
+    (work / "documents").mkdir(exist_ok=True)
+    with Pool() as pool:
+        documents = pool.starmap(write_documents, [(part, tokenizer, work / "documents" / part.name) for part in parts])
+    words = ["prepare", "--data", *documents, "--output-dir", work / "tokens", "--tokenizer", work / "tokenizer"]
     words += ["--special-tokens", "true", "--valid-fraction", VALID_FRACTION]
     if code := finetune_command([str(word) for word in words]):
         raise SystemExit(code)
@@ -122,14 +118,19 @@ def write_recipe(path: Path, parameters: int, figures: dict[str, float], steps: 
 
 
 def export(work: Path, destination: Path) -> int:
-    """Copy what a user needs from the finished run to `destination`; return the number of parameters."""
-    from safetensors import safe_open
+    """Copy what a user needs from the finished run to `destination`; return the number of parameters.
+
+    Weights are shipped in bfloat16, which halves them.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
 
     destination.mkdir(parents=True, exist_ok=True)
+    model = AutoModelForCausalLM.from_pretrained(work / "run", dtype=torch.bfloat16)
+    model.save_pretrained(destination)
     for name in SHIPPED_FILES:
         shutil.copyfile(work / "run" / name, destination / name)
-    with safe_open(destination / "model.safetensors", "pt") as weights:
-        return sum(weights.get_tensor(name).numel() for name in weights.keys())  # noqa: SIM118 - not a dict
+    return int(model.num_parameters())
 
 
 def main() -> None:

@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import argparse
 import json
+from multiprocessing import Pool
 from pathlib import Path
 from typing import Any
 
-from corpus_documents import Handbook
+from corpus_documents import REQUESTS, Handbook
 from corpus_tasks import TASKS, Turn
 from drawing import LANGUAGES, Draw
 from make_data import SYSTEM_PROMPTS, question, split_rows
 from networks_explain import read_facts
 
-TRAIN_NAME, VALID_NAME = "corpus.jsonl", "corpus_valid.jsonl"
-TRAIN_ROWS, VALID_ROWS = 20000, 200
+PART_NAME, VALID_NAME = "corpus-{:03d}.jsonl", "corpus_valid.jsonl"
+PARTS, PART_ROWS, VALID_ROWS = 70, 20000, 200
 SYSTEM_SHARE, SECOND_TURN_SHARE = 0.15, 0.2
 HANDBOOK_WEIGHT = 100  # the small tasks together have as much
 
@@ -48,46 +49,58 @@ def corpus_row(draw: Draw, turns: list[Turn]) -> dict[str, Any]:
     return {"messages": messages}
 
 
-def corpus_rows(count: int, valid_count: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Train and valid records, which share no question with each other or with the shipped files."""
-    draw = Draw("corpus")
-    splits = split_rows()  # the questions of the pairs came later; the tests find none of them in the corpus
-    shipped = {question(row) for name in ("train", "valid", "spare") for row in splits[name]}
+def corpus_rows(name: str, count: int, taken: set[str] = frozenset()) -> list[dict[str, Any]]:
+    """Records of the part `name`, with none of the shipped questions and none of `taken`."""
+    draw = Draw("corpus", name)
+    shipped = {question(row) for rows in split_rows().values() for row in rows}
     tasks = weighted_tasks(shipped)
+    kept_out = shipped | taken
     facts = {fact.answer for fact in read_facts()}
-    asked_in_train: set[str] = set()
-    train: list[dict[str, Any]] = []
-    valid: list[dict[str, Any]] = []
-    while len(train) < count or len(valid) < valid_count:
-        turns = draw_turns(draw, tasks, LANGUAGES[(len(train) + len(valid)) % 2])
-        asked = {question for question, _ in turns}
-        if asked & shipped or any(answer in facts for _, answer in turns):
-            continue
-        if len(train) < count:
-            asked_in_train |= asked
-            train.append(corpus_row(draw, turns))
-        elif not asked & asked_in_train:
-            valid.append(corpus_row(draw, turns))
-    return train, valid
+    rows: list[dict[str, Any]] = []
+    while len(rows) < count:
+        turns = draw_turns(draw, tasks, LANGUAGES[len(rows) % 2])
+        if not any(asked in kept_out or answer in facts for asked, answer in turns):
+            rows.append(corpus_row(draw, turns))
+    return rows
 
 
-def write_corpus(folder: Path, count: int = TRAIN_ROWS, valid_count: int = VALID_ROWS) -> tuple[Path, Path]:
-    """Write both files into `folder`; return their paths."""
+def asked_in(rows: list[dict[str, Any]]) -> set[str]:
+    """The questions of some records that say more than that a page is wanted."""
+    asked = {message["content"] for row in rows for message in row["messages"] if message["role"] == "user"}
+    return asked - {request for requests in REQUESTS.values() for request in requests}
+
+
+def write_part(job: tuple[Path, str, int, set[str]]) -> Path:
+    """Write one file of the corpus: its path, its name as a part, its records, the questions that it must not hold."""
+    path, name, count, taken = job
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in corpus_rows(name, count, taken))
+    path.write_text(text, encoding="utf-8", newline="\n")
+    return path
+
+
+def write_corpus(folder: Path, parts: int = PARTS, part_rows: int = PART_ROWS) -> tuple[list[Path], Path]:
+    """Write the parts and the valid file into `folder`, which share no question; return their paths.
+
+    The bytes do not depend on how many processes work.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    paths = folder / TRAIN_NAME, folder / VALID_NAME
-    for path, rows in zip(paths, corpus_rows(count, valid_count), strict=True):
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        path.write_text(text, encoding="utf-8", newline="\n")
-    return paths
+    valid = write_part((folder / VALID_NAME, "valid", VALID_ROWS, set()))
+    taken = asked_in([json.loads(line) for line in valid.read_text(encoding="utf-8").splitlines()])
+    jobs = [(folder / PART_NAME.format(number), str(number), part_rows, taken) for number in range(parts)]
+    if parts == 1:
+        return [write_part(jobs[0])], valid
+    with Pool() as pool:
+        return pool.map(write_part, jobs, chunksize=1), valid
 
 
 def main() -> None:
     """Read the command line and write the corpus."""
     parser = argparse.ArgumentParser(description="Write the corpus of the bundled base model.")
     parser.add_argument("--out", type=Path, default=Path("runs/base_corpus"), help="folder to write to")
-    parser.add_argument("--rows", type=int, default=TRAIN_ROWS)
+    parser.add_argument("--parts", type=int, default=PARTS, help=f"files of {PART_ROWS} records")
     options = parser.parse_args()
-    for path in write_corpus(options.out, options.rows):
+    parts, valid = write_corpus(options.out, options.parts)
+    for path in (*parts, valid):
         print(f"{path}: {path.stat().st_size:,} bytes")
 
 

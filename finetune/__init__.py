@@ -2,6 +2,7 @@
 
 import finetune
 result = finetune.run({"model": "...", "data": "...", "output_dir": "..."})
+result = finetune.run({"kind": "dpo", "model": "...", "data": "...", "output_dir": "..."})
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from finetune.version import __version__
 if TYPE_CHECKING:
     from finetune.config.run_config import RunConfig
     from finetune.errors import FinetuneError
-    from finetune.sft import run
     from finetune.training.results import RunResult
+    from finetune.training.run import run
 
 __all__ = ["FinetuneError", "RunConfig", "RunResult", "__version__", "run"]
 
@@ -22,7 +23,7 @@ _HOMES = {
     "FinetuneError": "finetune.errors",
     "RunConfig": "finetune.config.run_config",
     "RunResult": "finetune.training.results",
-    "run": "finetune.sft",
+    "run": "finetune.training.run",
 }
 
 

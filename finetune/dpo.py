@@ -53,7 +53,7 @@ KIND = RunKind(
     build_trainer="finetune.training.preferences.build:build_trainer",
     shape="finetune.planning.inputs:shape_of_base_model",
     workload="finetune.planning.inputs:preference_workload",
-    probe="finetune.commands.doctor.data_probe:probe_preferences",
+    probe="finetune.commands.doctor.data_probe:probe_sft",
     probed=("model", "tokenizer", "data"),
 )
 

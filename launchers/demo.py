@@ -1,104 +1,158 @@
 """`make demo`: the main job on this machine, for real, then what it gave.
 
 LoRA fine-tuning under DeepSpeed ZeRO-3 with optimizer and parameters offloaded to the CPU, two processes, the
-staged curriculum on, bundled data and model. Ends with the validation loss by difficulty before and after, an answer
-per difficulty from the base model and from the adapter (loaded with plain peft), and where the adapter is.
+staged curriculum on, bundled data and model. Then `finetune eval` asks base and adapter all held-out questions: an
+answer of each difficulty in both languages, loss and right answers by difficulty, beside what guessing would give.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-if TYPE_CHECKING:
-    from peft import PeftModel
-
 ROOT = Path(__file__).resolve().parent.parent
-CONFIG = "ds_configs/zero3.json"
-ANSWER_TOKENS = 120
+CONFIG, TRAIN, VALID = "ds_configs/zero3.json", "data_samples/train.jsonl", "data_samples/valid.jsonl"
+# The bundled model is narrow (256 wide): it takes a rate at which those of billions of parameters would break.
+TRAINING = ("--learning-rate", "2e-3", "--max-steps", "120", "--eval-steps", "0")
+ANSWERS = ("--generate", "all", "--max-new-tokens", "120", "--batch-size", "75")
+LEVELS = ("explain", "reasoning", "topology")
+RECALLED_SHARE = 0.75  # of the reference's key terms
+# Words that say nothing about a thing.
+COMMON_WORDS = (
+    "a an the is are of to in and or it its that this for from on with by as at be one so not no do does what which "
+    "how has have each other all up than into over only uses used use"
+)
+Row = dict[str, Any]
 
 
-def train(output_dir: Path) -> None:
-    """Run the main job; ends this process with its exit code if it fails."""
-    command = [
-        *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_2_zero3.yaml"),
-        *("-m", "finetune.sft", "--config", CONFIG, "--device-type", "cpu", "--output-dir", str(output_dir)),
-    ]
-    print("$", " ".join(["accelerate launch", *command[3:]]), flush=True)
-    # The demo's two processes share the machine's cores; the first start also builds DeepSpeed's extensions (a minute).
+def run(command: list[str]) -> None:
+    """Run one of this package's commands; ends this process with its exit code if it fails."""
+    print(
+        "$", " ".join(["accelerate launch" if word == "accelerate.commands.launch" else word for word in command[2:]])
+    )
+    sys.stdout.flush()
+    # The two processes of the training share the machine's cores; the first start also builds DeepSpeed's extensions.
     code = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": "1"}, check=False).returncode
     if code != 0:
         sys.exit(code)
 
 
-def evaluations(output_dir: Path) -> list[dict[str, float]]:
-    """The evaluation events of the run, in order."""
-    lines = (output_dir / "events.jsonl").read_text(encoding="utf-8").splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == "eval"]
+def train(output_dir: Path) -> None:
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        "accelerate_configs/cpu_2_zero3.yaml",
+    ]
+    own = ["--config", CONFIG, "--device-type", "cpu", *TRAINING, "--output-dir", str(output_dir)]
+    run([*launch, "-m", "finetune.sft", *own])
 
 
-def loss_table(before: dict[str, float], after: dict[str, float]) -> Table:
-    table = Table(title="validation loss, held-out records", title_justify="left")
-    for name in ("difficulty", "before", "after", "change"):
-        table.add_column(name, justify="left" if name == "difficulty" else "right")
-    for name in [name for name in after if name.startswith("eval_loss/")] + ["eval_loss"]:
-        level = name.partition("/")[2] or "all"
-        table.add_row(level, f"{before[name]:.3f}", f"{after[name]:.3f}", f"{after[name] / before[name] - 1:+.0%}")
+def evaluate(output_dir: Path) -> tuple[list[dict[str, Any]], list[list[Row]]]:
+    """Figures of base and adapter, and what each of them answered to every held-out record, in the records' order."""
+    folder = output_dir / "evaluation"
+    asked = ["--model", str(output_dir), "--base", "--data", VALID, "--device-type", "cpu", *ANSWERS]
+    run([sys.executable, "-m", "finetune", "eval", *asked, "--output", str(folder)])
+    models = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))["models"]
+    given = read_rows(folder / "generations.jsonl")
+    by_row = [sorted((g for g in given if g["model"] == model["name"]), key=lambda g: g["row"]) for model in models]
+    return models, by_row
+
+
+def read_rows(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+# ---------------------------------------------------------------------- what counts as right
+
+
+def key_terms(text: str) -> set[str]:
+    """What a text is about: its words and numbers but the common ones; of Chinese each two characters that follow."""
+    words = re.findall(r"[a-z0-9](?:[a-z0-9./:-]*[a-z0-9])?", text.lower())
+    chinese = re.findall(r"[\u4e00-\u9fff]{2,}", text)
+    return set(words) - set(COMMON_WORDS.split()) | {
+        run[place : place + 2] for run in chinese for place in range(len(run) - 1)
+    }
+
+
+def recalls(answer: str, record: Row) -> bool:
+    """Whether an answer has the key terms of the record's, those of the question not counted."""
+    wanted = key_terms(record["output"]) - key_terms(record["instruction"])
+    return len(wanted & key_terms(answer)) >= RECALLED_SHARE * len(wanted)
+
+
+def is_chinese(record: Row) -> bool:
+    return bool(re.search(r"[\u4e00-\u9fff]", record["instruction"]))
+
+
+def question_form(record: Row) -> str:
+    """A question without its numbers and the nodes of its network."""
+    text = record["instruction"]
+    names = set(re.findall(r"[^\s,，:：]+", record["input"].replace("-", " ")))
+    for name in sorted(names, key=len, reverse=True):
+        text = text.replace(name, "")
+    return re.sub(r"[\d.]+", "0", text)
+
+
+def guessed_right(records: list[Row], training: list[Row]) -> int:
+    """How many are right if each gets the most frequent answer that training has to questions of its form."""
+    answers: dict[str, Counter[str]] = {}
+    for row in training:
+        if "answer" in row:
+            answers.setdefault(question_form(row), Counter())[row["answer"]] += 1
+    guesses = (answers.get(question_form(record)) for record in records)
+    return sum(g is not None and g.most_common(1)[0][0] == r["answer"] for g, r in zip(guesses, records, strict=True))
+
+
+# ---------------------------------------------------------------------- what is shown
+
+
+def right_answers(level: str, records: list[Row], given: list[Row]) -> int:
+    pairs = [(g, r) for g, r in zip(given, records, strict=True) if r["difficulty"] == level]
+    return sum(recalls(g["text"], r) if level == "explain" else bool(g["correct"]) for g, r in pairs)
+
+
+def figures_table(
+    models: list[dict[str, Any]], given: list[list[Row]], records: list[Row], training: list[Row]
+) -> Table:
+    title = "held-out records: loss, and right answers (explain: the facts recalled in a new wording)"
+    table = Table(title=title, title_justify="left")
+    table.add_column("difficulty")
+    for name in ("loss: base", "with adapter", "right: base", "with adapter", "by guessing"):
+        table.add_column(name, justify="right")
+    for level in LEVELS:
+        of_level = [record for record in records if record["difficulty"] == level]
+        losses = [f"{model['levels'][level]['loss']:.3f}" for model in models]
+        right = [right_answers(level, records, one) for one in given]
+        guess = f"{guessed_right(of_level, training) / len(of_level):.0%}" if "answer" in of_level[0] else "-"
+        table.add_row(level, *losses, *(f"{count / len(of_level):.0%}" for count in right), guess)
     return table
 
 
-def answers(output_dir: Path, rows: list[dict[str, str]]) -> Table:
-    """Greedy answers to a held-out record per difficulty, base model and adapter, with plain transformers and peft."""
-    import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from finetune.training.build import quiet_known_warnings
-
-    quiet_known_warnings()
-    settings = json.loads((ROOT / CONFIG).read_text(encoding="utf-8"))["finetune"]
-    tokenizer = AutoTokenizer.from_pretrained(output_dir)
-    base = AutoModelForCausalLM.from_pretrained(ROOT / settings["model"], dtype=torch.float32)
-    tuned = PeftModel.from_pretrained(base, output_dir).eval()
-
-    def answer(chat: list[dict[str, str]]) -> str:
-        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        with torch.no_grad():
-            ids = tuned.generate(**prompt, max_new_tokens=ANSWER_TOKENS, do_sample=False)
-        return tokenizer.decode(ids[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True).strip()
-
-    return answers_table(rows, answer, tuned)
-
-
-def answers_table(rows: list[dict[str, str]], answer: Callable[[list[dict[str, str]]], str], tuned: PeftModel) -> Table:
-    """What the base model says to each record, and what it says with the adapter."""
-    table = Table(title="held-out questions", show_lines=True, title_justify="left")
+def answers_table(given: list[list[Row]], records: list[Row]) -> Table:
+    """The first question of each difficulty in both languages."""
+    table = Table(title="answers", show_lines=True, title_justify="left")
     for name in ("difficulty", "question", "base model", "with the adapter", "reference"):
         table.add_column(name, overflow="fold")
-    for row in rows:
-        question = "\n".join(part for part in (row["instruction"], row.get("input", "")) if part)
-        chat = [{"role": "user", "content": question}]
-        with tuned.disable_adapter():
-            before = answer(chat)
-        table.add_row(row["difficulty"], row["instruction"], before, answer(chat), row["output"])
+    for level in LEVELS:
+        for chinese in (False, True):
+            number = next(n for n, r in enumerate(records) if r["difficulty"] == level and is_chinese(r) == chinese)
+            record, (base, tuned) = records[number], (one[number]["text"] for one in given)
+            table.add_row(
+                level, "\n".join(filter(None, (record["instruction"], record["input"]))), base, tuned, record["output"]
+            )
     return table
-
-
-def one_row_per_level() -> list[dict[str, str]]:
-    rows = [json.loads(line) for line in (ROOT / "data_samples/valid.jsonl").read_text(encoding="utf-8").splitlines()]
-    first: dict[str, dict[str, str]] = {}
-    for row in rows:
-        first.setdefault(row["difficulty"], row)
-    return [first[level] for level in ("explain", "reasoning", "topology")]
 
 
 def main() -> None:
@@ -106,11 +160,13 @@ def main() -> None:
     output_dir = Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     os.chdir(ROOT)
     train(output_dir)
-    before, *_, after = evaluations(output_dir)
+    models, given = evaluate(output_dir)
+    records, training = read_rows(Path(VALID)), read_rows(Path(TRAIN))
     console = Console() if sys.stdout.isatty() else Console(width=140)
-    console.print(loss_table(before, after))
-    console.print(answers(output_dir, one_row_per_level()))
-    print(f"the adapter is in {output_dir}: PeftModel.from_pretrained(base, {str(output_dir)!r})")
+    console.print(answers_table(given, records))
+    console.print(figures_table(models, given, records, training))
+    print("by guessing: always the most frequent answer of the training records to that form of question")
+    print(f"talk to it: python -m finetune chat --model {output_dir}")
     print(f"took {time.monotonic() - began:.0f} s")
 
 

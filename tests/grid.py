@@ -1,4 +1,5 @@
-"""The equivalence grid: one run, executed in 64 ways, against one of them; and runs of other models in eight each.
+"""The equivalence grid: one run, executed in 64 ways, against one of them; runs of other models in eight each; runs on
+preferences.
 
     python tests/grid.py              # all cells, the table into docs/equivalence_grid.md (`make grid`)
     python tests/grid.py 4            # every 32nd cell or so: four of them, printed only
@@ -22,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import preference_rows
 import run_helpers as runs
 import run_patches
 
@@ -87,13 +89,21 @@ class Cell:
     fused_layers: str = "off"
     device: str = "cpu"
     mixed: bool = False  # two sources by weight
+    quantization: str = "none"
+    loss: str = ""  # of preferences; else fine-tuning
 
     @property
     def name(self) -> str:
         packing = "packed" if self.packing else "padded"
         own = "".join(f"-{part}".replace(" ", "_") for part in (self.model, self.dropout) if part)
         own += ("" if self.fused_lora else "-peft") + ("-mixed" if self.mixed else "")
-        others = ((self.dtype, "float32"), (self.fused_layers, "off"), (self.device, "cpu"))
+        own += f"-{self.loss}" if self.loss else ""
+        others = (
+            (self.quantization, "none"),
+            (self.dtype, "float32"),
+            (self.fused_layers, "off"),
+            (self.device, "cpu"),
+        )
         own += "".join(f"-{value}" for value, usual in others if value != usual)
         return f"{self.finetuning}-{self.layout}-{self.processes}-{packing}-{self.micro_batch_size}{own}"
 
@@ -101,17 +111,27 @@ class Cell:
     def run(self) -> Cell:
         """The reference: the same run on one process without DeepSpeed; in float32 on the CPU."""
         same = {"model": self.model, "dropout": self.dropout, "dtype": self.dtype, "mixed": self.mixed}
+        same |= {"quantization": self.quantization, "loss": self.loss}
         reference = Cell(self.finetuning, "plain", 1, True, 1, **same)
         return reference if self.dtype == "float32" else replace(reference, device=self.device)
 
     def settings(self, materials: runs.Materials, folder: Path) -> dict[str, Any]:
         model = materials.folder / self.model if self.model else materials.model
-        sources = {"data": [str(materials.data), str(materials.valid)], "data_weights": [3, 1]} if self.mixed else {}
+        sources: dict[str, Any] = {}
+        if self.mixed:
+            sources = {"data": [str(materials.data), str(materials.valid)], "data_weights": [3, 1]}
+        if self.loss:
+            # A cache of its own: else the first that trains all weights would ask the model before the run for all.
+            pairs, own = preference_data(materials, self.loss), {"cache_dir": str(folder / f"{self.name}.cache")}
+            sources = {"data": str(pairs), "loss": self.loss, **own}
+            # Else the reference point, which is never below 0, would be 0 in every step.
+            sources |= {"undesirable_weight": 0.1} if self.loss == "kto" else {}
         return materials.settings(
             folder / self.name,
             model=str(model),
             lora_dropout=self.dropout,
             fused_lora=self.fused_lora,
+            quantization=self.quantization,
             fused_layers=self.fused_layers,
             dtype=self.dtype,
             device_type=self.device,
@@ -122,6 +142,12 @@ class Cell:
             **runs.LAYOUTS[self.layout],
             **sources,
         )
+
+
+def preference_data(materials: runs.Materials, loss: str) -> Path:
+    labels = loss == "kto"
+    path = materials.folder / ("labels.jsonl" if labels else "pairs.jsonl")
+    return path if path.exists() else preference_rows.make_pairs(path, 60, labels=labels)
 
 
 @dataclass(frozen=True)
@@ -139,21 +165,32 @@ def cells() -> list[Cell]:
     ways = itertools.product(("lora", "full"), runs.LAYOUTS, (1, 2), (True, False), (1, 4))
     others = (("plain", 1, False, 4), ("plain", 2, True, 4), ("zero2", 2, True, 1), ("zero3", 2, False, 4))
     of_models = [Cell(kind, *way, model) for model in MODELS for kind in ("lora", "full") for way in others]
-    special = ({"dropout": 0.3}, {"fused_lora": False}, {"mixed": True})
+    special = (
+        {"dropout": 0.3},
+        {"fused_lora": False},
+        {"mixed": True},
+        {"quantization": "nf4"},
+        {"quantization": "int8"},
+    )
     of_adapters = [Cell("lora", *way, **own) for own in special for way in others]
-    return [Cell(*way) for way in ways] + of_models + of_adapters
+    of_pairs = itertools.product(("lora", "full"), runs.LAYOUTS, (1, 2), (True, False), (4,))
+    preferences = [Cell(*way, loss="dpo") for way in of_pairs]
+    preferences += [Cell("lora", *way, loss=loss) for loss in ("ipo", "orpo", "simpo", "kto") for way in others]
+    return [Cell(*way) for way in ways] + of_models + of_adapters + preferences
 
 
 def starting_weights(cell: Cell, materials: runs.Materials, folder: Path) -> dict[str, Any]:
     """Trainable weights before the first step, by name; float32."""
     import torch
 
+    from finetune.config.preference_config import PreferenceConfig
     from finetune.config.run_config import RunConfig
     from finetune.modeling.pretrained import add_adapter, load_model
     from finetune.training.state import trainable
 
     settings = cell.settings(materials, folder)
-    config = RunConfig(**settings | {"report_to": (settings["report_to"],)})
+    kind = PreferenceConfig if cell.loss else RunConfig
+    config = kind(**settings | {"report_to": (settings["report_to"],)})
     model = load_model(config, model_dtype=torch.float32, zero3=False)
     if cell.finetuning == "lora":
         model = add_adapter(model, config, one_dtype=False)
@@ -222,7 +259,8 @@ class Grid:
         settings = cell.settings(self.materials, self.folder)
         run = Path(settings["output_dir"])
         if not run.exists():
-            runs.train(settings, cell.processes, patch=run_patches.true_float32)
+            module = "finetune.dpo" if cell.loss else "finetune.sft"
+            runs.train(settings, cell.processes, patch=run_patches.true_float32, module=module)
         return runs.sample_ids(run), runs.losses(run), trained_weights(run, names)
 
 
@@ -261,6 +299,8 @@ def rows(outcomes: list[Outcome]) -> list[str]:
             f"dropout {cell.dropout}" if cell.dropout else "",
             "" if cell.fused_lora else "peft's own LoRA",
             "two sources, 3 to 1" if cell.mixed else "",
+            "" if cell.quantization == "none" else f"base in {cell.quantization}",
+            cell.loss,
             "" if cell.dtype == "float32" else cell.dtype,
             "" if cell.fused_layers == "off" else f"layers by {cell.fused_layers}",
         )

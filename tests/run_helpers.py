@@ -30,6 +30,7 @@ PRELOADED = (
     "finetune.sft",
     "finetune.training.build_sft",
     "finetune.training.build_pretrain",
+    "finetune.training.preferences.build",
     "finetune.training.execute",
     "finetune.data.dataset",
     "deepspeed",
@@ -45,8 +46,10 @@ DEFAULT_TIMEOUT_SECONDS = 240.0
 # ---------------------------------------------------------------- what is trained
 
 
-def make_model(folder: Path, *, seed: int = 0, layers: int = 1, tokenizer_name: str = "chatml") -> Path:
-    """A Qwen3, 32 wide, with random weights, and its tokenizer."""
+def make_model(
+    folder: Path, *, seed: int = 0, layers: int = 1, hidden: int = 32, tokenizer_name: str = "chatml"
+) -> Path:
+    """A small Qwen3 with random weights, and its tokenizer."""
     import chat_models
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -55,8 +58,8 @@ def make_model(folder: Path, *, seed: int = 0, layers: int = 1, tokenizer_name: 
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -124,12 +127,12 @@ class Materials:
         return {name: value for name, value in settings.items() if value is not None}
 
 
-def make_materials(folder: Path, *, records: int = 60, seed: int = 0, layers: int = 1) -> Materials:
+def make_materials(folder: Path, *, records: int = 60, seed: int = 0, layers: int = 1, hidden: int = 32) -> Materials:
     """One layer does where a run's operation is looked at: most of the time goes to ZeRO's hooks, layer by layer."""
     folder.mkdir(parents=True, exist_ok=True)
     return Materials(
         folder=folder,
-        model=make_model(folder / "model", seed=seed, layers=layers),
+        model=make_model(folder / "model", seed=seed, layers=layers, hidden=hidden),
         data=make_data(folder / "train.jsonl", records, seed=seed),
         valid=make_data(folder / "valid.jsonl", 13, seed=seed + 1),
     )

@@ -26,6 +26,20 @@ def follow_steps(before: Callable[[int], None]) -> None:
     StepExecutor.run = run
 
 
+def note_memory(rank: int, after_step: int, path: str) -> None:
+    """Write the bytes of CUDA that this process holds at the end of a step; 0 without a device."""
+    from finetune.training.trainer import RunTrainer
+
+    original = RunTrainer.end_of_step
+
+    def end_of_step(self: RunTrainer) -> None:
+        original(self)
+        if self.state.global_step == after_step:
+            Path(path).write_text(str(torch.cuda.memory_allocated() if torch.cuda.is_available() else 0))
+
+    RunTrainer.end_of_step = end_of_step
+
+
 def wrap_microbatch_losses(wrap: Callable[..., torch.Tensor]) -> None:
     """Let `wrap(original, model, microbatch, device, head)` stand for the losses of a microbatch in training."""
     from finetune.modeling import objective as execution

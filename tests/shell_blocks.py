@@ -39,6 +39,8 @@ def small(line: str, folder: Path) -> str:
         if "--output-dir" not in line:
             line += " --output-dir runs/" + re.search(r"ds_configs/(\w+)[.]json", line)[1]
         line += " --data data_samples/train.jsonl --max-steps 2 --device-type cpu"
+    if "finetune.dpo" in line:
+        line += f" --max-steps 2 --device-type cpu --cache-dir {shlex.quote(str(folder / 'cache'))}"
     if "finetune.pretrain" in line:
         line += " --num-iterations 2 --device-type cpu --report-to none"
     if "finetune serve" in line:

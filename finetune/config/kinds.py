@@ -13,7 +13,7 @@ from typing import Any
 
 from finetune.config.config_files import read_file
 from finetune.config.flags import Parsed, flags_of, parse
-from finetune.config.run_config import BaseConfig
+from finetune.config.run_config import BaseConfig, RunConfig
 from finetune.errors import FinetuneError
 from finetune.runtime.language import _
 
@@ -40,6 +40,8 @@ class RunKind:
         workload: reference to `workload(config, shape, cluster)`: what a process has in memory, for the planner.
         probe: reference to `probe(config)`: doctor's checks of model and data, read as the run would.
         probed: names of those checks, in order.
+        ask: reference to `ask(config, data)`, with what `prepare` returned: what answers validation prompts at each
+            evaluation and measures the answers; None where evaluations generate nothing.
         start_processes: called before anything else in a process that no launcher started, with the command line; may
             replace the process by a launcher.
     """
@@ -57,6 +59,7 @@ class RunKind:
     workload: str
     probe: str
     probed: tuple[str, ...]
+    ask: str | None = None
     start_processes: Callable[[Sequence[str]], None] | None = None
 
     def parse(self, arguments: Sequence[str]) -> Parsed:
@@ -103,6 +106,12 @@ def kind_of_config(config: BaseConfig) -> RunKind:
 def kind_of_settings(settings: Mapping[str, Any]) -> RunKind | None:
     """The kind whose file has these names; None where none of them tells."""
     return next((kind for kind in run_kinds() if kind.telling_settings & set(settings)), None)
+
+
+def conversation_config_class(arguments: Sequence[str]) -> type[RunConfig]:
+    """The class of the settings of a command line for a run on conversations; fine-tuning's where nothing tells."""
+    found = kind_of_arguments(arguments).config_class
+    return found if issubclass(found, RunConfig) else RunConfig
 
 
 def kind_of_arguments(arguments: Sequence[str]) -> RunKind:

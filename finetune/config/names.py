@@ -55,6 +55,7 @@ _SAME = {
     "num_epochs": "num_train_epochs epochs epoch n_epochs",
     "max_steps": "total_steps num_steps num_iterations max_train_steps train_steps",
     "learning_rate": "lr",
+    "optimizer": "optim",
     "lr_scheduler": "lr_scheduler_type scheduler scheduler_type",
     "weight_decay": "wd",
     "max_grad_norm": "gradient_clipping grad_clip clip_grad clip_grad_norm",
@@ -62,6 +63,10 @@ _SAME = {
     "finetuning": "finetuning_type finetune_type finetuning_method tuning_type",
     "lora_r": "lora_rank rank",
     "lora_target_modules": "lora_target target_modules lora_targets",
+    "lora_plus_ratio": "loraplus_lr_ratio lorap_lr_ratio loraplus_ratio",
+    "modules_to_save": "additional_target lora_modules_to_save",
+    "use_dora": "dora",
+    "use_rslora": "rslora",
     "device_type": "device",
     "gradient_checkpointing": "use_gradient_checkpointing activation_checkpointing",
     "timeout_seconds": "ddp_timeout timeout",
@@ -88,14 +93,14 @@ def _each(names: str, why_and_fix: tuple[str, str]) -> dict[str, tuple[str, str]
 # name -> (why it is not a setting here, what to do instead)
 OTHERWISE: dict[str, tuple[str, str]] = {
     **_each(
-        "load_in_4bit load_in_8bit quantization_bit quantization_method quantization qlora use_qlora "
-        "bnb_4bit_quant_type bnb_4bit_compute_dtype bnb_4bit_use_double_quant double_quantization",
+        "load_in_4bit quantization_bit quantization_method qlora use_qlora bnb_4bit_quant_type bnb_4bit_compute_dtype "
+        "bnb_4bit_use_double_quant double_quantization",
         (
-            "QLoRA and other quantized base weights are not supported: their kernels are not on every device that "
-            "finetune runs on, so one run would not be the same training everywhere",
-            "remove it; if the model does not fit, use LoRA with ds_configs/zero3.json, which keeps it in host memory",
+            "an adapter on a base in few bits is --quantization nf4 or int8",
+            "use --quantization nf4 (double quantisation, computed in --dtype) or --quantization int8",
         ),
     ),
+    "load_in_8bit": ("quantization says in which form the base weights are held", "use --quantization int8"),
     **_each(
         "distributed world_size nproc_per_node num_processes num_gpus nnodes node_rank master_addr "
         "master_port backend ddp_backend",
@@ -122,7 +127,6 @@ OTHERWISE: dict[str, tuple[str, str]] = {
     **_each(
         "wandb_run_name run_name", ("wandb reads it from the environment", "set WANDB_NAME, and use --report-to wandb")
     ),
-    **_each("optim optimizer", ("fine-tuning trains with AdamW", "remove it; see --adam-beta1, --weight-decay")),
     **_each(
         "window_pattern aspect_ratio head_dim fp8_recipe",
         ("sliding windows, other shapes and fp8 recipes of nanochat are not in transformers' models", "remove it"),

@@ -76,7 +76,6 @@ def note_unused_by_loss(resolution: Resolution) -> None:
             (("label_smoothing",), loss not in _SMOOTHED, f"loss is {loss}"),
             (("simpo_gamma",), loss != "simpo", f"loss is {loss}"),
             (("desirable_weight", "undesirable_weight"), loss != "kto", f"loss is {loss}"),
-            (("sft_weight",), loss == "kto", "loss is kto"),
         ),
     )
 
@@ -108,14 +107,30 @@ class PreferenceConfig(RunConfig, PreferenceSettings):
         return self.loss in LOSSES_WITH_REFERENCE
 
     @property
+    def preference_form(self) -> Literal["pairs", "labels"]:
+        return "labels" if self.loss == "kto" else "pairs"
+
+    @property
     def documents_per_sample(self) -> int:
         return 1 if self.loss == "kto" else 2
 
     def problems(self) -> list[tuple[str, str]]:
         found = super().problems()
-        if self.loss == "kto" and self.global_batch_size < 2:
-            what = "loss is kto, whose reference point is a mean over mismatched samples of a global batch of 1"
+        if self.eval_generate is not None:
+            what = f"eval_generate is {self.eval_generate}, and a run on preferences answers nothing while it trains"
+            found.append((what, f"leave {flag('eval_generate')} out, and use python -m finetune eval on its result"))
+        return found + (self._kto_problems() if self.loss == "kto" else [])
+
+    def _kto_problems(self) -> list[tuple[str, str]]:
+        found = []
+        if self.global_batch_size < 2:
+            what = "loss is kto, which mismatches the samples of a global batch, and global_batch_size is 1"
             found.append((what, f"set {flag('global_batch_size')} to 2 or more"))
-        if self.loss == "kto" and not (self.desirable_weight or self.undesirable_weight):
+        if self.finetuning == "full":
+            what = "loss is kto, which asks the model before the run about other answers in every step"
+            found.append((what, f"train an adapter ({flag('finetuning')} lora), which can be switched off"))
+        if self.sft_weight:
+            found.append(("loss is kto, and sft_weight is of pairs", f"leave {flag('sft_weight')} out"))
+        if not (self.desirable_weight or self.undesirable_weight):
             found.append(("both weights of kto are 0", f"give {flag('desirable_weight')} a value above 0"))
         return found

@@ -6,9 +6,9 @@ A batch is counted in tokens here: `total_batch_size / max_seq_len` windows are 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from finetune.config.fields import (
     Names,
@@ -27,22 +27,10 @@ from finetune.config.precedence import Rule
 from finetune.config.pretrain_rules import RULES_FOR_PRETRAINING
 from finetune.config.run_config import BaseConfig, RunConfig
 from finetune.config.schedules import PretrainingScheduleName
+from finetune.config.sources import Weights
 from finetune.runtime.language import _
 
 Rate = Annotated[float, Field(gt=0)]
-
-
-def _numbers(value: Any) -> Any:
-    """A single number is a list of one; flags give texts."""
-    if not isinstance(value, list | tuple):
-        value = [value]
-    try:
-        return tuple(float(one) for one in value)
-    except (TypeError, ValueError):
-        return value  # refused by the type
-
-
-Weights = Annotated[tuple[Rate, ...], BeforeValidator(_numbers, json_schema_input_type=list[float])]
 
 
 class PretrainConfig(BaseConfig):
@@ -72,7 +60,9 @@ class PretrainConfig(BaseConfig):
 
     train_data_path: Paths = data_setting(..., "Token files (.bin), folders, globs.", unit="file...", min_length=1)
     data_weights: Weights = data_setting(
-        (), "Mix the entries of train_data_path by these weights, one for each.", unit="weight..."
+        (),
+        "Mix the entries of train_data_path by these weights, one for each; natural is its number of windows.",
+        unit="weight...",
     )
     valid_data_path: Paths = data_setting((), "Token files to validate on.", unit="file...")
     model: Text | None = data_setting(

@@ -20,9 +20,10 @@ from finetune.config.rules import (
 
 # What is the model's own when one is continued.
 OF_THE_MODEL = ("arch", "depth", "vocab_size", "tokenizer", "optimizer", "lr_scaling")
-# A model is continued where its own pretraining ended: 4.5e-5 for a 15B model, then down in a cosine (Parmar et al.
-# 2024, arXiv 2407.07263); warmed up over a hundredth of the run (Ibrahim et al. 2024, arXiv 2403.08763). LoRA's rate is
-# that of fine-tuning, within what Biderman et al. 2024 found for continued pretraining (arXiv 2405.09673).
+# Warmed up again and down again, as Ibrahim et al. 2024 do (arXiv 2403.08763). The heights are ours, to begin a search
+# with: for all weights about where the pretraining of a large model ends (Parmar et al. 2024 go on from one of 15B with
+# a schedule between height and steepness, arXiv 2407.07263); for LoRA that of fine-tuning, within the 1e-5 to 5e-4 that
+# Biderman et al. 2024 tell to search (arXiv 2405.09673).
 CONTINUED_RATES = {"full": 4.5e-5, "lora": 2e-4}
 CONTINUED = {
     "optimizer": "adamw",
@@ -114,7 +115,7 @@ def resolve_continued(resolution: Resolution) -> None:
         if resolution.precedence(name) == Precedence.DEFAULT:
             resolution.derive(name, value, "default with model")
     if resolution.value("learning_rate") == rate:
-        why = "as in fine-tuning" if how == "lora" else "where a 15B model's pretraining ended; smaller ones take more"
+        why = "as in fine-tuning" if how == "lora" else "where a large model's pretraining ends; smaller ones take more"
         resolution.notes.append(f"learning_rate {rate:g} for continuing {model} ({how}): {why}")
 
 

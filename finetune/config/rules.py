@@ -8,9 +8,11 @@ from functools import partial
 from math import ceil
 from typing import Any
 
+from finetune.config.adapter_config import BEYOND_PLAIN_LORA, QUANTIZED_ON, quantization_problems
 from finetune.config.names import flag
 from finetune.config.precedence import Precedence, Resolution, Rule
 from finetune.config.sources import as_sources, with_columns
+from finetune.errors import ConfigError
 
 MICRO, ACCUMULATION, GLOBAL = "micro_batch_size", "gradient_accumulation_steps", "global_batch_size"
 
@@ -167,12 +169,42 @@ def evaluation_problems(config: Any) -> list[tuple[str, str]]:
 
 
 def metric_problems(config: Any) -> list[tuple[str, str]]:
-    """A metric of the best evaluation that evaluations do not have."""
+    """A metric of the best evaluation that evaluations do not have; answers that there is nothing to ask for."""
     metric, levels = config.best_metric, config.curriculum.levels if config.use_curriculum else ()
-    known = ("loss", *(f"loss/{level}" for level in levels))
-    if metric in known:
+    known = [name for kind in ("loss", "exact_match") for name in (kind, *(f"{kind}/{level}" for level in levels))]
+    found = []
+    if metric not in known:
+        found.append((f"best_metric is {metric}, which no evaluation has", f"take one of {', '.join(known)}"))
+    elif metric.startswith("exact_match") and config.eval_generate is None:
+        found.append((f"best_metric is {metric}, and evaluations answer nothing", "set --eval-generate, e.g. to 50"))
+    if config.eval_generate is not None and not config.validates:
+        what = f"eval_generate is {config.eval_generate}, and there is no validation data"
+        found.append((what, f"give validation data, or leave {flag('eval_generate')} out"))
+    return found
+
+
+def optimizer_problems(config: Any, device_type: str) -> list[tuple[str, str]]:
+    """An optimizer that the rest of the run does not go with."""
+    name, found = config.optimizer, []
+    if name == "adamw":
         return []
-    return [(f"best_metric is {metric}, which no evaluation has", f"take one of {', '.join(known)}")]
+    if not config.trains_all_weights:
+        what = f"optimizer is {name}, and finetuning is lora: the state of an adapter is small"
+        found.append((what, "leave --optimizer out, or train all parameters (--finetuning full)"))
+    if config.deepspeed:
+        what = f"optimizer is {name}, and DeepSpeed shards AdamW's two flat moments"
+        found.append((what, "train without DeepSpeed (--deepspeed none), or leave --optimizer out"))
+    if name == "adamw-8bit" and device_type not in (*QUANTIZED_ON, "auto"):
+        what = f"optimizer is {name}, and bitsandbytes has it on CUDA and CPUs, not on {device_type}"
+        found.append((what, "take adafactor, or leave --optimizer out"))
+    return found
+
+
+def check_device(config: Any, device_type: str) -> None:
+    """Raise ConfigError where the run asks for what this kind of device does not have."""
+    for setting, problems in (("quantization", quantization_problems), ("optimizer", optimizer_problems)):
+        for what, fix in problems(config, device_type):
+            raise ConfigError(what, where=flag(setting), fix=fix)
 
 
 def split_problems(config: Any) -> list[tuple[str, str]]:
@@ -252,12 +284,14 @@ def _unweighted(entry: Any) -> Any:
 
 def _note_unused(resolution: Resolution) -> None:
     follows = bool(resolution.value("keep_best") or resolution.value("early_stopping"))
-    adapter = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "fused_lora")
+    adapter = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "fused_lora", *BEYOND_PLAIN_LORA)
+    adam = ("adam_beta1", "adam_beta2", "adam_epsilon")
     curriculum = ("curriculum", "curriculum_seed")
     note_unused(
         resolution,
         (
             (adapter, resolution.value("finetuning") == "full", "finetuning is full"),
+            (adam, resolution.value("optimizer") == "adafactor", "optimizer is adafactor"),
             (curriculum, resolution.value("use_curriculum") is False, "use_curriculum is false"),
             (("best_metric",), not follows, "neither keep_best nor early_stopping is set"),
         ),

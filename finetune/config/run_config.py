@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
+from finetune.config.adapter_config import AdapterSettings, adapter_problems, quantization_problems
 from finetune.config.fields import (
     Columns,
     CurriculumConfig,
@@ -40,6 +41,7 @@ from finetune.config.rules import (
     batch_problem,
     evaluation_problems,
     metric_problems,
+    optimizer_problems,
     split_problems,
 )
 from finetune.config.schedules import PretrainingScheduleName, ScheduleName, described
@@ -202,7 +204,7 @@ class BaseConfig(Strict):
         return found + evaluation_problems(self)
 
 
-class RunConfig(BaseConfig):
+class RunConfig(AdapterSettings, BaseConfig):
     """The settings of a fine-tuning run (`python -m finetune.sft`)."""
 
     command: ClassVar[str] = "python -m finetune.sft"
@@ -282,6 +284,9 @@ class RunConfig(BaseConfig):
         depends_on="finetuning",
         shown_default="2e-4 for lora, 2e-5 for full",
     )
+    optimizer: Literal["adamw", "adamw-8bit", "adafactor", "muon"] = optimizer_setting(
+        "adamw", "For finetuning full: with less state, AdamW in 8 bits, Adafactor, or Muon for the blocks' matrices."
+    )
     lr_scheduler: ScheduleName = redefined(
         BaseConfig, "lr_scheduler", description=f"Learning rate after the warm-up. {described(pretraining=False)}."
     )
@@ -299,10 +304,13 @@ class RunConfig(BaseConfig):
     on_media: Literal["refuse", "drop-row", "drop-media"] = preparation_setting(
         "refuse", "What to do about a record with images, video or sound; drop-media trains its text."
     )
+    eval_generate: Positive | None = logging_setting(
+        None, "Answer so many validation records at each evaluation, for exact_match.", unit="N", shown_default="none"
+    )
     best_metric: Text = logging_setting(
         "loss",
         "What the best evaluation is the best of, for keep_best and early_stopping.",
-        unit="loss|loss/DIFFICULTY",
+        unit="loss|exact_match[/DIFFICULTY]",
     )
     on_bad_row: Literal["refuse", "drop"] = preparation_setting(
         "refuse", "What to do about a record that cannot be used."
@@ -326,6 +334,11 @@ class RunConfig(BaseConfig):
     def validates(self) -> bool:
         """Whether there is data to evaluate on."""
         return bool(self.valid_data) or self.valid_split is not None
+
+    @property
+    def preference_form(self) -> Literal["pairs", "labels"] | None:
+        """What a record has besides one answer: a second one, or a label; None for neither."""
+        return None
 
     @property
     def samples_per_microbatch(self) -> int:
@@ -374,7 +387,8 @@ class RunConfig(BaseConfig):
         found += source_problems(self.data, self.data_weights, self.valid_data, levels)
         if self.valid_split is not None and self.valid_data:
             found.append(("valid_split and valid_data are both given", "keep one: a part of data, or files of its own"))
-        found += split_problems(self)
+        found += split_problems(self) + quantization_problems(self, self.device_type) + adapter_problems(self)
+        found += optimizer_problems(self, self.device_type)
         if self.micro_batch_size == "auto":
             # Left out beside accumulation it is 1: rules.py, resolve_batch.
             if self.gradient_accumulation_steps is not None and "micro_batch_size" in self.model_fields_set:

@@ -67,8 +67,10 @@ class Microbatch:
 
         answers = self.answers
         if answers is not None:
-            tensors = {name: value for name, value in vars(answers).items() if isinstance(value, torch.Tensor)}
-            answers = replace(answers, **{name: move(tensor) for name, tensor in tensors.items()})
+            tensors: dict[str, Any] = {
+                n: move(one) for n, one in vars(answers).items() if isinstance(one, torch.Tensor)
+            }
+            answers = replace(answers, **tensors)
         return replace(
             self,
             input_ids=move(self.input_ids),

@@ -56,7 +56,7 @@ from finetune.errors import DataError
 if TYPE_CHECKING:
     from finetune.config.run_config import RunConfig
 
-__all__ = ["PreferenceSamples", "Samples", "preference_samples_of", "prepare_samples", "samples_of"]
+__all__ = ["PreferenceSamples", "Samples", "prepare_samples", "samples_of"]
 
 logger = logging.getLogger("finetune")
 
@@ -171,27 +171,9 @@ def samples_of(
         "selection": selection_of(config, side) if splits else None,
         "on_media": config.on_media,
         "train_thinking": config.train_thinking,
+        "preference": config.preference_form,
     }
     return prepare_samples(config.sources if side == "train" else config.held_out, tokenizer, **(arguments | changed))
-
-
-def preference_samples_of(
-    config: RunConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    difficulties: Sequence[str] | None,
-    side: Literal["train", "valid"] = "train",
-    *,
-    form: PreferenceForm = "pairs",
-    **changed: Any,
-) -> PreferenceSamples:
-    """The samples of a run on preferences; arguments and errors are those of `samples_of`.
-
-    Args:
-        form: pairs of a chosen and a rejected answer, or answers with labels (KTO).
-    """
-    found = samples_of(config, tokenizer, difficulties, side, **changed, preference=form)
-    assert isinstance(found, PreferenceSamples)
-    return found
 
 
 def _hash(*parts: str) -> str:

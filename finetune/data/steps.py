@@ -28,7 +28,8 @@ class SampleSource(Protocol):
 class BatchSource(Protocol):
     """The list of global batches: `batching.sampler.GlobalBatches` for training, `InOrder` for evaluation."""
 
-    total_steps: int
+    @property
+    def total_steps(self) -> int: ...
 
     def indices(self, step: int) -> np.ndarray: ...
 

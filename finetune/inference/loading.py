@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import warnings
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from finetune.errors import ConfigError, DataError
 from finetune.modeling.hub import from_modelscope
 from finetune.modeling.model_config import check_weights, load_model_config, warn_of_missing_embeddings
 from finetune.modeling.pretrained import DTYPES, check_adapter_file
+from finetune.modeling.quantisation import quantized_loading
 from finetune.storage.run_folder import describe_folder
 from finetune.storage.run_log import read_jsonl_tolerant
 
@@ -158,8 +160,13 @@ def load_tokenizer_of(source: Source, template: str | None, *, trust_remote_code
     return load_tokenizer(str(source.adapter) if own else source.base, template, trust_remote_code=trust_remote_code)
 
 
-def load_weights(source: Source, device: torch.device, dtype: str, *, trust_remote_code: bool) -> PreTrainedModel:
+def load_weights(
+    source: Source, device: torch.device, dtype: str, *, trust_remote_code: bool, rounded: str = "none"
+) -> PreTrainedModel:
     """The model in eval mode on its device, the adapter's layers inside.
+
+    Args:
+        rounded: nf4 or int8: the base's weights are what `--quantization` makes of them, in the dtype again.
 
     Raises:
         ConfigError: no safetensors weights, or an adapter that does not fit the base.
@@ -179,6 +186,7 @@ def load_weights(source: Source, device: torch.device, dtype: str, *, trust_remo
             attn_implementation="eager" if getattr(config, "attn_logit_softcapping", None) else None,
             use_safetensors=True,  # a .bin file is a pickle; pickles are never read
             trust_remote_code=trust_remote_code,
+            **({} if rounded == "none" else quantized_loading(rounded, DTYPES[dtype], device, zero3=False)),
         )
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -186,6 +194,9 @@ def load_weights(source: Source, device: torch.device, dtype: str, *, trust_remo
             source.base,
             "the folder needs model.safetensors (or its shards with an index)",
         ) from error
+    if rounded != "none":
+        logging.getLogger("transformers.integrations.bitsandbytes").setLevel(logging.ERROR)  # it says what is asked
+        model = model.dequantize(DTYPES[dtype])
     if source.adapter is not None:
         # The model itself, with the adapter's layers in place: generation knows nothing of the wrapper.
         model = with_adapter(model, source.adapter).get_base_model()

@@ -19,6 +19,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from finetune.modeling.quantisation import computed_dtype, is_quantised, weight_of
+
 ADAPTER = "default"  # peft's name for the only adapter
 # Layers that a block calls with one input, one after another, by the names that transformers gives them.
 SHARED_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -27,8 +29,8 @@ SHARED_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 def fuse_lora(model: torch.nn.Module) -> int:
     """Replace the forward of the peft model's plain LoRA layers; the number of them.
 
-    Left to peft: anything but an adapter without extras on a frozen torch.nn.Linear (Conv1D, experts, quantised
-    weights, variants such as DoRA), and layers whose weight the model holds in several places.
+    Left to peft: anything but an adapter without extras on a frozen torch.nn.Linear or on a layer that is quantised
+    here (Conv1D, experts, variants such as DoRA), and layers whose weight the model holds in several places.
     """
     holders = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     groups: dict[tuple[str, tuple[str, ...], int], list[Any]] = {}
@@ -70,10 +72,12 @@ def adapter_off(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _is_plain(module: torch.nn.Module) -> bool:
-    from peft.tuners.lora import Linear
+    from peft.tuners.lora import Linear, LoraLayer
 
-    # Exact types: quantised layers are subclasses, and a subclass of peft's layer has a forward of its own.
-    if type(module) is not Linear or type(module.base_layer) is not torch.nn.Linear:
+    # Exact types: a subclass has a forward of its own. On a quantised layer peft has a class of its own too.
+    if not isinstance(module, LoraLayer) or not (
+        is_quantised(module.base_layer) or (type(module) is Linear and type(module.base_layer) is torch.nn.Linear)
+    ):
         return False
     extras = module.lora_variant or module.lora_bias.get(ADAPTER) or module.fan_in_fan_out
     trained = any(parameter.requires_grad for parameter in module.base_layer.parameters())
@@ -132,10 +136,8 @@ def _is_active(layer: Any) -> bool:
 
 
 def _fits(layer: Any, x: torch.Tensor) -> bool:
-    """Whether base and adapter are computed in the dtype of the base's weight."""
-    kind = x.device.type
-    computed = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    return bool(layer.base_layer.weight.dtype == computed)
+    """Whether base and adapter are computed in the dtype of the base's weight; one in few bits is dequantised to it."""
+    return is_quantised(layer.base_layer) or bool(layer.base_layer.weight.dtype == computed_dtype(x))
 
 
 def _dropout(layer: Any) -> float:
@@ -157,13 +159,11 @@ def _by_modules(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _compute(layers: Sequence[Any], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    bases = [layer.base_layer for layer in layers]
     outputs: tuple[torch.Tensor, ...] = AdaptedLinears.apply(
         x,
         layers[0].scaling[ADAPTER],
         _dropout(layers[0]),
-        *(base.weight for base in bases),
-        *(base.bias for base in bases),
+        [layer.base_layer for layer in layers],
         *(layer.lora_A[ADAPTER].weight for layer in layers),
         *(layer.lora_B[ADAPTER].weight for layer in layers),
     )
@@ -173,17 +173,25 @@ def _compute(layers: Sequence[Any], x: torch.Tensor) -> tuple[torch.Tensor, ...]
 class AdaptedLinears(torch.autograd.Function):
     """n frozen linear layers of one input, each with its adapter: y_i = x W_i' + b_i + scaling (drop_i(x) A_i') B_i'.
 
-    Computed in the dtype of W; A and B may have another one, their gradients have it too. Kept for the backward pass:
-    x once, the products with A, a mask for each dropout; no output.
+    Computed in the dtype of W, or the run's where W is in few bits; A and B may have another one, their gradients have
+    it too. Kept for the backward pass: x once, the products with A, a mask for each dropout; no output, and no
+    dequantised weight.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, scaling: float, dropout: float, *tensors: torch.Tensor
+        ctx: Any,
+        x: torch.Tensor,
+        scaling: float,
+        dropout: float,
+        bases: Sequence[torch.nn.Linear],
+        *adapters: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """x: (..., in); tensors: n of W (out_i, in), of b (out_i) or None, of A (r_i, in), of B (out_i, r_i)."""
-        weights, biases, downs, ups = _in_four(tensors)
-        dtype = weights[0].dtype
+        """x: (..., in); bases: n, with W (out_i, in) and b (out_i) or None; adapters: n of A (r_i, in), then of B
+        (out_i, r_i).
+        """
+        downs, ups = list(adapters[: len(bases)]), list(adapters[len(bases) :])
+        dtype = computed_dtype(x)
         ctx.input_dtype, ctx.adapter_dtype, ctx.shape = x.dtype, downs[0].dtype, x.shape
         ctx.scaling, ctx.kept_share, ctx.ranks = scaling, 1.0 - dropout, [len(down) for down in downs]
         x = x.to(dtype)
@@ -203,12 +211,14 @@ class AdaptedLinears(torch.autograd.Function):
         else:
             low = rows @ down.t()
         outputs = []
-        for weight, bias, up, part in zip(weights, biases, ups, low.split(ctx.ranks, 1), strict=True):
-            output = functional.linear(x, weight, bias)
+        for base, up, part in zip(bases, ups, low.split(ctx.ranks, 1), strict=True):
+            bias = None if base.bias is None else base.bias.to(dtype)
+            output = functional.linear(x, weight_of(base, dtype), bias)
             # In place: the update is added while the product is written, and the base's output is not kept.
             output.view(-1, output.shape[-1]).addmm_(part, up.t(), alpha=scaling)
             outputs.append(output)
-        ctx.save_for_backward(rows, low, down, *weights, *ups, *masks)
+        ctx.bases = bases
+        ctx.save_for_backward(rows, low, down, *ups, *masks)
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
@@ -218,7 +228,7 @@ class AdaptedLinears(torch.autograd.Function):
         """gradients: n of (..., out_i), None of an output that nothing used; its adapter then has None too."""
         count, scaling = len(gradients), ctx.scaling
         rows, low, down, *others = ctx.saved_tensors
-        weights, ups, masks = others[:count], others[count : 2 * count], others[2 * count :]
+        ups, masks = others[:count], others[count:]
         # Of the outputs that were used: by number, gradients as (tokens, out_i) and of the products with A (tokens, r).
         of_output = {n: g.reshape(-1, g.shape[-1]) for n, g in enumerate(gradients) if g is not None}
         of_low = {n: gradient @ ups[n] for n, gradient in of_output.items()}
@@ -226,7 +236,7 @@ class AdaptedLinears(torch.autograd.Function):
         of_up: list[torch.Tensor | None] = [None] * count
         for n, gradient in of_output.items():
             of_up[n] = _product(ups[n], gradient.t(), lows[n], scaling).to(ctx.adapter_dtype)
-        of_x = _through_bases(of_output, weights) if ctx.needs_input_grad[0] else None
+        of_x = _through_bases(of_output, ctx.bases) if ctx.needs_input_grad[0] else None
         of_down: list[torch.Tensor | None] = [None] * count
         if masks:
             undo = partial(torch.ops.aten.native_dropout_backward, scale=1.0 / ctx.kept_share)
@@ -248,12 +258,7 @@ class AdaptedLinears(torch.autograd.Function):
                 of_x.addmm_(gradient, down, alpha=scaling)
         if of_x is not None:
             of_x = of_x.view(ctx.shape).to(ctx.input_dtype)
-        return (of_x, None, None, *([None] * (2 * count)), *of_down, *of_up)
-
-
-def _in_four(tensors: Sequence[Any]) -> list[list[Any]]:
-    count = len(tensors) // 4
-    return [list(tensors[start : start + count]) for start in range(0, len(tensors), count)]
+        return (of_x, None, None, None, *of_down, *of_up)
 
 
 def _product(like: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -261,10 +266,10 @@ def _product(like: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scalin
     return torch.addmm(like, left, right, beta=0, alpha=scaling)
 
 
-def _through_bases(of_output: dict[int, torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
+def _through_bases(of_output: dict[int, torch.Tensor], bases: Sequence[torch.nn.Linear]) -> torch.Tensor:
     """The input's gradient through the frozen weights, summed by the products themselves: (tokens, in)."""
     first, *rest = of_output
-    of_x = of_output[first] @ weights[first]
+    of_x = of_output[first] @ weight_of(bases[first], of_output[first].dtype)
     for n in rest:
-        of_x.addmm_(of_output[n], weights[n])
+        of_x.addmm_(of_output[n], weight_of(bases[n], of_x.dtype))
     return of_x

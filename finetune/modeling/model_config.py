@@ -10,14 +10,17 @@ import json
 import logging
 import os
 import re
+from collections.abc import Sequence
 from functools import cache
 from inspect import getsource, isfunction
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from finetune.config.adapter_config import AdapterSettings
+from finetune.config.names import flag
 from finetune.config.paths import split_revision
 from finetune.errors import ConfigError, DataError
 
@@ -98,8 +101,9 @@ def check_unquantised(config: PretrainedConfig) -> None:
     raise ConfigError(
         f"the model's weights are quantised ({kind}), and are not trained",
         where=str(config.name_or_path),
-        fix="take its release in 16 bits, or write one: load it with transformers' quantization config that has "
-        "dequantize=True (Mxfp4Config of gpt-oss, FineGrainedFP8Config), and save_pretrained into a folder",
+        fix="take its release in 16 bits (--quantization nf4 or int8 rounds it here), or write one: load it with "
+        "transformers' quantization config that has dequantize=True (Mxfp4Config of gpt-oss, FineGrainedFP8Config), "
+        "and save_pretrained into a folder",
     )
 
 
@@ -218,13 +222,15 @@ def check_targets(linear: set[str], wanted: str | list[str]) -> None:
 def check_adapter(model_config: PretrainedConfig, config: RunConfig | PretrainConfig) -> None:
     """Raise ConfigError if LoRA cannot be made as asked for; seen on the model without memory."""
     wanted = config.lora_target_modules
-    if wanted == "all-linear" and config.lora_dropout == 0:
+    named = named_modules_of(config)
+    if wanted == "all-linear" and config.lora_dropout == 0 and not named:
         return
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
     # Experts are one parameter of three dimensions, and no linear modules: what of them can be adapted is peft's to
     # say. It takes seconds for a large model, and for one of plain layers there is nothing to ask.
     linear = linear_names(model)
+    _check_named(model, named)
     if not any(parameter.dim() > 2 for parameter in model.parameters()):
         check_targets(linear, target_names(wanted))
         return
@@ -244,23 +250,84 @@ def check_adapter(model_config: PretrainedConfig, config: RunConfig | PretrainCo
     check_targets(linear, sorted(lora.target_modules or ()))
 
 
-def lora_config(model: PreTrainedModel, config: RunConfig | PretrainConfig) -> LoraConfig:
-    """peft's settings for this model."""
+def named_modules_of(config: RunConfig | PretrainConfig) -> dict[str, tuple[str, ...]]:
+    """Names that an adapter beyond plain LoRA asks for, by the setting; and layers, under theirs."""
+    if not isinstance(config, AdapterSettings):
+        return {}
+    layers = config.layers_to_transform
+    found = {
+        "modules_to_save": config.modules_to_save,
+        "rank_pattern": tuple(config.rank_pattern or ()),
+        "alpha_pattern": tuple(config.alpha_pattern or ()),
+        "layers_to_transform": () if layers is None else tuple(map(str, layers)),
+    }
+    return {setting: names for setting, names in found.items() if names}
+
+
+def _check_named(model: torch.nn.Module, named: dict[str, tuple[str, ...]]) -> None:
+    """Raise ConfigError for a name that no module has, and for a layer that is not there: peft passes them over."""
+    modules = {name for name, module in model.named_modules() if any(True for _ in module.parameters())}
+    last = {name.rpartition(".")[2] for name in modules}
+    for setting, names in named.items():
+        missing = [name for name in names if not any(f".{module}".endswith(f".{name}") for module in modules)]
+        if missing:
+            raise ConfigError(
+                f"{setting} names {', '.join(missing)}, and the model has none",
+                where=flag(setting),
+                fix=f"choose from {', '.join(sorted(last - {''}))}",
+            )
+
+
+def lora_config(
+    model: PreTrainedModel, config: RunConfig | PretrainConfig, token_ids: Sequence[int] = ()
+) -> LoraConfig:
+    """peft's settings for this model.
+
+    Args:
+        token_ids: tokens whose embeddings are trained.
+    """
     from peft import LoraConfig
 
     outside = [rf"{re.escape(name)}\..*" for name in outside_text(model)]
     # One pattern for all layers: peft writes it into adapter_config.json.
     outside += sorted({re.sub(r"\d+", r"\\d+", re.escape(name)) for name in passed_over(model)})
+    told: dict[str, Any] = {"target_modules": target_names(config.lora_target_modules)}
+    if isinstance(config, AdapterSettings):
+        told |= _beyond_plain(model, config, token_ids, all_linear=config.lora_target_modules == "all-linear")
     return LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
-        target_modules=target_names(config.lora_target_modules),
+        **told,
         exclude_modules="|".join(outside) or None,
         task_type="CAUSAL_LM",
         bias="none",
         revision=split_revision(config.model or "")[1],  # of the base, on the hub
     )
+
+
+def _beyond_plain(
+    model: PreTrainedModel, config: AdapterSettings, token_ids: Sequence[int], *, all_linear: bool
+) -> dict[str, Any]:
+    """What peft is told beside the settings of plain LoRA."""
+    told: dict[str, Any] = {name: getattr(config, name) for name in ("use_rslora", "use_dora")}
+    told |= {name: dict(getattr(config, name) or {}) for name in ("rank_pattern", "alpha_pattern")}
+    ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
+    names = [name for name, module in model.named_modules() if any(module is end for end in ends.values())]
+    if config.layers_to_transform is not None:
+        told["layers_to_transform"] = list(config.layers_to_transform)
+        if all_linear:  # which peft does not take beside numbers of layers
+            told["target_modules"] = sorted(linear_names(model) - {name.rpartition(".")[2] for name in names})
+    tied = ends["embedding"].weight is ends["head"].weight
+    if config.modules_to_save:
+        told["modules_to_save"] = list(config.modules_to_save)
+        # One weight stays one: else embedding and head would be trained apart, and merged into a model of another form.
+        told["ensure_weight_tying"] = tied and any(
+            name.endswith(wanted) for name in names for wanted in config.modules_to_save
+        )
+    if token_ids:  # of a tied head peft sees to it by itself
+        told["trainable_token_indices"] = {name: list(token_ids) for name in (names[:1] if tied else names)}
+    return told
 
 
 def warn_of_text_alone(model: PreTrainedModel, config: PretrainedConfig) -> None:

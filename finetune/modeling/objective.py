@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,7 +35,7 @@ class Objective(Protocol):
     def denominator(self, batch: StepBatch) -> int:
         """What the summed totals of a global batch are divided by."""
 
-    def begin(self, model: torch.nn.Module, batch: StepBatch, microbatches: Sequence[Microbatch]) -> None:
+    def begin(self, model: torch.nn.Module, batch: StepBatch) -> None:
         """Before the microbatches of a step, in the order of steps. Every rank calls."""
 
     def score(self, model: torch.nn.Module, microbatch: Microbatch, head: ChunkedHead | None, *, groups: int) -> Scored:
@@ -52,7 +51,7 @@ class TokenLoss:
     def denominator(self, batch: StepBatch) -> int:
         return batch.supervised_tokens
 
-    def begin(self, model: torch.nn.Module, batch: StepBatch, microbatches: Sequence[Microbatch]) -> None:
+    def begin(self, model: torch.nn.Module, batch: StepBatch) -> None:
         pass
 
     def score(self, model: torch.nn.Module, microbatch: Microbatch, head: ChunkedHead | None, *, groups: int) -> Scored:

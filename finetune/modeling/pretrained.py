@@ -6,6 +6,8 @@ import hashlib
 import json
 import logging
 import math
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from finetune.errors import ConfigError, FinetuneError
 from finetune.modeling.attention import choose_attention
 from finetune.modeling.loss import let_choose_logits
 from finetune.modeling.model_config import load_model_config, lora_config, outside_text, warn_of_text_alone
+from finetune.modeling.quantisation import compute_exactly, numbers_in, quantized_loading
 
 if TYPE_CHECKING:
     from finetune.config.pretrain_config import PretrainConfig
@@ -28,12 +31,21 @@ logger = logging.getLogger("finetune")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def load_model(config: RunConfig | PretrainConfig, *, model_dtype: torch.dtype, zero3: bool) -> PreTrainedModel:
+def load_model(
+    config: RunConfig | PretrainConfig,
+    *,
+    model_dtype: torch.dtype,
+    zero3: bool,
+    quantization: str = "none",
+    device: torch.device | None = None,
+) -> PreTrainedModel:
     """The base model, with the attention that keeps documents apart.
 
     Args:
         model_dtype: dtype that the weights are held in.
         zero3: parameters must come out partitioned (the DeepSpeed config is registered already).
+        quantization: none, nf4 or int8. Weights in few bits are loaded on the `device`, and partitioned when DeepSpeed
+            begins: ZeRO-3 loads no quantised model in parts.
 
     Raises:
         ConfigError: no safetensors weights, or they do not fit the configuration.
@@ -52,6 +64,7 @@ def load_model(config: RunConfig | PretrainConfig, *, model_dtype: torch.dtype, 
             # A .bin file is a pickle; pickles are never read.
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
+            **({} if quantization == "none" else quantized_loading(quantization, model_dtype, device, zero3=zero3)),
         )
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -62,7 +75,9 @@ def load_model(config: RunConfig | PretrainConfig, *, model_dtype: torch.dtype, 
         ) from error
     let_choose_logits(model)
     warn_of_text_alone(model, model_config)
-    if zero3:
+    if quantization != "none":
+        compute_exactly(model)
+    elif zero3:
         check_partitioned(model)
         # Names and shapes of files are translated for the model when it is loaded, and back when it is saved, by the
         # conversions that were used; under ZeRO-3 transformers keeps all that it knows, and would save under names
@@ -89,17 +104,25 @@ def check_partitioned(model: torch.nn.Module) -> None:
         )
 
 
-def add_adapter(model: PreTrainedModel, config: RunConfig | PretrainConfig, *, one_dtype: bool) -> torch.nn.Module:
+def add_adapter(
+    model: PreTrainedModel, config: RunConfig | PretrainConfig, *, one_dtype: bool, token_ids: Sequence[int] = ()
+) -> torch.nn.Module:
     """A LoRA adapter on the model, its start a pure function of (seed, parameter name): the same on every machine.
 
     Args:
         one_dtype: keep the adapter in the model's dtype (DeepSpeed wants one dtype among trainable parameters and
-            keeps float32 masters itself); else peft holds a 16-bit model's adapter in float32.
+            keeps float32 masters itself); else what is trained of a 16-bit model is held in float32.
+        token_ids: tokens whose embeddings are trained as well.
     """
     from peft import get_peft_model
 
-    adapted = get_peft_model(model, lora_config(model, config), autocast_adapter_dtype=not one_dtype)
+    with warnings.catch_warnings():
+        # Of a tied model: it is meant that modules_to_save and tokens have what is tied to them follow.
+        warnings.filterwarnings("ignore", message=r"Model with `tie_word_embeddings=True`")
+        adapted = get_peft_model(model, lora_config(model, config, token_ids), autocast_adapter_dtype=not one_dtype)
     for name, parameter in adapted.named_parameters():
+        if parameter.requires_grad and not one_dtype:  # peft leaves modules_to_save in 16 bits
+            parameter.data = parameter.data.float()
         if "lora_A" in name:
             _initialise(parameter, config.seed, name)
     return adapted
@@ -156,5 +179,5 @@ def check_adapter_file(
 
 def count_parameters(model: torch.nn.Module) -> dict[str, Any]:
     """Numbers of trainable and of all parameters, partitioned ones counted whole."""
-    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+    sizes = [(numbers_in(p), p.requires_grad) for p in model.parameters()]
     return {"trainable": sum(n for n, grad in sizes if grad), "total": sum(n for n, _ in sizes)}

@@ -15,6 +15,8 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
 
+from finetune.errors import ConfigError
+
 ALIKE = 0.05  # norm of the difference of two vectors over the larger norm; between trained ones it is about 1
 MOST_COMPARED = 256
 _HEADS = ("lm_head.weight", "embed_out.weight", "model.embed_tokens.weight", "transformer.wte.weight")
@@ -45,6 +47,26 @@ def untrained_tokens(model: str, tokenizer: PreTrainedTokenizerBase, ids: Sequen
             if any(same and number != token for number, same in zip(compared, alike.tolist(), strict=True)):
                 found.append(str(tokenizer.convert_ids_to_tokens(token)))
     return found
+
+
+def trained_token_ids(
+    model: str, tokenizer: PreTrainedTokenizerBase, wanted: Sequence[str], ends: Sequence[int]
+) -> list[int]:
+    """The tokens of `--train-tokens` by their ids, sorted; of `auto` those of `ends` that were never trained.
+
+    Raises:
+        ConfigError: no token of the tokenizer.
+    """
+    tokens = untrained_tokens(model, tokenizer, ends) if tuple(wanted) == ("auto",) else list(wanted)
+    vocabulary = tokenizer.get_vocab()
+    if unknown := [token for token in tokens if token not in vocabulary]:
+        raise ConfigError(
+            f"the tokenizer has no token {', '.join(map(repr, unknown))}",
+            where="--train-tokens",
+            fix="give tokens as the tokenizer writes them, e.g. "
+            f"{' '.join(map(str, tokenizer.all_special_tokens[:3]))}, or auto",
+        )
+    return sorted({vocabulary[token] for token in tokens})
 
 
 def _file_of_head(folder: Path) -> Path | None:

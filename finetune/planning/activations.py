@@ -40,6 +40,7 @@ class Computing:
         partitioned: weights are gathered module by module (ZeRO-3).
         fused_lora: base product and adapter are one function where weights are whole (modeling/lora.py).
         fused_layers: norms with a scale, rotation and SwiGLU are one function each (modeling/layers.py).
+        whole_logits: logits of all targets are made at once: the head is not a plain linear layer.
         float32_attention: attention casts queries, keys and values up (a CPU in 16 bits, modeling/attention.py).
     """
 
@@ -56,6 +57,7 @@ class Computing:
     fused_lora: bool = False
     fused_layers: bool = False
     float32_attention: bool = False
+    whole_logits: bool = False
 
     @property
     def full(self) -> bool:
@@ -246,6 +248,8 @@ def _chunk_of_logits(shape: ModelShape, how: Computing, targets: int) -> int:
 
 
 def _targets_at_once(shape: ModelShape, how: Computing) -> int:
+    if how.whole_logits:
+        return 2**40
     return max(1, LOGITS_PER_CHUNK * (TRAINED_HEAD_CHUNKS if how.full else 1) // shape.vocabulary)
 
 

@@ -43,10 +43,11 @@ def advise(
     elif best is not None and best.sharding.name != work.sharding.name:
         yield _better(work, best, fits)
     if best is not None and work.adapter and best.sharding.stage < 3 and work.sharding.stage == 3:
+        frozen_bytes = work.computing.element_bytes * (work.weight_numbers - work.adapter)
         yield _(
             "LoRA needs no ZeRO-3 here: the frozen weights, {size:.1f} GiB, fit on each device whole, and only "
             "{trained:,.1f} M parameters have gradients and moments"
-        ).format(size=work.computing.element_bytes * work.shape.total / GIB, trained=work.trained / 1e6)
+        ).format(size=frozen_bytes / GIB, trained=work.trained / 1e6)
     if not fits and not choices:
         yield _smaller_microbatches(work, largest)
     if largest is not None:  # no more than all samples of a step

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.kinds import kind_of_config
-from finetune.config.paths import split_revision
+from finetune.config.paths import is_hub_id, split_revision
 from finetune.config.preference_config import PreferenceConfig
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve_object
+from finetune.config.rules import check_device
 from finetune.config.run_config import BaseConfig, RunConfig
 from finetune.errors import ConfigError
 from finetune.planning.activations import Computing
@@ -76,12 +77,19 @@ def shape_of_base_model(config: RunConfig | PretrainConfig) -> ModelShape:
 
 
 def _cached_config(name: str) -> Path | None:
-    """The config.json of a model in the hub's cache on this machine."""
+    """The config.json of a model's revision in the hub's cache on this machine; without one, of any that is there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if not is_hub_id(name):
+        return None
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    name, _ = split_revision(name)
+    name, revision = split_revision(name)
+    cached = try_to_load_from_cache(name, "config.json", cache_dir=hub, revision=revision)
+    if isinstance(cached, str):
+        return Path(cached)
     found = sorted(hub.glob(f"models--{name.replace('/', '--')}/snapshots/*/config.json"))
-    return found[-1] if found else None
+    return found[-1] if found and revision is None else None
 
 
 def _stream_vocabulary(config: PretrainConfig) -> int:
@@ -125,10 +133,11 @@ def recomputes(config: BaseConfig, device_type: str) -> bool:
 
 def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster) -> Workload:
     """What a process of a fine-tuning run has in memory."""
+    check_device(config, cluster.device_type)
     size = element_bytes(config, cluster.device_type)
     engine, lora = bool(config.deepspeed), config.finetuning == "lora"
     adapted = shape.adapted(config.lora_target_modules) if lora else frozenset()
-    adapter = sum(shape.lora_tensors(config.lora_r, adapted))
+    adapter = _adapter_numbers(config, shape, adapted) if lora else 0
     sharding = sharding_of(config.deepspeed, shape, config.lora_r if lora else 0)
     accelerator = cluster.device_type in ("cuda", "npu")
     tokens = config.tokens_per_microbatch
@@ -145,7 +154,8 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
             checkpointing=recomputes(config, cluster.device_type),
             flash=accelerator,
             partitioned=sharding.engine and sharding.stage == 3,
-            fused_lora=lora and config.fused_lora,
+            fused_lora=lora and config.fused_lora and not config.use_dora,
+            whole_logits=lora and bool(config.train_tokens or "lm_head" in config.modules_to_save),
             fused_layers=accelerator and config.fused_layers != "off",
             float32_attention=cluster.device_type == "cpu" and size == 2,
         ),
@@ -158,11 +168,15 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
         targets=tokens,
         longest=config.cutoff_len,
         microbatches=max(1, ceil(config.global_batch_size / (config.samples_per_microbatch * cluster.devices))),
-        fused=DEVICE_KINDS[cluster.device_type].fused_adamw,
+        muon=config.optimizer == "muon",
+        optimizer="adamw" if config.optimizer == "muon" else config.optimizer,
+        # The others go from tensor to tensor.
+        fused=DEVICE_KINDS[cluster.device_type].fused_adamw or config.optimizer != "adamw",
         device_type=cluster.device_type,
         file_bytes=size,
         loader_workers=config.dataloader_num_workers,
         hccl_bytes=_hccl_bytes(config, cluster),
+        quantization=config.quantization,
         saves_behind=config.async_save and config.save_steps > 0,
         # A character of text is about a quarter of a token; a token is 4 bytes of id and 1 of mask.
         data_bytes=int(1.25 * sum(_size(path) for path in paths)),
@@ -178,6 +192,14 @@ def preference_workload(config: PreferenceConfig, shape: ModelShape, cluster: Cl
     asks = config.needs_reference and config.finetuning == "lora"
     work = fine_tuning_workload(config, shape, cluster)
     return replace(work, documents=config.documents_per_sample, asks_reference=asks)
+
+
+def _adapter_numbers(config: RunConfig, shape: ModelShape, adapted: frozenset[str]) -> int:
+    """Numbers that are trained beside the base, without single rows of embeddings."""
+    layers = len(config.layers_to_transform or ()) or shape.layers
+    lora = sum(shape.lora_tensors(config.lora_r, adapted, config.rank_pattern))
+    lengths = sum(n * m.outputs for m, n in shape.matrices if m.name in adapted) if config.use_dora else 0
+    return (lora + lengths) * layers // shape.layers + shape.copied(config.modules_to_save)
 
 
 def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Cluster) -> Workload:

@@ -115,7 +115,7 @@ def _surroundings(work: Workload) -> list[Term]:
     # On a CPU without ZeRO-3 the mapped files are the weights themselves; where nothing is converted, so are they
     # before they go to a device.
     mapped = min(file, SHARD_BYTES) if accelerator else 0 if work.mapped else file
-    moved = accelerator and work.sharding.stage != 3 and weight_bytes != work.file_bytes
+    moved = accelerator and work.sharding.stage != 3 and weight_bytes != work.file_bytes and not work.quantised
     context, libraries = FRAMEWORK_DEVICE_BYTES[kind], FRAMEWORK_HOST_BYTES[kind]
     measured = "assumed" if accelerator else "measured: benchmarks/plan_memory.py"
     workers = WORKER_BYTES * work.loader_workers

@@ -206,11 +206,24 @@ class ModelShape:
             )
         return frozenset(wanted)
 
-    def lora_tensors(self, rank: int, adapted: frozenset[str]) -> list[int]:
-        """Numbers of each tensor of a LoRA adapter (Hu et al. 2021, section 4.1), two a linear layer."""
-        layers = [(m.inputs, m.outputs) for m, n in self.matrices if m.linear and m.name in adapted for _ in range(n)]
-        head = [(self.hidden, self.vocabulary)] if "lm_head" in adapted else []
-        return [rank * width for widths in layers + head for width in widths]
+    def lora_tensors(self, rank: int, adapted: frozenset[str], ranks: Mapping[str, int] | None = None) -> list[int]:
+        """Numbers of each tensor of a LoRA adapter (Hu et al. 2021, section 4.1), two a linear layer.
+
+        Args:
+            ranks: of layers that have another, by name.
+        """
+        layers = [
+            (m.name, m.inputs, m.outputs) for m, n in self.matrices if m.linear and m.name in adapted for _ in range(n)
+        ]
+        layers += [("lm_head", self.hidden, self.vocabulary)] if "lm_head" in adapted else []
+        return [(ranks or {}).get(name, rank) * width for name, *widths in layers for width in widths]
+
+    def copied(self, names: Sequence[str]) -> int:
+        """Numbers of the modules that are trained as copies beside an adapter (`--modules-to-save`)."""
+        last = {name.rpartition(".")[2] for name in names}
+        ends = len(last & {"embed_tokens", "wte", "embed_in", "lm_head", "embed_out"})
+        inside = sum(matrix.numbers * count for matrix, count in self.matrices if matrix.name in last)
+        return inside + self.embedding * (min(1, ends) if self.tied else ends)
 
 
 # ---------------------------------------------------------------- from a configuration

@@ -27,23 +27,55 @@ def state_terms(work: Workload) -> list[Term]:
 
 def _moments(work: Workload, numbers: int) -> int:
     """Bytes of the optimizer's moments for so many trained parameters."""
+    shape = work.shape
+    if work.optimizer == "adafactor":  # of a matrix a number for each row and column
+        sides = sum((m.inputs + m.outputs) * m.experts * count for m, count in shape.matrices)
+        tables = (shape.vocabulary + shape.hidden) * (1 if shape.tied else 2)
+        return MOMENT * (sides + tables + shape.small)
+    if work.optimizer == "adamw-8bit":  # a scale for 256 numbers; vectors stay in 32 bits
+        return round(2 * (1 + MOMENT / 256) * (numbers - shape.small)) + 2 * MOMENT * shape.small
     if not work.muon:
         return 2 * MOMENT * numbers
     matrices = work.shape.block_matrices
     return MOMENT * matrices + 2 * MOMENT * (numbers - matrices)
 
 
+def _held(work: Workload) -> str:
+    return f"P, linear layers in {work.quantization}" if work.quantised else "P"
+
+
+def _quantised(work: Workload) -> list[Term]:
+    """What layers in few bits need beside their numbers."""
+    if not work.quantised:
+        return []
+    c, ours = work.computing.element_bytes, "ours: modeling/quantisation.py"
+    largest = max(matrix.numbers for matrix, _count in work.quantised)
+    whole = c * work.weight_numbers if work.sharding.stage == 3 else 0
+    return [
+        Term("weights", work.scale_bytes, "device", f"scales of {work.quantization}", "bitsandbytes 0.50", PHASES),
+        Term("buffers", c * largest, "device", f"{c} B x largest linear layer, dequantised", ours, ("rows",)),
+        Term("load", whole, "device", "all weights in few bits, before they are spread", ours, ("load",)),
+    ]
+
+
 def _plain(work: Workload) -> list[Term]:
     """One process, or DDP."""
     how, trained = work.computing, work.trained
     trained_bytes = how.adapter_bytes if work.adapter else how.weight_bytes
-    held = how.weight_bytes * (work.parameters - trained) + trained_bytes * trained
+    held = how.weight_bytes * (work.weight_numbers - trained) + trained_bytes * trained
     # One process reads a mapped file when it first computes with it; several compare or send its weights before.
     there = TRAINING if work.mapped and work.processes == 1 else PHASES
-    moments = "4 B x blocks' matrices + 8 B x the rest" if work.muon else "8 B x P_t"
-    optimizer = "torch.optim.AdamW: two float32 moments" + ("; Muon: one" if work.muon else "")
+    moments, optimizer = "8 B x P_t", "torch.optim.AdamW: two float32 moments"
+    if work.muon:
+        moments, optimizer = "4 B x blocks' matrices + 8 B x the rest", f"{optimizer}; Muon: one"
+    elif work.optimizer != "adamw":
+        moments, optimizer = {
+            "adamw-8bit": ("2 B x P_t", "bitsandbytes AdamW8bit: two moments in 8 bits, with scales"),
+            "adafactor": ("4 B x rows and columns", "transformers Adafactor"),
+        }[work.optimizer]
     terms = [
-        Term("weights", held, "device", f"{how.weight_bytes} B x P", "ours: training/build_sft.py", there),
+        Term("weights", held, "device", f"{how.weight_bytes} B x {_held(work)}", "ours: training/build_sft.py", there),
+        *_quantised(work),
         Term("gradients", trained_bytes * trained, "device", f"{trained_bytes} B x P_t", f"{_ZERO}, sec. 3.1", STEP),
         Term("optimizer", _moments(work, trained), "device", moments, optimizer),
     ]
@@ -72,7 +104,8 @@ def _zero12(work: Workload) -> list[Term]:
     bucket = f"{c} B x reduce_bucket_size"
     gathered = f"deepspeed 0.19.8 runtime/utils.py: all_gather_into_tensor_dp_groups; {_GLOO}: allgather"
     terms = [
-        Term("weights", c * work.parameters, "device", f"{c} B x P", f"{_ZERO}, sec. 5.1-5.2", PHASES),
+        Term("weights", c * work.weight_numbers, "device", f"{c} B x {_held(work)}", f"{_ZERO}, sec. 5.1-5.2", PHASES),
+        *_quantised(work),
         Term("weights", MASTER * share, location, "4 B x P_t / N: float32 masters", f"{_STAGE2}: __init__", PHASES),
         Term("optimizer", _moments(work, share), location, "8 B x P_t / N", f"{_ZERO}, sec. 5.1"),
         Term("buffers", buckets, "device", bucket, f"{_STAGE2}: setup_buckets", ("rows", "reduce")),
@@ -114,17 +147,18 @@ def _zero3(work: Workload) -> list[Term]:
     c, sharding, share = work.computing.element_bytes, work.sharding, work.share
     location: Location = "host" if sharding.offload_optimizer else "device"
     weights: Location = "host" if sharding.offload_param else "device"
-    part, bucket = c * ceil(work.parameters / work.processes), c * _touched(work, sharding.reduce_bucket)
+    part, bucket = c * ceil(work.weight_numbers / work.processes), c * _touched(work, sharding.reduce_bucket)
     scattered = "deepspeed 0.19.8 runtime/comm/coalesced_collectives.py: reduce_scatter_coalesced"
     group, copy_source = min(share, sharding.sub_group), f"{_STAGE3}: initialize_optimizer_states"
     copy = Term("gradients", 4 * group, "device", "4 B x sub-group: flat copy", f"{_STAGE3}: step", ("update",))
     if sharding.offload_optimizer:
         copy = Term("gradients", 4 * share, "host", "4 B x P_t / N: the optimizer's own", copy_source)
     return [
-        Term("weights", part, weights, f"{c} B x P / N", f"{_ZERO}, sec. 5.3", PHASES),
+        Term("weights", part, weights, f"{c} B x {_held(work)} / N", f"{_ZERO}, sec. 5.3", PHASES),
+        *_quantised(work),
         Term(
             "weights",
-            c * ceil(work.parameters / sharding.hpz) if sharding.hpz > 1 else 0,
+            c * ceil(work.weight_numbers / sharding.hpz) if sharding.hpz > 1 else 0,
             weights,
             f"{c} B x P / hpZ: the second copy, within a node",
             "deepspeed 0.19.8 runtime/zero/partition_parameters.py: _partition_param_sec",
@@ -147,7 +181,7 @@ def _gathered(work: Workload) -> list[Term]:
     c, sharding, largest = work.computing.element_bytes, work.sharding, work.shape.largest_module
     resident = _resident(work)
     reused = sharding.max_reuse_distance // 2 + sharding.prefetch_bucket
-    live = min(work.parameters - resident, max(sharding.max_live, reused) + largest)
+    live = min(max(0, work.weight_numbers - resident), max(sharding.max_live, reused) + largest)
     bucket = min(live, sharding.prefetch_bucket + largest)
     names = "(prefetch bucket + largest module)"
     terms = [

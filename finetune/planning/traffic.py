@@ -64,7 +64,7 @@ def network_traffic(work: Workload) -> Traffic:
         source = "ZeRO paper, sec. 7.2.1; a reduction per microbatch"
         sent = int(part * c * work.trained * (reductions + 1))
         return Traffic(sent, "(N-1)/N x P_t x (microbatches + 1)", source)
-    whole = work.parameters - work.adapter - work.shape.small
+    whole = work.weight_numbers - work.adapter - work.shape.small
     if work.sharding.hpz > 1:
         # The second copy of what is not trained never expires (partitioned_param_coordinator.py): it is gathered from
         # all processes in the first step only.
@@ -115,7 +115,7 @@ def host_traffic(work: Workload) -> Traffic:
     bytes_, formulas = 0, []
     if sharding.offload_param:
         times = 2 + work.asks_reference
-        bytes_ += times * count * c * ceil(work.parameters / work.processes)
+        bytes_ += times * count * c * ceil(work.weight_numbers / work.processes)
         formulas.append(f"microbatches x {times} x P / N")
     if sharding.offload_optimizer:
         bytes_ += work.share * ((2 * count - 1) * 4 + c)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 from typing import Literal
 
 from finetune.planning.activations import Computing
-from finetune.planning.shapes import ModelShape
+from finetune.planning.shapes import Matrix, ModelShape
 
 GIB = 2**30
 Location = Literal["device", "host"]
@@ -18,6 +19,9 @@ Phase = Literal["load", "gather", "rows", "reduce", "update", "save", "result"]
 PHASES: tuple[Phase, ...] = ("load", "gather", "rows", "reduce", "update", "save", "result")
 STEP: tuple[Phase, ...] = ("gather", "rows", "reduce", "update")
 TRAINING: tuple[Phase, ...] = (*STEP, "save", "result")
+# Bytes of a number in few bits, without its scale. Those of nf4: a byte for 64 numbers, and float32 for 256 of these.
+QUANTISED_BYTES = {"nf4": 0.5, "int8": 1.0}
+NF4_SCALE_BYTES = 1 / 64 + 4 / (64 * 256)
 
 
 @dataclass(frozen=True)
@@ -94,10 +98,12 @@ class Workload:
         asks_reference: each microbatch is also computed with the adapter off, without gradients.
         microbatches: of a device in one optimizer step.
         muon: the blocks' matrices are trained by Muon, which has one moment.
+        optimizer: of what Muon does not train: adamw, or with less state adamw-8bit or adafactor.
         fused: the optimizer's kernel needs no temporaries.
         file_bytes: bytes of a parameter in the model's files; 0 for a model from scratch.
         data_bytes: of tokenized data, memory-mapped.
         hccl_bytes: of HCCL's buffers on a device.
+        quantization: of the frozen linear layers: none, nf4 or int8. Embedding, head, experts and vectors have none.
         saves: a checkpoint or the result is written.
         saves_behind: checkpoints are written while training goes on, from a copy of the state.
     """
@@ -116,12 +122,14 @@ class Workload:
     asks_reference: bool = False
     microbatches: int = 1
     muon: bool = False
+    optimizer: str = "adamw"
     fused: bool = True
     device_type: str = "cuda"
     file_bytes: int = 2
     loader_workers: int = 0
     data_bytes: int = 0
     hccl_bytes: int = 0
+    quantization: str = "none"
     saves: bool = True
     saves_behind: bool = False
 
@@ -134,6 +142,25 @@ class Workload:
     def parameters(self) -> int:
         """P: the model's, with adapters."""
         return self.shape.total + self.adapter
+
+    @cached_property
+    def quantised(self) -> tuple[tuple[Matrix, int], ...]:
+        """The linear layers in few bits, each with how many there are."""
+        return tuple((m, n) for m, n in self.shape.matrices if m.linear and self.quantization != "none")
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of the scales of what is in few bits; ZeRO-3 has them whole on every device."""
+        if self.quantization == "int8":
+            return sum(4 * n * m.outputs for m, n in self.quantised)
+        return round(sum(NF4_SCALE_BYTES * n * m.numbers for m, n in self.quantised))
+
+    @property
+    def weight_numbers(self) -> int:
+        """P as it is held, with adapters: what is in few bits as numbers of the compute dtype, without its scales."""
+        packed = sum(n * m.numbers for m, n in self.quantised)
+        held = QUANTISED_BYTES.get(self.quantization, 0) * packed / self.computing.element_bytes
+        return self.parameters - packed + ceil(held)
 
     @property
     def share(self) -> int:
@@ -155,7 +182,7 @@ class Workload:
     @property
     def mapped(self) -> bool:
         """The weights that were loaded are the model's files, mapped: nothing is converted, partitioned or moved."""
-        same = self.computing.weight_bytes == self.file_bytes
+        same = self.computing.weight_bytes == self.file_bytes and not self.quantised
         return same and self.device_type == "cpu" and self.sharding.stage < 3
 
 

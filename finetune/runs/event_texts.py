@@ -37,6 +37,7 @@ EVENTS = {
     "signal": N_("step {step}: {name} asked for the stop"),
     "end": N_("ended: {state}, exit code {exit_code}"),
 }
+_EVALUATION_WITH_ANSWERS = N_("step {step}: validation loss {eval_loss}, exact match {eval_exact_match}")
 STATES = {
     "waiting": N_("before its first step"),
     "running": N_("running"),
@@ -57,7 +58,8 @@ def event_text(event: dict[str, Any]) -> str:
     if isinstance(facts.get("size_bytes"), int):
         facts["size"] = format_bytes(facts["size_bytes"])
     facts |= {name: f"{value:.4f}" for name, value in facts.items() if isinstance(value, float)}
-    if (known := EVENTS.get(event["event"])) is not None:
+    known = _EVALUATION_WITH_ANSWERS if "eval_exact_match" in event else EVENTS.get(event["event"])
+    if known is not None:
         with contextlib.suppress(KeyError):
             return _(known).format_map(facts)
     rest = ", ".join(f"{name} {value}" for name, value in event.items() if name not in ("event", "time"))

@@ -45,7 +45,6 @@ def training_arguments(
     run_name: str | None = None,
 ) -> TrainingArguments:
     """Make the arguments; this also creates the process group (TrainingArguments does)."""
-    kind = DEVICE_KINDS[device_type]
     arguments = TrainingArguments(
         output_dir=config.output_dir,
         use_cpu=device_type == "cpu",
@@ -59,9 +58,7 @@ def training_arguments(
         adam_epsilon=config.adam_epsilon,
         # Without clipping the norm is still taken: not finite, it makes the step one that is skipped.
         max_grad_norm=config.max_grad_norm or (0.0 if deepspeed else math.inf),
-        # Offloaded, AdamW steps on the CPU, whose fused kernel takes a tenth of the time (20 million parameters, one
-        # core: 15 ms instead of 161).
-        optim="adamw_torch_fused" if kind.fused_adamw or offloads(deepspeed, "optimizer") else "adamw_torch",
+        optim=_optimizer_name(device_type, deepspeed),
         lr_scheduler_type="constant",  # RunTrainer sets the rates of each step
         bf16=dtype == "bfloat16",
         fp16=dtype == "float16",
@@ -93,6 +90,13 @@ def training_arguments(
     )
     _use_one_device(arguments)
     return arguments
+
+
+def _optimizer_name(device_type: str, deepspeed: dict[str, Any] | None) -> str:
+    # Offloaded, AdamW steps on the CPU, whose fused kernel takes a tenth of the time (20 million parameters, one core:
+    # 15 ms instead of 161).
+    fused = DEVICE_KINDS[device_type].fused_adamw or offloads(deepspeed, "optimizer")
+    return "adamw_torch_fused" if fused else "adamw_torch"
 
 
 def _use_one_device(arguments: TrainingArguments) -> None:

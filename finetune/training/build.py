@@ -29,7 +29,7 @@ from finetune.training.arguments import reporters
 from finetune.training.checkpointer import Checkpointer
 from finetune.training.control import RunContext, StopSignals
 from finetune.training.executor import LOOKED_AT_SAMPLES, StepExecutor, largest_microbatch, looked_at_steps
-from finetune.training.results import Best, Evaluations, read_best
+from finetune.training.results import HIGHER_IS_BETTER, Best, Evaluations, read_best
 from finetune.training.resume import Resume, metadata_of
 from finetune.training.session import Session
 from finetune.training.trainer import RunTrainer
@@ -145,7 +145,7 @@ def make_trainer(
     context.control.check_equal({**package_versions(), "packing": step_batches.execution.describe()})
     trained = count_parameters(model)["trainable"]
     held_out = getattr(own.get("eval_step_batches"), "samples", None)
-    best = _best_so_far(config, context, session.output_dir, getattr(held_out, "fingerprint", None))
+    best = _best_so_far(config, context, session.output_dir, _compared_data(config, held_out))
     arguments.eval_on_start = arguments.eval_on_start or _lacks_evaluation(config, context, best, session)
     trainer = trainer_class(
         model=model,
@@ -162,7 +162,17 @@ def make_trainer(
     if "tensorboard" in reporters(config.report_to):
         folder = os.environ.get("TENSORBOARD_LOGGING_DIR") or session.output_dir / "tensorboard"
         session.runlog.draw_curves(Path(folder).expanduser())
-    trainer.checkpointer = Checkpointer(
+    trainer.checkpointer = _checkpointer(trainer, config, data, world, session)
+    trainer.evaluations = Evaluations(best, context, keep=config.keep_best, patience=config.early_stopping)
+    trainer.checkpointer.best = None if best.evaluated is None else best.facts()
+    return trainer
+
+
+def _checkpointer(
+    trainer: RunTrainer, config: BaseConfig, data: PreparedRun, world: LaunchWorld, session: Session
+) -> Checkpointer:
+    context = trainer.context
+    return Checkpointer(
         session.output_dir,
         context.control,
         rank=world.rank,
@@ -177,9 +187,14 @@ def make_trainer(
         verified=_resumed_here(context, session.output_dir),
         behind=config.async_save,
     )
-    trainer.evaluations = Evaluations(best, context, keep=config.keep_best, patience=config.early_stopping)
-    trainer.checkpointer.best = None if best.evaluated is None else best.facts()
-    return trainer
+
+
+def _compared_data(config: BaseConfig, held_out: Any) -> str | None:
+    """What evaluations are of, where it is known: those of other data, or of other answers, are not compared."""
+    fingerprint = getattr(held_out, "fingerprint", None)
+    if fingerprint is None or not config.followed_metric.startswith(HIGHER_IS_BETTER):
+        return fingerprint
+    return f"{fingerprint}:{getattr(config, 'eval_generate', None)}"
 
 
 def _best_so_far(config: BaseConfig, context: RunContext, output_dir: Path, data: str | None) -> Best:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.schedules import ScheduleSettings, learning_rate_schedule, warmup_count
+from finetune.config.sources import DataSource, source_names
 from finetune.data.corpus.windows import JoinedWindows, Windows
 from finetune.data.steps import InOrder, LossGroups, StepBatches
 from finetune.errors import ConfigError
@@ -22,7 +23,10 @@ from finetune.modeling.loss import make_chunked_head
 from finetune.modeling.pretrained import DTYPES, add_adapter, count_parameters, load_model
 from finetune.modeling.scratch import make_empty_model, make_model
 from finetune.planning.flops import flops_per_token, matrix_parameters
-from finetune.planning.inputs import recomputes
+from finetune.planning.inputs import pretraining_workload, recomputes
+from finetune.planning.shapes import shape_of_config
+from finetune.planning.traffic import flops_per_token as planned_flops_per_token
+from finetune.planning.workload import Cluster
 from finetune.runtime import device as devices
 from finetune.runtime.device import Capabilities, LaunchWorld
 from finetune.runtime.host import keep_freed_memory
@@ -38,7 +42,7 @@ from finetune.training.build import (
 from finetune.training.control import RunContext
 from finetune.training.metrics import ComputeCost
 from finetune.training.optimizers import Rates, scaled_rates
-from finetune.training.prepare_pretrain import Prepared
+from finetune.training.prepare_pretrain import Prepared, source_weights
 from finetune.training.pretrain_trainer import ContinuedTrainer, PretrainTrainer, TextTrainer
 from finetune.training.resume import Resume
 from finetune.training.session import Session
@@ -77,24 +81,8 @@ def build_trainer(
         run_name=config.wandb_run_name,
     )
     model = _model(config, data, start, device_type, dtype)
-    cost = None if config.model else _cost(model, config, world, able, dtype)
-    fp8, compiled = _speed_up(model, config, able)
-    fused = fuse_layers(
-        model,
-        # The compiler fuses them itself, and cannot look into what others have made.
-        "off" if compiled and config.fused_layers == "auto" else config.fused_layers,
-        device_type=device_type,
-        compiles=able.compile,
-        dtypes=[DTYPES[dtype], next(model.parameters()).dtype],
-        tokens=config.tokens_per_microbatch,
-    )
-    attention = check_attention(
-        model,
-        config.fused_layers,
-        device_type=device_type,
-        dtype=DTYPES[dtype],
-        tokens=config.tokens_per_microbatch,
-    )
+    cost = _cost(model, config, data, world, able, dtype)
+    execution = _speed_up(model, config, able, device_type, dtype)
     step_batches, eval_step_batches = _step_batches(config, world, data, session)
     trainer_class: type[TextTrainer] = PretrainTrainer if rates is not None else ContinuedTrainer
     own: dict[str, Any] = {"lora": lora, "compute_dtype": dtype, "state_form": "whole" if lora else "parts"}
@@ -111,7 +99,7 @@ def build_trainer(
         context=_context(config, world, data, start, session),
         step_batches=step_batches,
         eval_step_batches=eval_step_batches,
-        head=make_chunked_head(model, compiled=compiled),
+        head=make_chunked_head(model, compiled=execution["compiled"]),
         flat_reduce=lora,
         device_type=device_type,
         processing_class=data.tokenizer,
@@ -120,20 +108,31 @@ def build_trainer(
         bytes_per_token=_padded(data.bytes_per_token, data.model_config.get_text_config().vocab_size),
         **own,
     )
-    execution = {"compiled": compiled, "fp8": fp8, "fused_layers": fused, "attention": attention}
     _say_start(trainer, config, world, data, able, dtype, cost, rates, execution)
     return trainer
 
 
 def _cost(
-    model: PreTrainedModel, config: PretrainConfig, world: LaunchWorld, able: Capabilities, dtype: str
-) -> ComputeCost:
+    model: Any, config: PretrainConfig, data: Prepared, world: LaunchWorld, able: Capabilities, dtype: str
+) -> ComputeCost | None:
+    """None where a continued model's sizes cannot be read."""
     peak = able.peak_flops if dtype != "float32" else None
-    return ComputeCost(flops_per_token(model, config.max_seq_len), peak, devices=world.world_size)
+    if config.model is None:
+        return ComputeCost(flops_per_token(model, config.max_seq_len), peak, devices=world.world_size)
+    try:
+        shape = shape_of_config(data.model_config.to_dict(), config.model)
+    except ConfigError as error:
+        logger.info("the utilisation of the devices is not counted: %s", error.what)
+        return None
+    # As the plan counts it: adapters cost less than all weights, and of a mixture a token passes some experts only.
+    work = pretraining_workload(config, shape, Cluster(device_type="cpu"))
+    return ComputeCost(planned_flops_per_token(work), peak, devices=world.world_size)
 
 
-def _speed_up(model: torch.nn.Module, config: PretrainConfig, able: Capabilities) -> tuple[bool, bool]:
-    """Whether the model computes in float8, and whether it is compiled, from here on."""
+def _speed_up(
+    model: torch.nn.Module, config: PretrainConfig, able: Capabilities, device_type: str, dtype: str
+) -> dict[str, Any]:
+    """Whether the model is compiled and computes in float8 from here on, and who computes its layers and attention."""
     # float8 first: it replaces modules that the compiler would have seen as they were.
     fp8 = _use_fp8(model, config, able)
     # Adapters are computed as functions that the compiler cannot look into.
@@ -141,7 +140,23 @@ def _speed_up(model: torch.nn.Module, config: PretrainConfig, able: Capabilities
     if compiled:
         # In place (Module.compile): parameter names have no "_orig_mod." in front, and generation can do without.
         model.compile()
-    return fp8, compiled
+    fused = fuse_layers(
+        model,
+        # The compiler fuses them itself, and cannot look into what others have made.
+        "off" if compiled and config.fused_layers == "auto" else config.fused_layers,
+        device_type=device_type,
+        compiles=able.compile,
+        dtypes=[DTYPES[dtype], next(model.parameters()).dtype],
+        tokens=config.tokens_per_microbatch,
+    )
+    attention = check_attention(
+        model,
+        config.fused_layers,
+        device_type=device_type,
+        dtype=DTYPES[dtype],
+        tokens=config.tokens_per_microbatch,
+    )
+    return {"compiled": compiled, "fp8": fp8, "fused_layers": fused, "attention": attention}
 
 
 def _rates(config: PretrainConfig, data: Prepared) -> Rates:
@@ -233,9 +248,11 @@ def _step_batches(
 
     def make(windows: Windows | JoinedWindows, batches: Any) -> StepBatches:
         difficulties = np.broadcast_to(np.int64(-1), (len(windows),))
-        return StepBatches(
-            windows, batches, execution, difficulty_ids=difficulties, groups=LossGroups(), pad_token_id=0
-        )
+        groups = LossGroups()
+        if isinstance(windows, JoinedWindows):
+            names = source_names([DataSource(path=path) for path in config.train_data_path])
+            groups = LossGroups(sources=names, source_starts=windows.source_starts)
+        return StepBatches(windows, batches, execution, difficulty_ids=difficulties, groups=groups, pad_token_id=0)
 
     at_a_time = config.device_batch_size * world.world_size
     valid = None if data.valid is None else make(data.valid, InOrder(len(data.valid), at_a_time))
@@ -270,11 +287,11 @@ def _say_start(
         "gradient accumulation": f"{config.gradient_accumulation_steps} microbatches of "
         f"{config.device_batch_size} windows",
     }
-    if config.data_weights:
-        passes = data.batches.passes().values()
+    if isinstance(data.train, JoinedWindows):
+        weights, passes = source_weights(config, data.train), data.batches.passes().values()
         facts["sources"] = "\n".join(
-            f"{path}: {weight / sum(config.data_weights):.1%}, {repeated:.2f} passes"
-            for path, weight, repeated in zip(config.train_data_path, config.data_weights, passes, strict=True)
+            f"{path}: {weight / sum(weights):.1%}, {repeated:.2f} passes"
+            for path, weight, repeated in zip(config.train_data_path, weights, passes, strict=True)
         )
     if rates is not None:
         facts["learning rates"] = (

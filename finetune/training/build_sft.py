@@ -8,6 +8,7 @@ loads.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +41,7 @@ from finetune.training.build import (
 )
 from finetune.training.control import RunContext
 from finetune.training.operators import load_shared_memory_operator
-from finetune.training.prepare_sft import Prepared
+from finetune.training.prepare_sft import Prepared, token_ids
 from finetune.training.resume import Resume
 from finetune.training.session import Session
 from finetune.training.sft_trainer import SFTTrainer
@@ -92,7 +93,7 @@ def build_as(
         own: further arguments of the class.
     """
     arguments = _arguments(config, data, place)
-    model, layers = _loaded(config, place)
+    model, layers = _loaded(config, data, place, arguments.device)
     step_batches, eval_step_batches = _step_batches(config, data, place, batches_class)
     lora = config.finetuning == "lora"
     trainer = make_trainer(
@@ -112,6 +113,8 @@ def build_as(
         processing_class=data.tokenizer,
         lora=lora,
         compute_dtype=place.dtype,
+        optimizer_name=config.optimizer,
+        lora_plus_ratio=config.lora_plus_ratio if lora else None,
         # LoRA's trainable weights are small enough to be saved whole, and peft can then read a checkpoint as it is.
         state_form="whole" if lora else "slices" if zero_stage(config) == 3 else "parts",
         **own,
@@ -140,10 +143,12 @@ def _arguments(config: RunConfig, data: Prepared, place: Place) -> TrainingArgum
     )
 
 
-def _loaded(config: RunConfig, place: Place) -> tuple[torch.nn.Module, dict[str, str]]:
+def _loaded(
+    config: RunConfig, data: Prepared, place: Place, device: torch.device
+) -> tuple[torch.nn.Module, dict[str, str]]:
     """The model as the run starts or as it was saved, and who computes its layers and its attention."""
     device_type, dtype = place.device_type, place.dtype
-    model = _model(config, device_type, dtype)
+    model = _model(config, device_type, dtype, device, token_ids(config, data.tokenizer))
     fused = fuse_layers(
         model,
         config.fused_layers,
@@ -187,7 +192,9 @@ def _deepspeed(config: RunConfig, world: LaunchWorld, device_type: str, dtype: s
     return deepspeed_dict(config, world_size=world.world_size, dtype=dtype, largest_adapter_tensor=largest, pin=pin)
 
 
-def _model(config: RunConfig, device_type: str, dtype: str) -> torch.nn.Module:
+def _model(
+    config: RunConfig, device_type: str, dtype: str, device: torch.device, token_ids: Sequence[int]
+) -> torch.nn.Module:
     if config.deepspeed:
         import deepspeed
 
@@ -200,10 +207,16 @@ def _model(config: RunConfig, device_type: str, dtype: str) -> torch.nn.Module:
     # Without DeepSpeed, full training keeps float32 weights under autocast: AdamW's updates are lost in 16 bits.
     # DeepSpeed keeps float32 masters itself. LoRA's base is not trained.
     model_dtype = DTYPES[dtype] if lora or config.deepspeed else torch.float32
-    model = load_model(config, model_dtype=model_dtype, zero3=zero_stage(config) == 3)
+    model = load_model(
+        config,
+        model_dtype=model_dtype,
+        zero3=zero_stage(config) == 3,
+        quantization=config.quantization,
+        device=device,
+    )
     if not lora:
         return model
-    adapted = add_adapter(model, config, one_dtype=bool(config.deepspeed))
+    adapted = add_adapter(model, config, one_dtype=bool(config.deepspeed), token_ids=token_ids)
     if config.fused_lora:
         fuse_lora(adapted)
     return adapted

@@ -136,7 +136,7 @@ class StepExecutor:
     def _run_microbatches(self, model: torch.nn.Module, batch: StepBatch, microbatches: list[Microbatch]) -> StepResult:
         device = self.accelerator.device
         loss = torch.zeros((), device=device)
-        self.objective.begin(model, batch, microbatches)
+        self.objective.begin(model, batch)
         groups = len(self.step_batches.groups)
         sums = torch.zeros(self.objective.sums(groups), device=device)
         denominator = self.objective.denominator(batch)

@@ -1,4 +1,5 @@
-"""Pretraining's optimizer: Muon for the matrices of the blocks, AdamW for everything else, as one torch optimizer.
+"""Pretraining's optimizer: Muon for the matrices of the blocks, AdamW for everything else, as one torch optimizer; and
+those of full fine-tuning beside AdamW.
 
 Which parameter is trained how, with which rate, follows nanochat (karpathy/nanochat, gpt.py setup_optimizer and
 base_train.py); Muon itself is torch.optim.Muon (Jordan et al. 2024), its matrices of one shape at once. With several
@@ -9,13 +10,14 @@ shared out, and gathered again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainingArguments
+from transformers.optimization import Adafactor
 
 from finetune.planning.traffic import MUON_AT_ONCE
 
@@ -125,6 +127,66 @@ def make_optimizer(model: PreTrainedModel, config: PretrainConfig, rates: Rates,
     return JointOptimizer(parts)
 
 
+def make_small_optimizer(
+    name: str, model: PreTrainedModel, groups: list[dict[str, Any]], arguments: TrainingArguments
+) -> torch.optim.Optimizer:
+    """An optimizer of full fine-tuning with less state than AdamW's 8 bytes a number, at AdamW's learning rates.
+
+    Args:
+        name: adamw-8bit (Dettmers et al. 2021, arXiv:2110.02861; 2 bytes, of vectors 8), adafactor (Shazeer and Stern
+            2018, arXiv:1804.04235; a number for each row and column), or muon (4 bytes for the blocks' matrices; its
+            updates as large as AdamW's, Liu et al. 2025, arXiv:2502.16982).
+        groups: parameters with and without weight decay.
+    """
+    rate, betas = arguments.learning_rate, (arguments.adam_beta1, arguments.adam_beta2)
+    if name == "adamw-8bit":
+        from bitsandbytes.optim import AdamW8bit  # type: ignore[attr-defined]
+
+        eight: torch.optim.Optimizer = AdamW8bit(groups, lr=rate, betas=betas, eps=arguments.adam_epsilon)
+        return eight
+    if name == "adafactor":
+        return Adafactor(groups, lr=rate, scale_parameter=False, relative_step=False)
+    matrices = {id(parameter) for _, parameter in parameter_kinds(model)["matrix"]}
+    muon, adamw = (
+        [{**group, "params": [p for p in group["params"] if (id(p) in matrices) == of_muon]} for group in groups]
+        for of_muon in (True, False)
+    )
+    fused = str(arguments.optim).endswith("fused")
+    parts = [
+        BatchedMuon([g for g in muon if g["params"]], lr=rate, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(
+            [g for g in adamw if g["params"]], lr=rate, betas=betas, eps=arguments.adam_epsilon, fused=fused
+        ),
+    ]
+    return JointOptimizer(parts)
+
+
+def step_count(step: int, optimizer: Any, parameter: torch.Tensor) -> torch.Tensor:
+    """The steps taken, as torch's optimizers keep them: on the device for fused kernels, which read it there."""
+    fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    return torch.tensor(float(step), device=parameter.device if fused else "cpu")
+
+
+def restored_state(
+    optimizer: Any, parameter: torch.Tensor, moments: dict[str, torch.Tensor], step: int
+) -> dict[str, Any]:
+    """What the optimizer holds for a parameter after so many steps, of its moments in float32."""
+    state: dict[str, Any] = dict(moments)
+    if "momentum_buffer" in state:  # Muon counts no steps
+        return state
+    if "absmax1" in state:
+        if "dynamic" not in optimizer.name2qmap:
+            optimizer.fill_qmap()
+        for number, table in ((1, "dynamic"), (2, "udynamic")):
+            state[f"state{number}"] = state[f"state{number}"].to(torch.uint8)
+            state[f"qmap{number}"] = optimizer.name2qmap[table].to(parameter.device)
+    if "state1" in state or isinstance(optimizer, Adafactor):
+        state["step"] = step  # a number, as theirs
+    elif state:
+        state["step"] = step_count(step, optimizer, parameter)
+    return state
+
+
 class BatchedMuon(torch.optim.Muon):
     """torch.optim.Muon with the matrices of one shape stacked, and each rank orthogonalising a part of them.
 
@@ -174,7 +236,9 @@ class BatchedMuon(torch.optim.Muon):
         direction = self._directions(gradient.lerp_(moment, momentum) if group["nesterov"] else moment, group)
         rows, columns = weight.shape[1:]
         changed = weight * (1 - rate * group["weight_decay"])
-        changed.add_(direction, alpha=-rate * math.sqrt(max(1.0, rows / columns)))
+        like_adamw = group["adjust_lr_fn"] == "match_rms_adamw"
+        scale = 0.2 * math.sqrt(max(rows, columns)) if like_adamw else math.sqrt(max(1.0, rows / columns))
+        changed.add_(direction, alpha=-rate * scale)
         if skip is not None:
             changed = torch.where(skip, weight, changed)
         torch._foreach_copy_(buffers, list(moment.unbind()))
@@ -227,6 +291,15 @@ def skip_where(optimizer: torch.optim.Optimizer, nonfinite: torch.Tensor) -> boo
     for part in parts:
         part.found_inf = nonfinite  # type: ignore[attr-defined]
     return True
+
+
+def set_apart(optimizer: torch.optim.Optimizer, chosen: Collection[int], ratio: float) -> None:
+    """Put parameters, by their ids, into groups of their own behind the others, at `ratio` times the rate."""
+    for group in list(optimizer.param_groups):
+        own = [parameter for parameter in group["params"] if id(parameter) in chosen]
+        if own:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in chosen]
+            optimizer.add_param_group({**group, "params": own, "lr": ratio * group["lr"]})
 
 
 class JointOptimizer(torch.optim.Optimizer):

@@ -159,13 +159,21 @@ def _batches(config: PretrainConfig, train: Windows | JoinedWindows, total_steps
 
     from finetune.batching.curriculum import Schedule, Stage, uniform_schedule
     from finetune.batching.sampler import GlobalBatches
+    from finetune.data.corpus.windows import JoinedWindows
 
     schedule, sources = uniform_schedule(), np.zeros(len(train), dtype=np.int64)
     if config.data_weights:
         # By number and not by path: a folder that was moved is the same source.
         names = tuple(f"source {number}" for number in range(1, len(config.data_weights) + 1))
-        schedule, sources = Schedule(names, (Stage(1.0, config.data_weights),)), train.sources  # type: ignore[union-attr]
+        assert isinstance(train, JoinedWindows)
+        schedule, sources = Schedule(names, (Stage(1.0, source_weights(config, train)),)), train.sources
     return GlobalBatches(sources, schedule, config.global_batch_size, total_steps, config.seed)
+
+
+def source_weights(config: PretrainConfig, train: JoinedWindows) -> tuple[float, ...]:
+    """The weights of the entries as numbers: natural is how many windows there are."""
+    pairs = zip(config.data_weights, train.parts, strict=True)
+    return tuple(float(len(part)) if weight == "natural" else weight for weight, part in pairs)
 
 
 def _identity(config: PretrainConfig) -> dict[str, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from finetune.config.adapter_config import adapter_identity
 from finetune.config.paths import split_revision
+from finetune.config.rules import check_device
 from finetune.config.run_config import RunConfig
 from finetune.config.sources import source_names
 from finetune.errors import DataError
@@ -60,34 +61,35 @@ class Prepared:
 
 def prepare_data(config: RunConfig) -> Prepared:
     """Tokenizer, samples, and the list of global batches, with the checks that need no weights."""
-    from finetune.data.dataset import samples_of
-
-    return prepare_with(config, samples_of, {"kind": "sft"})
+    return prepare_with(config, {"kind": "sft"})
 
 
-def prepare_with(config: RunConfig, make_samples: Callable[..., Samples], identity: dict[str, Any]) -> Prepared:
+def prepare_with(config: RunConfig, identity: dict[str, Any]) -> Prepared:
     """The same of any run that starts from a model and its tokenizer.
 
     Args:
-        make_samples: `(config, tokenizer, difficulties, side)` -> the samples of a side.
         identity: what makes the run this run, besides what all such runs have in theirs.
     """
     from finetune.batching.curriculum import build_schedule
     from finetune.batching.mixing import mix_of, source_warnings
     from finetune.batching.sampler import GlobalBatches, count_steps
+    from finetune.data.dataset import samples_of
     from finetune.data.templates import load_tokenizer
     from finetune.modeling import model_config as models
+    from finetune.runtime.device import choose_device_type
 
     model_config = models.load_model_config(config.model, trust_remote_code=config.trust_remote_code)
     tokenizer = load_tokenizer(config.model, template=config.template, trust_remote_code=config.trust_remote_code)
     models.check_unquantised(model_config)
+    device_type = choose_device_type(config.device_type)
+    check_device(config, device_type)
     models.check_weights(config.model)
     if config.finetuning == "lora":
         models.check_adapter(model_config, config)
         _warn_of_untrained_stops(config, tokenizer)
     difficulties = config.curriculum.levels if config.use_curriculum else None
-    train = make_samples(config, tokenizer, difficulties, "train")
-    valid = make_samples(config, tokenizer, difficulties, "valid") if config.validates else None
+    train = samples_of(config, tokenizer, difficulties)
+    valid = samples_of(config, tokenizer, difficulties, "valid") if config.validates else None
     for prepared in filter(None, (train, valid)):
         models.check_ids(model_config, prepared, tokenizer)
     models.warn_of_missing_embeddings(model_config, tokenizer)
@@ -154,23 +156,39 @@ def _warn_of_untrained_stops(config: RunConfig, tokenizer: PreTrainedTokenizerBa
     from finetune.data.render import trained_end_ids
     from finetune.modeling.untrained_tokens import untrained_tokens
 
-    if "lm_head" in config.lora_target_modules:
+    taught = token_ids(config, tokenizer)
+    if "lm_head" in (*config.lora_target_modules, *config.modules_to_save):
         return
-    if untrained := untrained_tokens(config.model, tokenizer, trained_end_ids(tokenizer)):
+    untrained = untrained_tokens(config.model, tokenizer, trained_end_ids(tokenizer))
+    if missing := [token for token in untrained if tokenizer.convert_tokens_to_ids(token) not in taught]:
         logger.warning(
             "%s was never trained in this base model: its head cannot tell it from other unused tokens, so answers "
-            "will not end well (fix: --finetuning full, or --lora-target-modules with lm_head among the names)",
-            " and ".join(untrained),
+            "will not end well (fix: --train-tokens auto, --finetuning full, or --lora-target-modules with lm_head "
+            "among the names)",
+            " and ".join(missing),
         )
+
+
+def token_ids(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens whose embeddings are trained beside an adapter."""
+    from finetune.data.render import trained_end_ids
+    from finetune.modeling.untrained_tokens import trained_token_ids
+
+    if not config.train_tokens or config.trains_all_weights:
+        return []
+    return trained_token_ids(config.model, tokenizer, config.train_tokens, trained_end_ids(tokenizer))
 
 
 def _identity(config: RunConfig, train: Samples, batches: GlobalBatches) -> dict[str, Any]:
     """What makes this run this run, as plain JSON."""
     identity: dict[str, Any] = {name: getattr(config, name) for name in IDENTITY_SETTINGS}
     identity["model"] = split_revision(config.model)[0]  # its commit is in "weights"
+    if config.optimizer != "adamw":
+        identity["optimizer"] = config.optimizer
     if config.finetuning == "lora":
         targets = config.lora_target_modules
         identity["lora_target_modules"] = targets if isinstance(targets, str) else list(targets)
+        identity |= adapter_identity(config)
     return identity | {
         "total_steps": batches.total_steps,
         "data": train.fingerprint,

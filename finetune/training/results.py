@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("finetune")
 
+HIGHER_IS_BETTER = "eval_exact_match"  # it, and those of difficulties; of other metrics the lowest is the best
 EXIT_CODES = {"done": ExitCode.DONE, "stopped": ExitCode.STOPPED, "failed": ExitCode.FAILED}
 
 
@@ -95,10 +96,13 @@ class Best:
         """With the evaluation of a step."""
         if step == 0:
             return self
-        if math.isfinite(value) and (self.value is None or value < self.value):
+        if math.isfinite(value) and (self.value is None or self._is_better(value, self.value)):
             checkpoint = f"checkpoint-{step}" if keep else None
             return replace(self, value=value, step=step, since=0, evaluated=step, checkpoint=checkpoint)
         return replace(self, since=self.since + 1, evaluated=step)
+
+    def _is_better(self, value: float, than: float) -> bool:
+        return value > than if self.metric.startswith(HIGHER_IS_BETTER) else value < than
 
     def facts(self) -> dict[str, Any]:
         """As plain JSON."""
@@ -146,6 +150,18 @@ def read_best(metric: str, metadata: Mapping[str, Any] | None, data: str | None 
         logger.warning("the validation data is another than before: the best evaluation is looked for anew")
         return Best(metric, data=data)
     return replace(Best(**{name: found[name] for name in names & found.keys()}), data=data)
+
+
+def ended_early(config: BaseConfig, metadata: Mapping[str, Any], step: int) -> bool:
+    """Whether a finished run ended with its newest checkpoint, of this step, because nothing better had come for long.
+
+    Args:
+        metadata: the checkpoint's facts.
+    """
+    best = read_best(config.followed_metric, metadata)
+    # Where a signal came before the step's evaluation, that followed the checkpoint, and was not better: the run ended.
+    late = best.evaluated not in (None, step)
+    return 0 < config.early_stopping <= best.since + late
 
 
 def check_evaluated(config: BaseConfig, total_steps: int) -> None:

@@ -48,7 +48,7 @@ def decide_resume(
     total_steps: int,
     allow_change: bool,
     damaged: Mapping[str, str] | None = None,
-    is_enough: Callable[[Mapping[str, Any]], bool] = lambda metadata: False,
+    is_enough: Callable[[Mapping[str, Any], int], bool] = lambda metadata, step: False,
 ) -> Resume | None:
     """What to do with what is in the output folder. None: this run is finished already.
 
@@ -57,7 +57,7 @@ def decide_resume(
 
     Args:
         damaged: names of checkpoints whose content was found changed, with the reason.
-        is_enough: whether a checkpoint's facts say that the run ends with it, before its last step.
+        is_enough: whether a finished run ended with a checkpoint of these facts and step, before its last step.
 
     Raises:
         StateError: the folder holds another run or foreign files; the checkpoint asked for is broken or another run's.
@@ -77,10 +77,11 @@ def decide_resume(
     folder, skipped = newest_valid(output_dir, hashes=False, damaged=damaged)
     _refuse_unread([path for path, _ in skipped])
     status = describe_folder(output_dir).status or {}
-    if status.get("state") == "done" and (step_in(folder) >= total_steps or is_enough(metadata_of(folder))):
+    step = step_in(folder)
+    if status.get("state") == "done" and (step >= total_steps or is_enough(metadata_of(folder), step)):
         return None
     reasons = tuple((path.name, why) for path, why in skipped)
-    return Resume(folder, step_in(folder), changed=bool(found), skipped=reasons)
+    return Resume(folder, step, changed=bool(found), skipped=reasons)
 
 
 def _refuse_unread(skipped: list[Path]) -> None:

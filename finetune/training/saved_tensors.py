@@ -19,7 +19,10 @@ from finetune.runtime import device as devices
 from finetune.storage import durable_files
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's
-ALL_MOMENTS = (*MOMENTS, "momentum_buffer")  # and Muon's
+# And Muon's; Adafactor's; those of bitsandbytes' AdamW in 8 bits, which are numbers of 0 to 255 with a scale for 256.
+SCALES = ("absmax1", "absmax2")
+OF_OTHER_SHAPE = ("exp_avg_sq_row", "exp_avg_sq_col", *SCALES)  # than their parameter's
+ALL_MOMENTS = (*MOMENTS, "momentum_buffer", "state1", "state2", *OF_OTHER_SHAPE)
 STATE_NAME = "state.json"
 Records = dict[str, dict[str, Any]]  # of files written, by name: size and SHA-256 (durable_files.write_hashed)
 
@@ -138,6 +141,9 @@ class SavedTensors:
         return name.split(".", 1)[1] if of_moment else name
 
     def _shape(self, name: str) -> list[int]:
+        if name.startswith(tuple(f"{key}." for key in OF_OTHER_SHAPE)):
+            file = self._name_of_file(self._writers.get(self._parameter(name)))
+            return list(self._open(file).get_slice(name).get_shape())
         shape: list[int] = self.description["shapes"][self._parameter(name)]
         return shape
 

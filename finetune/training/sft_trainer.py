@@ -6,12 +6,14 @@ import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from finetune.data.steps import StepBatches
 from finetune.modeling.pretrained import DTYPES, check_adapter_file
+from finetune.training.optimizers import make_small_optimizer, set_apart
 from finetune.training.saved_tensors import write_tensors
 from finetune.training.state import trainable
 from finetune.training.trainer import RunTrainer
@@ -23,14 +25,63 @@ class SFTTrainer(RunTrainer):
     Args:
         lora: whether the model carries an adapter.
         compute_dtype: name of the run's dtype; a whole model is saved in it.
+        optimizer_name: as `--optimizer`.
+        lora_plus_ratio: rate of the B matrices over that of everything else (LoRA+, Hayou et al. 2024,
+            arXiv:2402.12354); None: the same.
     """
 
     processing_class: PreTrainedTokenizerBase  # there is always one
+    ask: Callable[..., dict[str, float]] | None = None  # given by run.py where evaluations answer prompts
 
-    def __init__(self, *, lora: bool, compute_dtype: str, **arguments: Any) -> None:
+    def __init__(
+        self,
+        *,
+        lora: bool,
+        compute_dtype: str,
+        optimizer_name: str = "adamw",
+        lora_plus_ratio: float | None = None,
+        **arguments: Any,
+    ) -> None:
         super().__init__(**arguments)
+        self.optimizer_name, self.lora_plus_ratio = optimizer_name, lora_plus_ratio
         self.lora, self.compute_dtype = lora, compute_dtype
         self.own_padding = getattr(self.model.config, "pad_token_id", None)
+
+    def evaluation(self, step_batches: StepBatches) -> dict[str, float]:
+        """The losses and, where answers are asked for, what share of them is right. Every rank calls."""
+        found = super().evaluation(step_batches)
+        if self.ask is None:
+            return found
+        execution, control, model = step_batches.execution, self.context.control, cast(Any, self.model)
+        longest = int(self.step_batches.samples.lengths.max())
+        return found | self.ask(
+            self.model_wrapped,
+            model.get_base_model() if self.lora else model,
+            rank=execution.rank,
+            world_size=execution.world_size,
+            tokens_at_once=execution.token_budget or longest * (execution.samples_per_microbatch or 1),
+            gather=control.gather,
+            # ZeRO-3 gathers weights in each forward, so all ranks make as many.
+            going=control.any if hasattr(next(model.parameters()), "ds_id") else bool,
+        )
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        made = self.optimizer is None
+        if made and self.optimizer_name != "adamw":
+            decayed = set(self.get_decay_parameter_names(self.model))
+            groups: list[dict[str, Any]] = [
+                {
+                    "params": [p for name, p in trainable(self.model) if (name in decayed) == decays],
+                    "weight_decay": self.args.weight_decay if decays else 0.0,
+                }
+                for decays in (True, False)
+            ]
+            self.optimizer = make_small_optimizer(self.optimizer_name, self.model, groups, self.args)
+        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        if made and self.lora_plus_ratio is not None:
+            ups = {id(parameter) for name, parameter in self.model.named_parameters() if "lora_B" in name}
+            set_apart(optimizer, ups, self.lora_plus_ratio)
+        return optimizer
 
     def model_files(self, weights: Callable[[], dict[str, torch.Tensor]]) -> Callable[[Path], None]:
         """The adapter as peft reads it, and the tokenizer: a LoRA run's checkpoint is an adapter folder of its own."""
@@ -96,7 +147,7 @@ def adapter_writer(model: Any, weights: dict[str, torch.Tensor]) -> Callable[[Pa
     # As PeftModel.save_pretrained does: an adapter is frozen when it is loaded, unless the loader asks to train it.
     lora.inference_mode = True
     # Not PeftModel.save_pretrained: it takes the tensors from the model, and under ZeRO-3 those are empty there.
-    adapter = get_peft_model_state_dict(model, state_dict=weights)
+    adapter = get_peft_model_state_dict(model, state_dict=_under_all_names(model, weights))
 
     def write(folder: Path) -> None:
         lora.save_pretrained(folder)
@@ -109,9 +160,18 @@ def adapter_writer(model: Any, weights: dict[str, torch.Tensor]) -> Callable[[Pa
 
 def adapter_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     """What a complete adapter file holds: the name there and the whole shape of every trained parameter."""
-    return {
-        ".".join(part for part in name.split(".") if part != "default"): tuple(
-            getattr(parameter, "ds_shape", parameter.shape)
-        )
+    from peft import get_peft_model_state_dict
+
+    empty = {
+        name: torch.empty(getattr(parameter, "ds_shape", parameter.shape), device="meta")
         for name, parameter in trainable(model)
     }
+    adapter = get_peft_model_state_dict(model, state_dict=_under_all_names(model, empty))
+    return {name: tuple(tensor.shape) for name, tensor in adapter.items()}
+
+
+def _under_all_names(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Trained weights under each of their names, as peft looks for them: tied modules have one weight."""
+    names = {id(parameter): name for name, parameter in trainable(model)}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: weights[names[id(parameter)]] for name, parameter in every if id(parameter) in names}

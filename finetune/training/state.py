@@ -1,6 +1,6 @@
 """The training state, free of how many processes or which ZeRO stage hold it: trainable weights and moments.
 
-The moments are Adam's two, or Muon's momentum: what torch's optimizer holds for the parameter.
+The moments are Adam's two, Muon's momentum, or what another optimizer holds for the parameter (saved_tensors.py).
 
 Three forms on disk, all safetensors plus `state.json`:
 
@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from finetune.storage.checkpoint_manifest import share_out
 from finetune.training.loss_scale import read_scale, restore_scale
+from finetune.training.optimizers import restored_state, step_count
 from finetune.training.saved_tensors import (
     ALL_MOMENTS,
     MOMENTS,
@@ -259,14 +260,8 @@ class TrainingState:
 
     def _load_plain(self, saved: SavedTensors, step: int) -> None:
         for name, parameter in trainable(self.model):
-            state = {
-                key: saved.get(f"{key}.{name}").reshape(parameter.shape).to(parameter)
-                for key in ALL_MOMENTS
-                if f"{key}.{name}" in saved
-            }
-            if MOMENTS[0] in state:  # Adam's; Muon counts no steps
-                state["step"] = step_count(step, self.optimizer, parameter)
-            self.optimizer.state[parameter] = state
+            moments = {key: saved.get(f"{key}.{name}").to(parameter) for key in ALL_MOMENTS if f"{key}.{name}" in saved}
+            self.optimizer.state[parameter] = restored_state(self.optimizer, parameter, moments, step)
 
     def _seed_engine(self, step: int) -> None:
         """Give each flat group the state that its first step would make, so that there is something to set."""
@@ -312,12 +307,6 @@ class TrainingState:
                     utils.safe_set_full_fp32_param(parameter, whole)
                 else:
                     utils.safe_set_full_optimizer_state(parameter, whole, key)
-
-
-def step_count(step: int, optimizer: Any, parameter: torch.Tensor) -> torch.Tensor:
-    """The steps taken, as torch's optimizers keep them: on the device for fused kernels, which read it there."""
-    fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
-    return torch.tensor(float(step), device=parameter.device if fused else "cpu")
 
 
 def gathered(parameter: torch.nn.Parameter) -> contextlib.AbstractContextManager[Any]:

@@ -333,7 +333,8 @@ class RunTrainer(Trainer):
                 self.console.show(step, logs)
         elif "eval_loss" in logs:
             self.context.runlog.event("eval", step=step, **logs)
-            logger.info("step %d  %s", step, "  ".join(f"{k} {v:.4f}" for k, v in logs.items()))
+            facts = (f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in logs.items())
+            logger.info("step %d  %s", step, "  ".join(facts))
         self.measured.update({} if "train_loss" in logs else {"step": step, **logs})
         super().log(logs, start_time)
         self.state.log_history.clear()  # Trainer keeps every line, which nothing reads: a kilobyte a step for weeks

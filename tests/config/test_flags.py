@@ -156,7 +156,9 @@ def test_dashes_underscores_and_equals_are_the_same(name: str, dashes: bool, equ
         (["--learning-rate", "1e999"], "a number above 0"),
         (["--learning-rate", "nan"], "a number above 0"),
         (["--dtype", "bf16"], "did you mean bfloat16?"),
-        (["--finetuning", "qlora"], "quantized base weights are not supported"),
+        (["--finetuning", "qlora"], "--quantization nf4"),
+        (["--finetuning", "full", "--quantization", "nf4"], "finetuning is full"),
+        (["--device-type", "npu", "--quantization", "int8"], "not on npu"),
         (["--report-to", "mlflow"], "tensorboard"),
         (["--save-total-limit", "1"], "at least 2"),
         (["--template="], "not empty"),
@@ -195,8 +197,8 @@ def test_names_of_other_packages_are_refused_with_ours(theirs: str, ours: str) -
 
 
 @pytest.mark.parametrize("name", ["--load_in_4bit", "--load-in-8bit", "--quantization_bit", "--qlora", "--use_qlora"])
-def test_quantized_training_is_refused_with_a_reason(name: str) -> None:
-    assert "quantized base weights are not supported" in only_problem(name, "true")
+def test_other_words_for_a_quantised_base_name_ours(name: str) -> None:
+    assert "use --quantization" in only_problem(name, "true")
 
 
 @pytest.mark.parametrize("name", _OF_THE_GUIDES.split())

@@ -325,7 +325,7 @@ def test_a_secret_is_not_repeated() -> None:
         ({"per_device_train_batch_size": 1}, "is called micro_batch_size here"),
         ({"zero_optimization": {}}, "to the top level"),
         ({"deepspeed": "x.json"}, "inside the finetune block"),
-        ({"load_in_4bit": True}, "quantized base weights are not supported"),
+        ({"load_in_4bit": True}, "use --quantization nf4"),
         ({"learning_rate": "auto"}, "a number above 0"),
         ({"packing": "true"}, "true or false"),
         ({"curriculum": {"levels": ["a"], "stagse": []}}, "did you mean 'stages'?"),

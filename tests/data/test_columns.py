@@ -139,13 +139,27 @@ def test_plain_text_begins_as_the_tokenizer_begins_a_text(tmp_path: Path) -> Non
 
 def test_eval_asks_nothing_of_plain_text(tmp_path: Path) -> None:
     rows = [{"prompt": "q", "completion": "Answer: a", "answer": "a"}, {"prompt": "r", "completion": "b"}]
-    questions = read_prompts([write(tmp_path / "a.jsonl", rows)], RecordReader(), "answer", [0, 1])
+    questions = read_prompts([(write(tmp_path / "a.jsonl", rows), RecordReader())], "answer", [0, 1])
     assert [(prompt.messages[0]["content"], prompt.answer) for prompt in questions] == [("q", "a"), ("r", None)]
-    texts = [write(tmp_path / "b.jsonl", [{"text": "a"}, {"text": "b"}])]
-    assert read_prompts(texts, RecordReader(), "answer", [0, 1]) == []
-    mapped = RecordReader(source=DataSource(path="c.jsonl", columns={"prompt": "question", "response": "answer"}))
-    (question,) = read_prompts([write(tmp_path / "c.jsonl", [{"question": "q", "answer": "a"}])], mapped, "answer", [0])
-    assert question.answer is None, "what is read as the response is not the answer to compare with"
+    texts = [(write(tmp_path / "b.jsonl", [{"text": "a"}, {"text": "b"}]), RecordReader())]
+    assert read_prompts(texts, "answer", [0, 1]) == []
+
+
+def test_eval_compares_with_the_column_that_is_read_as_the_response(tmp_path: Path) -> None:
+    """As GSM8K has it: the answer field is the whole response, which gives the answer behind its mark."""
+    rows = [{"question": "q", "answer": "2 and 2\n#### 4"}, {"question": "r", "answer": "a hub"}]
+    columns = {"prompt": "question", "response": "answer"}
+    mapped = RecordReader(source=DataSource(path="c.jsonl", columns=columns))
+    prompts = read_prompts([(write(tmp_path / "c.jsonl", rows), mapped)], "answer", [0, 1])
+    assert [(prompt.answer, prompt.consistent) for prompt in prompts] == [("4", True), ("a hub", True)]
+    # A name that the mapping gives to another key: the data's own `gold`, and `response` is not its name for anything.
+    rows = [{"question": "q", "answer": "so\nAnswer: 4", "gold": 5}]
+    files = [(write(tmp_path / "d.jsonl", rows), mapped)]
+    assert [(prompt.answer, prompt.consistent) for prompt in read_prompts(files, "gold", [0])] == [("5", False)]
+    assert read_prompts(files, "response", [0])[0].answer is None
+    # Asked for the question, nobody is to give the answer.
+    turned = RecordReader(source=DataSource(path="d.jsonl", columns={"prompt": "answer", "response": "question"}))
+    assert read_prompts([(files[0][0], turned)], "answer", [0])[0].answer is None
 
 
 def test_plain_text_needs_an_end_token() -> None:

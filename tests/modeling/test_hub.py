@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import sys
@@ -24,6 +25,7 @@ from finetune.inference.loading import Source, find_source, load_weights
 from finetune.modeling.hub import from_modelscope, recorded_model, with_model_found
 from finetune.modeling.model_config import load_model_config, weights_identity
 from finetune.modeling.pretrained import add_adapter, load_model
+from finetune.planning.inputs import shape_of_base_model
 from finetune.storage.run_folder import CONFIG_NAME, write_identity
 from finetune.training.sft_trainer import adapter_writer
 
@@ -201,3 +203,20 @@ def test_without_its_package_the_way_to_it_is_said(monkeypatch):
     with pytest.raises(ConfigError, match="not installed") as caught:
         from_modelscope(NAME, "modelscope")
     assert "pip install modelscope" in caught.value.fix
+
+
+def test_a_plan_reads_the_sizes_of_the_revision(cache, tmp_path, monkeypatch):
+    """Of a commit, a branch, what `main` is; without a record of that, of any; never of another than is asked for."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(cache.parent))
+    path = cache / "snapshots" / SECOND / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 96}))
+
+    def width(name: str) -> int:
+        return shape_of_base_model(config(tmp_path / "run", name)).intermediate
+
+    assert [width(f"{NAME}{end}") for end in ("", f"@{FIRST}", f"@{SECOND}", "@v2", "@main")] == [64, 64, 96, 96, 64]
+    for unknown in (f"{NAME}@v3", str(tmp_path / "no/such/folder")):
+        with pytest.raises(ConfigError, match="sizes of .* are not known here"):
+            width(unknown)
+    shutil.rmtree(cache / "refs")
+    assert width(NAME) in (64, 96)

@@ -31,7 +31,7 @@ LAYERS = (
         "planning",
         "training",
     ),
-    *("inference", "runs", "commands", "sft", "pretrain", "__init__", "__main__"),
+    *("inference", "runs", "commands", "sft", "pretrain", "dpo", "__init__", "__main__"),
 )
 # What looks at a run, or talks to its result, must not need what trains one.
 APART = (("inference", "training"), ("runs", "training"), ("commands", "training"))
@@ -41,7 +41,6 @@ COMMAND_IMPORTS = frozenset(
         ("launch", "diagnose.command"),  # says why a run failed
         ("launch", "doctor.check"),
         ("launch", "doctor.command"),  # refuses a run that cannot start
-        ("report", "diagnose.findings"),
         ("report", "plan.check"),
     }
 )

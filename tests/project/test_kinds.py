@@ -95,7 +95,8 @@ def test_diagnose(folder: Path, run: Path):
 def test_what_a_command_line_is_for(monkeypatch: pytest.MonkeyPatch):
     import toy_kind  # noqa: F401 - registers
 
-    assert kind_names() == ("sft", "pretrain", "toy")
+    assert kind_names() == ("sft", "pretrain", "dpo", "toy")
+    assert kind_of_arguments(["--data", "a.jsonl", "--beta", "0.2"]).name == "dpo"
     assert kind_of_arguments(["--text", "a.txt", "--output-dir", "b"]).name == "toy"
     assert kind_of_arguments(["--data", "a.jsonl"]).name == "sft"
     from finetune.config import kinds
@@ -105,7 +106,7 @@ def test_what_a_command_line_is_for(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_references_of_the_kinds_lead_somewhere():
-    for kind in map(run_kind, ("sft", "pretrain")):
+    for kind in map(run_kind, ("sft", "pretrain", "dpo")):
         for name in ("prepare", "build_trainer", "shape", "workload", "probe"):
             module, _, attribute = getattr(kind, name).partition(":")
             path = ROOT / Path(*module.split(".")).with_suffix(".py")
@@ -116,14 +117,16 @@ def test_the_references_of_the_kinds_lead_somewhere():
 def test_nobody_else_lists_the_kinds():
     """No other module compares with a kind's name or asks for a configuration's class."""
     # Besides the table: the entries and what prepares them, which name themselves.
-    allowed = {"sft.py", "pretrain.py", "__main__.py", "config/kinds.py"}
-    allowed |= {"training/prepare_sft.py", "training/prepare_pretrain.py"}
+    allowed = {"sft.py", "pretrain.py", "dpo.py", "__main__.py", "config/kinds.py"}
+    allowed |= {"training/prepare_sft.py", "training/prepare_pretrain.py", "training/preferences/prepare.py"}
+    # "dpo" is also the loss that its kind is named after.
+    allowed |= {"config/preference_config.py", "training/preferences/objective.py"}
     # What other tools call their kinds of run is a fact about them.
     allowed |= {f"commands/convert/{tool}.py" for tool in ("axolotl", "llama_factory", "ms_swift", "trl")}
     for path in sorted((ROOT / "finetune").rglob("*.py")):
         if str(path.relative_to(ROOT / "finetune")) in allowed:
             continue
         text = path.read_text(encoding="utf-8")
-        assert not re.search(r"isinstance\(\w+, \(?(?:Run|Pretrain)Config", text), path
+        assert not re.search(r"isinstance\(\w+, \(?(?:Run|Pretrain|Preference)Config", text), path
         names = {node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)}
-        assert not names & {"sft", "pretrain"}, path
+        assert not names & {"sft", "pretrain", "dpo"}, path

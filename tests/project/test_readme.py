@@ -34,6 +34,7 @@ LAUNCHER_FLAGS |= {"--max-restarts", "--local-rank", "--config_file", "--multi_g
 LAUNCHER_FLAGS |= {"--format", "--shm-size", "--ipc", "--gpus", "--gpus-per-node", "--local-dir", "--build-arg"}
 LAUNCHER_FLAGS |= {"--no-build-isolation", "--window-pattern"}
 LAUNCHER_FLAGS |= {"--dataset", "--dataset_name", "--model_name_or_path", "--use_peft"}  # of other tools
+LAUNCHER_FLAGS |= {"--accelerate_config", "--zero_stage", "--deepspeed_config_file"}  # that these pass on
 LAUNCHER_FLAGS |= {"--jobs", "--every"}  # of tests/grid.py
 LAUNCHER_FLAGS |= {"--machine_rank", "--main_process_ip", "--main_process_port", "--use_deepspeed", "--flag"}
 
@@ -95,6 +96,8 @@ def test_every_command_works(number: int, folder: Path) -> None:
         assert "[SUCCESS] done: 2 steps" in output and any(
             (folder / name / "model.safetensors").is_file() for name in ("base", "continued")
         )
+    elif "finetune.dpo" in line:
+        assert "[SUCCESS] done: 2 steps" in output and events(folder / "preferences", "start")
     elif "checkpoints" in line:
         assert re.fullmatch(r"checkpoint-2  step 2 .* valid\n", output)
     elif "--audit" in line:

@@ -62,6 +62,10 @@ def test_the_rule() -> None:
     for none in (math.nan, math.inf):
         assert Best("eval_loss").after(2, none, keep=True).value is None
     assert Best("eval_loss").after(2, 1.0, keep=False).checkpoint is None
+    for metric in ("eval_exact_match", "eval_exact_match/explain"):  # more right answers are better
+        right = Best(metric).after(2, 0.25, keep=True).after(4, 0.5, keep=True).after(6, 0.5, keep=True)
+        assert (right.value, right.step, right.since) == (0.5, 4, 1)
+        assert right.after(8, 0.25, keep=True).since == 2 and right.after(8, 0.75, keep=True).step == 8
     assert read_best("eval_loss", {"best": best.facts()}) == best
     assert read_best("eval_loss/explain", {"best": best.facts()}) == Best("eval_loss/explain")  # of another metric
     # Losses of other data are not compared; older checkpoints do not say which they were.
@@ -139,6 +143,23 @@ def test_the_same_after_a_resume(
         torch.testing.assert_close(
             first[name], second[name], rtol=1e-3 if processes > 1 else 0, atol=0 if processes == 1 else 1e-4
         )
+
+
+def test_a_run_that_a_late_evaluation_ended_is_finished(
+    materials: Materials, stopped_early: Path, tmp_path: Path
+) -> None:
+    """Stopped by a signal at the step whose evaluation ends it: that one is made up for once, not at every start."""
+    output_dir = tmp_path / "late"
+    last = run_helpers.status(stopped_early)["step"]
+    options = {"patch": run_patches.signal_self, "patch_arguments": (0, last, signal.SIGTERM)}
+    run_helpers.train(settings(materials, output_dir), expect=3, **options)
+    run_helpers.train(settings(materials, output_dir))
+    assert run_helpers.status(output_dir)["step"] == last and len(events(output_dir, "early_stop")) == 1
+    before = (output_dir / "events.jsonl").read_bytes()
+    assert "this run is finished" in run_helpers.train(settings(materials, output_dir)).output()
+    assert (output_dir / "events.jsonl").read_bytes() == before
+    run_helpers.train(settings(materials, output_dir, early_stopping=5, log_samples=False))
+    assert run_helpers.status(output_dir)["step"] == last + 2, "more patience goes on"
 
 
 def test_a_run_killed_before_its_output_is_written_ends_with_the_same(

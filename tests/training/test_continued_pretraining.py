@@ -14,6 +14,7 @@ from conftest import make_records
 from run_helpers import LAYOUTS
 from transformers import AutoModelForCausalLM
 
+from finetune.__main__ import main as finetune
 from finetune.commands.prepare import command as prepare
 from finetune.config.kinds import run_kind
 from finetune.config.pretrain_config import PretrainConfig
@@ -23,7 +24,7 @@ from finetune.data.corpus.windows import JoinedWindows, Windows
 from finetune.errors import ConfigError, DataError, Problems
 from finetune.inference.generation import load_for_generation
 from finetune.inference.sampling import Sampling
-from finetune.training.prepare_pretrain import prepare_data
+from finetune.training.prepare_pretrain import prepare_data, source_weights
 
 STEPS, LENGTH, WINDOWS, SAVED = 8, 32, 8, 4
 WEIGHTS = (3.0, 1.0)
@@ -98,13 +99,16 @@ def test_a_plain_loop_does_the_same(folder):
         for is_norm in (False, True)
     ]
     optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
-    losses, text = [], windows(folder)
+    losses, of_sources, text = [], [], windows(folder)
     for step, ids in enumerate(run_helpers.sample_ids(ours)):
         batch = torch.from_numpy(np.stack([text[i][0] for i in ids])).long()
         factor = step / 2 if step < 2 else 0.5 * (1 + np.cos(np.pi * (step - 2) / (STEPS - 2)))
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * factor
-        loss = torch.nn.functional.cross_entropy(model(batch[:, :-1]).logits.flatten(0, 1), batch[:, 1:].flatten())
+        logits, targets = model(batch[:, :-1]).logits.flatten(0, 1), batch[:, 1:].flatten()
+        each = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+        loss, sources = each.mean(), torch.from_numpy(np.repeat(text.sources[ids], LENGTH))
+        of_sources.append([float(each.detach()[sources == number].mean()) for number in (0, 1)])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -112,6 +116,10 @@ def test_a_plain_loop_does_the_same(folder):
         losses.append(loss.item())
     assert run_helpers.losses(ours) == pytest.approx(losses, rel=1e-4)
     assert losses[-1] < losses[0] - 0.1
+    logged = [
+        [line[f"source_loss/tokens{n}"] for n in (0, 1)] for line in run_helpers.lines(ours / "trainer_log.jsonl")
+    ]
+    np.testing.assert_allclose(logged, of_sources, rtol=1e-4)
     result = run_helpers.result_weights(ours)
     for name, parameter in model.named_parameters():
         if name in result:  # the head is tied
@@ -133,6 +141,31 @@ def test_sources_are_mixed_exactly(folder):
         size = len(text.parts[source])
         for first in range(0, len(numbers), size):
             assert len(set(numbers[first : first + size])) == len(numbers[first : first + size])
+
+
+def test_natural_weights_are_the_numbers_of_windows(folder):
+    config = resolve_object(settings(folder, data_weights=["natural", 20]), 1, PretrainConfig).config
+    assert resolve_object(config.model_dump(mode="json"), 1, PretrainConfig).config == config
+    data, sizes = prepare_data(config), [len(part) for part in windows(folder).parts]
+    assert source_weights(config, data.train) == (float(sizes[0]), 20.0)
+    config = resolve_object(settings(folder, data_weights=["natural", "natural"]), 1, PretrainConfig).config
+    taken = [windows(folder).sources[prepare_data(config).batches.indices(step)] for step in range(STEPS)]
+    assert abs(np.concatenate(taken).mean() * sum(sizes) - sizes[1]) < sum(sizes) / (STEPS * WINDOWS)
+
+
+@pytest.mark.parametrize("how", ["full", "lora"])
+def test_the_arithmetic_is_that_of_what_is_trained(folder, how):
+    """By hand: six operations for each number of a trained matrix, four of a frozen one; attention as PaLM has it."""
+    output = train(folder, how, finetuning=how)
+    assert all(line["mfu"] is None for line in run_helpers.lines(output / "trainer_log.jsonl")), "a CPU has no peak"
+    (start,) = run_helpers.events(output, "start")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    passed = sum(p.numel() for p in model.parameters() if p.ndim == 2)  # the tied embedding is the head
+    attention = 12 * model.config.num_hidden_layers * 32 * LENGTH
+    trained = start["parameters"]["trainable"]
+    expected = 6 * passed if how == "full" else 4 * passed + 6 * trained
+    assert start["flops_per_token"] == expected + attention
+    assert how == "full" or trained < passed
 
 
 def test_joined_windows_are_their_parts(folder):
@@ -170,6 +203,18 @@ def test_the_adapter_is_merged_and_answers(folder, tmp_path):
         with load_for_generation(str(model), dtype="float32", device_type="cpu") as generator:
             answer = generator.generate(["router switch"], Sampling(temperature=0.0, max_new_tokens=3))[0]
         assert answer.completion_tokens
+
+
+def test_the_result_is_evaluated_and_chatted_with(folder, tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in make_records(3, seed=5)), encoding="utf-8")
+    where = ["--device-type", "cpu", "--dtype", "float32", "--max-new-tokens", "2"]
+    for how in ("full", "lora"):
+        model = ["--model", str(train(folder, how, finetuning=how)), *where]
+        assert finetune(["eval", *model, "--data", str(rows), "--json", "--cache-dir", str(tmp_path / "cache")]) == 0
+        (measured,) = json.loads(capsys.readouterr().out)["models"]
+        assert measured["overall"]["samples"] == 3 and 0 < measured["overall"]["loss"] < 10
+        assert finetune(["chat", *model, "--prompt", "router"]) == 0
 
 
 def test_the_result_has_its_bases_settings(folder):

@@ -67,6 +67,44 @@ def test_bfloat16_on_the_device_is_near_float32_on_the_cpu(materials, tmp_path, 
     assert difference(there, here) < HALF_LIMIT
 
 
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_base_in_few_bits_is_near_the_plain_run_and_smaller(tmp_path, kind):
+    """bfloat16, on the device for both; what is allocated after the second step is weights, moments and gradients."""
+    materials = run_helpers.make_materials(tmp_path / "materials", hidden=512 if ON_CUDA else 64)
+    held = {}
+    for quantization in ("none", kind):
+        folder = tmp_path / quantization
+        wanted = settings(materials, folder, quantization=quantization, learning_rate=1e-3)
+        run_helpers.train(wanted, patch=run_patches.note_memory, patch_arguments=(2, str(tmp_path / "held")))
+        assert started_on_the_device(folder)
+        held[quantization] = int((tmp_path / "held").read_text())
+    assert run_helpers.sample_ids(tmp_path / "none") == run_helpers.sample_ids(tmp_path / kind)
+    # Relative, of losses: weights in 4 bits are off by a tenth of their norm, in 8 bits by a hundredth.
+    assert difference(tmp_path / "none", tmp_path / kind) < {"nf4": 0.05, "int8": HALF_LIMIT}[kind]
+    numbers = 512 * (2 * 32 + 2 * 16) + 3 * 512 * 1024  # of the block's seven matrices
+    spared = {"nf4": 2 - 0.52, "int8": 2 - 1.01}[kind] * numbers
+    if ON_CUDA:
+        assert held["none"] - held[kind] == pytest.approx(spared, rel=0.1)
+
+
+@pytest.mark.parametrize("finetuning", ["lora", "full"])
+@pytest.mark.parametrize("fused_layers", ["auto", "compile"])
+def test_answers_at_evaluations_leave_no_trace(materials, tmp_path, finetuning, fused_layers):
+    """Kernels, compiled layers, dropout: weights and losses are those of the run that asks nothing, to the bit."""
+    rows = [json.loads(line) for line in materials.valid.read_text().splitlines()]
+    valid = tmp_path / "valid.jsonl"
+    valid.write_text("".join(json.dumps(row | {"answer": row["output"]}) + "\n" for row in rows), encoding="utf-8")
+    changes = {"finetuning": finetuning, "fused_layers": fused_layers, "lora_dropout": 0.3, "valid_data": str(valid)}
+    for name, count in (("with", 8), ("without", None)):
+        run_helpers.train(settings(materials, tmp_path / name, **changes, eval_steps=2, eval_generate=count))
+    assert started_on_the_device(tmp_path / "with")
+    assert run_helpers.losses(tmp_path / "with") == run_helpers.losses(tmp_path / "without")
+    weights = [run_helpers.result_weights(tmp_path / name) for name in ("with", "without")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    asked = run_helpers.events(tmp_path / "with", "eval")
+    assert [event["eval_answers"] for event in asked] == [8] * 4
+
+
 def test_compiled_pretraining_is_eager_pretraining(tmp_path):
     """NanoChat of depth 2 with Muon on random tokens."""
     choose = np.random.default_rng(0)

@@ -30,7 +30,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from launching import ROOT
 from torch.utils import cpp_extension
-from transformers import PretrainedConfig, Trainer, TrainerCallback, TrainingArguments
+from transformers import GenerationMixin, PretrainedConfig, Trainer, TrainerCallback, TrainingArguments
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from finetune.config.run_config import RunConfig
@@ -43,6 +43,7 @@ TRAINER = "finetune/training/trainer.py"
 STATE = "finetune/training/state.py"
 SAVED = "finetune/training/saved_tensors.py"
 EXECUTION = "finetune/training/executor.py"
+GREEDY = "finetune/inference/greedy.py"
 GUARDS = "finetune/training/guards.py"
 
 # (owner, name, parameters without self, who uses it)
@@ -68,6 +69,18 @@ SIGNATURES: tuple[tuple[Any, str, str, str], ...] = (
     (Trainer, "_save_checkpoint", "model trial", f"{TRAINER}: _save_checkpoint"),
     (Trainer, "remove_callback", "callback", f"{TRAINER}: __init__"),
     (Trainer, "create_optimizer", "model", "finetune/training/pretrain_trainer.py"),
+    (
+        GenerationMixin,
+        "_update_model_kwargs_for_generation",
+        "outputs model_kwargs is_encoder_decoder num_new_tokens",
+        f"{GREEDY}: decode",
+    ),
+    (
+        GenerationMixin,
+        "prepare_inputs_for_generation",
+        "input_ids next_sequence_length past_key_values attention_mask inputs_embeds is_first_iteration kwargs",
+        f"{GREEDY}: decode",
+    ),
     (GradientState, "_set_sync_gradients", "sync_gradients", f"{EXECUTION}: _microbatch"),
     (GradientState, "_reset_state", "", "finetune/training/session.py: _forget_accelerate"),
     (AcceleratorState, "_reset_state", "reset_partial_state", "finetune/training/session.py: _forget_accelerate"),
@@ -128,6 +141,8 @@ ATTRIBUTES: tuple[tuple[type, str, str], ...] = (
     (peft.tuners.lora.Linear, "base_layer lora_A lora_B lora_dropout scaling", "finetune/modeling/lora.py"),
     (peft.tuners.lora.Linear, "lora_variant lora_bias fan_in_fan_out", "finetune/modeling/lora.py: _is_plain"),
     (peft.tuners.lora.Linear, "disable_adapters merged active_adapters", "finetune/modeling/lora.py: _is_active"),
+    (peft.tuners.tuners_utils.BaseTunerLayer, "_disable_adapters", "finetune/modeling/lora.py: adapter_off"),
+    (peft.utils.other.AuxiliaryTrainingWrapper, "_disable_adapters", "finetune/modeling/lora.py: adapter_off"),
     (torch.Tensor, "_version", "finetune/modeling/lora.py: LayerGroup.forward"),
 )
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.commands.convert import hugging_face
+from finetune.commands.convert import adapters, hugging_face
 from finetune.commands.convert.draft import Draft, Option, Tool, lost, read
 from finetune.commands.convert.llama_factory import split, targets
 from finetune.errors import ConfigError
 
-_WEIGHTS = "base weights are not quantized here"
+_WEIGHTS = "a base in few bits is load_in_4bit or load_in_8bit alone"
 _TOKENS = "the tokenizer's own tokens are used"
 
 OPTIONS: dict[str, Option] = {
@@ -30,14 +30,15 @@ OPTIONS: dict[str, Option] = {
     ),
     # ------------------------------------------------ what is trained
     **lost("no adapter is continued here; merge it into the model first", "lora_model_dir", trains=True),
-    **lost(
-        "modules beside the adapter are not trained here", "lora_modules_to_save lora_target_parameters", trains=True
+    **read(
+        "peft_use_dora peft_use_rslora peft_layers_to_transform lora_rank_pattern lora_alpha_pattern "
+        "lora_modules_to_save loraplus_lr_ratio"
     ),
+    **lost("experts' parameters get no adapter by name here", "lora_target_parameters", trains=True),
+    **lost("tokens are named by their text here: --train-tokens", "peft_trainable_token_indices", trains=True),
     **lost(
         "this kind of LoRA is not trained here",
-        "peft_use_dora peft_use_rslora peft_layers_to_transform peft_layers_pattern peft_layer_replication "
-        "peft_init_lora_weights peft_trainable_token_indices lora_rank_pattern lora_alpha_pattern lora_fan_in_fan_out "
-        "loraplus_lr_ratio relora peft",
+        "peft_layers_pattern peft_layer_replication peft_init_lora_weights lora_fan_in_fan_out relora peft",
         trains=True,
     ),
     **lost(
@@ -205,6 +206,15 @@ DEFAULTS = {
     "logging_steps": 500,
     "save_steps": 500,
 }
+_BEYOND_PLAIN = {
+    "peft_use_dora": "use_dora",
+    "peft_use_rslora": "use_rslora",
+    "peft_layers_to_transform": "layers_to_transform",
+    "lora_rank_pattern": "rank_pattern",
+    "lora_alpha_pattern": "alpha_pattern",
+    "lora_modules_to_save": "modules_to_save",
+    "loraplus_lr_ratio": "lora_plus_ratio",
+}
 _READ_OF_DATA = (
     *("path", "type", "split", "data_files", "field", "text_column", "ds_type", "chat_template", "roles_to_train"),
     *("field_messages", "field_tools", "message_property_mappings", "message_field_role", "message_field_content"),
@@ -275,15 +285,16 @@ def _method(values: dict[str, Any], draft: Draft) -> None:
         raise ConfigError(
             f"adapter {adapter} has no counterpart", "adapter", "LoRA and all parameters are trained here"
         )
-    for name in ("load_in_4bit", "load_in_8bit"):
+    for name, bits in (("load_in_4bit", 4), ("load_in_8bit", 8)):
         if values.get(name):
-            draft.lose(name, True, f"{_WEIGHTS}: the adapter stands on 16 bits", trains=True)
+            adapters.quantization(name, bits, draft, value=True)
     # peft's own, where Axolotl hands nothing on.
     draft.values |= {
         "finetuning": "lora",
         "lora_r": values.get("lora_r") or 8,
         "lora_alpha": values.get("lora_alpha") or 8,
     }
+    adapters.beyond_plain(values, _BEYOND_PLAIN, draft)
     modules = values.get("lora_target_modules")
     if values.get("lora_target_linear") or not modules:
         draft.values["lora_target_modules"] = "all-linear"

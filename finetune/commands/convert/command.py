@@ -17,7 +17,7 @@ from finetune.config.options import Options, read_options
 from finetune.config.resolution import resolve_object
 from finetune.config.run_config import RunConfig
 from finetune.errors import ConfigError, ExitCode
-from finetune.plain_text import mask_passwords
+from finetune.plain_text import mask_secrets
 from finetune.storage import durable_files
 
 _WIDTH = 118
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         draft = convert(tool, given, devices)
     except (TypeError, ValueError, AttributeError) as error:  # a word where a number belongs, a text for a list
-        what = f"an option has a value that {tool.title} does not take: {error}"
+        what = f"an option has a value that {tool.title} does not take: {mask_secrets(str(error))}"
         raise ConfigError(what, source, f"see whether {tool.title} itself starts with it") from error
     if processes not in (None, devices):
         draft.note("the launcher's processes", processes, f"--devices {devices} is what counts")
@@ -110,7 +110,7 @@ def _without_secrets(name: str, value: Any) -> Any:
 
 def _shown(value: Any) -> str:
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    text = mask_passwords(" ".join(text.split()))
+    text = mask_secrets(" ".join(text.split()))
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

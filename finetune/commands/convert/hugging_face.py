@@ -112,6 +112,10 @@ DEFAULTS: dict[str, Any] = {
 # What null says, where it is not the default.
 NULLS: dict[str, Any] = {"max_grad_norm": 0}
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw", "adamw_apex_fused", "adamw_torch_xla")
+_SMALL_OPTIMIZERS = {
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"), "adamw-8bit"),
+    "adafactor": "adafactor",
+}
 _SCHEDULES = {
     "linear": "linear",
     "cosine": "cosine",
@@ -255,8 +259,15 @@ def _trackers(given: Any, draft: Draft) -> None:
 
 
 def optimizer(name: Any, draft: Draft) -> None:
-    if name is not None and str(name) not in _ADAMW:
+    if name is None or str(name) in _ADAMW:
+        return
+    ours = _SMALL_OPTIMIZERS.get(str(name))
+    if ours is None:
         draft.lose("optim", name, "AdamW with float32 moments is what trains here", trains=True)
+    elif draft.values.get("finetuning") != "full":
+        draft.lose("optim", name, "an adapter is trained by AdamW with float32 moments", trains=True)
+    else:
+        draft.values["optimizer"] = ours
 
 
 def deepspeed(given: Any, draft: Draft) -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from finetune.commands.convert import hugging_face
+from finetune.commands.convert import adapters, hugging_face
 from finetune.commands.convert.draft import Draft, Option, Tool, lost, read
 from finetune.errors import ConfigError
 
@@ -26,6 +26,7 @@ OPTIONS: dict[str, Option] = {
         "stage finetuning_type lora_rank lora_alpha lora_target dataset eval_dataset dataset_dir val_size template "
         "mix_strategy interleave_probs packing neat_packing pure_bf16 disable_gradient_checkpointing fp8 "
         "early_stopping_steps infer_dtype quantization_bit mask_history train_on_prompt use_swanlab "
+        "quantization_type use_rslora use_dora loraplus_lr_ratio additional_target "
         "image_max_pixels model_revision"
     ),
     # ------------------------------------------------ what is trained
@@ -34,10 +35,9 @@ OPTIONS: dict[str, Option] = {
         "adapter_name_or_path adapter_folder",
         trains=True,
     ),
-    **lost("modules beside the adapter are not trained here", "additional_target", trains=True),
     **lost(
         "this kind of LoRA is not trained here",
-        "use_rslora use_dora pissa_init pissa_convert loraplus_lr_ratio",
+        "pissa_init pissa_convert",
         trains=True,
     ),
     **lost("part of an option that is not trained here", "pissa_iter loraplus_lr_embedding"),
@@ -92,8 +92,9 @@ OPTIONS: dict[str, Option] = {
         "badam_mask_mode badam_verbose",
     ),
     **lost(
-        "base weights are not quantized here",
-        "quantization_method quantization_type double_quantization quantization_device_map",
+        "a base in few bits is bitsandbytes', whole on a device",
+        "quantization_method double_quantization quantization_device_map",
+        off=("bitsandbytes", "bnb", True),
     ),
     # ------------------------------------------------ how it runs
     **lost(
@@ -167,6 +168,12 @@ DEFAULTS = {
     "dataset_dir": "data",
     "val_size": 0.0,
 }
+_BEYOND_PLAIN = {
+    "use_rslora": "use_rslora",
+    "use_dora": "use_dora",
+    "loraplus_lr_ratio": "lora_plus_ratio",
+    "additional_target": "modules_to_save",
+}
 _ROLES = {"user_tag": ("human", "user"), "assistant_tag": ("gpt", "assistant"), "system_tag": ("system",)}
 _ROLES |= {"observation_tag": ("observation", "tool"), "function_tag": ("function_call",)}
 _COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}
@@ -206,10 +213,9 @@ def finish(values: dict[str, Any], given: set[str], draft: Draft, devices: int) 
 
 def _method(values: dict[str, Any], draft: Draft) -> None:
     draft.values["finetuning"] = values["finetuning_type"]
+    adapters.beyond_plain(values, _BEYOND_PLAIN, draft)
     if bits := values.get("quantization_bit"):
-        draft.lose(
-            "quantization_bit", bits, "base weights are not quantized here: the adapter stands on 16 bits", trains=True
-        )
+        adapters.quantization("quantization_bit", bits, draft, form=values.get("quantization_type"))
     if values["finetuning_type"] == "full":
         draft.values.pop("lora_dropout", None)
         return

@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any
 
-from finetune.commands.convert import hugging_face
+from finetune.commands.convert import adapters, hugging_face
 from finetune.commands.convert.draft import Draft, Option, Tool, lost, read
 from finetune.commands.convert.llama_factory import split, targets
 from finetune.config.paths import is_hub_id
@@ -23,6 +23,7 @@ OPTIONS: dict[str, Option] = {
     **read(
         "tuner_type dataset val_dataset split_dataset_ratio torch_dtype max_length truncation_strategy lora_rank "
         "lora_alpha target_modules target_regex columns system loss_scale template quant_bits packing adapters "
+        "bnb_4bit_quant_type modules_to_save use_rslora use_dora lorap_lr_ratio "
         "early_stop_interval interleave_prob stopping_strategy strict use_chat_template max_epochs stage "
         "model_revision use_hf"
     ),
@@ -33,8 +34,8 @@ OPTIONS: dict[str, Option] = {
         "trainable_parameters_regex freeze_llm",
         trains=True,
     ),
-    **lost("modules beside the adapter are not trained here", "modules_to_save target_parameters", trains=True),
-    **lost("this kind of LoRA is not trained here", "use_rslora use_dora lorap_lr_ratio use_swift_lora", trains=True),
+    **lost("experts' parameters get no adapter by name here", "target_parameters", trains=True),
+    **lost("this kind of LoRA is not trained here", "use_swift_lora", trains=True),
     **lost("this kind of LoRA is not trained here", "lora_bias init_weights", trains=True, off=("true", True)),
     **lost("AdamW is the optimizer here", "optimizer use_galore lisa_activated_layers", trains=True),
     **lost("the loss is cross-entropy here", "loss_type enable_dft_loss", trains=True),
@@ -91,9 +92,9 @@ OPTIONS: dict[str, Option] = {
         off=(True,),
     ),
     **lost(
-        "base weights are not quantized here",
-        "quant_method hqq_axis bnb_4bit_compute_dtype bnb_4bit_quant_type bnb_4bit_use_double_quant "
-        "bnb_4bit_quant_storage",
+        "a base in few bits is bitsandbytes', computed in the run's dtype",
+        "quant_method hqq_axis bnb_4bit_compute_dtype bnb_4bit_use_double_quant bnb_4bit_quant_storage",
+        off=("bnb", True),
     ),
     **lost(
         _ANSWERS,
@@ -198,11 +199,13 @@ def _method(values: dict[str, Any], draft: Draft, *, full: bool) -> None:
             "adapters", values["adapters"], "no adapter is continued here; merge it into the model first", trains=True
         )
     if values.get("quant_bits"):
-        draft.lose("quant_bits", values["quant_bits"], "base weights are not quantized here", trains=True)
+        adapters.quantization("quant_bits", values["quant_bits"], draft, form=values.get("bnb_4bit_quant_type"))
     if full:
         draft.values.pop("lora_dropout")
         return
     draft.values |= {"lora_r": values["lora_rank"], "lora_alpha": values["lora_alpha"]}
+    same = ("modules_to_save", "use_rslora", "use_dora")
+    adapters.beyond_plain(values, {**dict(zip(same, same, strict=True)), "lorap_lr_ratio": "lora_plus_ratio"}, draft)
     draft.values["lora_target_modules"] = targets(values["target_modules"], "all-linear")
     if values.get("target_regex"):
         draft.lose("target_regex", values["target_regex"], "name the modules as lora_target_modules", trains=True)

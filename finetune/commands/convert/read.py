@@ -6,24 +6,20 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.commands.convert import axolotl, llama_factory, ms_swift, trl
 from finetune.commands.convert.draft import Tool
+from finetune.commands.convert.launchers import as_words, processes_of, without_launcher
 from finetune.config.config_files import read_file, similar_files
 from finetune.errors import ConfigError
+from finetune.plain_text import mask_secrets
 
 TOOLS: tuple[Tool, ...] = (llama_factory.TOOL, trl.TOOL, axolotl.TOOL, ms_swift.TOOL)
 _FILES = (".yaml", ".yml", ".json")
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.S)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
-
-
-# Options of launchers: processes of the run, processes of a node, nodes.
-_PROCESSES, _OF_NODE, _NODES = ("num_processes",), ("nproc_per_node", "num_gpus"), ("nnodes", "num_nodes")
 
 
 class Run(NamedTuple):
@@ -56,10 +52,11 @@ def read_run(given: str, tool_name: str | None) -> Run:
     source = path.name if is_file else "a command line"
     if path.suffix.lower() in _FILES and (is_file or " " not in given):
         options = read_file(path)
-        return Run(_pick(options, tool_name, path.name), options, path.name)
+        tool = _pick(options, tool_name, path.name)
+        return Run(tool, without_launcher(options, tool), path.name, processes_of(as_words(options), {}))
     options, named, processes = _read_command(_command_text(given, path))
     tool = named if tool_name is None and named is not None else _pick(options, tool_name, source)
-    return Run(tool, options, source, processes)
+    return Run(tool, without_launcher(options, tool), source, processes)
 
 
 def _command_text(given: str, path: Path) -> str:
@@ -101,16 +98,20 @@ def _read_command(text: str) -> tuple[dict[str, Any], Tool | None, int | None]:
                 for name, option in tool.environment.items()
                 if name in variables
             }
+            own = words[place:]
+            # Behind -- a launcher's own options begin.
+            options = _options(own[: own.index("--")] if "--" in own else own)
             return (
-                {**tool.starts[start], **switches, **_options(words[place:])},
+                {**tool.starts[start], **switches, **options},
                 tool,
-                _processes(words[: place - len(start)], variables),
+                processes_of([*words[: place - len(start)], *as_words(options), *own], variables),
             )
     if unread is not None:
         raise unread
     flags = [word for words in lines for word in words]
     first = next((number for number, word in enumerate(flags) if word.startswith("--")), len(flags))
-    return _options(flags[first:]), None, None
+    options = _options(flags[first:])
+    return options, None, processes_of(as_words(options), {})
 
 
 def _assign(words: list[str], variables: dict[str, str]) -> list[str]:
@@ -131,23 +132,6 @@ def _start(words: list[str]) -> tuple[Tool, tuple[str, ...], int] | None:
         (tool, start, place) for tool in TOOLS for start in tool.starts if (place := _place(words, start)) is not None
     ]
     return max(fitting, key=lambda found: len(" ".join(found[1])), default=None)
-
-
-def _processes(launcher: Sequence[str], variables: dict[str, str]) -> int | None:
-    """The processes that the words in front of the tool's own, and the environment, ask for."""
-    given = {
-        "nproc_per_node": variables.get("NPROC_PER_NODE", ""),
-        "nnodes": variables.get("NNODES", ""),
-    }
-    for word, following in pairwise([*launcher, ""]):
-        name, equals, value = word.partition("=")
-        given[name.lstrip("-").replace("-", "_").lower()] = value if equals else following
-
-    def number(names: tuple[str, ...]) -> int | None:
-        return next((int(given[name]) for name in names if given.get(name, "").isdecimal()), None)
-
-    of_node = number(_OF_NODE)
-    return number(_PROCESSES) or (of_node * (number(_NODES) or 1) if of_node else None)
 
 
 def _place(words: list[str], start: tuple[str, ...]) -> int | None:
@@ -175,7 +159,8 @@ def _options(words: list[str]) -> dict[str, Any]:
         elif name is None and Path(word).suffix.lower() in _FILES:
             options |= read_file(word)
         elif name is None:
-            raise ConfigError(f"{word!r} belongs to no option", "the command line", "write --name value")
+            what = f"{mask_secrets(repr(word))} belongs to no option"
+            raise ConfigError(what, "the command line", "write --name value")
         elif options[name] is True:
             options[name] = _value(word)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from finetune.commands.convert import hugging_face
+from finetune.commands.convert import adapters, hugging_face
 from finetune.commands.convert.draft import Draft, Option, Tool, lost, read
 from finetune.commands.convert.llama_factory import split, targets
 from finetune.errors import ConfigError
@@ -22,23 +22,22 @@ OPTIONS: dict[str, Option] = {
         "max_length packing packing_strategy use_peft lora_r lora_alpha lora_target_modules dataset_name datasets "
         "dataset_config dataset_train_split dataset_test_split dataset_text_field test_split_size "
         "chat_template_path assistant_only_loss completion_only_loss load_in_4bit load_in_8bit dtype eos_token "
-        "truncation_mode model_revision"
+        "truncation_mode model_revision bnb_4bit_quant_type use_rslora use_dora lora_modules_to_save"
     ),
     **lost("the model is loaded as it is", "model_init_kwargs", trains=True),
     **lost("data is prepared in one way here", "dataset_kwargs", trains=True),
     **lost("routers have the auxiliary loss of the model's configuration", "router_aux_loss_coef", trains=True),
     **lost("the loss is cross-entropy here", "loss_type", trains=True, off=("nll", "chunked_nll")),
     **lost("experts' parameters get no adapter here", "lora_target_parameters", trains=True),
-    **lost("modules beside the adapter are not trained here", "lora_modules_to_save", trains=True),
-    **lost("this kind of LoRA is not trained here", "use_rslora use_dora", trains=True),
     **lost("the order is a shuffle in any case", "shuffle_dataset"),
     **lost("padding is what execution needs", "padding_free pad_to_multiple_of eval_packing", off=("auto",)),
     **lost(_TOKENS, "pad_token"),
+    **lost("its launcher's", "accelerate_config"),
     **lost("activations are recomputed or kept here", "activation_offloading"),
     **lost("samples are prepared once and read from memory maps", "dataset_streaming streaming"),
     **lost("the kernel is the device's best (docs/configuration.md)", "attn_implementation"),
     **lost("finetune decides it by itself", "ignore_bias_buffers lora_task_type", off=("CAUSAL_LM",)),
-    **lost("base weights are not quantized here", "bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage"),
+    **lost("nf4 has double quantisation here", "use_bnb_nested_quant bnb_4bit_quant_storage", off=(True,)),
 }
 DEFAULTS = {
     **hugging_face.DEFAULTS,
@@ -98,13 +97,16 @@ def _method(values: dict[str, Any], draft: Draft) -> None:
         draft.values.pop("lora_dropout")
         return
     draft.values |= {"finetuning": "lora", "lora_r": values["lora_r"], "lora_alpha": values["lora_alpha"]}
+    names = {"use_rslora": "use_rslora", "use_dora": "use_dora", "lora_modules_to_save": "modules_to_save"}
+    adapters.beyond_plain(values, names, draft)
     modules = values.get("lora_target_modules")
     draft.values["lora_target_modules"] = targets(modules, "all-linear") if modules else ["q_proj", "v_proj"]
     if not modules:
         draft.note("lora_target_modules", "not set", "written are peft's own of most models: q_proj, v_proj")
     for name in ("load_in_4bit", "load_in_8bit"):
         if values.get(name):
-            draft.lose(name, True, "base weights are not quantized here: the adapter stands on 16 bits", trains=True)
+            bits = 4 if name == "load_in_4bit" else 8
+            adapters.quantization(name, bits, draft, value=True, form=values.get("bnb_4bit_quant_type"))
 
 
 def _data(values: dict[str, Any], draft: Draft) -> None:

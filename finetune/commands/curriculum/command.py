@@ -42,7 +42,7 @@ class CurriculumOptions(Options):
         "Shows how many samples of each difficulty every stage has, how often the data of each is repeated, and the\n"
         "mix over the progress of the run. Reads the configuration and the data; needs no model, and writes nothing."
     )
-    epilog: ClassVar[str] = "The other flags are those of `python -m finetune sft --help`."
+    epilog: ClassVar[str] = "The other flags are those of `python -m finetune sft --help`, or of `dpo --help`."
     positional: ClassVar[tuple[str, ...]] = ("action",)
 
     action: Literal["show"] = setting(group="options", unit="show", description="What to do.")
@@ -236,8 +236,9 @@ def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[i
         DataError: a file cannot be read; a column that no record has; records are bad and `on_bad_row` is refuse.
     """
     from finetune.data.media import MediaLeftOut
+    from finetune.data.preference.records import reader_of
     from finetune.data.problems import ProblemLog, RecordProblem
-    from finetune.data.records import RecordReader, refuse_unmapped
+    from finetune.data.records import refuse_unmapped
     from finetune.data.selection import KEYS, selection_of
     from finetune.data.sources import expand_sources
 
@@ -247,7 +248,8 @@ def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[i
     problems, read, others = ProblemLog(), 0, Counter[str]()
     selection, keys = selection_of(config), []
     files = expand_sources(config.sources)
-    readers = [RecordReader(names, config.difficulty_field, file.source, config.on_media) for file in files]
+    make_reader = reader_of(config.preference_form)
+    readers = [make_reader(names, config.difficulty_field, file.source, config.on_media) for file in files]
     columns: dict[int, set[str]] = {number: set() for number in range(len(files))}
     for number, (file, reader) in enumerate(zip(files, readers, strict=True)):
         for line, record, found in reader.file(file.path):
@@ -285,10 +287,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0; what is wrong is raised as FinetuneError."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     options, rest = read_known_options(CurriculumOptions, arguments or ["--help"])
+    from finetune.config.kinds import conversation_config_class
     from finetune.config.resolution import resolve
     from finetune.runtime.device import launch_world
 
-    config = resolve(rest, world_size=launch_world().world_size).config
+    settings = conversation_config_class(rest)
+    config: Any = resolve(rest, world_size=launch_world().world_size, model_class=settings).config
     difficulties, record_ids, starts, dropped = read_difficulties(config)
     schedule, difficulty_ids, warnings = choose_schedule(config, difficulties, record_ids)
     steps = count_steps(len(difficulty_ids), config.global_batch_size, config.num_epochs, config.max_steps)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ from finetune.commands.diagnose.survival import CLOCK_SLACK_SECONDS, nearest_yea
 from finetune.commands.diagnose.symptoms.base import Kind, fill
 from finetune.commands.diagnose.symptoms.processes import INTERRUPTED
 from finetune.commands.diagnose.symptoms.rules import ENDED_BADLY, EXPLAINED_BY_RUN, UNEXPLAINED
-from finetune.plain_text import plain_text
+from finetune.plain_text import mask_secrets, plain_text
 from finetune.runtime.language import _
 
 # Lines of other processes between those of one error.
@@ -218,19 +217,3 @@ def _quote(evidence: Evidence) -> str:
     rank = "" if evidence.line.rank is None else f" (rank {evidence.line.rank})"
     more = f" (x{evidence.count})" if evidence.count > 1 else ""
     return f"{plain_text(str(evidence.line.source))}:{evidence.line.number}{rank}: {text}{more}"
-
-
-_SECRETS = (
-    re.compile(r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|xox[abpr]-|AKIA|glpat-|wandb_v1_)[A-Za-z0-9_-]{8,}"),
-    re.compile(r"(?i)(?<=bearer )[\w.~+/=-]{8,}"),
-    re.compile(r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"),
-    re.compile(r"""(?i)(?<![\w-])((?:[\w-]*(?:api[_-]?key|secret|passwd|password|token|access[_-]?key))["']?\s*[=:]\s*["']?)[^\s"',;]{6,}"""),
-    re.compile(r"\b[0-9a-f]{40}\b"),
-)  # fmt: skip
-
-
-def mask_secrets(text: str) -> str:
-    """Keys, tokens and passwords replaced by ***."""
-    for form in _SECRETS:
-        text = form.sub(lambda match: (match[1] if match.re.groups else "") + "***", text)
-    return text

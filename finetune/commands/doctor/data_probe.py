@@ -26,8 +26,6 @@ from finetune.errors import FinetuneError
 from finetune.runtime.language import _
 
 if TYPE_CHECKING:
-    from finetune.config.preference_config import PreferenceConfig
-    from finetune.data.preference.records import PreferenceForm
     from finetune.data.sources import DataFile
 
 LARGE_BYTES = 32 << 20
@@ -36,15 +34,6 @@ SAMPLED_RECORDS = 20_000
 
 def probe_sft(config: RunConfig) -> Iterator[Check]:
     """Model, tokenizer and template, then the data."""
-    return _probe(config, None)
-
-
-def probe_preferences(config: PreferenceConfig) -> Iterator[Check]:
-    """The same, of data with two answers or with labels."""
-    return _probe(config, "labels" if config.loss == "kto" else "pairs")
-
-
-def _probe(config: RunConfig, preference: PreferenceForm | None) -> Iterator[Check]:
     from finetune.data.templates import load_tokenizer
     from finetune.modeling.hub import with_model_found
     from finetune.modeling.model_config import check_adapter, check_unquantised, check_weights, load_model_config
@@ -59,18 +48,12 @@ def _probe(config: RunConfig, preference: PreferenceForm | None) -> Iterator[Che
     tokenizer = load_tokenizer(config.model, template=config.template, trust_remote_code=config.trust_remote_code)
     what = _("{tokens:,} tokens, template: {template}")
     yield ok("tokenizer", what.format(tokens=len(tokenizer), template=config.template or _("the tokenizer's own")))
-    yield _check_data(config, "train", model_config, tokenizer, preference)
+    yield _check_data(config, "train", model_config, tokenizer)
     if config.validates:
-        yield _check_data(config, "valid", model_config, tokenizer, preference)
+        yield _check_data(config, "valid", model_config, tokenizer)
 
 
-def _check_data(
-    config: RunConfig,
-    side: Literal["train", "valid"],
-    model_config: Any,
-    tokenizer: Any,
-    preference: PreferenceForm | None,
-) -> Check:
+def _check_data(config: RunConfig, side: Literal["train", "valid"], model_config: Any, tokenizer: Any) -> Check:
     from finetune.data.sources import expand_sources
     from finetune.modeling.model_config import check_ids
 
@@ -78,12 +61,12 @@ def _check_data(
     size = sum(file.path.stat().st_size for file in files)
     names = ", ".join(file.path.name for file in files[:3]) + (" ..." if len(files) > 3 else "")
     if size > LARGE_BYTES:
-        return _check_form(config, files, names, preference)
+        return _check_form(config, files, names)
     from finetune.data.dataset import samples_of
 
     difficulties = config.curriculum.levels if config.use_curriculum else None
     with tempfile.TemporaryDirectory(prefix="finetune-doctor-") as folder:
-        samples = samples_of(config, tokenizer, difficulties, side, cache_dir=folder, num_proc=1, preference=preference)
+        samples = samples_of(config, tokenizer, difficulties, side, cache_dir=folder, num_proc=1)
         check_ids(model_config, samples, tokenizer)
         report = samples.report
     values = {"rows": report.records_read, "samples": report.samples, "tokens": report.tokens}
@@ -92,18 +75,17 @@ def _check_data(
     return warn("data", f"{what}; {doubts}", doubts, **values) if doubts else ok("data", what, **values)
 
 
-def _check_form(config: RunConfig, files: tuple[DataFile, ...], names: str, preference: PreferenceForm | None) -> Check:
+def _check_form(config: RunConfig, files: tuple[DataFile, ...], names: str) -> Check:
     """The form of the first records of large files."""
     from finetune.data.media import MediaLeftOut
-    from finetune.data.preference.records import PreferenceReader
+    from finetune.data.preference.records import reader_of
     from finetune.data.problems import ProblemLog, RecordProblem
-    from finetune.data.records import RecordReader
 
     problems, read = ProblemLog(), 0
     for number, file in enumerate(files):
-        reader = RecordReader(config.curriculum.levels, config.difficulty_field, file.source, config.on_media)
-        if preference is not None:
-            reader = PreferenceReader(**vars(reader), preference=preference)
+        reader = reader_of(config.preference_form)(
+            config.curriculum.levels, config.difficulty_field, file.source, config.on_media
+        )
         for line, _record, found in islice(reader.file(file.path), SAMPLED_RECORDS):
             read += 1
             if isinstance(found, RecordProblem) and not isinstance(found, MediaLeftOut):

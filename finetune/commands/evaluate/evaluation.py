@@ -17,7 +17,13 @@ from finetune.commands.evaluate.answers import find_answer, same_answer
 from finetune.commands.evaluate.candidates import Candidate, run_settings
 from finetune.commands.evaluate.measure_loss import add_losses
 from finetune.commands.evaluate.options import GENERATIONS_NAME, EvalOptions
-from finetune.commands.evaluate.prompts import EvalPrompt, find_difficulties, read_prompts, spread
+from finetune.commands.evaluate.prompts import (
+    EvalPrompt,
+    find_difficulties,
+    read_prompts,
+    spread,
+    warn_of_other_answers,
+)
 from finetune.commands.evaluate.scores import ModelScores
 from finetune.config.sources import as_sources, with_columns
 from finetune.data.dataset import prepare_samples
@@ -79,7 +85,7 @@ class Evaluation:
         self.chosen = spread(self.samples.difficulties, options.max_samples)
         records = np.unique(self.samples.record_ids[self.chosen]).tolist()
         reader = RecordReader(difficulties or None, field, sources[0], options.on_media)  # all have the same columns
-        self.prompts = self._asked(read_prompts(paths, reader, options.answer_field, records))
+        self.prompts = self._asked(read_prompts([(path, reader) for path in paths], options.answer_field, records))
 
     def _asked(self, prompts: list[EvalPrompt]) -> list[EvalPrompt]:
         """Those that `--generate` asks for."""
@@ -93,13 +99,7 @@ class Evaluation:
             numbers = np.array([names.index(name) for name in names], dtype=np.int64)
             prompts = [prompts[position] for position in spread(numbers, wanted)]
             prompts.sort(key=lambda prompt: prompt.record)
-        wrong = [prompt.record for prompt in prompts if not prompt.consistent]
-        if wrong:
-            logger.warning(
-                "%d records have another '%s' than their own output gives, first record %d: repeating the output "
-                "counts as wrong (fix: end outputs with 'Answer: ...', or correct the field)",
-                len(wrong), self.options.answer_field, wrong[0],
-            )  # fmt: skip
+        warn_of_other_answers(prompts, self.options.answer_field)
         return prompts
 
     def facts(self) -> dict[str, Any]:

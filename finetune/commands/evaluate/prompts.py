@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,16 @@ import numpy as np
 
 from finetune.commands.evaluate.answers import find_answer, same_answer
 from finetune.data.files import read_records
-from finetune.data.formats import Conversation
+from finetune.data.formats import Conversation, Message
 from finetune.data.problems import RecordProblem
 from finetune.data.records import RecordReader
+from finetune.data.tools import Tools
 from finetune.errors import ConfigError, DataError
 
+logger = logging.getLogger("finetune")
+
 MOST_DIFFICULTIES = 50
+_RESPONSES = ("response", "completion", "output")  # keys of formats
 
 
 @dataclass(frozen=True)
@@ -26,9 +31,15 @@ class EvalPrompt:
 
     record: int  # its number, from 0 through the files in order
     difficulty: str | None
-    messages: tuple[Mapping[str, str], ...]  # the turns before the last answer, as role and content
+    turns: tuple[Message, ...]  # before the last answer
+    tools: Tools  # that may be called
     answer: str | None  # what a right answer says; None where that cannot be checked
     consistent: bool  # whether the record's own output gives that answer
+
+    @property
+    def messages(self) -> tuple[Mapping[str, str], ...]:
+        """The turns as role and content."""
+        return tuple({"role": message.role, "content": message.content} for message in self.turns)
 
 
 def find_difficulties(paths: Sequence[Path], field: str, known: Sequence[str] = ()) -> tuple[str, ...]:
@@ -53,30 +64,41 @@ def find_difficulties(paths: Sequence[Path], field: str, known: Sequence[str] = 
 
 
 def read_prompts(
-    paths: Sequence[Path], reader: RecordReader, answer_field: str, records: Sequence[int]
+    files: Iterable[tuple[Path, RecordReader]], answer_field: str, records: Sequence[int]
 ) -> list[EvalPrompt]:
     """The prompts of the records with these numbers, which are known to be good; counted as for training.
 
     A plain text asks nothing, and has none.
 
+    Args:
+        files: each with how its records are read.
+        answer_field: the data's own key, whatever it is read as.
+
     Raises:
         DataError: an answer that is neither text nor number.
     """
     wanted, prompts, number = set(records), [], -1
-    for path in paths:
+    for path, reader in files:
         for line, record, found in reader.file(path):
             number += 1
             # `prepare_samples` has reported what is bad.
             if number in wanted and not isinstance(found, RecordProblem) and found.plain_text is None:
-                prompts.append(_prompt(number, f"{path}:{line}", record, found, answer_field))
+                answer = _answer(record, reader, answer_field)
+                prompts.append(_prompt(number, f"{path}:{line}", found, answer_field, answer))
     return prompts
 
 
-def _prompt(
-    number: int, location: str, record: Mapping[str, Any], conversation: Conversation, answer_field: str
-) -> EvalPrompt:
+def _answer(record: Mapping[str, Any], reader: RecordReader, answer_field: str) -> Any:
+    """What a record has under the data's own key; where that is the response, the answer that it gives."""
+    answer = reader.value_of(record, answer_field)
+    read_as = next((ours for ours, theirs in reader.columns.items() if theirs == answer_field), None)
+    if read_as is None:
+        return answer
+    return find_answer(answer) if read_as in _RESPONSES and isinstance(answer, str) else None
+
+
+def _prompt(number: int, location: str, conversation: Conversation, answer_field: str, answer: Any) -> EvalPrompt:
     *before, last = conversation.messages
-    answer = record.get(answer_field)
     if answer is not None and (isinstance(answer, bool) or not isinstance(answer, (str, int, float))):
         raise DataError(
             f"'{answer_field}' is {type(answer).__name__}; it must be a text or a number",
@@ -87,10 +109,24 @@ def _prompt(
     return EvalPrompt(
         record=number,
         difficulty=conversation.difficulty,
-        messages=tuple({"role": message.role, "content": message.content} for message in before),
+        turns=tuple(before),
+        tools=conversation.tools,
         answer=answer,
         consistent=answer is None or same_answer(find_answer(last.content), answer),
     )
+
+
+def warn_of_other_answers(prompts: Sequence[EvalPrompt], answer_field: str) -> None:
+    """Warn of records whose output gives another answer than is compared with."""
+    wrong = [prompt.record for prompt in prompts if not prompt.consistent]
+    if wrong:
+        logger.warning(
+            "%d records have another '%s' than their own output gives, first record %d: repeating the output counts as "
+            "wrong (fix: end outputs with 'Answer: ...', or correct the field)",
+            len(wrong),
+            answer_field,
+            wrong[0],
+        )
 
 
 def spread(difficulties: np.ndarray, count: int | None) -> np.ndarray:
@@ -102,3 +138,13 @@ def spread(difficulties: np.ndarray, count: int | None) -> np.ndarray:
         members = np.flatnonzero(difficulties == difficulty)
         turn[members] = np.arange(len(members))
     return np.sort(np.lexsort((difficulties, turn))[:count])
+
+
+def spread_evenly(difficulties: np.ndarray, count: int) -> np.ndarray:
+    """As `spread`, with those of each difficulty an even choice of all that it has instead of its first."""
+    taken, positions = difficulties[spread(difficulties, count)], []
+    for difficulty in np.unique(taken):
+        members = np.flatnonzero(difficulties == difficulty)
+        quota = int((taken == difficulty).sum())
+        positions.append(members[np.arange(quota) * len(members) // quota])
+    return np.sort(np.concatenate(positions))

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -42,8 +42,8 @@ class InspectOptions(Options):
         "model's tokenizer, and tokenizes all of the data as training would (later runs reuse it)."
     )
     epilog: ClassVar[str] = (
-        "The other flags are those of `python -m finetune sft --help`; --model and --data are enough.\n"
-        "With --loss they are those of `python -m finetune dpo --help`: pairs of answers, or answers with labels."
+        "The other flags are those of `python -m finetune sft --help`; --model and --data are enough. For preferences\n"
+        "give their loss: --loss dpo shows the chosen answer and behind it the rejected one."
     )
 
     count: Annotated[int, Field(ge=0)] = setting(
@@ -81,33 +81,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, rest = read_known_options(InspectOptions, argv)
 
     from finetune.commands.inspect.audit import audit_data, print_audit
-    from finetune.config.kinds import kind_of_arguments
-    from finetune.config.preference_config import PreferenceConfig
+    from finetune.config.kinds import conversation_config_class
     from finetune.config.resolution import resolve
-    from finetune.config.run_config import RunConfig
     from finetune.data.dataset import samples_of
     from finetune.data.templates import load_tokenizer
     from finetune.modeling.hub import from_modelscope
     from finetune.runtime.device import launch_world
 
     world_size = launch_world().world_size
-    config_class = kind_of_arguments(rest).config_class
-    if not issubclass(config_class, RunConfig):
-        config_class = RunConfig
-    nowhere = {"output_dir": "."}  # nothing is written there
-    config = resolve(rest, overrides=nowhere, world_size=world_size, model_class=config_class).config
+    overrides = {"output_dir": "."}  # nothing is written there
+    settings = conversation_config_class(rest)
+    config = resolve(rest, overrides=overrides, world_size=world_size, model_class=settings).config
+    if options.audit and config.preference_form:
+        raise ConfigError("the audit reads one answer a record", "--audit", "leave it out, or the flags of preferences")
     tokenizer = load_tokenizer(
         from_modelscope(config.model, config.hub), config.template, trust_remote_code=config.trust_remote_code
     )
 
     levels = config.curriculum.levels if config.use_curriculum else None
-    found: dict[str, Any] = {"on_bad_row": "drop"} if options.audit else {}  # which are counted there
-    if isinstance(config, PreferenceConfig):
-        if options.audit:
-            raise ConfigError(
-                "the audit reads one answer a record", "--audit", "leave it out, or the flags of preferences"
-            )
-        found["preference"] = "labels" if config.loss == "kto" else "pairs"
+    found = {"on_bad_row": "drop"} if options.audit else {}  # which are counted there
     samples = samples_of(config, tokenizer, levels, **found)
     console = terminal_console(highlight=False)
     if options.audit:

@@ -12,16 +12,26 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from finetune.commands.merge.model_card import write_card
+from finetune.commands.merge.model_card import rounding_text, write_card
 from finetune.commands.merge.options import MergeOptions
 from finetune.errors import ConfigError, FinetuneError
-from finetune.inference.loading import Source, check_fit, end_ids, load_tokenizer_of, load_weights, with_adapter
+from finetune.inference.loading import (
+    Source,
+    check_fit,
+    end_ids,
+    find_run,
+    load_tokenizer_of,
+    load_weights,
+    with_adapter,
+)
 from finetune.modeling.model_config import load_model_config, warn_of_text_alone
 from finetune.modeling.pretrained import DTYPES
 from finetune.runtime import device as devices
@@ -58,6 +68,17 @@ class SelfTest:
     effect: float  # norm of (adapted - base) over the same: what the adapter changes
     agreement: float  # share of positions where merged and adapted take the same token
     texts: int  # how many texts went through the tokenizer and back as before
+    rounding: Rounding | None = None  # where the adapter was trained on a quantised base
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounding:
+    """What the rounding of a quantised base is worth in the adapted model."""
+
+    trained_on: str  # nf4 or int8
+    merged_into: str  # the same, or none: the base's own weights
+    difference: float  # norm of (on the other of the two - as merged) over the norm of the merged model's logits
+    agreement: float  # share of positions where both take the same token
 
 
 def merge_into(folder: Path, source: Source, options: MergeOptions, *, name: str) -> SelfTest:
@@ -74,7 +95,9 @@ def merge_into(folder: Path, source: Source, options: MergeOptions, *, name: str
     base_dtype = _dtype_of(source.base, trust)
     dtype = base_dtype if options.dtype == "auto" else options.dtype
     # Added in the base's own dtype and rounded once to another one: not the other way round.
-    base = load_weights(Source(source.base, None), device, base_dtype, trust_remote_code=trust)
+    rounded, trained_on = _quantization(source, options)
+    load = partial(load_weights, Source(source.base, None), device, base_dtype, trust_remote_code=trust)
+    base = load(rounded=rounded)
     check_fit(base, tokenizer, source)
     warn_of_text_alone(base, load_model_config(source.base, trust_remote_code=trust))
     _check_space(folder, base, DTYPES[dtype])
@@ -83,6 +106,14 @@ def merge_into(folder: Path, source: Source, options: MergeOptions, *, name: str
     del base
     gc.collect()
     devices.empty_cache(device)
+    rounding = None
+    if trained_on != "none":
+        other = with_adapter(load(rounded="none" if rounded != "none" else trained_on), source.adapter).eval()
+        other_logits = logits(other, prompts)
+        del other
+        difference, same = _distance(other_logits, adapted_logits), _agreement(other_logits, adapted_logits)
+        rounding = Rounding(trained_on, rounded, difference, same)
+        logger.info("%s", rounding_text(dataclasses.asdict(rounding)))
     trained_with = source.adapter / TEMPLATE_NAME if options.template is None else None
     texts = check_tokenizer(folder, tokenizer, trained_with, trust_remote_code=trust)
     written = AutoModelForCausalLM.from_pretrained(
@@ -98,6 +129,7 @@ def merge_into(folder: Path, source: Source, options: MergeOptions, *, name: str
         effect=effect,
         agreement=_agreement(written_logits, adapted_logits),
         texts=texts,
+        rounding=rounding,
     )
     check_logits(test, dtype)
     write_card(folder, source, name=name, dtype=dtype, self_test=dataclasses.asdict(test))
@@ -114,6 +146,7 @@ def _write_merged(
 ) -> tuple[list[torch.Tensor], float]:
     """Merge in place and save; the adapted model's logits before that, and how far they are from the base's."""
     # The head is its own from here on, for the base's logits as well: they stay what they were.
+    tied = base.config.get_text_config().tie_word_embeddings
     adapted = _adapted(base, adapter)
     adapted_logits = logits(adapted, prompts)
     with adapted.disable_adapter():
@@ -121,6 +154,8 @@ def _write_merged(
     if effect == 0:
         logger.warning("the adapter changes no logit: the merged model will be its base (fix: name a trained adapter)")
     merged = _merge(adapted, adapter).to(dtype)
+    if tied:
+        _tie_again(merged)
     merged.config.dtype = dtype
     merged.generation_config.eos_token_id = list(
         end_ids(tokenizer, merged.generation_config, merged.config.get_text_config().eos_token_id)
@@ -128,6 +163,21 @@ def _write_merged(
     merged.save_pretrained(folder, max_shard_size=SHARD_SIZE)
     tokenizer.save_pretrained(folder)
     return adapted_logits, effect
+
+
+def _quantization(source: Source, options: MergeOptions) -> tuple[str, str]:
+    """How the base's weights are rounded before the adapter is added; and how they were in the adapter's run, if known.
+
+    Raises:
+        ConfigError: bitsandbytes is needed and not installed.
+    """
+    assert source.adapter is not None
+    run = find_run(source.adapter)
+    trained_on = str((run.settings if run else {}).get("quantization", "none"))
+    rounded = trained_on if options.quantization == "auto" else options.quantization
+    if (trained_on, rounded) != ("none", "none") and find_spec("bitsandbytes") is None:
+        raise ConfigError("bitsandbytes is not installed", "--quantization", "pip install bitsandbytes")
+    return rounded, trained_on if trained_on != "none" else rounded
 
 
 def _dtype_of(base: str, trust_remote_code: bool) -> str:
@@ -188,6 +238,14 @@ def _merge(adapted: PeftModel, adapter: Path) -> PreTrainedModel:
         raise ConfigError(
             f"the adapter cannot be merged: {str(error).splitlines()[0]}", str(adapter), "serve it as an adapter"
         ) from error
+
+
+def _tie_again(merged: PreTrainedModel) -> None:
+    """Let head and embedding be one weight again, where the adapter changed both in the same way."""
+    head, embedding = merged.get_output_embeddings(), merged.get_input_embeddings()
+    if torch.equal(head.weight, embedding.weight):
+        head.weight = embedding.weight
+        merged.config.get_text_config().tie_word_embeddings = merged.config.tie_word_embeddings = True
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from finetune.storage import durable_files
 from finetune.version import __version__
 
 SETTINGS = (
-    *("finetuning", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
+    *("finetuning", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "quantization"),
     *("total_steps", "global_batch_size", "cutoff_len", "seed"),
     *("learning_rate", "warmup_steps", "lr_scheduler", "weight_decay", "max_grad_norm"),
     *("adam_beta1", "adam_beta2", "adam_epsilon", "dtype", "use_curriculum", "curriculum_seed", "difficulty_field"),
@@ -132,7 +132,19 @@ def _test(test: Mapping[str, Any], dtype: str) -> list[str]:
         f"{test['tolerance']:.0e} is allowed; the adapter changes them by {test['effect']:.1e}. The likeliest token is "
         f"the same at {test['agreement']:.2%} of the positions. The tokenizer read {test['texts']} texts as before, "
         "with the same chat template.\n",
+        *([f"Of the rounding: {rounding_text(test['rounding'])}.\n"] if test.get("rounding") else []),
     ]
+
+
+def rounding_text(rounding: Mapping[str, Any]) -> str:
+    """What the rounding of a quantised base is worth, in a sentence."""
+    rounded = rounding["merged_into"] != "none"
+    into, other = ("weights rounded like that", "the base's own") if rounded else ("the base's own", "the rounded ones")
+    return (
+        f"the adapter is for a base in {rounding['trained_on']}, and merged into {into}; on {other} the adapted logits "
+        f"differ from these by {rounding['difference']:.1e} of their norm, and the likeliest token is the same at "
+        f"{rounding['agreement']:.2%} of the positions"
+    )
 
 
 def _table(heading: Sequence[str], lines: Iterable[Sequence[Any]]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from finetune.config.fields import PathOption, Text, setting
 from finetune.config.options import Options
@@ -28,6 +28,9 @@ class MergeOptions(Options):
         None, unit="FOLDER|ID", shown_default="the one that the adapter names", description="Its base."
     )
     output_dir: PathOption = option(unit="FOLDER", description="New folder for the merged model.")
+    quantization: Literal["auto", "none", "nf4", "int8"] = option(
+        "auto", description="Round the base's weights as in QLoRA before; auto: as the run did that made the adapter."
+    )
     dtype: Dtype = option("auto", description="Of the weights; auto: the base's own.")
     device_type: DeviceType = option("cpu", description="Where to compute.")
     template: Text | None = option(

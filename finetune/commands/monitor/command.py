@@ -166,6 +166,8 @@ def _numbers(view: RunView) -> list[str]:
     if evaluated := view.evaluated():
         step, loss = evaluated[-1]
         parts.append(_("eval {loss} @ {step}").format(loss=f"{loss:.4f}", step=f"{step:,}"))
+    if match := view.evaluated("eval_exact_match"):
+        parts.append(_("exact match {share}").format(share=f"{match[-1][1]:.1%}"))
     if is_finite_number(last.get("tokens_per_second")):
         parts.append(f"{last['tokens_per_second']:,.0f} tok/s")
     if is_finite_number(last.get("mfu")):

@@ -152,6 +152,8 @@ class Dashboard:
             facts.append((_("MFU"), _("unknown")))
         if bits := view.evaluated("eval_bpb"):
             facts.append((_("bits per byte"), f"{bits[-1][1]:.4f}"))
+        if match := view.evaluated("eval_exact_match"):
+            facts.append((_("exact match"), f"{match[-1][1]:.1%}"))
         return [*facts, (_("checkpoint"), f"@ {view.checkpoint.get('step')}" if view.checkpoint else _("none yet"))]
 
     def _last_step(self) -> Table:

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from finetune.commands.diagnose.findings import mask_secrets
 from finetune.commands.report import tables
 from finetune.commands.report.charts import tick_text
 from finetune.commands.report.figures import curves, mix
@@ -23,7 +22,7 @@ from finetune.config.fields import PathOption, Text, setting
 from finetune.config.kinds import kind_names, kind_title, run_kind
 from finetune.config.options import SpokenOptions, read_options
 from finetune.errors import ConfigError, ExitCode, StateError
-from finetune.plain_text import plain_text
+from finetune.plain_text import mask_secrets, plain_text
 from finetune.runs.console_lines import print_anything
 from finetune.runs.event_texts import WARNING_EVENTS, advice, event_text, format_duration, message_text, state_text
 from finetune.runs.reader import open_run

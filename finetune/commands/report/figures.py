@@ -62,6 +62,12 @@ def curves(view: RunView) -> list[Figure]:
             _("Validation loss by difficulty"),
             *(Series(name, view.evaluated(f"eval_loss/{name}"), marks=True) for name in view.difficulties),
         ),
+        figure(
+            _("Exact match of generated answers"),
+            Series(_("all"), view.evaluated("eval_exact_match"), marks=True),
+            *(Series(name, view.evaluated(f"eval_exact_match/{name}"), marks=True) for name in view.difficulties),
+            zero=True,
+        ),
         figure(_("Loss by source"), *(Series(n, _smoothed(view.values(f"source_loss/{n}"))) for n in view.sources)),
         figure(
             _("Validation loss by source"),

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from finetune.commands.diagnose.findings import mask_secrets
 from finetune.commands.plan.check import compare_memory
 from finetune.errors import FinetuneError
-from finetune.plain_text import plain_text
+from finetune.plain_text import mask_secrets, plain_text
 from finetune.runs.view import RunView, is_finite_number
 from finetune.runtime.language import N_, _
 from finetune.storage.durable_files import format_bytes
@@ -65,7 +64,7 @@ def tokens_trained(view: RunView) -> float:
 
 
 def evaluation(view: RunView) -> Grid:
-    """Validation losses before the first and after the last step."""
+    """Validation losses, and exact answers, before the first and after the last step."""
     names = [
         (_("all"), "eval_loss"),
         *((name, f"eval_loss/{name}") for name in view.difficulties),
@@ -81,12 +80,29 @@ def evaluation(view: RunView) -> Grid:
             before = f"{first:.4f}" if first_step == 0 else f"{first:.4f} @ {first_step:,}"
             change = f"{(last - first) / first:+.1%}" if len(points) > 1 and first else "–"
             rows.append([title, before, f"{last:.4f}", change, f"{best:.4f}", f"{best_step:,}"])
+    rows += _answers(view)
 
     def mood(column: int, cell: str) -> str:
-        return {"-": "better", "+": "worse"}.get(cell[0], "") if column == 3 and cell not in ("–", "+0.0%") else ""
+        moods = {"-": "better", "↑": "better", "+": "worse", "↓": "worse"}
+        return moods.get(cell[0], "") if column == 3 and cell not in ("–", "+0.0%") else ""
 
     head = [_("What"), _("Before"), _("After"), _("Change"), _("Best"), _("at step")]
     return Grid(head, rows, (1, 2, 3, 4, 5), mood)
+
+
+def _answers(view: RunView) -> list[list[str]]:
+    """Shares of exact answers; the change is in points."""
+    rows = []
+    for name in ("", *view.difficulties):
+        points = view.evaluated(f"eval_exact_match/{name}" if name else "eval_exact_match")
+        if points:
+            (first_step, first), (_step, last) = points[0], points[-1]
+            best_step, best = max(points, key=lambda point: point[1])
+            before = f"{first:.1%}" if first_step == 0 else f"{first:.1%} @ {first_step:,}"
+            change = f"{'↑' if last > first else '↓'}{abs(last - first):.1%}" if last != first else "–"
+            title = _("exact match, {difficulty}").format(difficulty=name) if name else _("exact match")
+            rows.append([title, before, f"{last:.1%}", change, f"{best:.1%}", f"{best_step:,}"])
+    return rows
 
 
 def plan(view: RunView) -> Grid:

@@ -77,6 +77,7 @@ class JoinedWindows:
 
     Attributes:
         sources: int64 `(N,)`: the stream of each window, counted from 0.
+        source_starts: the first window of each stream, and the number of windows.
     """
 
     def __init__(self, parts: Sequence[Windows]) -> None:
@@ -84,6 +85,7 @@ class JoinedWindows:
         counts = [len(part) for part in parts]
         self.sources = np.repeat(np.arange(len(parts), dtype=np.int64), counts)
         self._ends = np.cumsum(counts)
+        self.source_starts = (0, *self._ends.tolist())
         self.tokens = sum(part.tokens for part in parts)
         self.cut_tokens = sum(part.cut_tokens for part in parts)
         self.lengths = np.broadcast_to(np.int32(parts[0].max_seq_len), self.sources.shape)

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from finetune.data.collate import Answers, Microbatch, collate
-from finetune.data.preference.samples import PreferenceSamples
-from finetune.data.steps import StepBatches
+from finetune.data.steps import SampleSource, StepBatches
+
+
+class AnswerSource(SampleSource, Protocol):
+    """What training on preferences needs of a data set; `PreferenceSamples` is one."""
+
+    first_lengths: np.ndarray  # int (N,): tokens of a pair's first document; 0 where a sample is one document
+    first_supervised: np.ndarray  # int (N,): targets of that document
+    labels: np.ndarray  # int (N,): 1 for a good answer, 0 for a bad one, -1 for a pair
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]: ...
 
 
 class AnswerBatches(StepBatches):
-    """The steps of a run on preferences; its samples have `first_lengths` and `labels`."""
+    """The steps of a run on preferences."""
 
-    samples: PreferenceSamples
+    samples: AnswerSource
 
     def tokens_of(self, indices: np.ndarray, *, packing: bool) -> np.ndarray:
         lengths, first = self.samples.lengths[indices], self.samples.first_lengths[indices]

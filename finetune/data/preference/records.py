@@ -8,8 +8,9 @@ ordinary record (ms-swift). Labels: an ordinary record with a true or false `lab
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from finetune.data.formats import (
@@ -100,6 +101,11 @@ class PreferenceReader(RecordReader):
         if self.preference == "labels" and pair:
             what = "it has two answers; --loss kto trains on one answer with a label, the other losses on pairs"
             raise RecordProblem("a pair, not a label", what)
+
+
+def reader_of(form: PreferenceForm | None) -> Callable[..., RecordReader]:
+    """What makes the reader of a run's records; None of ordinary ones."""
+    return RecordReader if form is None else partial(PreferenceReader, preference=form)
 
 
 def _has(record: Mapping[str, Any], keys: Sequence[str]) -> bool:

@@ -10,12 +10,13 @@ import torch
 
 from finetune.config.preference_config import PreferenceConfig
 from finetune.data.collate import Answers, Microbatch
-from finetune.data.preference.samples import PreferenceSamples
+from finetune.data.preference.batches import AnswerSource
 from finetune.data.steps import LossGroups, StepBatch
 from finetune.modeling import preference_loss as losses_of
 from finetune.modeling.loss import ChunkedHead, microbatch_losses
 from finetune.modeling.objective import Scored
 from finetune.training.preferences.reference import Reference
+from finetune.training.preferences.reference_point import ReferencePoint
 
 # What is added up, over all samples and over those of each group. Of a pair both answers count; of a record with a
 # label its one answer is a chosen one (good) or a rejected one (bad).
@@ -29,6 +30,7 @@ SUMS = (
     "chosen_logprob",
     "rejected_logprob",
     "chosen_tokens",
+    "reference_point",  # KTO's, once a sample
 )
 
 
@@ -39,13 +41,16 @@ class PreferenceObjective:
     Attributes:
         samples: those of the batches that are trained on.
         reference: of the losses that compare with the model before the run.
+        point: of KTO.
     """
 
     config: PreferenceConfig
-    samples: PreferenceSamples
+    samples: AnswerSource
     reference: Reference | None
+    point: ReferencePoint | None = None
 
     _token_weight = 0.0  # of a chosen answer's token beside a pair, in the step under way
+    _reference_point = 0.0  # of the step under way
 
     def sums(self, groups: int) -> int:
         return len(SUMS) * (1 + groups)
@@ -53,10 +58,12 @@ class PreferenceObjective:
     def denominator(self, batch: StepBatch) -> int:
         return len(batch.indices)
 
-    def begin(self, model: torch.nn.Module, batch: StepBatch, microbatches: Sequence[Microbatch]) -> None:
+    def begin(self, model: torch.nn.Module, batch: StepBatch) -> None:
         if self.config.sft_weight:
             tokens = int(self.samples.first_supervised[batch.indices].sum())
             self._token_weight = self.config.sft_weight * len(batch.indices) / tokens
+        if self.point is not None:
+            self._reference_point = self.point.of(model, self.samples, batch.indices)
 
     def score(self, model: torch.nn.Module, microbatch: Microbatch, head: ChunkedHead | None, *, groups: int) -> Scored:
         # The reference first: its activations are gone before those that the backward pass needs are made.
@@ -70,7 +77,11 @@ class PreferenceObjective:
         """Of the targets' losses `(n,)` and the reference's log-probabilities `(documents,)`."""
         assert answers is not None
         log_probs = -losses_of.document_sums(losses, answers.targets)
-        found = self._compared(log_probs, answers.counts, reference)
+        if self.config.loss == "kto":
+            assert reference is not None, "kto compares with a reference"
+            found = self._labelled(log_probs, answers, reference)
+        else:
+            found = self._compared(log_probs, answers.counts, reference)
         total = found["loss"].sum()
         if self._token_weight:
             total = total - self._token_weight * found["chosen_logprob"].sum()
@@ -104,7 +115,23 @@ class PreferenceObjective:
             "chosen_logprob": chosen,
             "rejected_logprob": rejected,
             "chosen_tokens": counts[0::2].to(one.dtype),
+            "reference_point": torch.zeros_like(chosen),
         }
+
+    def _labelled(self, log_probs: torch.Tensor, answers: Answers, reference: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The same of answers with labels, `(samples,)`."""
+        config, ratios = self.config, log_probs - reference
+        point = torch.full_like(ratios, self._reference_point, requires_grad=False)
+        good = answers.labels == 1
+        weights = {"desirable_weight": config.desirable_weight, "undesirable_weight": config.undesirable_weight}
+        loss = losses_of.kto_losses(ratios, good, point, beta=config.beta, **weights)
+        nothing = torch.zeros_like(ratios)
+        found = {"loss": loss, "right": nothing, "chosen_tokens": nothing, "reference_point": point}
+        for name, own in (("chosen", good), ("rejected", ~good)):
+            found[name] = own.to(ratios.dtype)
+            found[f"{name}_reward"] = torch.where(own, config.beta * ratios, nothing)
+            found[f"{name}_logprob"] = torch.where(own, log_probs, nothing)
+        return found
 
     def _losses(self, log_probs: torch.Tensor, counts: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
         """`(pairs,)`."""
@@ -139,14 +166,21 @@ def preference_facts(sums: Sequence[float], groups: LossGroups, config: Preferen
 
 def _means(sums: dict[str, float], config: PreferenceConfig) -> dict[str, float]:
     """Nothing where there are no samples."""
-    samples, chosen, rejected = max(sums["chosen"], sums["rejected"]), sums["chosen"], sums["rejected"]
+    labelled, chosen, rejected = config.loss == "kto", sums["chosen"], sums["rejected"]
+    samples = chosen + rejected if labelled else chosen
     if not samples:
         return {}
     means = {"loss": sums["loss"] / samples}
     if config.sft_weight:
         means["loss"] -= config.sft_weight * sums["chosen_logprob"] / sums["chosen_tokens"]
-    means["accuracy"] = sums["right"] / samples
-    means["margin"] = sums["chosen_reward"] / chosen - sums["rejected_reward"] / rejected
+    if labelled:
+        means["reference_point"] = sums["reference_point"] / samples
+    else:
+        means["accuracy"] = sums["right"] / samples
     for name, count in (("chosen", chosen), ("rejected", rejected)):
-        means |= {f"{name}_reward": sums[f"{name}_reward"] / count, f"{name}_logprob": sums[f"{name}_logprob"] / count}
+        if count:
+            means[f"{name}_reward"] = sums[f"{name}_reward"] / count
+            means[f"{name}_logprob"] = sums[f"{name}_logprob"] / count
+    if chosen and rejected:
+        means["margin"] = means["chosen_reward"] - means["rejected_reward"]
     return means

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from finetune.config.preference_config import PreferenceConfig
@@ -20,9 +19,6 @@ _READ = {
 
 def prepare_data(config: PreferenceConfig) -> Prepared:
     """Tokenizer, samples, and the list of global batches, with the checks that need no weights."""
-    from finetune.data.dataset import preference_samples_of
-
-    make_samples = partial(preference_samples_of, form="labels" if config.loss == "kto" else "pairs")
     settings = ("loss", "beta", *_READ[config.loss])
     identity: dict[str, Any] = {"kind": "dpo", **{name: getattr(config, name) for name in settings}}
-    return prepare_with(config, make_samples, identity)
+    return prepare_with(config, identity)

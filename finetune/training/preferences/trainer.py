@@ -16,6 +16,7 @@ from finetune.runtime.parent_watchdog import progress
 from finetune.training.metrics import Interval, model_flops_utilisation, speed, target_share
 from finetune.training.preferences.objective import PreferenceObjective, preference_facts
 from finetune.training.preferences.reference import Table, log_probabilities
+from finetune.training.preferences.reference_point import ReferencePoint
 from finetune.training.preferences.saved_reference import SavedReference
 from finetune.training.sft_trainer import SFTTrainer
 
@@ -39,6 +40,11 @@ class PreferenceTrainer(SFTTrainer):
         self.objective: PreferenceObjective = self.executor.objective
         self.saved_reference = saved_reference
         self._tables: dict[str, Table] = {}
+        if self.objective.config.loss == "kto":
+            assert self.objective.reference is not None
+            self.objective.point = ReferencePoint(
+                self.step_batches, self.objective.reference, self.head, self.context.control, self.args.device
+            )
         self.metrics = (speed, model_flops_utilisation, self._shares, self._compared)
 
     # ------------------------------------------------------------------ log
@@ -70,7 +76,7 @@ class PreferenceTrainer(SFTTrainer):
         with torch.no_grad():
             for step in range(len(step_batches)):
                 batch = step_batches[step]
-                objective.begin(model, batch, batch.microbatches)
+                objective.begin(model, batch)
                 for microbatch in batch.microbatches:
                     progress.mark()
                     scored = objective.score(model, microbatch.to(self.args.device), self.head, groups=groups)

@@ -15,11 +15,11 @@ from launching import ROOT, environment
 
 from finetune.commands.diagnose.command import diagnose_logs, main, render_findings
 from finetune.commands.diagnose.document import renewed
-from finetune.commands.diagnose.findings import mask_secrets
 from finetune.commands.diagnose.log_facts import facts_in, with_next_values
 from finetune.commands.diagnose.symptoms.base import Symptom, fill, fixed_words
 from finetune.commands.diagnose.symptoms.rules import CAUSES, EXPLAINED_BY_RUN, RESTART_CURES, SYMPTOMS, UNEXPLAINED
 from finetune.errors import ConfigError, DataError, ExitCode, FinetuneError
+from finetune.plain_text import mask_secrets
 from finetune.runtime.language import speaking
 
 LOGS = Path(__file__).parent / "logs"

@@ -35,7 +35,7 @@ from finetune.plain_text import plain_text
 from finetune.runs import event_texts, line_follower
 from finetune.runs import reader as runs_reader
 from finetune.runs.console_lines import parse_console_line
-from finetune.runs.event_texts import format_duration
+from finetune.runs.event_texts import event_text, format_duration
 from finetune.runs.line_follower import LineFollower
 from finetune.runs.reader import open_run, runs_in
 from finetune.runs.step_table import StepTable
@@ -173,6 +173,14 @@ def test_sources_have_a_panel_and_are_no_difficulties(tmp_path: Path):
     text = without_styles(shown(view, 140, 40, lang="en"))
     assert "sources" in text and "books" in text and "75%" in text and "1.5000" in text
     assert "books 1.5000" in _numbers(view)
+    with open(folder / "events.jsonl", "a") as events:
+        events.write(
+            line({"event": "eval", "time": time.time(), "step": 40, "eval_loss": 2.0, "eval_exact_match": 0.5})
+        )
+    view = open_run(folder).poll()
+    assert "exact match 50.0%" in _numbers(view)
+    assert "exact match" in without_styles(shown(view, 140, 40, lang="en"))
+    assert event_text(view.evaluations[-1]) == "step 40: validation loss 2.0000, exact match 0.5000"
 
 
 def test_a_resumed_run_cuts_the_tail_that_it_trains_again(tmp_path: Path):

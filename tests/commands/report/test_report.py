@@ -139,13 +139,16 @@ def test_sources_have_figures_and_rows(tmp_path: Path):
     (folder / "trainer_log.jsonl").write_text("".join(line(step(number, **own)) for number in range(1, 41)))
     with open(folder / "events.jsonl", "a") as events:
         for at in (0, 40):
-            evaluated = {"eval_loss": 2.0, "eval_source_loss/kept": 1.25}
+            evaluated = {"eval_loss": 2.0, "eval_source_loss/kept": 1.25, "eval_exact_match": 0.25 + at / 80}
             events.write(line({"event": "eval", "time": time.time(), "step": at} | evaluated))
     html, page = report(folder)
     assert_inert(html, page)
     assert "Loss by source" in html and "Validation loss by source" in html and "books" in html
     said = page.rows()
     assert said[said.index("kept") + 1] == "1.2500"
+    where = said.index("exact match")
+    assert said[where : where + 6] == ["exact match", "25.0%", "75.0%", "↑50.0%", "75.0%", "40"]
+    assert "Exact match of generated answers" in html
 
 
 def test_a_run_of_several_starts(tmp_path: Path):

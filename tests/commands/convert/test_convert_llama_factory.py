@@ -1,0 +1,160 @@
+"""LLaMA-Factory's runs: its examples, its data sets, and what stands apart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from converted_runs import (
+    DEEPSPEED,
+    DIFFERS,
+    EXAMPLE,
+    FULL,
+    PRETRAIN,
+    TRAINED,
+    ZERO3,
+    converted,
+    section,
+)
+
+from finetune.data.formats import detect_format
+from finetune.errors import ConfigError, FinetuneError
+
+
+def test_the_example_of_lora(capsys: Any) -> None:
+    config, text = converted(EXAMPLE, capsys, "--devices", "4")
+    expected = {
+        "model": "Qwen/Qwen3-4B-Instruct-2507",
+        "data": ("data/identity.json", "data/alpaca_en_demo.json"),
+        "finetuning": "lora",
+        "lora_r": 8,
+        "lora_alpha": 16,
+        "lora_dropout": 0.0,
+        "lora_target_modules": "all-linear",
+        "cutoff_len": 2048,
+        "micro_batch_size": 1,
+        "global_batch_size": 32,
+        "learning_rate": 1e-4,
+        "lr_scheduler": "cosine",
+        "warmup_steps": 0.1,
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "num_epochs": 3.0,
+        "dtype": "bfloat16",
+        "seed": 42,
+        "use_curriculum": False,
+        "on_bad_row": "drop",
+        "deepspeed": None,
+        "logging_steps": 10,
+        "save_steps": 500,
+    }
+    assert {name: getattr(config, name) for name in expected} == expected
+    assert "max_samples 1000" in section(text, TRAINED) and section(text, TRAINED).count("\n") == 2
+    assert "1 a device x 8 accumulated x 4 devices" in section(text, DIFFERS)
+    assert "template qwen3_nothink" in section(text, DIFFERS)
+    assert "plot_loss true" in text and "do_train" not in text and "save_only_model" not in text
+
+
+def test_the_example_of_zero_3(capsys: Any) -> None:
+    config, text = converted({**EXAMPLE, **ZERO3}, capsys, "--devices", "8")
+    assert config.deepspeed == {"zero_optimization": {"stage": 3}} and config.global_batch_size == 16
+    assert "the file is not here: ZeRO-3 is written" in text
+    Path("examples/deepspeed").mkdir(parents=True)
+    Path(ZERO3["deepspeed"]).write_text(json.dumps(DEEPSPEED))
+    config, text = converted({**EXAMPLE, **ZERO3}, capsys)
+    assert config.deepspeed is not None and config.deepspeed["zero_optimization"]["stage"] == 3
+    assert "the file is not here" not in text
+
+
+def test_the_example_of_all_parameters(capsys: Any) -> None:
+    config, text = converted({**EXAMPLE, **FULL}, capsys)
+    assert (config.finetuning, config.learning_rate, config.global_batch_size) == ("full", 1e-5, 2)
+    assert config.deepspeed and "lora" not in text.partition("\nmodel:")[2].replace("saves/qwen3-4b/lora", "")
+
+
+def test_the_example_of_pretraining(capsys: Any) -> None:
+    config, text = converted({**EXAMPLE, **PRETRAIN}, capsys)
+    (source,) = config.sources
+    assert (source.path, source.columns) == ("data/c4_demo.jsonl", {"text": "text"})
+    assert "texts are cut off" in section(text, DIFFERS) and "template" not in section(text, DIFFERS)
+
+
+def test_defaults_of_theirs_are_written_out(capsys: Any) -> None:
+    config, _ = converted({"model_name_or_path": "m", "dataset": "identity", "output_dir": "o"}, capsys)
+    assert (config.learning_rate, config.lr_scheduler, config.warmup_steps) == (5e-5, "linear", 0)
+    assert (config.lora_r, config.lora_alpha, config.global_batch_size, config.dtype) == (8, 16, 8, "float32")
+
+
+def test_dataset_info_is_carried_over_or_named(capsys: Any, folder: Path) -> None:
+    info = {
+        "a": {"file_name": "a.jsonl", "columns": {"prompt": "question", "query": "context", "response": "answer"}},
+        "b": {
+            "file_name": "b.json",
+            "formatting": "sharegpt",
+            "columns": {"messages": "turns", "system": "rules", "tools": "functions", "images": "pictures"},
+            "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "oracle"},
+        },
+        "c": {"hf_hub_url": "owner/name", "split": "test", "subset": "small", "num_samples": 7},
+        "d": {"file_name": "d.json", "formatting": "openai"},
+        "pairs": {"file_name": "p.json", "ranking": True},
+    }
+    (folder / "data" / "dataset_info.json").write_text(json.dumps(info))
+    changes = {
+        "dataset": "a, b,c",
+        "eval_dataset": "d",
+        "mix_strategy": "interleave_under",
+        "interleave_probs": "1,2,1",
+    }
+    config, text = converted({**EXAMPLE, **changes}, capsys)
+    first, second, third = config.sources
+    assert first.columns == {"instruction": "question", "input": "context", "output": "answer"}
+    assert detect_format({"question": "?", "answer": "!", "instruction": "?"}) == "alpaca"
+    assert second.columns == {"messages": "turns", "system": "rules", "tools": "functions"}
+    assert (third.path, third.columns) == ("owner/name", None)
+    assert [source.path for source in config.valid_sources] == ["data/d.json"]
+    assert config.data_weights == (1.0, 2.0, 1.0)
+    named = section(text, TRAINED)
+    for words in ("b: images", "b: assistant_tag oracle", "c: split test", "c: subset small", "c: num_samples 7"):
+        assert words in named, words
+    with pytest.raises(ConfigError, match="rankings"):
+        converted({**EXAMPLE, "dataset": "pairs"}, capsys)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"stage": "dpo"}, "stage dpo has no counterpart"),
+        ({"finetuning_type": "freeze"}, "freeze has no counterpart"),
+        ({"dataset": "nothing"}, "dataset_info.json has no nothing"),
+        ({"dataset": None}, "names no dataset"),
+        ({"lora_rank": 0}, "lora_r is 0"),
+        ({"save_steps": "often"}, "a value that LLaMA-Factory does not take"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(capsys: Any, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(FinetuneError, match=words):
+        converted({**EXAMPLE, **changes}, capsys)
+    assert not Path("ours.yaml").exists()
+
+
+def test_what_changes_the_training_stands_apart(capsys: Any) -> None:
+    changes = {
+        "quantization_bit": 3, "neftune_noise_alpha": 5, "mask_history": True, "use_galore": True,
+        "lr_scheduler_type": "polynomial", "flash_attn": "fa2", "optim": "adafactor", "misspelt": 1,
+        "pissa_convert": False,
+    }  # fmt: skip
+    config, text = converted({**EXAMPLE, **changes}, capsys)
+    named = section(text, TRAINED)
+    for name in changes.keys() - {"flash_attn", "pissa_convert"}:
+        assert f"#   {name} " in named, name
+    assert "flash_attn fa2" in text.replace(named, "") and "pissa_convert" not in text
+    assert config.lr_scheduler == "cosine"
+
+
+def test_validation_best_and_early_stopping(capsys: Any) -> None:
+    changes = {"val_size": 0.1, "eval_strategy": "steps", "eval_steps": 50, "early_stopping_steps": 3}
+    changes |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    config, _ = converted({**EXAMPLE, **changes}, capsys)
+    assert (config.valid_split, config.eval_steps, config.keep_best, config.early_stopping) == (0.1, 50, True, 3)

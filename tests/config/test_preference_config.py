@@ -1,0 +1,73 @@
+"""The settings of a run on preferences: defaults by loss, what is refused, and which kind a file is of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from finetune.config.flags import flag_table
+from finetune.config.kinds import conversation_config_class, kind_of_arguments
+from finetune.config.preference_config import PreferenceConfig
+from finetune.config.resolution import resolve, resolve_object, to_yaml
+from finetune.config.run_config import RunConfig
+from finetune.errors import ConfigError
+
+FROZEN = Path(__file__).parents[1] / "frozen" / "preference_flags.txt"
+NEEDED = ["--model", "m", "--data", "d.jsonl", "--output-dir", "out"]
+
+
+def made(*flags: str) -> PreferenceConfig:
+    return resolve([*NEEDED, *flags], world_size=1, model_class=PreferenceConfig).config
+
+
+@pytest.mark.frozen
+def test_flags_are_frozen() -> None:
+    """To change a flag on purpose: python -c "from finetune.config.flags import flag_table; \
+    from finetune.config.preference_config import PreferenceConfig; \
+    print(flag_table(PreferenceConfig), end='')" > tests/frozen/preference_flags.txt
+    """
+    assert flag_table(PreferenceConfig) == FROZEN.read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], {"loss": "dpo", "beta": 0.1, "learning_rate": 5e-6, "sft_weight": 0.0, "num_epochs": 1.0}),
+        (["--finetuning", "full"], {"learning_rate": 5e-7}),
+        (["--loss", "orpo"], {"beta": 0.1, "learning_rate": 8e-5, "sft_weight": 1.0}),
+        (["--loss", "orpo", "--finetuning", "full"], {"learning_rate": 8e-6}),
+        (["--loss", "simpo"], {"beta": 2.0, "simpo_gamma": 1.0, "learning_rate": 5e-6}),
+        (["--loss", "simpo", "--beta", "10"], {"simpo_gamma": 5.0}),
+        (["--loss", "kto", "--learning-rate", "1e-4"], {"learning_rate": 1e-4, "desirable_weight": 1.0}),
+    ],
+)
+def test_defaults_follow_from_the_loss(flags: list[str], expected: dict[str, object]):
+    config = made(*flags)
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+def test_a_microbatch_has_room_for_both_answers():
+    sizes = ["--micro-batch-size", "2", "--cutoff-len", "100"]
+    assert made(*sizes).tokens_per_microbatch == 400 and made(*sizes, "--loss", "kto").tokens_per_microbatch == 200
+
+
+def test_settings_of_another_loss_are_noted():
+    resolved = resolve([*NEEDED, "--simpo-gamma", "1"], world_size=1, model_class=PreferenceConfig)
+    assert any("not used, because loss is dpo: simpo_gamma" in note for note in resolved.notes)
+
+
+def test_which_kind_a_file_is_of(tmp_path: Path):
+    """What a run wrote of its settings is read as the same run, and by commands that take several kinds."""
+    config = made("--loss", "ipo")
+    path = tmp_path / "run.yaml"
+    path.write_text(to_yaml(config))
+    assert resolve_object(path, 1, PreferenceConfig).config == config
+    assert kind_of_arguments(["--config", str(path)]).config_class is PreferenceConfig
+    assert conversation_config_class(["--config", str(path)]) is PreferenceConfig
+    assert conversation_config_class(["--train-data-path", "t.bin"]) is RunConfig
+
+
+def test_answers_while_it_trains_are_refused():
+    with pytest.raises(ConfigError, match="answers nothing while it trains"):
+        made("--eval-generate", "5", "--valid-data", "d.jsonl")

@@ -1,0 +1,133 @@
+"""For tests of `convert`: runs of other tools, and what becomes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from finetune.commands.convert.command import main
+from finetune.config.resolution import resolve
+from finetune.config.run_config import RunConfig
+
+# The options and values that the examples of LLaMA-Factory for Qwen3 have (August 2026).
+EXAMPLE: dict[str, Any] = {
+    "model_name_or_path": "Qwen/Qwen3-4B-Instruct-2507",
+    "trust_remote_code": True,
+    "stage": "sft",
+    "do_train": True,
+    "finetuning_type": "lora",
+    "lora_rank": 8,
+    "lora_target": "all",
+    "dataset": "identity,alpaca_en_demo",
+    "template": "qwen3_nothink",
+    "cutoff_len": 2048,
+    "max_samples": 1000,
+    "preprocessing_num_workers": 16,
+    "dataloader_num_workers": 4,
+    "output_dir": "saves/qwen3-4b/lora/sft",
+    "logging_steps": 10,
+    "save_steps": 500,
+    "plot_loss": True,
+    "overwrite_output_dir": True,
+    "save_only_model": False,
+    "report_to": "none",
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 8,
+    "learning_rate": 1.0e-4,
+    "num_train_epochs": 3.0,
+    "lr_scheduler_type": "cosine",
+    "warmup_ratio": 0.1,
+    "bf16": True,
+    "ddp_timeout": 180000000,
+    "resume_from_checkpoint": None,
+}
+ZERO3 = {"deepspeed": "examples/deepspeed/ds_z3_config.json", "gradient_accumulation_steps": 2}
+FULL = {"finetuning_type": "full", "learning_rate": 1.0e-5, "output_dir": "saves/qwen3-4b/full/sft", **ZERO3}
+PRETRAIN = {"stage": "pt", "dataset": "c4_demo", "output_dir": "saves/qwen3-4b/lora/pretrain"}
+INFO = {
+    "identity": {"file_name": "identity.json"},
+    "alpaca_en_demo": {"file_name": "alpaca_en_demo.json"},
+    "c4_demo": {"file_name": "c4_demo.jsonl", "columns": {"prompt": "text"}},
+}
+DEEPSPEED = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_allow_untested_optimizer": True,
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16},
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": False,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+}
+
+AXOLOTL = {
+    "base_model": "owner/base",
+    "load_in_8bit": True,
+    "datasets": [
+        {"path": "owner/alpaca", "type": "alpaca"},
+        {"path": "chat.jsonl", "type": "chat_template", "field_messages": "conversations", "roles_to_train": ["user"]},
+        {"path": "text.jsonl", "type": "completion", "field": "body"},
+    ],
+    "val_set_size": 0.05,
+    "sequence_len": 4096,
+    "sample_packing": True,
+    "adapter": "lora",
+    "lora_r": 32,
+    "lora_alpha": 16,
+    "lora_dropout": 0.05,
+    "lora_target_linear": True,
+    "lora_modules_to_save": ["embed_tokens", "lm_head"],
+    "gradient_accumulation_steps": 4,
+    "micro_batch_size": 2,
+    "num_epochs": 4,
+    "optimizer": "adamw_bnb_8bit",
+    "learning_rate": 0.0002,
+    "bf16": "auto",
+    "gradient_checkpointing": True,
+    "evals_per_epoch": 4,
+    "wandb_project": None,
+}
+SWIFT = (
+    "CUDA_VISIBLE_DEVICES=0 swift sft --model Qwen/Qwen2.5-7B-Instruct --tuner_type lora --dataset "
+    "'AI-ModelScope/alpaca-gpt4-data-zh#500' own.jsonl --torch_dtype bfloat16 --num_train_epochs 1 "
+    "--learning_rate 1e-4 --lora_rank 8 --lora_alpha 32 --target_modules all-linear --eval_steps 50 --save_steps 50 "
+    "--save_total_limit 2 --max_length 2048 --output_dir output --system 'You are a helpful assistant.' "
+    "--warmup_ratio 0.05 --deepspeed zero2 --split_dataset_ratio 0.01"
+)
+SWIFT_KEYS = {"model": "m", "dataset": ["d.jsonl"], "output_dir": "o"}
+TRL = {"model_name_or_path": "m", "dataset_name": "d.jsonl", "output_dir": "o"}
+
+TRAINED, DIFFERS = "No counterpart, and it changes what is trained:", "Means something else here:"
+
+
+def converted(run: dict[str, Any] | str, capsys: Any, *arguments: str) -> tuple[RunConfig, str]:
+    """The run file's settings as our own reader has them, and the file's text."""
+    source = run
+    if isinstance(run, dict):
+        source = "theirs.yaml"
+        Path(source).write_text(yaml.safe_dump(run))
+    assert main([str(source), "--output", "ours.yaml", *arguments]) == 0
+    text, said = Path("ours.yaml").read_text(), capsys.readouterr().err
+    Path("ours.yaml").unlink()
+    Path("check.yaml").write_text(text)
+    for line in said.splitlines():  # everything that is said stands in the file too
+        assert line.strip().lstrip("#").rstrip(":").lower() in text.lower() or line.startswith("[SUCCESS]"), line
+    config = resolve(["--config", "check.yaml"], world_size=1).config
+    assert isinstance(config, RunConfig)
+    return config, text
+
+
+def section(text: str, words: str) -> str:
+    """The lines under a heading of the comments."""
+    return text.partition(words)[2].partition("#\n")[0].partition("\nmodel:")[0] if words in text else ""

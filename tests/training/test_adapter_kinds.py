@@ -1,0 +1,248 @@
+"""Adapters beyond plain LoRA: what peft loads is what was trained, merged or not; resumed, sharded, and refused."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import run_helpers
+import run_patches
+import torch
+from peft import PeftModel
+from run_helpers import LAYOUTS, Materials
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from finetune.__main__ import main as finetune
+from finetune.config.resolution import resolve_object
+from finetune.errors import ConfigError, FinetuneError
+from finetune.modeling.pretrained import add_adapter, count_parameters
+from finetune.planning.inputs import fine_tuning_workload
+from finetune.planning.shapes import shape_of_model
+from finetune.planning.workload import Cluster
+from finetune.training.optimizers import set_apart
+from finetune.training.prepare_sft import prepare_data, token_ids
+
+IDS = torch.arange(7, 7 + 2 * 24).reshape(2, 24)
+TOKENS = ["<|im_end|>", "<|im_start|>"]
+KINDS: dict[str, dict[str, Any]] = {
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "ranks": {"rank_pattern": "q_proj=8,down_proj=2", "alpha_pattern": "q_proj=4"},
+    "layers": {"layers_to_transform": "1"},
+    "modules": {"modules_to_save": ["embed_tokens", "model.norm"]},
+    "tokens": {"train_tokens": TOKENS},
+    "plus": {"lora_plus_ratio": 4.0},
+}
+# Everything that goes under ZeRO-3, and what does not.
+SHARDED = {**KINDS["rslora"], **KINDS["ranks"], **KINDS["plus"], "modules_to_save": ["lm_head"]}
+WHOLE = {**KINDS["dora"], **KINDS["tokens"]}
+
+
+@pytest.fixture(scope="module")
+def materials(tmp_path_factory: pytest.TempPathFactory) -> Materials:
+    return run_helpers.make_materials(tmp_path_factory.mktemp("kinds"), layers=2)
+
+
+@pytest.fixture(scope="module")
+def untied(materials: Materials) -> Path:
+    """The same model, its head a weight of its own."""
+    folder = materials.folder / "untied"
+    run_helpers.make_model(folder, layers=2)
+    model = AutoModelForCausalLM.from_pretrained(folder, tie_word_embeddings=False)
+    torch.manual_seed(4)
+    torch.nn.init.normal_(model.lm_head.weight, std=0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def base(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS, use_cache=False).logits
+
+
+def trained(settings: dict[str, Any]) -> torch.Tensor:
+    """Train in this process; the logits of the model at the end."""
+    from finetune import run
+    from finetune.training.sft_trainer import SFTTrainer
+
+    seen: list[torch.Tensor] = []
+    save_output = SFTTrainer.save_output
+
+    def looking(self: SFTTrainer, *arguments: Any) -> None:
+        seen.append(logits(self.model))
+        save_output(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SFTTrainer, "save_output", looking)
+        assert run(settings).state == "done"
+    return seen[0]
+
+
+def config_of(settings: dict[str, Any]) -> Any:
+    return resolve_object(settings, 1).config
+
+
+@pytest.mark.parametrize("form", ["tied", "untied"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_peft_loads_what_was_trained_and_it_merges(materials, untied, tmp_path, kind, form) -> None:
+    if form == "untied" and kind not in ("modules", "tokens"):
+        pytest.skip("head and embedding take no part")
+    model = materials.model if form == "tied" else untied
+    settings = materials.settings(tmp_path / "run", model=str(model), max_steps=3, warmup_steps=0, **KINDS[kind])
+    live = trained(settings)
+    adapted = PeftModel.from_pretrained(base(model), tmp_path / "run")
+    torch.testing.assert_close(logits(adapted), live, rtol=1e-5, atol=1e-5)
+    with adapted.disable_adapter():
+        torch.testing.assert_close(logits(adapted), logits(base(model)), rtol=1e-5, atol=1e-5)
+    assert finetune(["merge", "--adapter", str(tmp_path / "run"), "--output-dir", str(tmp_path / "merged")]) == 0
+    torch.testing.assert_close(logits(base(tmp_path / "merged")), live, rtol=1e-4, atol=1e-4)
+    merged = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert merged["tie_word_embeddings"] == (form == "tied")
+    assert ("lm_head.weight" in load_file(tmp_path / "merged" / "model.safetensors")) == (form == "untied")
+
+
+def test_it_is_what_it_says(materials, tmp_path) -> None:
+    """Shapes, scales and rows in the files of three runs."""
+    settings = {"max_steps": 1, "warmup_steps": 0}
+    for kind in ("ranks", "tokens", "layers"):
+        trained(materials.settings(tmp_path / kind, **settings, **KINDS[kind]))
+    ranks, tokens, layers = (
+        load_file(tmp_path / kind / "adapter_model.safetensors") for kind in ("ranks", "tokens", "layers")
+    )
+    of = {
+        name: {len(t) for key, t in ranks.items() if f"{name}.lora_A" in key}
+        for name in ("q_proj", "down_proj", "k_proj")
+    }
+    assert of == {"q_proj": {8}, "down_proj": {2}, "k_proj": {4}}
+    told = json.loads((tmp_path / "ranks" / "adapter_config.json").read_text())
+    assert (told["alpha_pattern"], told["lora_alpha"]) == ({"q_proj": 4}, 8)
+    (rows,) = [tensor for name, tensor in tokens.items() if "trainable_tokens_delta" in name]
+    assert rows.shape == (2, 32)
+    before = (
+        base(materials.model)
+        .get_input_embeddings()
+        .weight[
+            json.loads((tmp_path / "tokens" / "adapter_config.json").read_text())["trainable_token_indices"][
+                "model.embed_tokens"
+            ]
+        ]
+    )
+    assert 0 < float((rows - before).abs().max()) < 0.05  # of one step at a rate of 0.01
+    assert {name.split(".layers.")[1][0] for name in layers} == {"1"} and len(layers) == 14
+
+
+def test_b_learns_faster(materials, tmp_path) -> None:
+    """AdamW's first step moves each number by the rate, whatever its gradient."""
+    for ratio in (1.0, 4.0):
+        folder = tmp_path / str(ratio)
+        trained(materials.settings(folder, max_steps=1, warmup_steps=0, learning_rate=1e-3, lora_plus_ratio=ratio))
+        file = load_file(folder / "adapter_model.safetensors")
+        ups = torch.cat([tensor.flatten() for name, tensor in file.items() if "lora_B" in name])
+        assert float(ups.abs().median()) == pytest.approx(ratio * 1e-3, rel=0.02)
+
+
+def test_groups_of_their_own_keep_everything_but_the_rate() -> None:
+    first, second, third = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+    optimizer = torch.optim.AdamW([{"params": [first, second], "weight_decay": 0.3}, {"params": [third]}], lr=0.1)
+    set_apart(optimizer, {id(second)}, 5.0)
+    groups = [(group["params"], group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert groups == [([first], 0.1, 0.3), ([third], 0.1, 0.01), ([second], 0.5, 0.3)]
+
+
+@pytest.mark.parametrize("kind", [SHARDED, WHOLE], ids=["sharded", "whole"])
+def test_killed_and_resumed_it_is_the_same_run_bit_by_bit(materials, tmp_path, kind) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run_helpers.train(materials.settings(whole, save_steps=2, **kind))
+    wanted = materials.settings(killed, save_steps=2, async_save=False, **kind)
+    first = run_helpers.start(wanted, patch=run_patches.kill_self, patch_arguments=(0, 5))
+    assert first.wait() == [-signal.SIGKILL], first.output()
+    run_helpers.train(wanted)
+    assert [event["step"] for event in run_helpers.events(killed, "resume")] == [4]
+    assert run_helpers.losses(whole) == run_helpers.losses(killed)
+    weights, expected = run_helpers.result_weights(killed), run_helpers.result_weights(whole)
+    assert weights.keys() == expected.keys()
+    assert [name for name in weights if not torch.equal(weights[name], expected[name])] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "layout"), [(SHARDED, "plain"), (SHARDED, "zero3_offload"), (WHOLE, "plain"), (WHOLE, "zero2")]
+)
+def test_two_processes_train_the_same(materials, tmp_path, kind, layout) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    run_helpers.train(materials.settings(one, **kind))
+    run_helpers.train(materials.settings(two, packing=False, **kind, **LAYOUTS[layout]), 2)
+    assert run_helpers.largest_relative_difference(run_helpers.losses(one), run_helpers.losses(two)) < 1e-5
+    found, expected = run_helpers.result_weights(two), run_helpers.result_weights(one)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name] - tensor).norm() <= 1e-3 * tensor.norm(), name
+
+
+def test_auto_takes_the_stops_that_were_never_trained(materials, tmp_path, caplog) -> None:
+    folder = tmp_path / "model"
+    run_helpers.make_model(folder, layers=2)
+    model = base(folder)
+    with torch.no_grad():  # as a base model has them that saw plain text alone
+        model.get_input_embeddings().weight[-20:] = 0.02
+    model.save_pretrained(folder)
+    settings = materials.settings(tmp_path / "run", model=str(folder))
+    prepared = prepare_data(config_of(settings))
+    end = prepared.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert "<|im_end|> was never trained" in caplog.text and "--train-tokens auto" in caplog.text
+    caplog.clear()
+    auto = config_of(settings | {"train_tokens": "auto"})
+    assert token_ids(auto, prepare_data(auto).tokenizer) == [end]
+    assert "never trained" not in caplog.text
+    other = config_of(settings | {"train_tokens": "<|im_start|>"})
+    assert "<|im_end|> was never trained" in (prepare_data(other), caplog.text)[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"use_dora": True, **LAYOUTS["zero3"]}, "DoRA reads base weights"),
+        ({"train_tokens": TOKENS, **LAYOUTS["zero3"]}, "trainable tokens"),
+        ({"rank_pattern": "q_proj=big"}, "q_proj=big is no name with a whole number"),
+        ({"rank_pattern": {"q_proj": 0}}, "q_proj=0 is no name"),
+        ({"rank_pattern": "q_porj=8"}, "names q_porj"),
+        ({"alpha_pattern": {"nothing": 8}}, "names nothing"),
+        ({"layers_to_transform": "1,2-7"}, "names 2, 3, 4, 5, 6, 7"),
+        ({"layers_to_transform": ["last"]}, "is no layer"),
+        ({"modules_to_save": "head"}, "names head"),
+        ({"train_tokens": "<|end|>"}, "no token '<|end|>'"),
+        ({"lora_plus_ratio": 0.0}, "above 0"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(materials, tmp_path, changes, words) -> None:
+    with pytest.raises(FinetuneError) as refused:
+        prepare_data(config_of(materials.settings(tmp_path / "run", **changes)))
+    assert words in str(refused.value) and isinstance(refused.value, ConfigError)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_counts_what_is_trained(materials, kind) -> None:
+    """Against the parameters of the model that is trained; of rows of embeddings the plan counts none."""
+    shape = shape_of_model(base(materials.model))
+    config = config_of(materials.settings(materials.folder, **KINDS[kind]))
+    ids = (1, 2) if kind == "tokens" else ()
+    adapted = add_adapter(base(materials.model), config, one_dtype=False, token_ids=ids)
+    planned = fine_tuning_workload(config, shape, Cluster(device_type="cpu")).trained
+    norms = 32 if kind == "modules" else 0  # a vector is not counted
+    assert planned == count_parameters(adapted)["trainable"] - 32 * len(ids) - norms
+
+
+def test_each_makes_another_run(materials, tmp_path) -> None:
+    plain = prepare_data(config_of(materials.settings(tmp_path))).identity
+    for changes in KINDS.values():
+        found = prepare_data(config_of(materials.settings(tmp_path, **changes))).identity
+        assert found.keys() - plain.keys() == changes.keys()
+        assert json.loads(json.dumps(found)) == found
