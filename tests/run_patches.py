@@ -191,6 +191,21 @@ def signal_self(rank: int, on_rank: int, step: int, number: int, again_after: fl
     follow_steps(send)
 
 
+def signal_while_asking(rank: int, on_rank: int, microbatch: int, number: int) -> None:
+    """Send this rank a signal when the model is asked for what it says before the run, in a microbatch (1-based)."""
+    from finetune.training.preferences import trainer
+
+    original, asked = trainer.log_probabilities, [0]
+
+    def log_probabilities(*arguments: Any) -> torch.Tensor:
+        asked[0] += 1
+        if rank == on_rank and asked[0] == microbatch:
+            os.kill(os.getpid(), number)
+        return original(*arguments)
+
+    trainer.log_probabilities = log_probabilities
+
+
 def kill_self(rank: int, on_rank: int, step: int) -> None:
     """SIGKILL this rank before a step (1-based)."""
     signal_self(rank, on_rank, step, signal.SIGKILL)

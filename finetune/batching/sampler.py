@@ -112,6 +112,14 @@ class GlobalBatches:
         shuffled[np.argsort(cell_of_slot, kind="stable")] = batch
         return shuffled
 
+    def drawn(self) -> np.ndarray:
+        """Which samples any step has: bool[N]."""
+        found = np.zeros(int(self.samples_per_difficulty.sum()), dtype=bool)
+        for cell, taken in enumerate(self._cell_counts.sum(axis=0).tolist()):
+            if taken:
+                found[self._take(cell, 0, min(taken, self._cells[cell].size))] = True
+        return found
+
     def stage(self, step: int) -> int:
         """The index of the stage that the middle of a step lies in."""
         self._check(step)

@@ -44,7 +44,12 @@ def key_of(parts: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(dict(parts), sort_keys=True).encode()).hexdigest()[:32]
 
 
-def open_or_make(cache_dir: Path, parts: Mapping[str, str], make: Callable[[Path], Mapping[str, Any]]) -> Path:
+def open_or_make(
+    cache_dir: Path,
+    parts: Mapping[str, str],
+    make: Callable[[Path], Mapping[str, Any]],
+    what: str = "tokenized data",
+) -> Path:
     """The folder for `parts`: found and verified, or made by `make` once among all processes that ask.
 
     Args:
@@ -52,6 +57,7 @@ def open_or_make(cache_dir: Path, parts: Mapping[str, str], make: Callable[[Path
         parts: what the contents depend on, by name ("data", "tokenizer", ...); each a hash or a short text.
         make: fills the folder it is given and returns JSON values to keep in its meta.json; `files` among them are
             SHA-256 that it knows already, by name. The folder may hold what a process that was stopped left there.
+        what: is kept there, for messages.
 
     Raises:
         DataError: the cache folder cannot be written.
@@ -60,17 +66,17 @@ def open_or_make(cache_dir: Path, parts: Mapping[str, str], make: Callable[[Path
     """
     key = key_of(parts)
     folder = cache_dir / key
-    with said_if_unwritable(folder):
+    with said_if_unwritable(folder, what):
         make_folder(cache_dir, parents=True)
-        with locked(cache_dir / f"{key}.{socket.gethostname()}.lock") as note:
+        with locked(cache_dir / f"{key}.{socket.gethostname()}.lock", what) as note:
             if _verified_in_this_start(note, folder):
                 return folder
-            with locked(cache_dir / f"{key}.lock", shared=True):
+            with locked(cache_dir / f"{key}.lock", what, shared=True):
                 fault = _fault(folder)
             if fault is None:
-                logger.info("tokenized data: reusing %s", folder)
+                logger.info("%s: reusing %s", what, folder)
             else:
-                _make_anew(cache_dir, key, parts, make)
+                _make_anew(cache_dir, key, parts, make, what)
             _note_verified(note, folder)
     return folder
 
@@ -82,13 +88,13 @@ def find(cache_dir: Path, parts: Mapping[str, str]) -> Path | None:
 
 
 @contextlib.contextmanager
-def said_if_unwritable(folder: Path) -> Iterator[None]:
+def said_if_unwritable(folder: Path, what: str = "tokenized data") -> Iterator[None]:
     """Turn the system's errors into DataError."""
     try:
         yield
     except OSError as error:
         raise DataError(
-            f"the cache of tokenized data cannot be written: {error}",
+            f"the cache of {what} cannot be written: {error}",
             where=str(folder),
             fix="free space there, or name another folder with --cache-dir",
         ) from error
@@ -99,12 +105,14 @@ def read_meta(folder: Path) -> dict[str, Any]:
     return json.loads((folder / META_FILE).read_text(encoding="utf-8"))
 
 
-def _make_anew(cache_dir: Path, key: str, parts: Mapping[str, str], make: Callable[[Path], Mapping[str, Any]]) -> None:
+def _make_anew(
+    cache_dir: Path, key: str, parts: Mapping[str, str], make: Callable[[Path], Mapping[str, Any]], what: str
+) -> None:
     folder = cache_dir / key
-    with locked(cache_dir / f"{key}.lock"):
+    with locked(cache_dir / f"{key}.lock", what):
         fault = _fault(folder)  # another node may have made it meanwhile
         if fault is not None:
-            logger.info("tokenized data: making %s (%s)", folder, fault or _what_changed(cache_dir, parts))
+            logger.info("%s: making %s (%s)", what, folder, fault or _what_changed(cache_dir, parts))
             if fault:
                 durable_files.remove_tree(folder)
             _make(cache_dir, key, parts, make)
@@ -224,7 +232,7 @@ def _changes(name: str, before: str, after: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def locked(path: Path, *, shared: bool = False) -> Iterator[IO[str]]:
+def locked(path: Path, what: str = "tokenized data", *, shared: bool = False) -> Iterator[IO[str]]:
     """Hold an flock on the file. It falls with its process, so a killed one blocks nobody; the file stays.
 
     Where the file system has no locks that all machines see, a claim (storage/lock_claim.py) stands for it.
@@ -233,8 +241,8 @@ def locked(path: Path, *, shared: bool = False) -> Iterator[IO[str]]:
     with path.open("a+", encoding="utf-8") as file, contextlib.ExitStack() as stack:
         is_locked = try_flock(file.fileno(), mode, path)
         if is_locked is None and not shared:  # what is there whole is only read, and made under another name
-            stack.enter_context(claimed(path.with_suffix(".claim"), "tokenized data"))
+            stack.enter_context(claimed(path.with_suffix(".claim"), what))
         elif is_locked is False:
-            logger.info("tokenized data: another process is making or checking it; waiting")
+            logger.info("%s: another process is making or checking it; waiting", what)
             fcntl.flock(file, mode)
         yield file

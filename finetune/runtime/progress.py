@@ -22,10 +22,13 @@ class ProgressLine:
         total_steps: steps of the whole run.
         done_steps: steps that a resumed run starts from.
         every_seconds: shortest time between two lines where there is no terminal.
+        counted: what a step is called.
     """
 
-    def __init__(self, total_steps: int, done_steps: int = 0, every_seconds: float = 10.0) -> None:
-        self.total_steps, self.every_seconds = total_steps, every_seconds
+    def __init__(
+        self, total_steps: int, done_steps: int = 0, every_seconds: float = 10.0, counted: str = "step"
+    ) -> None:
+        self.total_steps, self.every_seconds, self.counted = total_steps, every_seconds, counted
         self._last_line = 0.0
         self._bar: Progress | None = None
         if sys.stderr.isatty():
@@ -36,7 +39,7 @@ class ProgressLine:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         bar = Progress(
-            TextColumn("step"),
+            TextColumn(self.counted),
             MofNCompleteColumn(),
             BarColumn(),
             TextColumn("{task.fields[facts]}"),
@@ -53,7 +56,8 @@ class ProgressLine:
             self._bar.update(self._task, completed=step, facts=facts)
         elif time.monotonic() - self._last_line >= self.every_seconds or step == self.total_steps:
             self._last_line = time.monotonic()
-            logger.info("step %d/%d  %s  ETA %s", step, self.total_steps, facts, format_seconds(eta_seconds))
+            eta = format_seconds(eta_seconds)
+            logger.info("%s %d/%d  %s  ETA %s", self.counted, step, self.total_steps, facts, eta)
 
     def close(self) -> None:
         if self._bar is not None:

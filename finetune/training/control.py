@@ -168,6 +168,10 @@ def _who_has_what(values: Sequence[str]) -> str:
     return ", ".join(named)
 
 
+class StoppedBeforeTraining(Exception):
+    """A signal came before the first step; every rank raises this."""
+
+
 class StopSignals:
     """SIGTERM and SIGINT ask for a stop at the end of the step; a second one, seconds later, leaves at once.
 

@@ -14,6 +14,7 @@ from finetune.runtime import device as devices
 from finetune.runtime.host import peak_host_bytes
 from finetune.storage import durable_files
 from finetune.storage.run_folder import RunState
+from finetune.training.control import StoppedBeforeTraining
 from finetune.training.executor import StepOutOfMemory, cannot_shrink_error
 from finetune.training.results import RunResult
 from finetune.training.session import Session, write_out_of_memory
@@ -41,7 +42,7 @@ def train_and_save(trainer: RunTrainer, session: Session) -> RunResult:
     # Until the output is written: a signal that comes then must not leave half of it.
     with trainer.context.signals, _storage_errors(trainer, session):
         try:
-            with trainer.checkpointer:
+            with contextlib.suppress(StoppedBeforeTraining), trainer.checkpointer:
                 trainer.train()
         except StepOutOfMemory as error:
             raise _out_of_memory(trainer, session, str(error)) from error
@@ -59,7 +60,8 @@ def train_and_save(trainer: RunTrainer, session: Session) -> RunResult:
         peaks = {**_peaks(trainer), **_planned_peaks(session)}
         session.finish(state, step=steps, checkpoint=trainer.checkpointer.last, told={**peaks, **told}, **told)
     if state == "stopped":
-        logger.warning("stopped by %s at step %d; %s is saved", trainer.stopped_by, steps, trainer.checkpointer.last)
+        saved = trainer.checkpointer.last or "no checkpoint"
+        logger.warning("stopped by %s at step %d; %s is saved", trainer.stopped_by, steps, saved)
     start = trainer.context.start_step
     return RunResult(session.output_dir, state, steps, trainer.measured, start, output_step)
 

@@ -234,10 +234,14 @@ class RunTrainer(Trainer):
         for number, trained, skipped in self.outcomes.read(all_of_them=due or stopping):
             self._note_outcome(number, trained, skipped=skipped)
         if stopping:
-            self.stopped_by = next(str(name) for name in self.context.control.gather(self.context.signals.name) if name)
-            self.context.runlog.event("signal", step=step, name=self.stopped_by)
+            self.note_stop()
             self.control.should_save = self.control.should_training_stop = True
             self.control.should_evaluate = False  # a batch system gives seconds, not an evaluation's minutes
+
+    def note_stop(self) -> None:
+        """Log which signal came to any rank. Every rank calls."""
+        self.stopped_by = next(str(name) for name in self.context.control.gather(self.context.signals.name) if name)
+        self.context.runlog.event("signal", step=self.state.global_step, name=self.stopped_by)
 
     def _note_outcome(self, step: int, batch: StepBatch, *, skipped: bool) -> None:
         if not skipped:

@@ -137,6 +137,14 @@ def test_a_resumed_run_and_any_world_size_take_the_same(
         assert sorted(taken) == sorted(in_order[0].tolist())
 
 
+@settings(max_examples=25, deadline=None)
+@given(run=mixed_runs())
+def test_drawn_are_the_samples_of_all_steps(run: tuple[GlobalBatches, np.ndarray, np.ndarray]) -> None:
+    batches = run[0]
+    steps = [batches.indices(step) for step in range(len(batches))]
+    assert np.flatnonzero(batches.drawn()).tolist() == sorted(set(np.concatenate(steps).tolist()))
+
+
 def test_natural_weights_are_every_row_once() -> None:
     sizes = (700, 250, 50)
     mix = Mix(("a", "b", "c"), ("natural",) * 3, (0, 700, 950, 1000))

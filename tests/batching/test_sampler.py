@@ -97,6 +97,12 @@ def test_every_world_size_trains_on_the_same_set(batches: GlobalBatches, budget:
                 assert sorted(taken) == wanted
 
 
+@settings(max_examples=25, deadline=None)
+@given(batches=runs())
+def test_drawn_are_the_samples_of_all_steps(batches: GlobalBatches) -> None:
+    assert np.flatnonzero(batches.drawn()).tolist() == sorted(set(np.concatenate(stream(batches)).tolist()))
+
+
 def test_pass_boundary_inside_a_step_and_many_passes_in_one() -> None:
     batches = GlobalBatches(np.zeros(3, dtype=int), uniform_schedule(), 8, 3, 1)
     flat = np.concatenate(stream(batches))

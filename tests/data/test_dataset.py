@@ -463,6 +463,15 @@ def test_a_cache_that_cannot_be_written_is_explained(tmp_path: Path, prepare: An
     assert "--cache-dir" in caught.value.fix
 
 
+def test_the_cache_says_what_it_keeps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "finetune"):
+        cache.open_or_make(tmp_path / "cache", {"data": "1"}, _make_two, what="references")
+    assert [record.message.split(":")[0] for record in caplog.records] == ["references"]
+    (tmp_path / "file").write_text("in the way", encoding="utf-8")
+    with pytest.raises(DataError, match="the cache of references cannot be written"):
+        cache.open_or_make(tmp_path / "file" / "cache", {"data": "1"}, _make_two, what="references")
+
+
 def test_the_default_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache.default_cache_dir() == tmp_path / "finetune/samples"

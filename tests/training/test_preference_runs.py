@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import run_patches
 import torch
 from launching import ROOT, run_cli, said
 from run_helpers import LAYOUTS, Materials
+from safetensors import safe_open
 
 import finetune
 from finetune.config.run_config import RunConfig
@@ -83,16 +85,89 @@ def test_the_logs_have_the_frozen_fields(runs):
             assert found <= known[name] and {"eval_margin/LEVEL", "margin/LEVEL"} & found
 
 
-def test_a_reference_that_is_gone_is_said(materials: Materials, runs, tmp_path: Path):
-    """A model that was trained whole cannot be asked again; another cache, so that nothing is found there either."""
-    wanted = settings(materials, tmp_path / "run", finetuning="full", cache_dir=str(tmp_path / "cache"))
+@pytest.fixture(scope="module")
+def stopped(materials: Materials):
+    """Output folder of a run of all weights that was stopped at step 2, for copies; and its own cache."""
+    folder = materials.folder / "stopped"
+    wanted = settings(materials, folder, finetuning="full", cache_dir=str(materials.folder / "stopped-cache"))
     train(wanted, patch=run_patches.signal_self, patch_arguments=(0, 2, signal.SIGTERM), expect=3)
-    (tmp_path / "run" / "reference.safetensors").unlink()
-    for entry in (tmp_path / "cache" / "reference").glob("*/reference.safetensors"):
-        entry.unlink()
-    ranks = run_helpers.start(wanted, module="finetune.dpo")
-    assert ranks.wait() == [2]
-    assert "reference.safetensors is missing" in ranks.output() and "put the file back" in ranks.output()
+    return folder
+
+
+def go_on(materials: Materials, stopped: Path, run: Path, expect: int, **changes: Any) -> str:
+    """With another cache, so that nothing is found there either. Returns what was said."""
+    if not run.exists():
+        shutil.copytree(stopped, run)
+    ranks = run_helpers.start(
+        settings(materials, run, **{"finetuning": "full", "cache_dir": str(run.parent / "cache"), **changes}),
+        module="finetune.dpo",
+    )
+    assert ranks.wait() == [expect], ranks.output()
+    return ranks.output()
+
+
+def test_a_reference_that_is_gone_is_said(materials: Materials, stopped: Path, tmp_path: Path):
+    """A model that was trained whole cannot be asked again."""
+    run = tmp_path / "run"
+    shutil.copytree(stopped, run)
+    (run / "reference" / "train.st").unlink()
+    said = go_on(materials, stopped, run, 2)
+    assert "of the training data before the run is not known: reference/train.st is missing" in said
+    assert "put the file back" in said
+
+
+def test_a_run_goes_on_without_validation_data_and_in_another_dtype(materials: Materials, stopped, runs, tmp_path):
+    said = go_on(materials, stopped, tmp_path / "run", 0, valid_data=None, dtype="bfloat16")
+    assert said.count("was computed in float32, and this run computes in bfloat16") == 1
+    mine, others = (run_helpers.losses(folder) for folder in (tmp_path / "run", runs("full")))
+    assert len(mine) == STEPS and run_helpers.largest_relative_difference(others, mine) < 0.05
+
+
+def test_what_was_not_asked_of_other_validation_data_is_said(materials: Materials, stopped: Path, tmp_path: Path):
+    other, cache = materials.folder / "other_pairs.jsonl", str(tmp_path / "cache")
+    preference_rows.make_pairs(other, 5, seed=2)
+    said = go_on(materials, stopped, tmp_path / "run", 2, valid_data=str(other))
+    assert "of the validation data before the run is not known: reference/valid.st is of other data" in said
+    assert len(run_helpers.losses(tmp_path / "run")) == 2, "refused before training"
+    # A run that begins with that data leaves what was said of it in the cache.
+    train(settings(materials, tmp_path / "new", finetuning="full", valid_data=str(other), cache_dir=cache, max_steps=1))
+    before = (tmp_path / "run" / "reference" / "valid.st").read_bytes()
+    go_on(materials, stopped, tmp_path / "run", 0, valid_data=str(other))
+    assert (tmp_path / "run" / "reference" / "valid.st").read_bytes() == before
+
+
+def test_only_samples_that_are_drawn_are_asked_about(materials: Materials, tmp_path: Path):
+    """And a run that draws others cannot go on with that; engines load each .safetensors of a folder."""
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (cache / "reference").write_text("in the way")
+    wanted = settings(materials, tmp_path / "run", finetuning="full", max_steps=2, cache_dir=str(cache))
+    ranks = train(wanted)
+    assert "[WARNING] the cache of references cannot be written" in ranks.output()
+    assert "reference 1/2" in ranks.output() and "about 16 samples" in ranks.output()
+    with safe_open(tmp_path / "run" / "reference" / "train.st", framework="pt") as file:
+        asked = file.get_tensor("samples").tolist()
+    drawn = {number for ids in run_helpers.sample_ids(tmp_path / "run") for number in ids}
+    assert asked == sorted(drawn) and len(asked) == 16
+    assert [path.name for path in (tmp_path / "run").glob("*.safetensors")] == ["model.safetensors"]
+    said = go_on(materials, tmp_path, tmp_path / "run", 2, max_steps=4, allow_data_change=True)
+    assert re.search(r"reference/train.st lacks \d+ of the samples that this run draws", said)
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_signal_while_the_model_is_asked(materials: Materials, runs, tmp_path: Path, processes: int):
+    """Nothing is trained or saved; the next start begins anew."""
+    wanted = settings(materials, tmp_path / "run", finetuning="full", cache_dir=str(tmp_path / "cache"))
+    patch = {"patch": run_patches.signal_while_asking, "patch_arguments": (processes - 1, 2, signal.SIGTERM)}
+    ranks = train(wanted, processes, expect=3, **patch)
+    assert "stopped by SIGTERM at step 0; no checkpoint is saved" in ranks.output()
+    status = run_helpers.status(tmp_path / "run")
+    assert (status["state"], status["step"], status["checkpoint"]) == ("stopped", 0, None)
+    assert [event["step"] for event in run_helpers.events(tmp_path / "run", "signal")] == [0]
+    assert not run_helpers.events(tmp_path / "run", "eval") and not (tmp_path / "run" / "reference").exists()
+    train(wanted, processes)
+    mine, others = (run_helpers.losses(folder) for folder in (tmp_path / "run", runs("full")))
+    assert run_helpers.largest_relative_difference(others, mine) < 1e-5
 
 
 @pytest.mark.slow

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
+
+import numpy as np
 
 from finetune.config.preference_config import PreferenceConfig
 from finetune.data import cache
 from finetune.data.preference.batches import AnswerBatches
 from finetune.data.preference.samples import PreferenceSamples
+from finetune.data.samples import Samples
 from finetune.modeling.preference_loss import WeighedHead
 from finetune.runtime.device import LaunchWorld
 from finetune.training.build_sft import Place, build_as
@@ -34,28 +38,34 @@ def build_trainer(
     assert isinstance(data.train, PreferenceSamples)
     asked = config.needs_reference and config.finetuning == "lora"
     objective = PreferenceObjective(config, data.train, AdapterOff() if asked else None)
-    saved = None
-    if config.needs_reference and not asked:
-        samples_cache = Path(config.cache_dir).expanduser() if config.cache_dir else cache.default_cache_dir()
-        saved = SavedReference(
-            parts={
-                "weights": data.identity["weights"],
-                "data": data.train.fingerprint,
-                "valid": "" if data.valid is None else data.valid.fingerprint,
-                "dtype": dtype,
-            },
-            folder=session.output_dir,
-            others=() if start.folder is None else (start.folder.parent,),
-            cache_dir=samples_cache / "reference",
-            fresh=start.step == 0,
-        )
+    place = Place(world, session, start, device_type, dtype)
     return build_as(
         PreferenceTrainer,
         config,
         data,
-        Place(world, session, start, device_type, dtype),
+        place,
         batches_class=AnswerBatches,
         head_class=WeighedHead,
         objective=objective,
-        saved_reference=saved,
+        saved_references=_saved_references(config, data, place) if config.needs_reference and not asked else {},
     )
+
+
+def _saved_references(config: PreferenceConfig, data: Prepared, place: Place) -> dict[str, SavedReference]:
+    samples_cache = Path(config.cache_dir).expanduser() if config.cache_dir else cache.default_cache_dir()
+
+    def saved(side: Literal["train", "valid"], samples: Samples, drawn: np.ndarray) -> SavedReference:
+        return SavedReference(
+            side=side,
+            parts={"weights": data.identity["weights"], "data": samples.fingerprint, "dtype": place.dtype},
+            drawn=drawn,
+            folder=place.session.output_dir,
+            others=() if place.start.folder is None else (place.start.folder.parent,),
+            cache_dir=samples_cache / "reference",
+            fresh=place.start.step == 0,
+        )
+
+    found = {"train": saved("train", data.train, data.batches.drawn())}
+    if data.valid is not None:
+        found["valid"] = saved("valid", data.valid, np.ones(len(data.valid), dtype=bool))
+    return found

@@ -1,85 +1,131 @@
-"""What a model said before it was trained whole: in the run's folder, and in the cache for other runs like it."""
+"""What a model said before it was trained whole: in the run's folder, and in the cache for other runs like it.
+
+Training and validation data have a file each, so that a run may go on with other validation data. Neither is a
+`.safetensors` at the top of the run folder, which is handed out as a model: engines load all that lie there.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from finetune.data import cache
-from finetune.errors import StateError
+from finetune.errors import DataError, StateError
 from finetune.storage import durable_files
 
 logger = logging.getLogger("finetune")
 
-NAME = "reference.safetensors"
+_FOLDER, _CACHED_NAME, _MISSING = "reference", "reference.st", "is missing"
+# What each side is called, and what to do where it is not known.
+_SIDES = {
+    "train": (
+        "training data",
+        "put the file back, or start anew with another --output-dir; an adapter (--finetuning lora) needs none",
+    ),
+    "valid": ("validation data", "give the validation data that the run began with, or none"),
+}
 
 
 @dataclass(frozen=True)
 class SavedReference:
-    """The log-probabilities of answers by the model before the run; rank 0 reads and writes.
+    """The log-probabilities of the answers of one side's samples by the model before the run; rank 0 reads and writes.
 
     Attributes:
+        side: which data.
         parts: what they depend on: weights, data, dtype.
+        drawn: bool (N,), the samples that the run asks about.
         folder: of the run.
         others: folders of runs that this one may go on from.
         cache_dir: where they are kept for other runs.
         fresh: whether the model is as it was before the run.
     """
 
+    side: Literal["train", "valid"]
     parts: Mapping[str, str]
+    drawn: np.ndarray
     folder: Path
     others: tuple[Path, ...]
     cache_dir: Path
     fresh: bool
 
-    def find(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor] | None:
-        """The tables by name, with these shapes; None where there are none of this model and data."""
-        cached = cache.find(self.cache_dir, self.parts)
-        for folder in (self.folder, *self.others, *([] if cached is None else [cached])):
-            if (tables := self._read(folder / NAME)) is not None and shapes == {
-                name: tuple(table.shape) for name, table in tables.items()
-            }:
-                return tables
-        return None
+    @property
+    def name(self) -> str:
+        """Of the file, in the run's folder."""
+        return f"{_FOLDER}/{self.side}.st"
 
-    def _read(self, path: Path) -> dict[str, torch.Tensor] | None:
+    def find(self) -> torch.Tensor | str:
+        """Float32 `(N, documents of one)`, NaN for samples that are not drawn; or why there is none."""
+        cached = cache.find(self.cache_dir, self._cache_key())
+        paths = [folder / self.name for folder in (self.folder, *self.others)]
+        whys = set()
+        for path in [*paths, *([] if cached is None else [cached / _CACHED_NAME])]:
+            found = self._read(path)
+            if isinstance(found, torch.Tensor):
+                return found
+            whys.add(found)
+        return " and ".join(sorted(whys - {_MISSING})) or _MISSING
+
+    def _read(self, path: Path) -> torch.Tensor | str:
         try:
             with safe_open(path, framework="pt") as file:
-                if (file.metadata() or {}) != dict(self.parts):
-                    return None
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
+                parts = file.metadata() or {}
+                samples, values = file.get_tensor("samples"), file.get_tensor("values")
         except FileNotFoundError:
-            return None
+            return _MISSING
         except (OSError, SafetensorError) as error:
-            logger.warning("%s cannot be read, and is looked for elsewhere: %s", path, error)
-            return None
+            return f"cannot be read ({error})"
+        if parts.get("weights") != self.parts["weights"]:
+            return "is of another model"
+        if parts.get("data") != self.parts["data"]:
+            return "is of other data"
+        dtype = parts.get("dtype")
+        if self.fresh and dtype != self.parts["dtype"]:
+            return "is of another dtype"
+        table = torch.full((len(self.drawn), values.shape[1]), torch.nan)
+        table[samples] = values
+        unknown = self.drawn.copy()
+        unknown[samples.numpy()] = False
+        if unknown.any():
+            return f"lacks {int(unknown.sum()):,} of the samples that this run draws"
+        if dtype != self.parts["dtype"]:
+            logger.warning("%s was computed in %s, and this run computes in %s", path, dtype, self.parts["dtype"])
+        return table
 
-    def check_fresh(self) -> None:
-        """Raise StateError where they can no longer be made: the model has been trained since."""
-        if not self.fresh:
-            raise StateError(
-                f"{NAME} is missing, or is of other data or another model: what the model said before the run, with "
-                "which every step compares",
-                str(self.folder),
-                "put the file back, or start anew with another --output-dir; an adapter (--finetuning lora) needs none",
-            )
+    def refusal(self, why: str) -> StateError:
+        """Where they can no longer be made, as the model has been trained since."""
+        data, fix = _SIDES[self.side]
+        what = f"what the model said of the {data} before the run is not known: {self.name} {why}"
+        return StateError(what, str(self.folder), fix)
 
-    def store(self, tables: Mapping[str, torch.Tensor]) -> None:
-        """Write them to the run's folder and, if nobody has yet, to the cache."""
-        content = save({name: table.contiguous() for name, table in tables.items()}, metadata=dict(self.parts))
-        if self._read(self.folder / NAME) is None:
-            durable_files.replace_file(self.folder / NAME, content)
+    def store(self, table: torch.Tensor) -> None:
+        """Write them to the run's folder and, if nobody has yet, to the cache, which need not be writable."""
+        samples = torch.from_numpy(np.flatnonzero(self.drawn))
+        content = save({"samples": samples, "values": table[samples]}, metadata=dict(self.parts))
+        path = self.folder / self.name
+        # What a run began with is kept where it goes on with other validation data.
+        if self.fresh or not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            durable_files.replace_file(path, content)
 
         def make(folder: Path) -> dict[str, Any]:
-            durable_files.replace_file(folder / NAME, content)
+            durable_files.replace_file(folder / _CACHED_NAME, content)
             return {}
 
-        if cache.find(self.cache_dir, self.parts) is None:
-            cache.open_or_make(self.cache_dir, self.parts, make)
+        key = self._cache_key()
+        if cache.find(self.cache_dir, key) is None:
+            try:
+                cache.open_or_make(self.cache_dir, key, make, what="references")
+            except DataError as error:
+                logger.warning("%s", error)
+
+    def _cache_key(self) -> dict[str, str]:
+        return {**self.parts, "drawn": hashlib.sha256(np.packbits(self.drawn).tobytes()).hexdigest()}

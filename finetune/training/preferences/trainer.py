@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
@@ -13,6 +17,8 @@ from torch.utils.data import DataLoader
 from finetune.data.preference.batches import AnswerBatches
 from finetune.data.steps import InOrder, StepBatches
 from finetune.runtime.parent_watchdog import progress
+from finetune.runtime.progress import ProgressLine
+from finetune.training.control import StoppedBeforeTraining
 from finetune.training.metrics import Interval, model_flops_utilisation, speed, target_share
 from finetune.training.preferences.objective import PreferenceObjective, preference_facts
 from finetune.training.preferences.reference import Table, log_probabilities
@@ -27,18 +33,18 @@ class PreferenceTrainer(SFTTrainer):
     """Trains on preferences, with or without LoRA.
 
     Args:
-        saved_reference: where the log-probabilities of the model before the run are kept; None where they are not
-            needed, or asked of the model with its adapter off.
+        saved_references: where the log-probabilities of the model before the run are kept, by side ("train", "valid");
+            none where they are not needed, or asked of the model with its adapter off.
     """
 
     step_batches: AnswerBatches
     eval_step_batches: AnswerBatches | None
 
-    def __init__(self, *, saved_reference: SavedReference | None, **arguments: Any) -> None:
+    def __init__(self, *, saved_references: Mapping[str, SavedReference], **arguments: Any) -> None:
         super().__init__(**arguments)
         assert isinstance(self.executor.objective, PreferenceObjective)
         self.objective: PreferenceObjective = self.executor.objective
-        self.saved_reference = saved_reference
+        self.saved_references = saved_references
         self._tables: dict[str, Table] = {}
         if self.objective.config.loss == "kto":
             assert self.objective.reference is not None
@@ -68,7 +74,7 @@ class PreferenceTrainer(SFTTrainer):
         """Loss, accuracy, margin and log-probabilities of validation samples; some of them by difficulty and source."""
         assert isinstance(step_batches, AnswerBatches)
         groups = len(step_batches.groups)
-        reference = self._tables["valid"] if self.saved_reference is not None else self.objective.reference
+        reference = self._tables["valid"] if self.saved_references else self.objective.reference
         objective = replace(self.objective, samples=step_batches.samples, reference=reference)
         sums = torch.zeros(objective.sums(groups), dtype=torch.float64)
         model = self.model_wrapped
@@ -90,48 +96,65 @@ class PreferenceTrainer(SFTTrainer):
     ) -> tuple[torch.nn.Module, DataLoader]:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         # After super: under ZeRO-3 only DeepSpeed's engine can run a forward.
-        if self.saved_reference is not None:
-            self._tables = {side: Table(values) for side, values in self._reference_values().items()}
+        sides = {"train": self.step_batches, "valid": self.eval_step_batches}
+        for side, saved in self.saved_references.items():
+            batches = sides[side]
+            assert batches is not None
+            self._tables[side] = Table(self._reference_values(saved, batches))
+        if self.saved_references:
             self.objective.reference = self._tables["train"]
         return prepared
 
-    def _reference_values(self) -> dict[str, torch.Tensor]:
-        """Float32 `(samples, documents of one)` by side, on the device: read on rank 0, or computed by all."""
-        assert self.saved_reference is not None
-        control, documents = self.context.control, self.objective.config.documents_per_sample
-        sides = {"train": self.step_batches, "valid": self.eval_step_batches}
-        known = {side: batches for side, batches in sides.items() if batches is not None}
-        values = {
-            side: torch.zeros(len(batches.samples), documents, device=self.args.device)
-            for side, batches in known.items()
-        }
+    def _reference_values(self, saved: SavedReference, step_batches: AnswerBatches) -> torch.Tensor:
+        """Float32 `(samples, documents of one)`, on the device: read on rank 0, or computed by all.
+
+        NaN for samples that no step draws.
+
+        Raises:
+            StateError: they are nowhere, and the model has been trained since.
+            StoppedBeforeTraining: a signal came.
+        """
         main = self.is_world_process_zero()
-        shapes = {side: tuple(table.shape) for side, table in values.items()}
-        found = self.saved_reference.find(shapes) if main else None
-        if control.share(found is not None):
-            for side, table in values.items():
-                if found is not None:
-                    table.copy_(found[side])
-                if self.accelerator.num_processes > 1:
-                    dist.broadcast(table, 0)
+        found = saved.find() if main else ""
+        why = self.context.control.share(found if isinstance(found, str) else "")
+        if why:
+            if not saved.fresh:
+                raise saved.refusal(why)
+            values = self._ask(step_batches, saved.drawn)
         else:
-            self.saved_reference.check_fresh()
-            logger.info("asking the model before its first step about %d samples", sum(map(len, values.values())))
-            for side, batches in known.items():
-                self._ask(batches, values[side])
+            values = torch.empty(len(saved.drawn), self.objective.config.documents_per_sample, device=self.args.device)
+            if isinstance(found, torch.Tensor):
+                values.copy_(found)
+            if self.accelerator.num_processes > 1:
+                dist.broadcast(values, 0)
         if main:
-            self.saved_reference.store({side: table.cpu() for side, table in values.items()})
+            saved.store(values.cpu())
         return values
 
-    def _ask(self, step_batches: AnswerBatches, table: torch.Tensor) -> None:
-        """Fill the table with what the model says now. Every rank calls."""
-        samples, device = step_batches.samples, self.args.device
-        in_order = InOrder(len(samples), self.objective.config.global_batch_size)
-        for step in range(in_order.total_steps):
-            for microbatch in step_batches.microbatches(in_order.indices(step), step_batches.execution):
-                progress.mark()
-                here = microbatch.to(device)
-                said = log_probabilities(self.model_wrapped, here, self.head)
-                assert here.answers is not None
-                table[here.answers.samples] = said.view(-1, table.shape[1]).to(table.dtype)
-        self._sum_over_ranks(table)
+    def _ask(self, step_batches: AnswerBatches, drawn: np.ndarray) -> torch.Tensor:
+        """What the model says now of the samples that are drawn. Every rank calls."""
+        samples, config, device = np.flatnonzero(drawn), self.objective.config, self.args.device
+        logger.info("asking the model before its first step about %d samples", len(samples))
+        asked = torch.zeros(len(drawn), config.documents_per_sample, device=device)
+        in_order = InOrder(len(samples), config.global_batch_size)
+        total, began = in_order.total_steps, time.monotonic()
+        with contextlib.ExitStack() as stack:
+            line = ProgressLine(total, counted="reference") if self.is_world_process_zero() else None
+            if line is not None:
+                stack.callback(line.close)
+            for step in range(total):
+                for microbatch in step_batches.microbatches(samples[in_order.indices(step)], step_batches.execution):
+                    progress.mark()
+                    here = microbatch.to(device)
+                    said = log_probabilities(self.model_wrapped, here, self.head)
+                    assert here.answers is not None
+                    asked[here.answers.samples] = said.view(-1, asked.shape[1]).to(asked.dtype)
+                if self.context.control.any(self.context.signals.requested):
+                    self.note_stop()
+                    raise StoppedBeforeTraining
+                if line is not None:
+                    left_seconds = (time.monotonic() - began) / (step + 1) * (total - step - 1)
+                    line.update(step + 1, stage="", facts="before the first step", eta_seconds=left_seconds)
+        self._sum_over_ranks(asked)
+        asked[torch.from_numpy(~drawn).to(device)] = torch.nan
+        return asked
