@@ -176,6 +176,16 @@ def test_a_run_killed_before_its_output_is_written_ends_with_the_same(
     ).read_bytes()
 
 
+def test_an_output_made_of_a_step_without_a_rate(materials: Materials, tmp_path: Path) -> None:
+    """The warm-up's first step has none, and is the best where the second one does harm: all of lora_B is zero."""
+    output_dir = tmp_path / "run"
+    changes = {"max_steps": 2, "warmup_steps": 1, "learning_rate": 10.0, "eval_steps": 1, "early_stopping": 0}
+    run_helpers.train(settings(materials, output_dir, **changes))
+    assert run_helpers.status(output_dir)["output_step"] == 1 and losses(output_dir)[2] > losses(output_dir)[1]
+    output = load_file(output_dir / "adapter_model.safetensors")
+    assert not any(tensor.any() for name, tensor in output.items() if "lora_B" in name)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["plain", "zero2", "zero3"])
 def test_all_parameters_of_the_best(materials: Materials, tmp_path: Path, layout: str) -> None:
