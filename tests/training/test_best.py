@@ -52,20 +52,21 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 def test_the_rule() -> None:
-    best = Best("eval_loss").after(0, 0.1, keep=True)  # before the first step: none to keep
+    lowest, highest = {"keep": True, "higher": False}, {"keep": True, "higher": True}
+    best = Best("eval_loss").after(0, 0.1, **lowest)  # before the first step: none to keep
     assert best == Best("eval_loss")
-    best = best.after(2, 3.0, keep=True).after(4, 2.0, keep=True)
+    best = best.after(2, 3.0, **lowest).after(4, 2.0, **lowest)
     assert (best.value, best.step, best.since, best.checkpoint) == (2.0, 4, 0, "checkpoint-4")
     for step, value in ((6, 2.0), (8, math.nan), (10, 2.5)):  # a tie is no improvement, and NaN never one
-        best = best.after(step, value, keep=True)
+        best = best.after(step, value, **lowest)
     assert (best.step, best.since, best.evaluated) == (4, 3, 10)
     for none in (math.nan, math.inf):
-        assert Best("eval_loss").after(2, none, keep=True).value is None
-    assert Best("eval_loss").after(2, 1.0, keep=False).checkpoint is None
+        assert Best("eval_loss").after(2, none, **lowest).value is None
+    assert Best("eval_loss").after(2, 1.0, keep=False, higher=False).checkpoint is None
     for metric in ("eval_exact_match", "eval_exact_match/explain"):  # more right answers are better
-        right = Best(metric).after(2, 0.25, keep=True).after(4, 0.5, keep=True).after(6, 0.5, keep=True)
+        right = Best(metric).after(2, 0.25, **highest).after(4, 0.5, **highest).after(6, 0.5, **highest)
         assert (right.value, right.step, right.since) == (0.5, 4, 1)
-        assert right.after(8, 0.25, keep=True).since == 2 and right.after(8, 0.75, keep=True).step == 8
+        assert right.after(8, 0.25, **highest).since == 2 and right.after(8, 0.75, **highest).step == 8
     assert read_best("eval_loss", {"best": best.facts()}) == best
     assert read_best("eval_loss/explain", {"best": best.facts()}) == Best("eval_loss/explain")  # of another metric
     # Losses of other data are not compared; older checkpoints do not say which they were.
