@@ -71,7 +71,8 @@ class RunResult:
 class Best:
     """The best evaluation so far: what a checkpoint says of it. NaN or inf never is.
 
-    Of equal values the one with the lower loss is better, so that few answers do not choose the least trained. The evaluation before the first step does not count: there is no checkpoint of it, and nothing trained in one.
+    Of equal values the one with the lower loss is better, so that few answers do not choose the least trained. The
+    evaluation before the first step does not count: there is no checkpoint of it, and nothing trained in one.
 
     Attributes:
         metric: as the log names it.
