@@ -28,6 +28,19 @@ def step(number: int, **more: Any) -> dict[str, Any]:
     return record | more
 
 
+def make_preference_run(folder: Path) -> Path:
+    """A run on preferences after 40 steps, evaluated before its first and at its last."""
+    make_run(folder, steps=0)
+    names = ("accuracy", "margin", "chosen_reward", "rejected_reward", "reference_point")
+    own = [dict(zip(names, (n / 50, n / 40, n / 80, -n / 80, n / 20), strict=True)) for n in range(1, 41)]
+    (folder / "trainer_log.jsonl").write_text("".join(line(step(n, **own[n - 1])) for n in range(1, 41)))
+    with open(folder / "events.jsonl", "a") as events:
+        for at, measured in ((0, own[0]), (40, own[29])):
+            evaluated = {"eval_loss": 2.0, "eval_accuracy/explain": 0.25, **{f"eval_{n}": measured[n] for n in names}}
+            events.write(line({"event": "eval", "time": time.time(), "step": at} | evaluated))
+    return folder
+
+
 def start_event(number: int = 0, **more: Any) -> dict[str, Any]:
     facts = {"event": "start", "time": time.time() - 60, "step": number, "total_steps": 100, "device_type": "cpu"}
     return facts | {"world_size": 1, "dtype": "float32", "global_batch_size": 10} | more

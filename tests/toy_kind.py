@@ -151,7 +151,7 @@ def build_trainer(config: ToyConfig, world: Any, data: Prepared, start: Any, ses
         def output_weights(self) -> dict[str, Any]:
             return self.whole_weights(None)
 
-        def write_output(self, folder: Path, weights: dict[str, Any]) -> None:
+        def write_output(self, folder: Path, weights: dict[str, Any], saved: Path | None) -> None:
             save_file(weights, folder / "model.safetensors")
 
     arguments = training_arguments(

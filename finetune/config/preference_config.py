@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from finetune.config.fields import Strict, batch_setting, optimizer_setting, redefined, setting
+from finetune.config.fields import Strict, Text, batch_setting, logging_setting, optimizer_setting, redefined, setting
 from finetune.config.names import flag
 from finetune.config.precedence import Resolution, Rule
 from finetune.config.rules import RULES_FOR_FINE_TUNING, note_unused
@@ -92,6 +92,11 @@ class PreferenceConfig(RunConfig, PreferenceSettings):
     cutoff_len: int = redefined(
         RunConfig, "cutoff_len", description="Longest prompt with an answer; longer ones are trimmed."
     )
+    best_metric: Text = logging_setting(
+        "loss",
+        "What the best evaluation is the best of, for keep_best and early_stopping.",
+        unit="loss|accuracy|margin[/DIFFICULTY]",
+    )
     num_epochs: float = batch_setting(1.0, "Passes over the data, unless max_steps is set.", gt=0, unit="passes")
     learning_rate: float = optimizer_setting(
         default_factory=_learning_rate,
@@ -100,6 +105,11 @@ class PreferenceConfig(RunConfig, PreferenceSettings):
         depends_on="loss",
         shown_default="5e-6 for lora, 5e-7 for full; orpo 8e-5, 8e-6",
     )
+
+    @property
+    def metrics(self) -> dict[str, bool]:
+        # Of answers with labels only the loss: validation records may all have the same one, and then have no margin.
+        return {"loss": False} if self.loss == "kto" else {"loss": False, "accuracy": True, "margin": True}
 
     @property
     def needs_reference(self) -> bool:

@@ -154,6 +154,22 @@ def warn_of_long_warmup(resolution: Resolution, total: str, share: str) -> None:
         )
 
 
+def batch_problems(config: Any) -> list[tuple[str, str]]:
+    """A micro-batch that does not go with accumulation or the global batch."""
+    accumulation, given = config.gradient_accumulation_steps, config.model_fields_set
+    if config.micro_batch_size == "auto":
+        # Left out beside accumulation it is 1: resolve_batch.
+        if accumulation is None or "micro_batch_size" not in given:
+            return []
+        what = f"gradient_accumulation_steps is {accumulation}, and micro_batch_size is auto"
+        return [(what, "leave one of them out: the number of microbatches follows from their size")]
+    # With accumulation given and the global batch left to its default, the global batch is still to be derived.
+    complete = accumulation is None or "global_batch_size" in given
+    if complete and config.global_batch_size % config.micro_batch_size:
+        return [batch_problem(config.global_batch_size, config.micro_batch_size)]
+    return []
+
+
 def evaluation_problems(config: Any) -> list[tuple[str, str]]:
     """Settings that need evaluations, of a run that has none."""
     found = []
@@ -171,7 +187,7 @@ def evaluation_problems(config: Any) -> list[tuple[str, str]]:
 def metric_problems(config: Any) -> list[tuple[str, str]]:
     """A metric of the best evaluation that evaluations do not have; answers that there is nothing to ask for."""
     metric, levels = config.best_metric, config.curriculum.levels if config.use_curriculum else ()
-    known = [name for kind in ("loss", "exact_match") for name in (kind, *(f"{kind}/{level}" for level in levels))]
+    known = [name for kind in config.metrics for name in (kind, *(f"{kind}/{level}" for level in levels))]
     found = []
     if metric not in known:
         found.append((f"best_metric is {metric}, which no evaluation has", f"take one of {', '.join(known)}"))

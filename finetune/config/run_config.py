@@ -38,7 +38,7 @@ from finetune.config.fields import (
 from finetune.config.precedence import Rule
 from finetune.config.rules import (
     RULES_FOR_FINE_TUNING,
-    batch_problem,
+    batch_problems,
     evaluation_problems,
     metric_problems,
     optimizer_problems,
@@ -168,6 +168,11 @@ class BaseConfig(Strict):
     def followed_metric(self) -> str:
         """What says which evaluation is the best, as the log names it."""
         return "eval_loss"
+
+    @property
+    def metrics(self) -> dict[str, bool]:
+        """What the best evaluation can be the best of: name -> whether higher is better."""
+        return {"loss": False}
 
     @property
     def npu_variables(self) -> dict[str, tuple[str, str]]:
@@ -353,6 +358,10 @@ class RunConfig(AdapterSettings, BaseConfig):
         return f"eval_{self.best_metric}"
 
     @property
+    def metrics(self) -> dict[str, bool]:
+        return {"loss": False, "exact_match": True}
+
+    @property
     def tokens_per_step(self) -> int:
         return self.global_batch_size * self.cutoff_len
 
@@ -383,17 +392,4 @@ class RunConfig(AdapterSettings, BaseConfig):
         if self.valid_split is not None and self.valid_data:
             found.append(("valid_split and valid_data are both given", "keep one: a part of data, or files of its own"))
         found += split_problems(self) + quantization_problems(self, self.device_type) + adapter_problems(self)
-        found += optimizer_problems(self, self.device_type)
-        if self.micro_batch_size == "auto":
-            # Left out beside accumulation it is 1: rules.py, resolve_batch.
-            if self.gradient_accumulation_steps is not None and "micro_batch_size" in self.model_fields_set:
-                what = (
-                    f"gradient_accumulation_steps is {self.gradient_accumulation_steps}, and micro_batch_size is auto"
-                )
-                found.append((what, "leave one of them out: the number of microbatches follows from their size"))
-            return found
-        # With accumulation given and the global batch left to its default, the global batch is still to be derived.
-        complete = self.gradient_accumulation_steps is None or "global_batch_size" in self.model_fields_set
-        if complete and self.global_batch_size % self.micro_batch_size:
-            found.append(batch_problem(self.global_batch_size, self.micro_batch_size))
-        return found
+        return found + optimizer_problems(self, self.device_type) + batch_problems(self)

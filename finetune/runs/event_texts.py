@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from finetune.plain_text import plain_text
-from finetune.runs.view import Message, RunView
+from finetune.runs.view import Message, RunView, is_finite_number
 from finetune.runtime.language import N_, _
 from finetune.storage.durable_files import format_bytes
 
@@ -38,6 +38,14 @@ EVENTS = {
     "end": N_("ended: {state}, exit code {exit_code}"),
 }
 _EVALUATION_WITH_ANSWERS = N_("step {step}: validation loss {eval_loss}, exact match {eval_exact_match}")
+# What runs on preferences log, and with `eval_` in front their evaluations: field, name, form.
+PREFERENCE_NUMBERS = (
+    ("accuracy", N_("accuracy"), "{:.1%}"),
+    ("margin", N_("margin"), "{:.3f}"),
+    ("chosen_reward", N_("chosen reward"), "{:.3f}"),
+    ("rejected_reward", N_("rejected reward"), "{:.3f}"),
+    ("reference_point", N_("reference point"), "{:.3f}"),
+)
 STATES = {
     "waiting": N_("before its first step"),
     "running": N_("running"),
@@ -64,6 +72,18 @@ def event_text(event: dict[str, Any]) -> str:
             return _(known).format_map(facts)
     rest = ", ".join(f"{name} {value}" for name, value in event.items() if name not in ("event", "time"))
     return f"{event['event']}: {rest}"
+
+
+def preference_texts(view: RunView) -> list[tuple[str, str]]:
+    """Names and values of `PREFERENCE_NUMBERS` in the last step and, behind it, the last evaluation."""
+    found = []
+    for field, name, form in PREFERENCE_NUMBERS:
+        trained, evaluated = view.steps.last.get(field), view.evaluated(f"eval_{field}")
+        texts = [form.format(trained)] if is_finite_number(trained) else []
+        texts += [_("eval {value}").format(value=form.format(value)) for _step, value in evaluated[-1:]]
+        if texts:
+            found.append((_(name), ", ".join(texts)))
+    return found
 
 
 def message_text(message: Message) -> str:

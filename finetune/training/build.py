@@ -29,7 +29,7 @@ from finetune.training.arguments import reporters
 from finetune.training.checkpointer import Checkpointer
 from finetune.training.control import RunContext, StopSignals
 from finetune.training.executor import LOOKED_AT_SAMPLES, StepExecutor, largest_microbatch, looked_at_steps
-from finetune.training.results import HIGHER_IS_BETTER, Best, Evaluations, read_best
+from finetune.training.results import Best, Evaluations, read_best
 from finetune.training.resume import Resume, metadata_of
 from finetune.training.session import Session
 from finetune.training.trainer import RunTrainer
@@ -163,7 +163,10 @@ def make_trainer(
         folder = os.environ.get("TENSORBOARD_LOGGING_DIR") or session.output_dir / "tensorboard"
         session.runlog.draw_curves(Path(folder).expanduser())
     trainer.checkpointer = _checkpointer(trainer, config, data, world, session)
-    trainer.evaluations = Evaluations(best, context, keep=config.keep_best, patience=config.early_stopping)
+    higher = config.metrics[best.metric.removeprefix("eval_").partition("/")[0]]
+    trainer.evaluations = Evaluations(
+        best, context, higher=higher, keep=config.keep_best, patience=config.early_stopping
+    )
     trainer.checkpointer.best = None if best.evaluated is None else best.facts()
     return trainer
 
@@ -192,7 +195,7 @@ def _checkpointer(
 def _compared_data(config: BaseConfig, held_out: Any) -> str | None:
     """What evaluations are of, where it is known: those of other data, or of other answers, are not compared."""
     fingerprint = getattr(held_out, "fingerprint", None)
-    if fingerprint is None or not config.followed_metric.startswith(HIGHER_IS_BETTER):
+    if fingerprint is None or not config.followed_metric.startswith("eval_exact_match"):
         return fingerprint
     return f"{fingerprint}:{getattr(config, 'eval_generate', None)}"
 

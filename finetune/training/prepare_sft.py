@@ -140,8 +140,8 @@ def _packs(config: RunConfig, model_config: PretrainedConfig) -> bool:
 
 def _check_metric(metric: str, valid: Samples | None, difficulty_names: tuple[str, ...]) -> None:
     """Raise DataError where the best evaluation is that of a difficulty, and no evaluation has it."""
-    name = metric.removeprefix("loss/")
-    if valid is None or name == metric:
+    kind, _, name = metric.partition("/")
+    if valid is None or not name or kind == "exact_match":  # whether there are answers is seen where they are asked for
         return
     if name not in difficulty_names or not (valid.difficulties == difficulty_names.index(name)).any():
         raise DataError(

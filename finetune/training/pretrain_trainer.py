@@ -150,7 +150,7 @@ class PretrainTrainer(TextTrainer):
     def output_weights(self) -> dict[str, torch.Tensor]:
         return self.whole_weights(None)
 
-    def write_output(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    def write_output(self, folder: Path, weights: dict[str, torch.Tensor], saved: Path | None) -> None:
         self._unset_padding()
         self.model.save_pretrained(folder, state_dict=weights)
         if self.processing_class is not None:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("finetune")
 
-HIGHER_IS_BETTER = "eval_exact_match"  # it, and those of difficulties; of other metrics the lowest is the best
 EXIT_CODES = {"done": ExitCode.DONE, "stopped": ExitCode.STOPPED, "failed": ExitCode.FAILED}
 
 
@@ -70,13 +69,15 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Best:
-    """The best evaluation so far: what a checkpoint says of it. A tie is not better, and NaN or inf never.
+    """The best evaluation so far: what a checkpoint says of it. NaN or inf never is.
 
-    The evaluation before the first step does not count: there is no checkpoint of it, and nothing trained in one.
+    Of equal values the one with the lower loss is better, so that few answers do not choose the least trained. The
+    evaluation before the first step does not count: there is no checkpoint of it, and nothing trained in one.
 
     Attributes:
         metric: as the log names it.
         value: of the best one; None before the first.
+        loss: validation loss of the best one; None where an older checkpoint does not say: nothing equal is better.
         step: of the best one.
         since: evaluations after it.
         evaluated: step of the last evaluation; None before the first.
@@ -91,18 +92,23 @@ class Best:
     evaluated: int | None = None
     checkpoint: str | None = None
     data: str | None = None
+    loss: float | None = None
 
-    def after(self, step: int, value: float, *, keep: bool) -> Best:
-        """With the evaluation of a step."""
+    def after(self, step: int, value: float, loss: float, *, higher: bool, keep: bool) -> Best:
+        """With the evaluation of a step, its value and its loss; `higher`: whether a higher value is better."""
         if step == 0:
             return self
-        if math.isfinite(value) and (self.value is None or self._is_better(value, self.value)):
+        if math.isfinite(value) and math.isfinite(loss) and self._is_worse(value, loss, higher):
             checkpoint = f"checkpoint-{step}" if keep else None
-            return replace(self, value=value, step=step, since=0, evaluated=step, checkpoint=checkpoint)
+            return replace(self, value=value, loss=loss, step=step, since=0, evaluated=step, checkpoint=checkpoint)
         return replace(self, since=self.since + 1, evaluated=step)
 
-    def _is_better(self, value: float, than: float) -> bool:
-        return value > than if self.metric.startswith(HIGHER_IS_BETTER) else value < than
+    def _is_worse(self, value: float, loss: float, higher: bool) -> bool:
+        if self.value is None:
+            return True
+        if value == self.value:
+            return self.loss is not None and loss < self.loss
+        return (value > self.value) == higher
 
     def facts(self) -> dict[str, Any]:
         """As plain JSON."""
@@ -117,12 +123,13 @@ class Evaluations:
     """Follows the evaluations of a run: saves what is the best, and ends the run when nothing better has come for long.
 
     Args:
+        higher: whether a higher value of the metric is better.
         keep: the best one's checkpoint.
         patience: evaluations without a better one, after which the run ends; 0: any number.
     """
 
-    def __init__(self, best: Best, context: RunContext, *, keep: bool, patience: int) -> None:
-        self.best, self.context, self.keep, self.patience = best, context, keep, patience
+    def __init__(self, best: Best, context: RunContext, *, higher: bool, keep: bool, patience: int) -> None:
+        self.best, self.context, self.higher, self.keep, self.patience = best, context, higher, keep, patience
 
     @property
     def enough(self) -> bool:
@@ -130,7 +137,7 @@ class Evaluations:
 
     def note(self, step: int, metrics: Mapping[str, float], flow: TrainerControl) -> None:
         """Take in an evaluation after so many steps, and tell Trainer what follows of it. Every rank calls."""
-        now = self.best.after(step, metrics[self.best.metric], keep=self.keep)
+        now = self.best.after(step, metrics[self.best.metric], metrics["eval_loss"], higher=self.higher, keep=self.keep)
         self.best = Best(**self.context.control.share(now.facts()))  # one decision, however the ranks round
         if self.keep and step and self.best.step == step:
             flow.should_save = True

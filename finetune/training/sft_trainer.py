@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.data.steps import StepBatches
 from finetune.modeling.pretrained import DTYPES, check_adapter_file
+from finetune.storage.checkpoint_manifest import step_of
 from finetune.training.optimizers import make_small_optimizer, set_apart
-from finetune.training.saved_tensors import write_tensors
+from finetune.training.saved_tensors import read_description, write_tensors
 from finetune.training.state import trainable
 from finetune.training.trainer import RunTrainer
 
@@ -94,8 +95,9 @@ class SFTTrainer(RunTrainer):
 
         return write
 
-    def _adapter_files(self, weights: dict[str, torch.Tensor]) -> Callable[[Path], None]:
-        write, shapes, trained = adapter_writer(self.model, weights), adapter_shapes(self.model), self._has_learned()
+    def _adapter_files(self, weights: dict[str, torch.Tensor], saved: Path | None = None) -> Callable[[Path], None]:
+        write, shapes = adapter_writer(self.model, weights), adapter_shapes(self.model)
+        trained = self._has_learned(saved)
 
         def write_and_check(folder: Path) -> None:
             write(folder)
@@ -103,11 +105,18 @@ class SFTTrainer(RunTrainer):
 
         return write_and_check
 
-    def _has_learned(self) -> bool:
-        """Whether steps were taken, and not skipped, at a learning rate above zero (a warm-up's first has none)."""
-        steps = range(min(self.state.global_step, 10_000))
-        idle = sum(self.context.learning_rate_factor(step) == 0 for step in steps)
-        return self.training_state().optimizer_step() > idle
+    def _has_learned(self, saved: Path | None) -> bool:
+        """Whether steps were taken, and not skipped, at a learning rate above zero (a warm-up's first has none).
+
+        Args:
+            saved: until this checkpoint; None: until now.
+        """
+        if saved is None:
+            step, taken = self.state.global_step, self.training_state().optimizer_step()
+        else:
+            step, taken = step_of(saved.name) or 0, read_description(saved)["optimizer_step"]
+        idle = sum(self.context.learning_rate_factor(number) == 0 for number in range(min(step, 10_000)))
+        return bool(taken > idle)
 
     def output_weights(self) -> dict[str, torch.Tensor]:
         """Float32 masters of an adapter; a whole model in the compute dtype."""
@@ -115,9 +124,9 @@ class SFTTrainer(RunTrainer):
             return self.training_state().collect_weights(keep=self.is_world_process_zero())
         return self.whole_weights(DTYPES["bfloat16"] if self.compute_dtype == "bfloat16" else None)
 
-    def write_output(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    def write_output(self, folder: Path, weights: dict[str, torch.Tensor], saved: Path | None) -> None:
         if self.lora:
-            self._adapter_files(weights)(folder)
+            self._adapter_files(weights, saved)(folder)
         else:
             # Trainer has copied the tokenizer's pad token there, where it would become a padding_idx: an embedding that
             # does not train in whatever is trained from this model; and it may be the token that ends answers.

@@ -374,8 +374,12 @@ class RunTrainer(Trainer):
         """The weights that the output is made of, whole, on rank 0's CPU. Every rank calls."""
         raise NotImplementedError
 
-    def write_output(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
-        """On rank 0: write the output and check it."""
+    def write_output(self, folder: Path, weights: dict[str, torch.Tensor], saved: Path | None) -> None:
+        """On rank 0: write the output and check it.
+
+        Args:
+            saved: the checkpoint that the weights are of; None: of the model as it is.
+        """
         raise NotImplementedError
 
     def save_output(self, output_dir: Path, best: Path | None = None) -> None:
@@ -388,7 +392,7 @@ class RunTrainer(Trainer):
         weights, main = self.output_weights(), self.is_world_process_zero()
 
         def write_files(folder: Path) -> None:
-            self.write_output(folder, weights if best is None else with_saved(best, weights))
+            self.write_output(folder, weights if best is None else with_saved(best, weights), best)
 
         write = partial(put_output, output_dir, write_files)
         # The others must not end, and have a launcher tear the run down, while rank 0 writes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,19 @@ def test_which_kind_a_file_is_of(tmp_path: Path):
     assert kind_of_arguments(["--config", str(path)]).config_class is PreferenceConfig
     assert conversation_config_class(["--config", str(path)]) is PreferenceConfig
     assert conversation_config_class(["--train-data-path", "t.bin"]) is RunConfig
+
+
+def test_the_best_is_of_what_evaluations_have():
+    keep = ["--valid-data", "v", "--eval-steps", "2", "--keep-best", "--best-metric"]
+    for metric in ("loss", "accuracy", "margin/explain"):
+        assert made(*keep, metric).followed_metric == f"eval_{metric}"
+    for flags, known in (
+        ([*keep, "exact_match"], r"take one of loss, .*, accuracy, accuracy/explain, .*, margin, "),
+        ([*keep, "accuracy", "--loss", "kto"], r"take one of loss, loss/explain, loss/reasoning, loss/topology$"),
+    ):
+        with pytest.raises(ConfigError, match="which no evaluation has") as refused:
+            made(*flags)
+        assert re.search(known, refused.value.fix) and "exact_match" not in refused.value.fix
 
 
 def test_answers_while_it_trains_are_refused():

@@ -52,20 +52,27 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 def test_the_rule() -> None:
-    best = Best("eval_loss").after(0, 0.1, keep=True)  # before the first step: none to keep
+    lowest, highest = {"keep": True, "higher": False}, {"keep": True, "higher": True}
+    best = Best("eval_loss").after(0, 0.1, 0.1, **lowest)  # before the first step: none to keep
     assert best == Best("eval_loss")
-    best = best.after(2, 3.0, keep=True).after(4, 2.0, keep=True)
+    best = best.after(2, 3.0, 3.0, **lowest).after(4, 2.0, 2.0, **lowest)
     assert (best.value, best.step, best.since, best.checkpoint) == (2.0, 4, 0, "checkpoint-4")
     for step, value in ((6, 2.0), (8, math.nan), (10, 2.5)):  # a tie is no improvement, and NaN never one
-        best = best.after(step, value, keep=True)
+        best = best.after(step, value, value, **lowest)
     assert (best.step, best.since, best.evaluated) == (4, 3, 10)
     for none in (math.nan, math.inf):
-        assert Best("eval_loss").after(2, none, keep=True).value is None
-    assert Best("eval_loss").after(2, 1.0, keep=False).checkpoint is None
+        assert Best("eval_loss").after(2, none, none, **lowest).value is None
+    assert Best("eval_loss").after(2, 1.0, 1.0, keep=False, higher=False).checkpoint is None
     for metric in ("eval_exact_match", "eval_exact_match/explain"):  # more right answers are better
-        right = Best(metric).after(2, 0.25, keep=True).after(4, 0.5, keep=True).after(6, 0.5, keep=True)
+        right = Best(metric).after(2, 0.25, 1.0, **highest).after(4, 0.5, 1.5, **highest).after(6, 0.5, 1.5, **highest)
         assert (right.value, right.step, right.since) == (0.5, 4, 1)
-        assert right.after(8, 0.25, keep=True).since == 2 and right.after(8, 0.75, keep=True).step == 8
+        assert right.after(8, 0.25, 0.1, **highest).since == 2 and right.after(8, 0.75, 9.0, **highest).step == 8
+        # As many right answers: the lower loss decides, where the checkpoint says it.
+        assert (tie := right.after(8, 0.5, 1.4, **highest)).step == 8 and (tie.since, tie.loss) == (0, 1.4)
+        assert right.after(8, 0.5, math.nan, **highest).step == right.after(8, 0.5, 1.6, **highest).step == 4
+        older = {name: value for name, value in right.facts().items() if name != "loss"}
+        assert read_best(metric, {"best": older}) == replace(right, loss=None)
+        assert read_best(metric, {"best": older}).after(8, 0.5, 0.1, **highest).step == 4
     assert read_best("eval_loss", {"best": best.facts()}) == best
     assert read_best("eval_loss/explain", {"best": best.facts()}) == Best("eval_loss/explain")  # of another metric
     # Losses of other data are not compared; older checkpoints do not say which they were.
@@ -174,6 +181,16 @@ def test_a_run_killed_before_its_output_is_written_ends_with_the_same(
     assert (again / "adapter_model.safetensors").read_bytes() == (
         stopped_early / "adapter_model.safetensors"
     ).read_bytes()
+
+
+def test_an_output_made_of_a_step_without_a_rate(materials: Materials, tmp_path: Path) -> None:
+    """The warm-up's first step has none, and is the best where the second one does harm: all of lora_B is zero."""
+    output_dir = tmp_path / "run"
+    changes = {"max_steps": 2, "warmup_steps": 1, "learning_rate": 10.0, "eval_steps": 1, "early_stopping": 0}
+    run_helpers.train(settings(materials, output_dir, **changes))
+    assert run_helpers.status(output_dir)["output_step"] == 1 and losses(output_dir)[2] > losses(output_dir)[1]
+    output = load_file(output_dir / "adapter_model.safetensors")
+    assert not any(tensor.any() for name, tensor in output.items() if "lora_B" in name)
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from finetune.config.options import SpokenOptions, read_options
 from finetune.errors import ExitCode
 from finetune.plain_text import plain_text
 from finetune.runs.console_lines import print_anything
-from finetune.runs.event_texts import advice, format_duration, message_text, state_text
+from finetune.runs.event_texts import advice, format_duration, message_text, preference_texts, state_text
 from finetune.runs.reader import Reader, open_run
 from finetune.runs.view import ENDED, Message, RunView, is_finite_number
 from finetune.runtime.host import HostMeter
@@ -168,6 +168,7 @@ def _numbers(view: RunView) -> list[str]:
         parts.append(_("eval {loss} @ {step}").format(loss=f"{loss:.4f}", step=f"{step:,}"))
     if match := view.evaluated("eval_exact_match"):
         parts.append(_("exact match {share}").format(share=f"{match[-1][1]:.1%}"))
+    parts += [f"{name} {text}" for name, text in preference_texts(view)]
     if is_finite_number(last.get("tokens_per_second")):
         parts.append(f"{last['tokens_per_second']:,.0f} tok/s")
     if is_finite_number(last.get("mfu")):

@@ -15,7 +15,7 @@ from rich.text import Text
 from finetune.commands.monitor.dashboard_parts import Curve, Gauge, Progress, Sparkline, fact, grid, one_line
 from finetune.config.kinds import kind_title
 from finetune.plain_text import plain_text
-from finetune.runs.event_texts import advice, format_duration, message_text, state_text
+from finetune.runs.event_texts import advice, format_duration, message_text, preference_texts, state_text
 from finetune.runs.view import Message, RunView, is_finite_number
 from finetune.runtime.host import HostUse
 from finetune.runtime.language import N_, _
@@ -148,6 +148,7 @@ class Dashboard:
         view = self.view
         last = view.steps.last
         facts = [(_(n), form.format(last[key])) for key, n, form in STEP_NUMBERS if is_finite_number(last.get(key))]
+        facts[2:2] = preference_texts(view)
         if last.get("mfu", 0) is None:
             facts.append((_("MFU"), _("unknown")))
         if bits := view.evaluated("eval_bpb"):

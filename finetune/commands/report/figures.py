@@ -11,7 +11,7 @@ from markupsafe import Markup
 from finetune.batching.curriculum import Schedule, Stage
 from finetune.commands.report.charts import Mark, Series, area_svg, frame_range, line_svg
 from finetune.plain_text import plain_text
-from finetune.runs.event_texts import event_text
+from finetune.runs.event_texts import PREFERENCE_NUMBERS, event_text
 from finetune.runs.step_table import Points
 from finetune.runs.view import RunView
 from finetune.runtime.language import _
@@ -67,6 +67,14 @@ def curves(view: RunView) -> list[Figure]:
             Series(_("all"), view.evaluated("eval_exact_match"), marks=True),
             *(Series(name, view.evaluated(f"eval_exact_match/{name}"), marks=True) for name in view.difficulties),
             zero=True,
+        ),
+        *(
+            figure(
+                _(name).capitalize(),
+                Series(_("training"), view.values(field), smooth=True),
+                Series(_("validation"), view.evaluated(f"eval_{field}"), marks=True),
+            )
+            for field, name, _form in PREFERENCE_NUMBERS
         ),
         figure(_("Loss by source"), *(Series(n, _smoothed(view.values(f"source_loss/{n}"))) for n in view.sources)),
         figure(

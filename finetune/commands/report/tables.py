@@ -13,6 +13,7 @@ import numpy as np
 from finetune.commands.plan.check import compare_memory
 from finetune.errors import FinetuneError
 from finetune.plain_text import mask_secrets, plain_text
+from finetune.runs.event_texts import PREFERENCE_NUMBERS
 from finetune.runs.view import RunView, is_finite_number
 from finetune.runtime.language import N_, _
 from finetune.storage.durable_files import format_bytes
@@ -64,7 +65,7 @@ def tokens_trained(view: RunView) -> float:
 
 
 def evaluation(view: RunView) -> Grid:
-    """Validation losses, and exact answers, before the first and after the last step."""
+    """Validation losses, exact answers and preferences, before the first and after the last step."""
     names = [
         (_("all"), "eval_loss"),
         *((name, f"eval_loss/{name}") for name in view.difficulties),
@@ -91,17 +92,19 @@ def evaluation(view: RunView) -> Grid:
 
 
 def _answers(view: RunView) -> list[list[str]]:
-    """Shares of exact answers; the change is in points."""
+    """Shares of exact answers, and what a run on preferences compares; higher is better, the change is in points."""
     rows = []
-    for name in ("", *view.difficulties):
-        points = view.evaluated(f"eval_exact_match/{name}" if name else "eval_exact_match")
-        if points:
-            (first_step, first), (_step, last) = points[0], points[-1]
-            best_step, best = max(points, key=lambda point: point[1])
-            before = f"{first:.1%}" if first_step == 0 else f"{first:.1%} @ {first_step:,}"
-            change = f"{'↑' if last > first else '↓'}{abs(last - first):.1%}" if last != first else "–"
-            title = _("exact match, {difficulty}").format(difficulty=name) if name else _("exact match")
-            rows.append([title, before, f"{last:.1%}", change, f"{best:.1%}", f"{best_step:,}"])
+    wanted = (("exact_match", N_("exact match"), "{:.1%}"), *PREFERENCE_NUMBERS[:2])
+    for field_name, title, form in wanted:
+        for name in ("", *view.difficulties):
+            points = view.evaluated(f"eval_{field_name}/{name}" if name else f"eval_{field_name}")
+            if points:
+                (first_step, first), (_step, last) = points[0], points[-1]
+                best_step, best = max(points, key=lambda point: point[1])
+                before = form.format(first) if first_step == 0 else f"{form.format(first)} @ {first_step:,}"
+                change = f"{'↑' if last > first else '↓'}{form.format(abs(last - first))}" if last != first else "–"
+                whole = f"{_(title)}, {name}" if name else _(title)
+                rows.append([whole, before, form.format(last), change, form.format(best), f"{best_step:,}"])
     return rows
 
 

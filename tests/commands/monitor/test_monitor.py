@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_runs import DIFFICULTIES, MIXES, line, make_run, sign, start_event, step
+from fake_runs import DIFFICULTIES, MIXES, line, make_preference_run, make_run, sign, start_event, step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launching import ROOT, environment
@@ -181,6 +181,23 @@ def test_sources_have_a_panel_and_are_no_difficulties(tmp_path: Path):
     assert "exact match 50.0%" in _numbers(view)
     assert "exact match" in without_styles(shown(view, 140, 40, lang="en"))
     assert event_text(view.evaluations[-1]) == "step 40: validation loss 2.0000, exact match 0.5000"
+
+
+def test_preferences_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = make_preference_run(tmp_path / "one")
+    expected = {
+        "accuracy": "80.0%, eval 60.0%",
+        "margin": "1.000, eval 0.750",
+        "chosen reward": "0.500, eval 0.375",
+        "rejected reward": "-0.500, eval -0.375",
+        "reference point": "2.000, eval 1.500",
+    }
+    assert finetune(["monitor", "--once", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert all(f"{name} {text}" in said for name, text in expected.items()), said
+    picture = without_styles(shown(open_run(folder).poll(), 160, 48))
+    assert all(re.search(rf"{name} +{text}", picture) for name, text in expected.items()), picture
+    assert "accuracy 80.0%" in without_styles(shown(open_run(folder).poll(), 70, 12))
 
 
 def test_a_resumed_run_cuts_the_tail_that_it_trains_again(tmp_path: Path):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from fake_runs import DIFFICULTIES, line, make_run, start_event, step
+from fake_runs import DIFFICULTIES, line, make_preference_run, make_run, start_event, step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -131,6 +131,22 @@ def resumed_run(folder: Path) -> Path:
     (folder / "events.jsonl").write_text("".join(map(line, events)))
     (folder / "checkpoint-100").mkdir()
     return folder
+
+
+def test_preferences_have_figures_and_rows(tmp_path: Path):
+    html, page = report(make_preference_run(tmp_path / "one"))
+    assert_inert(html, page)
+    for title in ("Accuracy", "Margin", "Chosen reward", "Rejected reward", "Reference point"):
+        assert re.search(rf"{title}: training [^;]+; validation ", html), title
+    said = page.rows()
+    for first, *rest in (
+        ("accuracy", "2.0%", "60.0%", "↑58.0%", "60.0%", "40"),
+        ("accuracy, explain", "25.0%", "25.0%", "–", "25.0%", "0"),
+        ("margin", "0.025", "0.750", "↑0.725", "0.750", "40"),
+    ):
+        where = said.index(first)
+        assert said[where + 1 : where + 6] == rest
+    assert "准确率" in report(tmp_path / "one", "zh")[0]
 
 
 def test_sources_have_figures_and_rows(tmp_path: Path):
