@@ -10,6 +10,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from finetune.config.adapter_config import EMBEDDINGS, HEADS, last_parts
 from finetune.config.kinds import kind_of_config
 from finetune.config.paths import is_hub_id, split_revision
 from finetune.config.preference_config import PreferenceConfig
@@ -155,7 +156,7 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
             flash=accelerator,
             partitioned=sharding.engine and sharding.stage == 3,
             fused_lora=lora and config.fused_lora and not config.use_dora,
-            whole_logits=lora and bool(config.train_tokens or "lm_head" in config.modules_to_save),
+            whole_logits=_head_is_wrapped(shape, adapted, config),
             fused_layers=accelerator and config.fused_layers != "off",
             float32_attention=cluster.device_type == "cpu" and size == 2,
         ),
@@ -194,6 +195,15 @@ def preference_workload(config: PreferenceConfig, shape: ModelShape, cluster: Cl
     return replace(work, documents=config.documents_per_sample, asks_reference=asks)
 
 
+def _head_is_wrapped(shape: ModelShape, adapted: frozenset[str], config: RunConfig) -> bool:
+    """Whether the head is no plain linear layer, so that there is no chunked one (modeling/loss.make_chunked_head)."""
+    if config.trains_all_weights:
+        return False
+    saved = last_parts(config.modules_to_save)
+    wrapped = (saved | adapted) & HEADS or (shape.tied and saved & EMBEDDINGS)
+    return bool(wrapped or config.train_tokens)
+
+
 def _adapter_numbers(config: RunConfig, shape: ModelShape, adapted: frozenset[str]) -> int:
     """Numbers that are trained beside the base, without single rows of embeddings."""
     layers = len(config.layers_to_transform or ()) or shape.layers
@@ -220,6 +230,7 @@ def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Clu
             adapter_bytes=4 if lora else 0,
             dropout=lora and config.lora_dropout > 0,
             fused_lora=lora and config.fused_lora,
+            whole_logits=bool(adapted & HEADS),
             checkpointing=recomputes(config, cluster.device_type),
             compiled=compiled,
             flash=True,  # a window is one document

@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.config.adapter_config import EMBEDDINGS, HEADS
 from finetune.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -221,7 +222,7 @@ class ModelShape:
     def copied(self, names: Sequence[str]) -> int:
         """Numbers of the modules that are trained as copies beside an adapter (`--modules-to-save`)."""
         last = {name.rpartition(".")[2] for name in names}
-        ends = len(last & {"embed_tokens", "wte", "embed_in", "lm_head", "embed_out"})
+        ends = len(last & (EMBEDDINGS | HEADS))
         inside = sum(matrix.numbers * count for matrix, count in self.matrices if matrix.name in last)
         return inside + self.embedding * (min(1, ends) if self.tied else ends)
 

@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM
 from finetune.__main__ import main as finetune
 from finetune.config.resolution import resolve_object
 from finetune.errors import ConfigError, FinetuneError
+from finetune.modeling.loss import make_chunked_head
+from finetune.modeling.model_config import check_adapter, load_model_config
 from finetune.modeling.pretrained import add_adapter, count_parameters
 from finetune.planning.inputs import fine_tuning_workload
 from finetune.planning.shapes import shape_of_model
@@ -219,10 +221,21 @@ def test_auto_takes_the_stops_that_were_never_trained(materials, tmp_path, caplo
         ({"train_tokens": TOKENS, **LAYOUTS["zero3"]}, "trainable tokens"),
         ({"rank_pattern": "q_proj=big"}, "q_proj=big is no name with a whole number"),
         ({"rank_pattern": {"q_proj": 0}}, "q_proj=0 is no name"),
+        ({"rank_pattern": "q_proj=8,q_proj=4"}, "q_proj is named twice"),
         ({"rank_pattern": "q_porj=8"}, "names q_porj"),
         ({"alpha_pattern": {"nothing": 8}}, "names nothing"),
+        ({"rank_pattern": "norm=8"}, "choose from down_proj"),
+        ({"rank_pattern": "k_proj=8", "lora_target_modules": ["q_proj"]}, "choose from q_proj"),
+        ({"rank_pattern": {"model.layers.1.*q_proj": 8}, "layers_to_transform": "0"}, "no module of that name"),
+        ({"rank_pattern": {"(": 8}}, "no regular expression"),
+        ({"quantization": "nf4", "modules_to_save": ["down_proj"]}, "embeddings, head and norms"),
+        ({"quantization": "int8", "modules_to_save": ["mlp"]}, "embeddings, head and norms"),
         ({"layers_to_transform": "1,2-7"}, "names 2, 3, 4, 5, 6, 7"),
         ({"layers_to_transform": ["last"]}, "is no layer"),
+        ({"layers_to_transform": "3-1"}, "3-1 goes backwards"),
+        ({"layers_to_transform": []}, "no layer is named"),
+        ({"train_tokens": TOKENS, "lora_target_modules": ["q_proj", "lm_head"]}, "lora_target_modules names lm_head"),
+        ({"train_tokens": TOKENS, "modules_to_save": ["model.embed_tokens"]}, "modules_to_save names embed_tokens"),
         ({"modules_to_save": "head"}, "names head"),
         ({"train_tokens": "<|end|>"}, "no token '<|end|>'"),
         ({"lora_plus_ratio": 0.0}, "above 0"),
@@ -232,6 +245,45 @@ def test_what_cannot_be_trained_is_refused(materials, tmp_path, changes, words) 
     with pytest.raises(FinetuneError) as refused:
         prepare_data(config_of(materials.settings(tmp_path / "run", **changes)))
     assert words in str(refused.value) and isinstance(refused.value, ConfigError)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"train_tokens": TOKENS},
+        {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": ["model.embed_tokens"]},
+        {"modules_to_save": ["norm"]},
+        {"lora_target_modules": ["q_proj", "lm_head"]},
+    ],
+)
+def test_a_plan_knows_whether_logits_are_made_in_chunks(materials, untied, changes) -> None:
+    for model in (materials.model, untied):
+        config = config_of(materials.settings(materials.folder, model=str(model), **changes))
+        network = base(model)
+        shape = shape_of_model(network)
+        adapted = add_adapter(network, config, one_dtype=False, token_ids=(1, 2) if config.train_tokens else ())
+        planned = fine_tuning_workload(config, shape, Cluster(device_type="cpu")).computing.whole_logits
+        assert planned == (make_chunked_head(adapted) is None), model
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rank_pattern": {"^model.layers.0.*q_proj": 8}},
+        {"rank_pattern": {r"layers\.1\..*_proj": 8}, "alpha_pattern": "mlp.down_proj=4"},
+        {"quantization": "nf4", "modules_to_save": ["embed_tokens", "lm_head", "norm"]},
+    ],
+)
+def test_names_that_peft_takes_are_taken(materials, changes) -> None:
+    config = config_of(materials.settings(materials.folder, **changes))
+    check_adapter(load_model_config(config.model), config)
+
+
+def test_layers_are_sorted_and_each_is_named_once(materials) -> None:
+    settings = materials.settings(materials.folder, layers_to_transform="7,0-2,1")
+    assert config_of(settings).layers_to_transform == (0, 1, 2, 7)
 
 
 @pytest.mark.parametrize("kind", KINDS)
