@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator
 
 from finetune.config.fields import Paths, Strict, Text, adapter_setting, rule_broken
 
@@ -101,6 +101,11 @@ class AdapterSettings(Strict):
         "never trained.",
         unit="auto|TOKEN...",
     )
+
+    @field_validator("lora_plus_ratio")
+    @classmethod
+    def _one_is_plain(cls, ratio: float | None) -> float | None:
+        return None if ratio == 1 else ratio
 
 
 def quantization_problems(config: Any, device_type: str) -> list[tuple[str, str]]:

@@ -16,7 +16,9 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-LAYERS = ("Linear4bit", "Linear8bitLt")  # of bitsandbytes.nn
+KINDS = {"Linear4bit": "nf4", "Linear8bitLt": "int8"}  # by the layers of bitsandbytes.nn
+# Beside the adapter of a quantised base: {"quantization": "nf4"}.
+NOTE_NAME = "finetune_adapter.json"
 
 
 def quantized_loading(kind: str, dtype: torch.dtype, device: torch.device | None, *, zero3: bool) -> dict[str, Any]:
@@ -46,7 +48,12 @@ def quantized_loading(kind: str, dtype: torch.dtype, device: torch.device | None
 def is_quantised(layer: torch.nn.Module) -> bool:
     """Whether it is a linear layer of bitsandbytes."""
     kind = type(layer)
-    return kind.__name__ in LAYERS and kind.__module__.startswith("bitsandbytes.")
+    return kind.__name__ in KINDS and kind.__module__.startswith("bitsandbytes.")
+
+
+def quantization_of(model: torch.nn.Module) -> str:
+    """What the weights of a loaded model are held in: nf4, int8 or none."""
+    return next((KINDS[type(module).__name__] for module in model.modules() if is_quantised(module)), "none")
 
 
 def compute_exactly(model: torch.nn.Module) -> int:

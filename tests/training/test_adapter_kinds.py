@@ -281,6 +281,10 @@ def test_names_that_peft_takes_are_taken(materials, changes) -> None:
     check_adapter(load_model_config(config.model), config)
 
 
+def test_a_ratio_of_one_is_plain_lora(materials) -> None:
+    assert config_of(materials.settings(materials.folder, lora_plus_ratio=1)).lora_plus_ratio is None
+
+
 def test_layers_are_sorted_and_each_is_named_once(materials) -> None:
     settings = materials.settings(materials.folder, layers_to_transform="7,0-2,1")
     assert config_of(settings).layers_to_transform == (0, 1, 2, 7)
