@@ -22,6 +22,7 @@ from finetune.modeling.hub import from_modelscope
 from finetune.modeling.model_config import check_weights, load_model_config, warn_of_missing_embeddings
 from finetune.modeling.pretrained import DTYPES, check_adapter_file
 from finetune.modeling.quantisation import NOTE_NAME, quantized_loading
+from finetune.runtime.quiet_import import import_bitsandbytes
 from finetune.storage.run_folder import describe_folder
 from finetune.storage.run_log import read_jsonl_tolerant
 
@@ -233,6 +234,7 @@ def with_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
         ConfigError: the adapter does not fit the model.
         FinetuneError: its file is empty or cannot be read.
     """
+    import_bitsandbytes()
     from peft import PeftModel
 
     check_adapter_file(folder, trained=False)

@@ -24,6 +24,7 @@ from finetune.config.adapter_config import AdapterSettings
 from finetune.config.paths import split_revision
 from finetune.errors import ConfigError, DataError
 from finetune.modeling.adapter_names import check_named, check_patterns, check_saved_of_quantised
+from finetune.runtime.quiet_import import import_bitsandbytes
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -240,6 +241,7 @@ def check_adapter(model_config: PretrainedConfig, config: RunConfig | PretrainCo
         check_targets(linear, target_names(wanted))
         if not patterns:
             return
+    import_bitsandbytes()
     from peft import get_peft_model
 
     try:
@@ -281,6 +283,7 @@ def lora_config(
     Args:
         token_ids: tokens whose embeddings are trained.
     """
+    import_bitsandbytes()
     from peft import LoraConfig
 
     outside = [rf"{re.escape(name)}\..*" for name in outside_text(model)]

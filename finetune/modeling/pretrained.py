@@ -21,6 +21,7 @@ from finetune.modeling.attention import choose_attention
 from finetune.modeling.loss import let_choose_logits
 from finetune.modeling.model_config import load_model_config, lora_config, outside_text, warn_of_text_alone
 from finetune.modeling.quantisation import compute_exactly, numbers_in, quantized_loading
+from finetune.runtime.quiet_import import import_bitsandbytes
 
 if TYPE_CHECKING:
     from finetune.config.pretrain_config import PretrainConfig
@@ -114,6 +115,7 @@ def add_adapter(
             keeps float32 masters itself); else what is trained of a 16-bit model is held in float32.
         token_ids: tokens whose embeddings are trained as well.
     """
+    import_bitsandbytes()
     from peft import get_peft_model
 
     with warnings.catch_warnings():

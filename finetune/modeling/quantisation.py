@@ -16,6 +16,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from finetune.runtime.quiet_import import import_bitsandbytes
+
 KINDS = {"Linear4bit": "nf4", "Linear8bitLt": "int8"}  # by the layers of bitsandbytes.nn
 # Beside the adapter of a quantised base: {"quantization": "nf4"}.
 NOTE_NAME = "finetune_adapter.json"
@@ -30,6 +32,8 @@ def quantized_loading(kind: str, dtype: torch.dtype, device: torch.device | None
         device: that the model is loaded on. Under ZeRO-3 transformers takes no device: it is the current one.
     """
     from transformers import BitsAndBytesConfig
+
+    import_bitsandbytes()
 
     if kind == "int8":
         settings = BitsAndBytesConfig(load_in_8bit=True)
