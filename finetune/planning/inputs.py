@@ -20,6 +20,7 @@ from finetune.config.rules import check_device
 from finetune.config.run_config import BaseConfig, RunConfig
 from finetune.errors import ConfigError
 from finetune.planning.activations import Computing
+from finetune.planning.adapters import adapter_numbers
 from finetune.planning.shapes import KNOWN_MODELS, ModelShape, known_config, read_shape, shape_of_config, shape_of_model
 from finetune.planning.workload import Cluster, Sharding, Workload
 from finetune.runtime.device import DEVICE_KINDS
@@ -138,7 +139,7 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
     size = element_bytes(config, cluster.device_type)
     engine, lora = bool(config.deepspeed), config.finetuning == "lora"
     adapted = shape.adapted(config.lora_target_modules) if lora else frozenset()
-    adapter = _adapter_numbers(config, shape, adapted) if lora else 0
+    adapter = adapter_numbers(config, shape, adapted) if lora else 0
     sharding = sharding_of(config.deepspeed, shape, config.lora_r if lora else 0)
     accelerator = cluster.device_type in ("cuda", "npu")
     tokens = config.tokens_per_microbatch
@@ -202,14 +203,6 @@ def _head_is_wrapped(shape: ModelShape, adapted: frozenset[str], config: RunConf
     saved = last_parts(config.modules_to_save)
     wrapped = (saved | adapted) & HEADS or (shape.tied and saved & EMBEDDINGS)
     return bool(wrapped or config.train_tokens)
-
-
-def _adapter_numbers(config: RunConfig, shape: ModelShape, adapted: frozenset[str]) -> int:
-    """Numbers that are trained beside the base, without single rows of embeddings."""
-    layers = len(config.layers_to_transform or ()) or shape.layers
-    lora = sum(shape.lora_tensors(config.lora_r, adapted, config.rank_pattern))
-    lengths = sum(n * m.outputs for m, n in shape.matrices if m.name in adapted) if config.use_dora else 0
-    return (lora + lengths) * layers // shape.layers + shape.copied(config.modules_to_save)
 
 
 def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Cluster) -> Workload:

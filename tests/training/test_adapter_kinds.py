@@ -39,6 +39,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "tokens": {"train_tokens": TOKENS},
     "plus": {"lora_plus_ratio": 4.0},
 }
+COUNTED = KINDS | {
+    "mlp": {"modules_to_save": ["mlp"], "lora_target_modules": ["q_proj", "down_proj"]},
+    "norm": {"modules_to_save": ["norm"]},
+    "layer": {"modules_to_save": ["layers.0.mlp"], "use_dora": True},
+    "full names": {"rank_pattern": {"^model.layers.0.*q_proj": 8, "k_proj": 2}, "layers_to_transform": "0"},
+    "head": {"modules_to_save": ["lm_head"]},
+}
 # Everything that goes under ZeRO-3, and what does not; and what has to do with head and embedding.
 SIZES = {**KINDS["rslora"], **KINDS["ranks"], **KINDS["plus"]}
 SHARDED = {**SIZES, "modules_to_save": ["lm_head"]}
@@ -290,16 +297,18 @@ def test_layers_are_sorted_and_each_is_named_once(materials) -> None:
     assert config_of(settings).layers_to_transform == (0, 1, 2, 7)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_plan_counts_what_is_trained(materials, kind) -> None:
+@pytest.mark.parametrize("kind", COUNTED)
+def test_a_plan_counts_what_is_trained(materials, untied, kind) -> None:
     """Against the parameters of the model that is trained; of rows of embeddings the plan counts none."""
-    shape = shape_of_model(base(materials.model))
-    config = config_of(materials.settings(materials.folder, **KINDS[kind]))
-    ids = (1, 2) if kind == "tokens" else ()
-    adapted = add_adapter(base(materials.model), config, one_dtype=False, token_ids=ids)
-    planned = fine_tuning_workload(config, shape, Cluster(device_type="cpu")).trained
-    norms = 32 if kind == "modules" else 0  # a vector is not counted
-    assert planned == count_parameters(adapted)["trainable"] - 32 * len(ids) - norms
+    for model in (materials.model, untied):
+        network = base(model)
+        shape = shape_of_model(network)
+        config = config_of(materials.settings(materials.folder, model=str(model), **COUNTED[kind]))
+        ids = (1, 2) if kind == "tokens" else ()
+        adapted = add_adapter(network, config, one_dtype=False, token_ids=ids)
+        rows = 32 * len(ids) * (1 if shape.tied else 2)
+        planned = fine_tuning_workload(config, shape, Cluster(device_type="cpu")).trained
+        assert planned == count_parameters(adapted)["trainable"] - rows
 
 
 def test_each_makes_another_run(materials, tmp_path) -> None:
