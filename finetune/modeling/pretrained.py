@@ -118,6 +118,7 @@ def add_adapter(
     import_bitsandbytes()
     from peft import get_peft_model
 
+    dtype = model.get_input_embeddings().weight.dtype
     with warnings.catch_warnings():
         # Of a tied model: it is meant that modules_to_save and tokens have what is tied to them follow.
         warnings.filterwarnings("ignore", message=r"Model with `tie_word_embeddings=True`")
@@ -127,6 +128,10 @@ def add_adapter(
             parameter.data = parameter.data.float()
         if "lora_A" in name:
             _initialise(parameter, config.seed, name)
+    copies = getattr(model.get_input_embeddings(), "modules_to_save", {})
+    if "default" in copies and not one_dtype:
+        # Autocast leaves an embedding's dtype as it is: held in float32, it would make the residual stream so.
+        copies["default"].register_forward_hook(lambda _module, _inputs, output: output.to(dtype))
     return adapted
 
 

@@ -288,6 +288,19 @@ def test_names_that_peft_takes_are_taken(materials, changes) -> None:
     check_adapter(load_model_config(config.model), config)
 
 
+def test_a_copied_embedding_leaves_the_layers_their_dtype(materials, untied) -> None:
+    config = config_of(materials.settings(materials.folder, modules_to_save=["embed_tokens"]))
+    for folder in (materials.model, untied):
+        model = add_adapter(base(folder).to(torch.bfloat16), config, one_dtype=False)
+        seen = []
+        layer = model.get_base_model().model.layers[0]
+        layer.register_forward_pre_hook(lambda _module, inputs, seen=seen: seen.append(inputs[0].dtype))
+        with torch.autocast("cpu", torch.bfloat16):
+            model(input_ids=IDS).logits.float().sum().backward()
+        (gradient,) = [p.grad for n, p in model.named_parameters() if "embed_tokens.modules_to_save" in n]
+        assert seen == [torch.bfloat16] and gradient.dtype == torch.float32 and gradient.any()
+
+
 def test_a_ratio_of_one_is_plain_lora(materials) -> None:
     assert config_of(materials.settings(materials.folder, lora_plus_ratio=1)).lora_plus_ratio is None
 
