@@ -235,7 +235,7 @@ def check_adapter(model_config: PretrainedConfig, config: RunConfig | PretrainCo
     check_named(model, named)
     if isinstance(config, AdapterSettings) and config.quantization != "none":
         check_saved_of_quantised(model, config.quantization, config.modules_to_save)
-    patterns = {setting: named[setting] for setting in ("rank_pattern", "alpha_pattern") if setting in named}
+    patterns = {setting: keys for setting, keys in named.items() if setting.endswith("_pattern")}
     experts_among = any(parameter.dim() > 2 for parameter in model.parameters())
     if not experts_among:
         check_targets(linear, target_names(wanted))
@@ -248,7 +248,7 @@ def check_adapter(model_config: PretrainedConfig, config: RunConfig | PretrainCo
         lora = lora_config(model, config)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what it says of the adapter it says again when training makes it
-            adapted = get_peft_model(model, lora, low_cpu_mem_usage=True).base_model
+            adapted: Any = get_peft_model(model, lora, low_cpu_mem_usage=True).base_model
     except ValueError as error:
         experts = "; adapters on a mixture's experts have no dropout" if config.lora_dropout else ""
         raise ConfigError(
@@ -258,7 +258,7 @@ def check_adapter(model_config: PretrainedConfig, config: RunConfig | PretrainCo
         ) from error
     if experts_among:  # names that stand for them are none of its target modules any more
         check_targets(linear, sorted(lora.target_modules or ()))
-    check_patterns([*adapted.targeted_module_names, *adapted.targeted_parameter_names], patterns)
+    check_patterns(adapted.targeted_module_names + adapted.targeted_parameter_names, patterns)
 
 
 def named_modules_of(config: RunConfig | PretrainConfig) -> dict[str, tuple[str, ...]]:
