@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator
 
 from finetune.config.fields import Paths, Strict, Text, adapter_setting, rule_broken
 
 QUANTIZED_ON = ("cpu", "cuda")
 MOST_LAYERS = 10_000
+# What models call their embedding and their output head.
+EMBEDDINGS = frozenset({"embed_tokens", "wte", "embed_in"})
+HEADS = frozenset({"lm_head", "embed_out"})
 
 
 def _layers(value: Any) -> Any:
@@ -24,20 +29,34 @@ def _layers(value: Any) -> Any:
             raise rule_broken(
                 [(f"{word!r} is no layer", "give whole numbers from 0 and ranges of them, e.g. 0 1 24-31")]
             )
-        found += range(int(first), min(int(last), MOST_LAYERS) + 1) if dash else [int(first)]
-    return tuple(found)
+        if dash and int(first) > int(last):
+            raise rule_broken([(f"{word.strip()} goes backwards", f"write {last}-{first}")])
+        # A range that no model has is refused by its first numbers.
+        found += range(int(first), min(int(last), int(first) + MOST_LAYERS) + 1) if dash else [int(first)]
+    if not found:
+        raise rule_broken([("no layer is named", "name layers, e.g. 0 1 24-31, or leave it out: then all have one")])
+    return tuple(sorted(set(found)))
 
 
 def _pattern(value: Any) -> Any:
     """`q_proj=32,down_proj=8` as a mapping to numbers; or such a mapping, looked at."""
     if isinstance(value, str):
-        halves = (pair.partition("=") for pair in value.split(","))
+        halves = [pair.partition("=") for pair in value.split(",")]
+        names = [name.strip() for name, _sign, _number in halves]
+        if twice := [name for place, name in enumerate(names) if name in names[:place]]:
+            raise rule_broken([(f"{twice[0]} is named twice", "give each name one number")])
         value = {name.strip(): int(number) if number.isdecimal() else number for name, _sign, number in halves}
     if isinstance(value, dict):
         for name, number in value.items():
             if not name or type(number) is not int or number < 1:
                 what = f"{name}={number} is no name with a whole number above 0"
                 raise rule_broken([(what, "write NAME=NUMBER, e.g. q_proj=32,down_proj=8")])
+            try:
+                re.compile(name)
+            except re.error as error:
+                raise rule_broken(
+                    [(f"{name!r} is no regular expression: {error}", "write names of modules")]
+                ) from error
     return value
 
 
@@ -83,6 +102,11 @@ class AdapterSettings(Strict):
         unit="auto|TOKEN...",
     )
 
+    @field_validator("lora_plus_ratio")
+    @classmethod
+    def _one_is_plain(cls, ratio: float | None) -> float | None:
+        return None if ratio == 1 else ratio
+
 
 def quantization_problems(config: Any, device_type: str) -> list[tuple[str, str]]:
     """What of a run does not go with a quantised base, as `(what, fix)`.
@@ -119,11 +143,34 @@ def adapter_identity(config: AdapterSettings) -> dict[str, Any]:
 
 
 def adapter_problems(config: Any) -> list[tuple[str, str]]:
-    """Adapters that DeepSpeed's sharding leaves without the weights that they read, as `(what, fix)`."""
-    zero = (config.deepspeed or {}).get("zero_optimization")
-    if config.trains_all_weights or not isinstance(zero, dict) or zero.get("stage") != 3:
+    """Adapters that peft cannot make, or that sharding leaves without the weights that they read: `(what, fix)`."""
+    if config.trains_all_weights:
         return []
+    zero = (config.deepspeed or {}).get("zero_optimization")
+    found = _twice_trained(config) if config.train_tokens else []
+    if not isinstance(zero, dict) or zero.get("stage") != 3:
+        return found
     reads = "reads base weights past the module that owns them, where ZeRO-3 has gathered none"
     fix = "train without DeepSpeed (--deepspeed none), or with ZeRO-2"
     given = (("use_dora", config.use_dora, "DoRA"), ("train_tokens", config.train_tokens, "peft's trainable tokens"))
-    return [(f"{name} is set: {what} {reads}", fix) for name, value, what in given if value]
+    return found + [(f"{name} is set: {what} {reads}", fix) for name, value, what in given if value]
+
+
+def _twice_trained(config: Any) -> list[tuple[str, str]]:
+    """Embedding or head asked for beside single rows of them."""
+    targets = config.lora_target_modules
+    asked = (
+        ("lora_target_modules", last_parts([targets] if isinstance(targets, str) else targets) & HEADS),
+        ("modules_to_save", last_parts(config.modules_to_save) & (EMBEDDINGS | HEADS)),
+    )
+    fix = "leave one of the two out: rows of the embedding and of the head are trained by train_tokens"
+    return [
+        (f"train_tokens is set, and {name} names {', '.join(sorted(both))}: a module is trained in one way", fix)
+        for name, both in asked
+        if both
+    ]
+
+
+def last_parts(names: Iterable[str]) -> frozenset[str]:
+    """The last parts of dotted names."""
+    return frozenset(name.rpartition(".")[2] for name in names)

@@ -90,11 +90,15 @@ def _each(names: str, why_and_fix: tuple[str, str]) -> dict[str, tuple[str, str]
     return dict.fromkeys(names.split(), why_and_fix)
 
 
+_IN_4_BITS = (
+    "load_in_4bit quantization_bit quantization_method qlora use_qlora bnb_4bit_quant_type bnb_4bit_compute_dtype "
+    "bnb_4bit_use_double_quant double_quantization"
+)
+_IN_FEW_BITS = frozenset(f"{_IN_4_BITS} load_in_8bit quantization".split())
 # name -> (why it is not a setting here, what to do instead)
 OTHERWISE: dict[str, tuple[str, str]] = {
     **_each(
-        "load_in_4bit quantization_bit quantization_method qlora use_qlora bnb_4bit_quant_type bnb_4bit_compute_dtype "
-        "bnb_4bit_use_double_quant double_quantization",
+        _IN_4_BITS,
         (
             "an adapter on a base in few bits is --quantization nf4 or int8",
             "use --quantization nf4 (double quantisation, computed in --dtype) or --quantization int8",
@@ -167,6 +171,9 @@ def unknown_name(name: str, where: str, known: Iterable[str], *, flags: bool) ->
     if FOREIGN.get(typed) in known:
         ours = FOREIGN[typed]
         return UnknownName(f"{name} is called {shown(ours)} here", where, f"write {shown(ours)}", ours)
+    if typed in _IN_FEW_BITS and "quantization" not in known:
+        what = f"{name} is not a {kind} here: only fine-tuning trains an adapter on a base in few bits"
+        return UnknownName(what, where, "remove it; finetune.sft has --quantization nf4 and int8")
     if typed in OTHERWISE:
         why, fix = OTHERWISE[typed]
         return UnknownName(f"{name} is not a {kind} here: {why}", where, fix)

@@ -21,12 +21,15 @@ from finetune.errors import ConfigError, DataError
 from finetune.modeling.hub import from_modelscope
 from finetune.modeling.model_config import check_weights, load_model_config, warn_of_missing_embeddings
 from finetune.modeling.pretrained import DTYPES, check_adapter_file
-from finetune.modeling.quantisation import quantized_loading
+from finetune.modeling.quantisation import NOTE_NAME, quantized_loading
+from finetune.runtime.quiet_import import import_bitsandbytes
 from finetune.storage.run_folder import describe_folder
 from finetune.storage.run_log import read_jsonl_tolerant
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+logger = logging.getLogger("finetune")
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,25 @@ def find_run(result: Path) -> Origin | None:
     return None
 
 
+def trained_on(adapter: Path) -> str:
+    """What an adapter's base was held in when it was trained, nf4 or int8, by its own note or its run; none if unknown.
+
+    Raises:
+        ConfigError: the note cannot be read.
+    """
+    note = adapter.expanduser() / NOTE_NAME
+    if not note.is_file():
+        run = find_run(adapter)
+        return str((run.settings if run else {}).get("quantization", "none"))
+    try:
+        kind = json.loads(note.read_text(encoding="utf-8"))["quantization"]
+        if kind not in ("none", "nf4", "int8"):
+            raise ValueError(f"quantization is {kind!r}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"the adapter's note cannot be read: {error}", str(note), "copy the adapter again") from error
+    return str(kind)
+
+
 def load_tokenizer_of(source: Source, template: str | None, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """The tokenizer with the chat template that was trained with: the adapter's own where it has one."""
     own = source.adapter is not None and any(source.adapter.glob("tokenizer*"))
@@ -198,6 +220,8 @@ def load_weights(
         logging.getLogger("transformers.integrations.bitsandbytes").setLevel(logging.ERROR)  # it says what is asked
         model = model.dequantize(DTYPES[dtype])
     if source.adapter is not None:
+        if rounded == "none" and (kind := trained_on(source.adapter)) != "none":
+            logger.info("the adapter was trained on a base in %s; here it stands on one in %s", kind, dtype)
         # The model itself, with the adapter's layers in place: generation knows nothing of the wrapper.
         model = with_adapter(model, source.adapter).get_base_model()
     return model.to(device).eval().requires_grad_(False)
@@ -210,6 +234,7 @@ def with_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
         ConfigError: the adapter does not fit the model.
         FinetuneError: its file is empty or cannot be read.
     """
+    import_bitsandbytes()
     from peft import PeftModel
 
     check_adapter_file(folder, trained=False)

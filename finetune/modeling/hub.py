@@ -79,6 +79,17 @@ def from_modelscope(model: str, hub: str = "auto") -> str:
         ) from error
 
 
+def folder_of(model: str) -> Path | None:
+    """The folder of a model on this machine: its own, or that of its commit in the hub's cache; None without either."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if not is_hub_id(model):
+        return Path(model).expanduser()
+    name, revision = split_revision(model)
+    config = try_to_load_from_cache(name, "config.json", revision=revision)
+    return Path(config).parent if isinstance(config, str) else None
+
+
 def _pinned(model: str) -> str:
     """`owner/name@commit` for what a name stands for now; the name where nobody can say, and loading will say why."""
     from huggingface_hub import hf_hub_download

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from inspect import getsource, isfunction
@@ -20,9 +21,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.config.adapter_config import AdapterSettings
-from finetune.config.names import flag
 from finetune.config.paths import split_revision
 from finetune.errors import ConfigError, DataError
+from finetune.modeling.adapter_names import check_named, check_patterns, check_saved_of_quantised
+from finetune.runtime.quiet_import import import_bitsandbytes
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -230,15 +232,23 @@ def check_adapter(model_config: PretrainedConfig, config: RunConfig | PretrainCo
     # Experts are one parameter of three dimensions, and no linear modules: what of them can be adapted is peft's to
     # say. It takes seconds for a large model, and for one of plain layers there is nothing to ask.
     linear = linear_names(model)
-    _check_named(model, named)
-    if not any(parameter.dim() > 2 for parameter in model.parameters()):
+    check_named(model, named)
+    if isinstance(config, AdapterSettings) and config.quantization != "none":
+        check_saved_of_quantised(model, config.quantization, config.modules_to_save)
+    patterns = {setting: keys for setting, keys in named.items() if setting.endswith("_pattern")}
+    experts_among = any(parameter.dim() > 2 for parameter in model.parameters())
+    if not experts_among:
         check_targets(linear, target_names(wanted))
-        return
+        if not patterns:
+            return
+    import_bitsandbytes()
     from peft import get_peft_model
 
     try:
         lora = lora_config(model, config)
-        get_peft_model(model, lora)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what it says of the adapter it says again when training makes it
+            adapted: Any = get_peft_model(model, lora, low_cpu_mem_usage=True).base_model
     except ValueError as error:
         experts = "; adapters on a mixture's experts have no dropout" if config.lora_dropout else ""
         raise ConfigError(
@@ -246,8 +256,9 @@ def check_adapter(model_config: PretrainedConfig, config: RunConfig | PretrainCo
             where="--lora-target-modules, --lora-dropout",
             fix="use --lora-dropout 0, or adapt attention alone: --lora-target-modules q_proj k_proj v_proj o_proj",
         ) from error
-    # Names that stand for experts are none of its target modules any more.
-    check_targets(linear, sorted(lora.target_modules or ()))
+    if experts_among:  # names that stand for them are none of its target modules any more
+        check_targets(linear, sorted(lora.target_modules or ()))
+    check_patterns(adapted.targeted_module_names + adapted.targeted_parameter_names, patterns)
 
 
 def named_modules_of(config: RunConfig | PretrainConfig) -> dict[str, tuple[str, ...]]:
@@ -264,20 +275,6 @@ def named_modules_of(config: RunConfig | PretrainConfig) -> dict[str, tuple[str,
     return {setting: names for setting, names in found.items() if names}
 
 
-def _check_named(model: torch.nn.Module, named: dict[str, tuple[str, ...]]) -> None:
-    """Raise ConfigError for a name that no module has, and for a layer that is not there: peft passes them over."""
-    modules = {name for name, module in model.named_modules() if any(True for _ in module.parameters())}
-    last = {name.rpartition(".")[2] for name in modules}
-    for setting, names in named.items():
-        missing = [name for name in names if not any(f".{module}".endswith(f".{name}") for module in modules)]
-        if missing:
-            raise ConfigError(
-                f"{setting} names {', '.join(missing)}, and the model has none",
-                where=flag(setting),
-                fix=f"choose from {', '.join(sorted(last - {''}))}",
-            )
-
-
 def lora_config(
     model: PreTrainedModel, config: RunConfig | PretrainConfig, token_ids: Sequence[int] = ()
 ) -> LoraConfig:
@@ -286,6 +283,7 @@ def lora_config(
     Args:
         token_ids: tokens whose embeddings are trained.
     """
+    import_bitsandbytes()
     from peft import LoraConfig
 
     outside = [rf"{re.escape(name)}\..*" for name in outside_text(model)]

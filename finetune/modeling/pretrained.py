@@ -21,6 +21,7 @@ from finetune.modeling.attention import choose_attention
 from finetune.modeling.loss import let_choose_logits
 from finetune.modeling.model_config import load_model_config, lora_config, outside_text, warn_of_text_alone
 from finetune.modeling.quantisation import compute_exactly, numbers_in, quantized_loading
+from finetune.runtime.quiet_import import import_bitsandbytes
 
 if TYPE_CHECKING:
     from finetune.config.pretrain_config import PretrainConfig
@@ -114,8 +115,10 @@ def add_adapter(
             keeps float32 masters itself); else what is trained of a 16-bit model is held in float32.
         token_ids: tokens whose embeddings are trained as well.
     """
+    import_bitsandbytes()
     from peft import get_peft_model
 
+    dtype = model.get_input_embeddings().weight.dtype
     with warnings.catch_warnings():
         # Of a tied model: it is meant that modules_to_save and tokens have what is tied to them follow.
         warnings.filterwarnings("ignore", message=r"Model with `tie_word_embeddings=True`")
@@ -125,6 +128,10 @@ def add_adapter(
             parameter.data = parameter.data.float()
         if "lora_A" in name:
             _initialise(parameter, config.seed, name)
+    copies = getattr(model.get_input_embeddings(), "modules_to_save", {})
+    if "default" in copies and not one_dtype:
+        # Autocast leaves an embedding's dtype as it is: held in float32, it would make the residual stream so.
+        copies["default"].register_forward_hook(lambda _module, _inputs, output: output.to(dtype))
     return adapted
 
 

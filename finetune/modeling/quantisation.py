@@ -16,7 +16,11 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-LAYERS = ("Linear4bit", "Linear8bitLt")  # of bitsandbytes.nn
+from finetune.runtime.quiet_import import import_bitsandbytes
+
+KINDS = {"Linear4bit": "nf4", "Linear8bitLt": "int8"}  # by the layers of bitsandbytes.nn
+# Beside the adapter of a quantised base: {"quantization": "nf4"}.
+NOTE_NAME = "finetune_adapter.json"
 
 
 def quantized_loading(kind: str, dtype: torch.dtype, device: torch.device | None, *, zero3: bool) -> dict[str, Any]:
@@ -28,6 +32,8 @@ def quantized_loading(kind: str, dtype: torch.dtype, device: torch.device | None
         device: that the model is loaded on. Under ZeRO-3 transformers takes no device: it is the current one.
     """
     from transformers import BitsAndBytesConfig
+
+    import_bitsandbytes()
 
     if kind == "int8":
         settings = BitsAndBytesConfig(load_in_8bit=True)
@@ -46,7 +52,12 @@ def quantized_loading(kind: str, dtype: torch.dtype, device: torch.device | None
 def is_quantised(layer: torch.nn.Module) -> bool:
     """Whether it is a linear layer of bitsandbytes."""
     kind = type(layer)
-    return kind.__name__ in LAYERS and kind.__module__.startswith("bitsandbytes.")
+    return kind.__name__ in KINDS and kind.__module__.startswith("bitsandbytes.")
+
+
+def quantization_of(model: torch.nn.Module) -> str:
+    """What the weights of a loaded model are held in: nf4, int8 or none."""
+    return next((KINDS[type(module).__name__] for module in model.modules() if is_quantised(module)), "none")
 
 
 def compute_exactly(model: torch.nn.Module) -> int:

@@ -16,20 +16,23 @@ from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
 
 from finetune.errors import ConfigError
+from finetune.modeling.hub import folder_of
 
 ALIKE = 0.05  # norm of the difference of two vectors over the larger norm; between trained ones it is about 1
 MOST_COMPARED = 256
 _HEADS = ("lm_head.weight", "embed_out.weight", "model.embed_tokens.weight", "transformer.wte.weight")
 
 
-def untrained_tokens(model: str, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
+def untrained_tokens(model: str, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str] | None:
     """The tokens of `ids` whose vector in the model's head equals, nearly, that of another special token.
 
-    Reads only those vectors. Empty for a model that is not a local folder, or whose head has another name than usual.
+    Reads only those vectors. None where they cannot be read: of a hub's model whose weights are not in the cache yet,
+    or whose head has another name than usual.
     """
-    path = _file_of_head(Path(model).expanduser())
+    folder = folder_of(model)
+    path = None if folder is None else _file_of_head(folder)
     if path is None:
-        return []
+        return None
     with safe_open(path, framework="pt") as file:
         name = next(name for name in _HEADS if name in file.keys())  # noqa: SIM118 - not a dict
         head = file.get_slice(name)
@@ -55,9 +58,18 @@ def trained_token_ids(
     """The tokens of `--train-tokens` by their ids, sorted; of `auto` those of `ends` that were never trained.
 
     Raises:
-        ConfigError: no token of the tokenizer.
+        ConfigError: no token of the tokenizer; auto, and the model's head cannot be read.
     """
     tokens = untrained_tokens(model, tokenizer, ends) if tuple(wanted) == ("auto",) else list(wanted)
+    if tokens is None:
+        raise ConfigError(
+            f"train_tokens is auto, and the head of {model} cannot be read: its weights are not on this machine yet, "
+            "or have other names than usual",
+            where="--train-tokens",
+            fix="name the tokens, e.g. "
+            + " ".join(str(tokenizer.convert_ids_to_tokens(end)) for end in ends)
+            + ", or download the model first (hf download NAME)",
+        )
     vocabulary = tokenizer.get_vocab()
     if unknown := [token for token in tokens if token not in vocabulary]:
         raise ConfigError(
@@ -74,7 +86,8 @@ def _file_of_head(folder: Path) -> Path | None:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return next((folder / files[name] for name in _HEADS if name in files), None)
+        found = next((folder / files[name] for name in _HEADS if name in files), None)
+        return found if found is not None and found.is_file() else None
     path = folder / "model.safetensors"
     if not path.is_file():
         return None

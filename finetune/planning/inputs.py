@@ -10,6 +10,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from finetune.config.adapter_config import EMBEDDINGS, HEADS, last_parts
 from finetune.config.kinds import kind_of_config
 from finetune.config.paths import is_hub_id, split_revision
 from finetune.config.preference_config import PreferenceConfig
@@ -19,6 +20,7 @@ from finetune.config.rules import check_device
 from finetune.config.run_config import BaseConfig, RunConfig
 from finetune.errors import ConfigError
 from finetune.planning.activations import Computing
+from finetune.planning.adapters import adapter_numbers
 from finetune.planning.shapes import KNOWN_MODELS, ModelShape, known_config, read_shape, shape_of_config, shape_of_model
 from finetune.planning.workload import Cluster, Sharding, Workload
 from finetune.runtime.device import DEVICE_KINDS
@@ -137,7 +139,7 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
     size = element_bytes(config, cluster.device_type)
     engine, lora = bool(config.deepspeed), config.finetuning == "lora"
     adapted = shape.adapted(config.lora_target_modules) if lora else frozenset()
-    adapter = _adapter_numbers(config, shape, adapted) if lora else 0
+    adapter = adapter_numbers(config, shape, adapted) if lora else 0
     sharding = sharding_of(config.deepspeed, shape, config.lora_r if lora else 0)
     accelerator = cluster.device_type in ("cuda", "npu")
     tokens = config.tokens_per_microbatch
@@ -155,7 +157,7 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
             flash=accelerator,
             partitioned=sharding.engine and sharding.stage == 3,
             fused_lora=lora and config.fused_lora and not config.use_dora,
-            whole_logits=lora and bool(config.train_tokens or "lm_head" in config.modules_to_save),
+            whole_logits=_head_is_wrapped(shape, adapted, config),
             fused_layers=accelerator and config.fused_layers != "off",
             float32_attention=cluster.device_type == "cpu" and size == 2,
         ),
@@ -194,12 +196,13 @@ def preference_workload(config: PreferenceConfig, shape: ModelShape, cluster: Cl
     return replace(work, documents=config.documents_per_sample, asks_reference=asks)
 
 
-def _adapter_numbers(config: RunConfig, shape: ModelShape, adapted: frozenset[str]) -> int:
-    """Numbers that are trained beside the base, without single rows of embeddings."""
-    layers = len(config.layers_to_transform or ()) or shape.layers
-    lora = sum(shape.lora_tensors(config.lora_r, adapted, config.rank_pattern))
-    lengths = sum(n * m.outputs for m, n in shape.matrices if m.name in adapted) if config.use_dora else 0
-    return (lora + lengths) * layers // shape.layers + shape.copied(config.modules_to_save)
+def _head_is_wrapped(shape: ModelShape, adapted: frozenset[str], config: RunConfig) -> bool:
+    """Whether the head is no plain linear layer, so that there is no chunked one (modeling/loss.make_chunked_head)."""
+    if config.trains_all_weights:
+        return False
+    saved = last_parts(config.modules_to_save)
+    wrapped = (saved | adapted) & HEADS or (shape.tied and saved & EMBEDDINGS)
+    return bool(wrapped or config.train_tokens)
 
 
 def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Cluster) -> Workload:
@@ -220,6 +223,7 @@ def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Clu
             adapter_bytes=4 if lora else 0,
             dropout=lora and config.lora_dropout > 0,
             fused_lora=lora and config.fused_lora,
+            whole_logits=bool(adapted & HEADS),
             checkpointing=recomputes(config, cluster.device_type),
             compiled=compiled,
             flash=True,  # a window is one document

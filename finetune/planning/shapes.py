@@ -123,6 +123,8 @@ class ModelShape:
         tied: the output head is the embedding.
         softcapped_heads: heads whose scores are squashed, so that they are made whole.
         softcapped_logits: logits are squashed.
+        named: all matrices by their paths in the model, the head's also where it is tied.
+        vectors: norms and biases as (path of the module, numbers).
     """
 
     model_type: str
@@ -136,6 +138,8 @@ class ModelShape:
     small: int
     softcapped_heads: int
     softcapped_logits: bool
+    named: tuple[Matrix, ...]
+    vectors: tuple[tuple[str, int], ...]
 
     @cached_property
     def layers(self) -> int:
@@ -206,24 +210,13 @@ class ModelShape:
             )
         return frozenset(wanted)
 
-    def lora_tensors(self, rank: int, adapted: frozenset[str], ranks: Mapping[str, int] | None = None) -> list[int]:
-        """Numbers of each tensor of a LoRA adapter (Hu et al. 2021, section 4.1), two a linear layer.
-
-        Args:
-            ranks: of layers that have another, by name.
-        """
+    def lora_tensors(self, rank: int, adapted: frozenset[str]) -> list[int]:
+        """Numbers of each tensor of a LoRA adapter (Hu et al. 2021, section 4.1), two a linear layer."""
         layers = [
             (m.name, m.inputs, m.outputs) for m, n in self.matrices if m.linear and m.name in adapted for _ in range(n)
         ]
         layers += [("lm_head", self.hidden, self.vocabulary)] if "lm_head" in adapted else []
-        return [(ranks or {}).get(name, rank) * width for name, *widths in layers for width in widths]
-
-    def copied(self, names: Sequence[str]) -> int:
-        """Numbers of the modules that are trained as copies beside an adapter (`--modules-to-save`)."""
-        last = {name.rpartition(".")[2] for name in names}
-        ends = len(last & {"embed_tokens", "wte", "embed_in", "lm_head", "embed_out"})
-        inside = sum(matrix.numbers * count for matrix, count in self.matrices if matrix.name in last)
-        return inside + self.embedding * (min(1, ends) if self.tied else ends)
+        return [rank * width for _name, *widths in layers for width in widths]
 
 
 # ---------------------------------------------------------------- from a configuration
@@ -307,6 +300,8 @@ def shape_of_model(model: PreTrainedModel) -> ModelShape:
         small=sum(parameter.numel() for parameter in parameters if parameter.ndim < 2),
         softcapped_heads=config.num_attention_heads if softcapped else 0,
         softcapped_logits=bool(getattr(config, "final_logit_softcapping", None)),
+        named=tuple(_matrices(model, config.hidden_size, active)),
+        vectors=tuple((name.rpartition(".")[0], p.numel()) for name, p in model.named_parameters() if p.ndim < 2),
     )
 
 

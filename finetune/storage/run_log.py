@@ -207,8 +207,6 @@ class _ConsoleHandler(logging.StreamHandler):
 
 def setup_console(rank: int) -> logging.Logger:
     """Send the package's messages to stderr as `[INFO] ...` lines; ranks above 0 say errors only."""
-    # Imported with peft, it complains on some CPUs that a kernel for inference is not there to be downloaded (0.50).
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     logger = logging.getLogger(LOGGER_NAME)
     logger.propagate = False
     logger.setLevel(logging.INFO)

@@ -157,9 +157,12 @@ def _warn_of_untrained_stops(config: RunConfig, tokenizer: PreTrainedTokenizerBa
     from finetune.modeling.untrained_tokens import untrained_tokens
 
     taught = token_ids(config, tokenizer)
+    if config.train_tokens == ("auto",):
+        named = ", ".join(str(tokenizer.convert_ids_to_tokens(token)) for token in taught)
+        logger.info("train_tokens auto: %s", named or "none found, the tokens that end answers are all trained")
     if "lm_head" in (*config.lora_target_modules, *config.modules_to_save):
         return
-    untrained = untrained_tokens(config.model, tokenizer, trained_end_ids(tokenizer))
+    untrained = untrained_tokens(config.model, tokenizer, trained_end_ids(tokenizer)) or ()
     if missing := [token for token in untrained if tokenizer.convert_tokens_to_ids(token) not in taught]:
         logger.warning(
             "%s was never trained in this base model: its head cannot tell it from other unused tokens, so answers "

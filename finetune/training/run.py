@@ -34,6 +34,7 @@ from finetune.config.run_config import BaseConfig
 from finetune.errors import ConfigError, ExitCode, FinetuneError, raise_problems
 from finetune.runtime.device import LaunchWorld, launch_world, prepare_environment, probe_torch_npu
 from finetune.runtime.parent_watchdog import die_with_launcher
+from finetune.runtime.quiet_import import import_bitsandbytes
 from finetune.storage.run_log import setup_console, success
 from finetune.training.results import RunResult, check_evaluated, ended_early
 
@@ -159,6 +160,7 @@ def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
     with session:
         # The libraries that build a model take seconds to load; a locked or foreign folder is refused before that.
         with _collector_paused():
+            import_bitsandbytes()  # transformers' Trainer imports peft
             from finetune.training.execute import train_and_save
 
             build_trainer = kind.load(kind.build_trainer)

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from finetune.data.steps import StepBatches
 from finetune.modeling.pretrained import DTYPES, check_adapter_file
 from finetune.storage.checkpoint_manifest import step_of
+from finetune.modeling.quantisation import NOTE_NAME, quantization_of
 from finetune.training.optimizers import make_small_optimizer, set_apart
 from finetune.training.saved_tensors import read_description, write_tensors
 from finetune.training.state import trainable
@@ -144,7 +145,9 @@ def _note_dtype(path: Path, dtype: torch.dtype) -> None:
 
 
 def adapter_writer(model: Any, weights: dict[str, torch.Tensor]) -> Callable[[Path], None]:
-    """What writes adapter_config.json and adapter_model.safetensors into a folder, without looking at the model again.
+    """What writes an adapter's files into a folder, without looking at the model again.
+
+    They are adapter_config.json and adapter_model.safetensors, and of a quantised base what it was held in.
 
     Args:
         model: a peft model.
@@ -157,9 +160,12 @@ def adapter_writer(model: Any, weights: dict[str, torch.Tensor]) -> Callable[[Pa
     lora.inference_mode = True
     # Not PeftModel.save_pretrained: it takes the tensors from the model, and under ZeRO-3 those are empty there.
     adapter = get_peft_model_state_dict(model, state_dict=_under_all_names(model, weights))
+    quantization = quantization_of(model)
 
     def write(folder: Path) -> None:
         lora.save_pretrained(folder)
+        if quantization != "none":
+            (folder / NOTE_NAME).write_text(json.dumps({"quantization": quantization}) + "\n", encoding="utf-8")
         write_tensors(
             folder / "adapter_model.safetensors", {name: tensor.contiguous() for name, tensor in adapter.items()}
         )

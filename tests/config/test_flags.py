@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.config.flags import EXTRA, ONLY_IN_FILES, flag_table, flags_of, help_text, parse
-from finetune.config.names import FOREIGN, OTHERWISE, nearest
+from finetune.config.names import FOREIGN, OTHERWISE, nearest, unknown_name
+from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve
 from finetune.config.run_config import RunConfig
 from finetune.errors import FinetuneError, Problems
@@ -199,6 +200,11 @@ def test_names_of_other_packages_are_refused_with_ours(theirs: str, ours: str) -
 @pytest.mark.parametrize("name", ["--load_in_4bit", "--load-in-8bit", "--quantization_bit", "--qlora", "--use_qlora"])
 def test_other_words_for_a_quantised_base_name_ours(name: str) -> None:
     assert "use --quantization" in only_problem(name, "true")
+
+
+def test_pretraining_names_no_setting_that_it_lacks() -> None:
+    problem = unknown_name("--load-in-4bit", "the command", PretrainConfig.model_fields, flags=True)
+    assert "only fine-tuning" in problem.what and "finetune.sft" in problem.fix
 
 
 @pytest.mark.parametrize("name", _OF_THE_GUIDES.split())

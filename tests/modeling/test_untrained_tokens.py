@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import run_helpers
 import torch
@@ -14,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from finetune.data.render import trained_end_ids
-from finetune.modeling.untrained_tokens import untrained_tokens
+from finetune.errors import ConfigError
+from finetune.modeling.untrained_tokens import trained_token_ids, untrained_tokens
 
 
 @pytest.fixture
@@ -64,7 +67,24 @@ def test_sharded_weights_and_names_of_a_hub(materials, tmp_path: Path):
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     assert stops_of(model) == [name]
     tokenizer = AutoTokenizer.from_pretrained(model)
-    assert untrained_tokens("somebody/model", tokenizer, [0]) == []
+    assert untrained_tokens("somebody/model", tokenizer, [0]) is None
+    with pytest.raises(ConfigError, match="name the tokens"):
+        trained_token_ids("somebody/model", tokenizer, ("auto",), trained_end_ids(tokenizer))
+    (model / "model-00001-of-00001.safetensors").unlink()
+    assert stops_of(model) is None
+
+
+def test_of_a_hub_the_copy_in_the_cache_is_read(materials, tmp_path: Path, monkeypatch):
+    model, commit = Path(materials.model), "a" * 40
+    name = spoil(model, 0.0)
+    copy = tmp_path / "cache" / "models--owner--tiny" / "snapshots" / commit
+    shutil.copytree(model, copy)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ends = trained_end_ids(tokenizer)
+    assert untrained_tokens(f"owner/tiny@{commit}", tokenizer, ends) == [name]
+    found = trained_token_ids(f"owner/tiny@{commit}", tokenizer, ("auto",), ends)
+    assert found == [tokenizer.convert_tokens_to_ids(name)]
 
 
 @pytest.mark.parametrize(

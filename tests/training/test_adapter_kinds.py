@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM
 from finetune.__main__ import main as finetune
 from finetune.config.resolution import resolve_object
 from finetune.errors import ConfigError, FinetuneError
+from finetune.modeling.loss import make_chunked_head
+from finetune.modeling.model_config import check_adapter, load_model_config
 from finetune.modeling.pretrained import add_adapter, count_parameters
 from finetune.planning.inputs import fine_tuning_workload
 from finetune.planning.shapes import shape_of_model
@@ -36,6 +38,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "modules": {"modules_to_save": ["embed_tokens", "model.norm"]},
     "tokens": {"train_tokens": TOKENS},
     "plus": {"lora_plus_ratio": 4.0},
+}
+COUNTED = KINDS | {
+    "mlp": {"modules_to_save": ["mlp"], "lora_target_modules": ["q_proj", "down_proj"]},
+    "norm": {"modules_to_save": ["norm"]},
+    "layer": {"modules_to_save": ["layers.0.mlp"], "use_dora": True},
+    "full names": {"rank_pattern": {"^model.layers.0.*q_proj": 8, "k_proj": 2}, "layers_to_transform": "0"},
+    "head": {"modules_to_save": ["lm_head"]},
 }
 # Everything that goes under ZeRO-3, and what does not; and what has to do with head and embedding.
 SIZES = {**KINDS["rslora"], **KINDS["ranks"], **KINDS["plus"]}
@@ -219,10 +228,21 @@ def test_auto_takes_the_stops_that_were_never_trained(materials, tmp_path, caplo
         ({"train_tokens": TOKENS, **LAYOUTS["zero3"]}, "trainable tokens"),
         ({"rank_pattern": "q_proj=big"}, "q_proj=big is no name with a whole number"),
         ({"rank_pattern": {"q_proj": 0}}, "q_proj=0 is no name"),
+        ({"rank_pattern": "q_proj=8,q_proj=4"}, "q_proj is named twice"),
         ({"rank_pattern": "q_porj=8"}, "names q_porj"),
         ({"alpha_pattern": {"nothing": 8}}, "names nothing"),
+        ({"rank_pattern": "norm=8"}, "choose from down_proj"),
+        ({"rank_pattern": "k_proj=8", "lora_target_modules": ["q_proj"]}, "choose from q_proj"),
+        ({"rank_pattern": {"model.layers.1.*q_proj": 8}, "layers_to_transform": "0"}, "no module of that name"),
+        ({"rank_pattern": {"(": 8}}, "no regular expression"),
+        ({"quantization": "nf4", "modules_to_save": ["down_proj"]}, "embeddings, head and norms"),
+        ({"quantization": "int8", "modules_to_save": ["mlp"]}, "embeddings, head and norms"),
         ({"layers_to_transform": "1,2-7"}, "names 2, 3, 4, 5, 6, 7"),
         ({"layers_to_transform": ["last"]}, "is no layer"),
+        ({"layers_to_transform": "3-1"}, "3-1 goes backwards"),
+        ({"layers_to_transform": []}, "no layer is named"),
+        ({"train_tokens": TOKENS, "lora_target_modules": ["q_proj", "lm_head"]}, "lora_target_modules names lm_head"),
+        ({"train_tokens": TOKENS, "modules_to_save": ["model.embed_tokens"]}, "modules_to_save names embed_tokens"),
         ({"modules_to_save": "head"}, "names head"),
         ({"train_tokens": "<|end|>"}, "no token '<|end|>'"),
         ({"lora_plus_ratio": 0.0}, "above 0"),
@@ -234,16 +254,74 @@ def test_what_cannot_be_trained_is_refused(materials, tmp_path, changes, words) 
     assert words in str(refused.value) and isinstance(refused.value, ConfigError)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_plan_counts_what_is_trained(materials, kind) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"train_tokens": TOKENS},
+        {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": ["model.embed_tokens"]},
+        {"modules_to_save": ["norm"]},
+        {"lora_target_modules": ["q_proj", "lm_head"]},
+    ],
+)
+def test_a_plan_knows_whether_logits_are_made_in_chunks(materials, untied, changes) -> None:
+    for model in (materials.model, untied):
+        config = config_of(materials.settings(materials.folder, model=str(model), **changes))
+        network = base(model)
+        shape = shape_of_model(network)
+        adapted = add_adapter(network, config, one_dtype=False, token_ids=(1, 2) if config.train_tokens else ())
+        planned = fine_tuning_workload(config, shape, Cluster(device_type="cpu")).computing.whole_logits
+        assert planned == (make_chunked_head(adapted) is None), model
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rank_pattern": {"^model.layers.0.*q_proj": 8}},
+        {"rank_pattern": {r"layers\.1\..*_proj": 8}, "alpha_pattern": "mlp.down_proj=4"},
+        {"quantization": "nf4", "modules_to_save": ["embed_tokens", "lm_head", "norm"]},
+    ],
+)
+def test_names_that_peft_takes_are_taken(materials, changes) -> None:
+    config = config_of(materials.settings(materials.folder, **changes))
+    check_adapter(load_model_config(config.model), config)
+
+
+def test_a_copied_embedding_leaves_the_layers_their_dtype(materials, untied) -> None:
+    config = config_of(materials.settings(materials.folder, modules_to_save=["embed_tokens"]))
+    for folder in (materials.model, untied):
+        model = add_adapter(base(folder).to(torch.bfloat16), config, one_dtype=False)
+        seen = []
+        layer = model.get_base_model().model.layers[0]
+        layer.register_forward_pre_hook(lambda _module, inputs, seen=seen: seen.append(inputs[0].dtype))
+        with torch.autocast("cpu", torch.bfloat16):
+            model(input_ids=IDS).logits.float().sum().backward()
+        (gradient,) = [p.grad for n, p in model.named_parameters() if "embed_tokens.modules_to_save" in n]
+        assert seen == [torch.bfloat16] and gradient.dtype == torch.float32 and gradient.any()
+
+
+def test_a_ratio_of_one_is_plain_lora(materials) -> None:
+    assert config_of(materials.settings(materials.folder, lora_plus_ratio=1)).lora_plus_ratio is None
+
+
+def test_layers_are_sorted_and_each_is_named_once(materials) -> None:
+    settings = materials.settings(materials.folder, layers_to_transform="7,0-2,1")
+    assert config_of(settings).layers_to_transform == (0, 1, 2, 7)
+
+
+@pytest.mark.parametrize("kind", COUNTED)
+def test_a_plan_counts_what_is_trained(materials, untied, kind) -> None:
     """Against the parameters of the model that is trained; of rows of embeddings the plan counts none."""
-    shape = shape_of_model(base(materials.model))
-    config = config_of(materials.settings(materials.folder, **KINDS[kind]))
-    ids = (1, 2) if kind == "tokens" else ()
-    adapted = add_adapter(base(materials.model), config, one_dtype=False, token_ids=ids)
-    planned = fine_tuning_workload(config, shape, Cluster(device_type="cpu")).trained
-    norms = 32 if kind == "modules" else 0  # a vector is not counted
-    assert planned == count_parameters(adapted)["trainable"] - 32 * len(ids) - norms
+    for model in (materials.model, untied):
+        network = base(model)
+        shape = shape_of_model(network)
+        config = config_of(materials.settings(materials.folder, model=str(model), **COUNTED[kind]))
+        ids = (1, 2) if kind == "tokens" else ()
+        adapted = add_adapter(network, config, one_dtype=False, token_ids=ids)
+        rows = 32 * len(ids) * (1 if shape.tied else 2)
+        planned = fine_tuning_workload(config, shape, Cluster(device_type="cpu")).trained
+        assert planned == count_parameters(adapted)["trainable"] - rows
 
 
 def test_each_makes_another_run(materials, tmp_path) -> None:

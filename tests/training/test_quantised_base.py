@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from finetune.__main__ import main as finetune
 from finetune.config.resolution import resolve_object
 from finetune.errors import ConfigError
+from finetune.inference.loading import Source, load_weights, trained_on
+from finetune.modeling.quantisation import NOTE_NAME
 from finetune.planning.inputs import fine_tuning_workload
 from finetune.planning.memory import memory_of
 from finetune.planning.shapes import known_config, shape_of_config
@@ -102,6 +105,23 @@ def test_peft_loads_the_adapter_on_either_base_and_merge_keeps_what_was_trained(
         assert "quantization_config" not in json.loads((output / "config.json").read_text())
         assert relative(logits(merged), expected) < 1e-5
         assert "base in nf4" in capsys.readouterr().err and "base in nf4" in (output / "README.md").read_text()
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_an_adapter_says_what_it_was_trained_on_wherever_it_lies(materials, run, tmp_path, caplog, kind) -> None:
+    for place in (run(kind), run(kind) / "checkpoint-4"):
+        moved = tmp_path / place.name
+        moved.mkdir()
+        for name in ("adapter_config.json", "adapter_model.safetensors", NOTE_NAME):
+            shutil.copy(place / name, moved)
+        assert trained_on(moved) == kind
+    with caplog.at_level("INFO", "finetune"):
+        load_weights(Source(str(materials.model), moved), torch.device("cpu"), "float32", trust_remote_code=False)
+    assert f"trained on a base in {kind}" in caplog.text
+    (moved / NOTE_NAME).write_text("{}")
+    with pytest.raises(ConfigError, match="note cannot be read"):
+        trained_on(moved)
+    assert not (run("none") / NOTE_NAME).exists() and trained_on(run("none")) == "none"
 
 
 def test_it_is_another_run_and_plain_ones_are_as_before(materials, tmp_path) -> None:

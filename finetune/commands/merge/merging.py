@@ -27,9 +27,9 @@ from finetune.inference.loading import (
     Source,
     check_fit,
     end_ids,
-    find_run,
     load_tokenizer_of,
     load_weights,
+    trained_on,
     with_adapter,
 )
 from finetune.modeling.model_config import load_model_config, warn_of_text_alone
@@ -95,7 +95,7 @@ def merge_into(folder: Path, source: Source, options: MergeOptions, *, name: str
     base_dtype = _dtype_of(source.base, trust)
     dtype = base_dtype if options.dtype == "auto" else options.dtype
     # Added in the base's own dtype and rounded once to another one: not the other way round.
-    rounded, trained_on = _quantization(source, options)
+    rounded, before = _quantization(source, options)
     load = partial(load_weights, Source(source.base, None), device, base_dtype, trust_remote_code=trust)
     base = load(rounded=rounded)
     check_fit(base, tokenizer, source)
@@ -107,12 +107,12 @@ def merge_into(folder: Path, source: Source, options: MergeOptions, *, name: str
     gc.collect()
     devices.empty_cache(device)
     rounding = None
-    if trained_on != "none":
-        other = with_adapter(load(rounded="none" if rounded != "none" else trained_on), source.adapter).eval()
+    if before != "none":
+        other = with_adapter(load(rounded="none" if rounded != "none" else before), source.adapter).eval()
         other_logits = logits(other, prompts)
         del other
         difference, same = _distance(other_logits, adapted_logits), _agreement(other_logits, adapted_logits)
-        rounding = Rounding(trained_on, rounded, difference, same)
+        rounding = Rounding(before, rounded, difference, same)
         logger.info("%s", rounding_text(dataclasses.asdict(rounding)))
     trained_with = source.adapter / TEMPLATE_NAME if options.template is None else None
     texts = check_tokenizer(folder, tokenizer, trained_with, trust_remote_code=trust)
@@ -172,12 +172,11 @@ def _quantization(source: Source, options: MergeOptions) -> tuple[str, str]:
         ConfigError: bitsandbytes is needed and not installed.
     """
     assert source.adapter is not None
-    run = find_run(source.adapter)
-    trained_on = str((run.settings if run else {}).get("quantization", "none"))
-    rounded = trained_on if options.quantization == "auto" else options.quantization
-    if (trained_on, rounded) != ("none", "none") and find_spec("bitsandbytes") is None:
+    known = trained_on(source.adapter)
+    rounded = known if options.quantization == "auto" else options.quantization
+    if (known, rounded) != ("none", "none") and find_spec("bitsandbytes") is None:
         raise ConfigError("bitsandbytes is not installed", "--quantization", "pip install bitsandbytes")
-    return rounded, trained_on if trained_on != "none" else rounded
+    return rounded, known if known != "none" else rounded
 
 
 def _dtype_of(base: str, trust_remote_code: bool) -> str:
