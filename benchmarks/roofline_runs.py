@@ -244,7 +244,7 @@ def _fine_tuner(case: Case, config: Any, layers: int, on: str) -> Any:
     with contextlib.ExitStack() as stack:
         replaced = {"load_model": load_model, "_say_start": lambda *a, **k: None}
         if case.zero3:  # as under DeepSpeed: one dtype, and no autocast
-            replaced["add_adapter"] = lambda model, config, one_dtype: adapt(model, config, one_dtype=True)
+            replaced["add_adapter"] = lambda model, config, **rest: adapt(model, config, **rest | {"one_dtype": True})
             replaced["training_arguments"] = lambda config, **rest: arguments(config, **{**rest, "dtype": "float32"})
             replaced["fuse_lora"] = _fuse_partitioned
         for name, value in replaced.items():

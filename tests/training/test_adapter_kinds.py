@@ -170,9 +170,8 @@ def test_groups_of_their_own_keep_everything_but_the_rate() -> None:
     assert groups == [([first], 0.1, 0.3), ([third], 0.1, 0.01), ([second], 0.5, 0.3)]
 
 
-@pytest.mark.parametrize(
-    "kind", [{**SIZES, **WHOLE}, pytest.param(SHARDED, marks=pytest.mark.slow)], ids=["whole", "sharded"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [{**SIZES, **WHOLE}, SHARDED], ids=["whole", "sharded"])
 def test_killed_and_resumed_it_is_the_same_run_bit_by_bit(materials, tmp_path, kind) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run_helpers.train(materials.settings(whole, save_steps=2, **kind))

@@ -123,6 +123,7 @@ def test_a_run_goes_on_without_validation_data_and_in_another_dtype(materials: M
     assert len(mine) == STEPS and run_helpers.largest_relative_difference(others, mine) < 0.05
 
 
+@pytest.mark.slow
 def test_what_was_not_asked_of_other_validation_data_is_said(materials: Materials, stopped: Path, tmp_path: Path):
     other, cache = materials.folder / "other_pairs.jsonl", str(tmp_path / "cache")
     preference_rows.make_pairs(other, 5, seed=2)
@@ -154,6 +155,7 @@ def test_only_samples_that_are_drawn_are_asked_about(materials: Materials, tmp_p
     assert re.search(r"reference/train.st lacks \d+ of the samples that this run draws", said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_signal_while_the_model_is_asked(materials: Materials, runs, tmp_path: Path, processes: int):
     """Nothing is trained or saved; the next start begins anew."""

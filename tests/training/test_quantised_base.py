@@ -72,6 +72,7 @@ def test_it_trains_the_same_steps_near_the_plain_run(run, kind: str) -> None:
     assert losses[-1] < 0.98 * losses[0]
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_it_is_the_same_run_bit_by_bit(materials, run, tmp_path) -> None:
     whole, killed = run("nf4"), tmp_path / "killed"
     wanted = materials.settings(killed, quantization="nf4", save_steps=2, async_save=False)

@@ -75,6 +75,7 @@ def test_muon_is_torchs_and_the_rest_is_adamw(materials) -> None:
         torch.testing.assert_close(mine, their, rtol=1e-3, atol=2e-5, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_it_trains_about_as_adamw_does_and_resumes_bit_by_bit(materials, adamw, tmp_path, name) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"

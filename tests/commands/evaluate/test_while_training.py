@@ -255,6 +255,7 @@ def dropping(materials: Materials) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_evaluations(materials: Materials, asked: Path, tmp_path: Path):
     changes = {"keep_best": True, "best_metric": "exact_match", "save_steps": 15, "async_save": False}
     options = {"patch": run_patches.signal_self, "patch_arguments": (0, 28, signal.SIGKILL)}
