@@ -15,11 +15,17 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from demo import ROOT, answers_table, evaluations, loss_table, one_row_per_level
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # Parts of the standard library's folder that are no library, or that some systems leave out.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip", "__pycache__"}
@@ -106,6 +112,44 @@ def bits_per_byte(base: Path) -> list[float]:
     """The base model's evaluations, in order."""
     lines = (base / "events.jsonl").read_text(encoding="utf-8").splitlines()
     return [event["eval_bpb"] for event in map(json.loads, lines) if event["event"] == "eval"]
+
+
+def evaluations(output_dir: Path) -> list[dict[str, float]]:
+    """The evaluation events of the run, in order."""
+    lines = (output_dir / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == "eval"]
+
+
+def loss_table(before: dict[str, float], after: dict[str, float]) -> Table:
+    table = Table(title="validation loss, held-out records", title_justify="left")
+    for name in ("difficulty", "before", "after", "change"):
+        table.add_column(name, justify="left" if name == "difficulty" else "right")
+    for name in [name for name in after if name.startswith("eval_loss/")] + ["eval_loss"]:
+        level = name.partition("/")[2] or "all"
+        table.add_row(level, f"{before[name]:.3f}", f"{after[name]:.3f}", f"{after[name] / before[name] - 1:+.0%}")
+    return table
+
+
+def answers_table(rows: list[dict[str, str]], answer: Callable[[list[dict[str, str]]], str], tuned: PeftModel) -> Table:
+    """What the base model says to each record, and what it says with the adapter."""
+    table = Table(title="held-out questions", show_lines=True, title_justify="left")
+    for name in ("difficulty", "question", "base model", "with the adapter", "reference"):
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        question = "\n".join(part for part in (row["instruction"], row.get("input", "")) if part)
+        chat = [{"role": "user", "content": question}]
+        with tuned.disable_adapter():
+            before = answer(chat)
+        table.add_row(row["difficulty"], row["instruction"], before, answer(chat), row["output"])
+    return table
+
+
+def one_row_per_level() -> list[dict[str, str]]:
+    rows = [json.loads(line) for line in (ROOT / "data_samples/valid.jsonl").read_text(encoding="utf-8").splitlines()]
+    first: dict[str, dict[str, str]] = {}
+    for row in rows:
+        first.setdefault(row["difficulty"], row)
+    return [first[level] for level in ("explain", "reasoning", "topology")]
 
 
 def main() -> None:
