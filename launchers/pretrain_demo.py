@@ -110,8 +110,7 @@ def samples(base_folder: Path, tuned_folder: Path) -> tuple[Table, Table]:
 
 def bits_per_byte(base: Path) -> list[float]:
     """The base model's evaluations, in order."""
-    lines = (base / "events.jsonl").read_text(encoding="utf-8").splitlines()
-    return [event["eval_bpb"] for event in map(json.loads, lines) if event["event"] == "eval"]
+    return [event["eval_bpb"] for event in evaluations(base)]
 
 
 def evaluations(output_dir: Path) -> list[dict[str, float]]:

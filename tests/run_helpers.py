@@ -485,3 +485,23 @@ def wait_for(
             raise TimeoutError(f"{what} did not come about in {timeout_seconds} s")
         time.sleep(0.02)
     return value
+
+
+def kill_and_resume(wanted: dict[str, Any], step: int, resumed_at: int) -> None:
+    """A run that is killed in `step`, and started again, goes on from the checkpoint of `resumed_at`."""
+    import run_patches
+
+    first = start(wanted, patch=run_patches.kill_self, patch_arguments=(0, step))
+    assert first.wait() == [-signal.SIGKILL], first.output()
+    train(wanted)
+    assert [event["step"] for event in events(Path(wanted["output_dir"]), "resume")] == [resumed_at]
+
+
+def assert_same_training(found: Path, expected: Path) -> None:
+    """Losses and weights of two runs, to the bit."""
+    import torch
+
+    assert losses(found) == losses(expected)
+    weights, wanted = result_weights(found), result_weights(expected)
+    assert weights.keys() == wanted.keys()
+    assert [name for name in weights if not torch.equal(weights[name], wanted[name])] == []

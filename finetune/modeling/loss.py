@@ -80,11 +80,7 @@ class HeadLosses(torch.autograd.Function):
         matrix = weight.to(dtype)
         offset = None if bias is None else bias.to(dtype)
         of_hidden, of_weight, of_bias = gradients
-        done = 0
-        # Chunks of one size: a short last one would take as long as a whole.
-        for rows in hidden.tensor_split(max(1, math.ceil(len(hidden) / head.tokens_at_once(hidden)))):
-            part = slice(done, done + len(rows))
-            rows, done = rows.to(dtype), part.stop
+        for part, rows in head.chunks(hidden, dtype):
             losses[part], gradient = scored_chunk(rows, matrix, offset, targets[part], head.softcap, any(wanted))
             if of_hidden is not None:
                 torch.mm(gradient, matrix, out=of_hidden[part])
@@ -181,6 +177,15 @@ class ChunkedHead:
         elif numbers is None:
             numbers = LOGITS_PER_CHUNK * (TRAINED_HEAD_CHUNKS if self.head.weight.requires_grad else 1)
         return max(1, numbers // self.head.out_features)
+
+    def chunks(self, hidden: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Rows of `hidden` whose logits are made at once, in `dtype`, and where they are."""
+        done = 0
+        # Chunks of one size: a short last one would take as long as a whole.
+        for rows in hidden.tensor_split(max(1, math.ceil(len(hidden) / self.tokens_at_once(hidden)))):
+            part = slice(done, done + len(rows))
+            yield part, rows.to(dtype)
+            done = part.stop
 
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.targets is None:

@@ -191,11 +191,8 @@ class WeighedHeadLosses(torch.autograd.Function):
         of_weight = torch.zeros_like(weight, dtype=precise)
         of_bias = None if bias is None else torch.zeros_like(bias, dtype=precise)
         matrix, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
-        done = 0
         with torch.autocast(hidden.device.type, enabled=False):
-            for rows in hidden.tensor_split(max(1, math.ceil(len(hidden) / head.tokens_at_once(hidden)))):
-                part = slice(done, done + len(rows))
-                rows, done = rows.to(dtype), part.stop
+            for part, rows in head.chunks(hidden, dtype):
                 _, gradient = scored_chunk(rows, matrix, offset, targets[part], head.softcap, learning=True)
                 torch.mm(gradient, matrix, out=of_hidden[part])
                 # The factors on the narrow side of the product: hidden states, not logits.

@@ -19,9 +19,12 @@ from finetune.batching.microbatch_schedule import PlanSummary, summarise
 from finetune.config.run_config import BaseConfig
 from finetune.data.steps import BatchSource, Execution, StepBatches
 from finetune.errors import FinetuneError
+from finetune.modeling.attention_check import check_attention
+from finetune.modeling.layer_check import fuse_layers
 from finetune.modeling.loss import ChunkedHead
 from finetune.modeling.objective import Objective
-from finetune.modeling.pretrained import count_parameters
+from finetune.modeling.pretrained import DTYPES, count_parameters
+from finetune.runtime import device as devices
 from finetune.runtime.device import LaunchWorld
 from finetune.runtime.terminal import console as terminal_console
 from finetune.storage.checkpoint_files import verify
@@ -105,6 +108,32 @@ def make_execution(
         token_budget=token_budget if packing else None,
         samples_per_microbatch=None if packing else samples_per_microbatch,
     )
+
+
+def choose_layers(
+    model: torch.nn.Module, config: BaseConfig, wanted: str, *, device_type: str, dtype: str
+) -> tuple[str, str]:
+    """Let the device's own functions compute layers and attention, where they agree; who computes each.
+
+    Args:
+        wanted: of the layers, as `--fused-layers`, which the attention goes by as it is.
+    """
+    fused = fuse_layers(
+        model,
+        wanted,
+        device_type=device_type,
+        compiles=devices.capabilities(device_type).compile,
+        dtypes=[DTYPES[dtype], next(model.parameters()).dtype],
+        tokens=config.tokens_per_microbatch,
+    )
+    attention = check_attention(
+        model,
+        config.fused_layers,
+        device_type=device_type,
+        dtype=DTYPES[dtype],
+        tokens=config.tokens_per_microbatch,
+    )
+    return fused, attention
 
 
 def make_trainer(

@@ -16,8 +16,6 @@ from finetune.data.corpus.windows import JoinedWindows, Windows
 from finetune.data.steps import InOrder, LossGroups, StepBatches
 from finetune.errors import ConfigError
 from finetune.modeling.attention import choose_attention
-from finetune.modeling.attention_check import check_attention
-from finetune.modeling.layer_check import fuse_layers
 from finetune.modeling.lora import fuse_lora
 from finetune.modeling.loss import make_chunked_head
 from finetune.modeling.pretrained import DTYPES, add_adapter, count_parameters, load_model
@@ -32,6 +30,7 @@ from finetune.runtime.device import Capabilities, LaunchWorld
 from finetune.runtime.host import keep_freed_memory
 from finetune.training.arguments import training_arguments
 from finetune.training.build import (
+    choose_layers,
     make_context,
     make_execution,
     make_trainer,
@@ -140,22 +139,9 @@ def _speed_up(
     if compiled:
         # In place (Module.compile): parameter names have no "_orig_mod." in front, and generation can do without.
         model.compile()
-    fused = fuse_layers(
-        model,
-        # The compiler fuses them itself, and cannot look into what others have made.
-        "off" if compiled and config.fused_layers == "auto" else config.fused_layers,
-        device_type=device_type,
-        compiles=able.compile,
-        dtypes=[DTYPES[dtype], next(model.parameters()).dtype],
-        tokens=config.tokens_per_microbatch,
-    )
-    attention = check_attention(
-        model,
-        config.fused_layers,
-        device_type=device_type,
-        dtype=DTYPES[dtype],
-        tokens=config.tokens_per_microbatch,
-    )
+    # The compiler fuses them itself, and cannot look into what others have made.
+    wanted = "off" if compiled and config.fused_layers == "auto" else config.fused_layers
+    fused, attention = choose_layers(model, config, wanted, device_type=device_type, dtype=dtype)
     return {"compiled": compiled, "fp8": fp8, "fused_layers": fused, "attention": attention}
 
 

@@ -21,8 +21,6 @@ from finetune.config.run_config import RunConfig
 from finetune.config.schedules import ScheduleSettings, learning_rate_schedule, warmup_count
 from finetune.data.dataset import Samples
 from finetune.data.steps import InOrder, LossGroups, StepBatches
-from finetune.modeling.attention_check import check_attention
-from finetune.modeling.layer_check import fuse_layers
 from finetune.modeling.lora import fuse_lora
 from finetune.modeling.loss import ChunkedHead, make_chunked_head
 from finetune.modeling.pretrained import DTYPES, add_adapter, count_parameters, load_model
@@ -32,6 +30,7 @@ from finetune.runtime.device import LaunchWorld
 from finetune.training.arguments import training_arguments
 from finetune.training.build import (
     AnyTrainer,
+    choose_layers,
     make_context,
     make_execution,
     make_trainer,
@@ -149,21 +148,7 @@ def _loaded(
     """The model as the run starts or as it was saved, and who computes its layers and its attention."""
     device_type, dtype = place.device_type, place.dtype
     model = _model(config, device_type, dtype, device, token_ids(config, data.tokenizer))
-    fused = fuse_layers(
-        model,
-        config.fused_layers,
-        device_type=device_type,
-        compiles=devices.capabilities(device_type).compile,
-        dtypes=[DTYPES[dtype], next(model.parameters()).dtype],
-        tokens=config.tokens_per_microbatch,
-    )
-    attention = check_attention(
-        model,
-        config.fused_layers,
-        device_type=device_type,
-        dtype=DTYPES[dtype],
-        tokens=config.tokens_per_microbatch,
-    )
+    fused, attention = choose_layers(model, config, config.fused_layers, device_type=device_type, dtype=dtype)
     # Before Trainer wraps the model: DeepSpeed copies its float32 masters from these weights (see state.py).
     if place.start.folder is not None:
         TrainingState(model).load_weights(place.start.folder)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import run_helpers
-import run_patches
 import torch
 from peft import PeftModel
 from run_helpers import LAYOUTS, Materials
@@ -176,14 +174,8 @@ def test_killed_and_resumed_it_is_the_same_run_bit_by_bit(materials, tmp_path, k
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run_helpers.train(materials.settings(whole, save_steps=2, **kind))
     wanted = materials.settings(killed, save_steps=2, async_save=False, **kind)
-    first = run_helpers.start(wanted, patch=run_patches.kill_self, patch_arguments=(0, 5))
-    assert first.wait() == [-signal.SIGKILL], first.output()
-    run_helpers.train(wanted)
-    assert [event["step"] for event in run_helpers.events(killed, "resume")] == [4]
-    assert run_helpers.losses(whole) == run_helpers.losses(killed)
-    weights, expected = run_helpers.result_weights(killed), run_helpers.result_weights(whole)
-    assert weights.keys() == expected.keys()
-    assert [name for name in weights if not torch.equal(weights[name], expected[name])] == []
+    run_helpers.kill_and_resume(wanted, 5, resumed_at=4)
+    run_helpers.assert_same_training(killed, whole)
 
 
 @pytest.mark.slow

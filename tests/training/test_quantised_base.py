@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
 import preference_rows
 import pytest
 import run_helpers
-import run_patches
 import torch
 from peft import PeftModel
 from run_helpers import LAYOUTS, Materials
@@ -76,14 +74,8 @@ def test_it_trains_the_same_steps_near_the_plain_run(run, kind: str) -> None:
 def test_killed_and_resumed_it_is_the_same_run_bit_by_bit(materials, run, tmp_path) -> None:
     whole, killed = run("nf4"), tmp_path / "killed"
     wanted = materials.settings(killed, quantization="nf4", save_steps=2, async_save=False)
-    first = run_helpers.start(wanted, patch=run_patches.kill_self, patch_arguments=(0, 6))
-    assert first.wait() == [-signal.SIGKILL], first.output()
-    run_helpers.train(wanted)
-    assert [event["step"] for event in run_helpers.events(killed, "resume")] == [4]
-    assert run_helpers.losses(whole) == run_helpers.losses(killed)
-    weights, expected = run_helpers.result_weights(killed), run_helpers.result_weights(whole)
-    assert weights.keys() == expected.keys()
-    assert [name for name in weights if not torch.equal(weights[name], expected[name])] == []
+    run_helpers.kill_and_resume(wanted, 6, resumed_at=4)
+    run_helpers.assert_same_training(killed, whole)
 
 
 def test_peft_loads_the_adapter_on_either_base_and_merge_keeps_what_was_trained(materials, run, tmp_path, capsys):

@@ -83,13 +83,8 @@ def test_it_trains_about_as_adamw_does_and_resumes_bit_by_bit(materials, adamw, 
     before, losses = run_helpers.losses(adamw), run_helpers.losses(whole)
     assert losses[0] == before[0] and losses[-1] < losses[0] - 0.3 * (before[0] - before[-1])
     wanted = settings(materials, killed, name, async_save=False)
-    first = run_helpers.start(wanted, patch=run_patches.kill_self, patch_arguments=(0, 6))
-    assert first.wait() == [-signal.SIGKILL], first.output()
-    run_helpers.train(wanted)
-    assert [event["step"] for event in run_helpers.events(killed, "resume")] == [4]
-    assert run_helpers.losses(killed) == losses
-    weights, expected = run_helpers.result_weights(killed), run_helpers.result_weights(whole)
-    assert [key for key in expected if not torch.equal(weights[key], expected[key])] == []
+    run_helpers.kill_and_resume(wanted, 6, resumed_at=4)
+    run_helpers.assert_same_training(killed, whole)
 
 
 @pytest.mark.parametrize("name", ["adamw-8bit", "muon"])
