@@ -117,16 +117,42 @@ def collate(samples: Sequence[Sample], *, packing: bool, pad_token_id: int) -> M
         return _whole(samples)
     lines = [ids for ids, _, _ in samples]
     kept = [np.append(mask[1:], False) for mask in masks]
-    targets = np.concatenate([line[1:][mask[1:]] for line, mask in zip(lines, masks, strict=True)])
-    groups = np.repeat([group for _, _, group in samples], [keep.sum() for keep in kept])
+    targets = [line[1:][mask[1:]] for line, mask in zip(lines, masks, strict=True)]
+    return _joined(lines, kept, targets, [group for _, _, group in samples], packing=packing, pad_token_id=pad_token_id)
+
+
+def collate_windows(
+    windows: Sequence[tuple[np.ndarray, np.ndarray, int]], *, packing: bool, pad_token_id: int
+) -> Microbatch:
+    """The same of windows of any length, whose last tokens are only targets: not among the inputs."""
+    return _joined(
+        [ids[:-1] for ids, _, _ in windows],
+        [mask[1:] for _, mask, _ in windows],
+        [ids[1:][mask[1:]] for ids, mask, _ in windows],
+        [group for _, _, group in windows],
+        packing=packing,
+        pad_token_id=pad_token_id,
+    )
+
+
+def _joined(
+    lines: list[np.ndarray],
+    kept: list[np.ndarray],
+    targets: list[np.ndarray],
+    groups: list[int],
+    *,
+    packing: bool,
+    pad_token_id: int,
+) -> Microbatch:
+    """Of each sample its inputs, where the next token is a target, those targets, and its group."""
     join = _packed if packing else _padded
     keep, lengths = join(kept, False), [len(line) for line in lines]
     return Microbatch(
         input_ids=_tensor(join(lines, pad_token_id)),
         position_ids=_tensor(join([np.arange(length) for length in lengths], 0)),
         keep=_tensor(np.flatnonzero(keep)) if packing else torch.from_numpy(keep),
-        targets=_tensor(targets),
-        groups=_tensor(groups),
+        targets=_tensor(np.concatenate(targets)),
+        groups=_tensor(np.repeat(groups, [len(of_line) for of_line in targets])),
         document_lengths=tuple(lengths) if packing else None,
         cu_seq_lens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32) if packing else None,
     )

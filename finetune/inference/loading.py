@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from finetune.config.paths import is_hub_id, split_revision
 from finetune.data.render import stop_token_ids
-from finetune.data.templates import load_tokenizer
+from finetune.data.templates import load_tokenizer, read_tokenizer
 from finetune.errors import ConfigError, DataError
 from finetune.modeling.hub import from_modelscope
 from finetune.modeling.model_config import check_weights, load_model_config, warn_of_missing_embeddings
@@ -176,10 +176,19 @@ def trained_on(adapter: Path) -> str:
     return str(kind)
 
 
-def load_tokenizer_of(source: Source, template: str | None, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer with the chat template that was trained with: the adapter's own where it has one."""
+def load_tokenizer_of(
+    source: Source, template: str | None, *, trust_remote_code: bool, chats: bool = True
+) -> PreTrainedTokenizerBase:
+    """The tokenizer with the chat template that was trained with: the adapter's own where it has one.
+
+    Args:
+        chats: whether it needs a chat template.
+    """
     own = source.adapter is not None and any(source.adapter.glob("tokenizer*"))
-    return load_tokenizer(str(source.adapter) if own else source.base, template, trust_remote_code=trust_remote_code)
+    place = str(source.adapter) if own else source.base
+    if not chats and template is None:
+        return read_tokenizer(place, trust_remote_code=trust_remote_code)
+    return load_tokenizer(place, template, trust_remote_code=trust_remote_code)
 
 
 def load_weights(

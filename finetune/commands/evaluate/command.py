@@ -1,5 +1,4 @@
-"""`python -m finetune eval`: loss and exact answers per difficulty on held-out records: of a model, its adapters, its
-base."""
+"""`python -m finetune eval`: held-out records, texts and lm_eval's tasks: of a model, its adapters, its base."""
 
 from __future__ import annotations
 
@@ -33,21 +32,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130
-    from finetune.commands.evaluate.scores import markdown_table, rich_table
+    from finetune.commands.evaluate.comparison import comparison
+    from finetune.commands.evaluate.scores import markdown_table, rich_table, tables
+    from finetune.commands.evaluate.significance import compare
 
-    result = {**evaluation.facts(), "models": [score.to_dict() for score in scores]}
+    differences = compare(scores)
+    shown = tables(scores, comparison(scores, differences))
+    result = {
+        **evaluation.facts(),
+        "models": [score.to_dict() for score in scores],
+        "differences": [difference.to_dict() for difference in differences],
+    }
     text = json.dumps(result, indent=2, ensure_ascii=False) + "\n"
+    in_markdown = "\n".join(map(markdown_table, shown))
     if options.output is not None:
         from finetune.storage import durable_files
 
-        durable_files.replace_file(options.output / TABLE_NAME, markdown_table(scores).encode())
+        durable_files.replace_file(options.output / TABLE_NAME, in_markdown.encode())
         durable_files.replace_file(options.output / RESULT_NAME, text.encode())
     if options.as_json:
         sys.stdout.write(text)
     elif sys.stdout.isatty():
-        terminal_console().print(rich_table(scores))
+        for table in shown:
+            terminal_console().print(rich_table(table))
     else:
-        sys.stdout.write(markdown_table(scores))
+        sys.stdout.write(in_markdown)
     return int(ExitCode.DONE)
 
 

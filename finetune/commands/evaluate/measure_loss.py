@@ -1,5 +1,5 @@
-"""The loss of a loaded model per difficulty: over supervised tokens, by the microbatch schedule and the definition of
-training."""
+"""The losses of a loaded model, sample by sample: over supervised tokens, by the microbatch schedule and the definition
+of training."""
 
 from __future__ import annotations
 
@@ -11,12 +11,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from finetune.commands.evaluate.scores import ModelScores
 from finetune.data.collate import Answers
-from finetune.data.preference.batches import AnswerBatches
-from finetune.data.preference.samples import PreferenceSamples
-from finetune.data.samples import Samples
-from finetune.data.steps import Execution, LossGroups, StepBatches
+from finetune.data.steps import Execution, LossGroups, SampleSource, StepBatches
 from finetune.errors import FinetuneError
 from finetune.modeling.attention import can_pack, choose_attention
 from finetune.modeling.loss import ChunkedHead, make_chunked_head, microbatch_losses
@@ -42,25 +38,31 @@ class _Chosen:
         return self.samples[step * SAMPLES_PER_BATCH : (step + 1) * SAMPLES_PER_BATCH]
 
 
-def add_losses(
-    scores: ModelScores,
+def sample_sums(
     model: PreTrainedModel,
-    samples: Samples,
+    samples: SampleSource,
     chosen: np.ndarray,
+    batches_class: type[StepBatches],
     *,
     pad_token_id: int,
     on_progress: Callable[[int], None],
-) -> None:
-    """Add losses, targets and samples of the chosen samples to the model's scores; of pairs what they compare as.
+) -> np.ndarray:
+    """What each chosen sample adds up to: float64 `(n, 3)`.
+
+    Columns: its losses; of a pair those of the chosen answer, whether that one has the higher mean log-probability, and
+    by how much.
 
     Args:
-        chosen: int (n,), indices into `samples`.
+        chosen: int (n,), indices into `samples`, each once.
         on_progress: called with the number of samples done since the last call.
 
     Raises:
         FinetuneError: one sample alone does not fit into the device's memory.
     """
-    names = (*samples.difficulty_names, None)  # a sample without difficulty has -1, which is the last
+    found = np.empty((len(chosen), 3))
+    # A group of losses is a sample: its place in the batch.
+    places = np.full(len(samples), -1)
+    places[chosen] = np.arange(len(chosen)) % SAMPLES_PER_BATCH
     with _training_attention(model) as packing:
         longest = int(samples.lengths[chosen].max())
         execution = Execution(
@@ -69,44 +71,29 @@ def add_losses(
             token_budget=max(MICROBATCH_TOKENS, longest) if packing else None,
             samples_per_microbatch=None if packing else SAMPLES_PER_MICROBATCH,
         )
-        batches_class = AnswerBatches if isinstance(samples, PreferenceSamples) else StepBatches
         microbatches = batches_class(
             samples,
             _Chosen(chosen),
             execution,
-            difficulty_ids=samples.difficulties,
-            groups=LossGroups(samples.difficulty_names),
+            difficulty_ids=places,
+            groups=LossGroups(tuple(map(str, range(SAMPLES_PER_BATCH)))),
             pad_token_id=pad_token_id,
         )
         head = make_chunked_head(model)
         for step in range(len(microbatches)):
-            indices = microbatches.batches.indices(step)
+            indices, start = microbatches.batches.indices(step), step * SAMPLES_PER_BATCH
             sums = _sums(model, microbatches, indices, head, longest)
-            for difficulty in np.unique(samples.difficulties[indices]).tolist():
-                score, members = scores.of(names[difficulty]), indices[samples.difficulties[indices] == difficulty]
-                score.samples += len(members)
-                score.loss_sum += float(sums[difficulty, 0])
-                if isinstance(samples, PreferenceSamples):
-                    score.targets += int(samples.first_supervised[members].sum())
-                    score.pairs += len(members)
-                    score.preferred += int(sums[difficulty, 1])
-                    score.margin_sum += float(sums[difficulty, 2])
-                else:
-                    score.targets += int(samples.supervised_counts[members].sum())
+            found[start : start + len(indices)] = sums[: len(indices)].numpy()
             on_progress(len(indices))
+    return found
 
 
 def _sums(
     model: PreTrainedModel, step_batches: StepBatches, indices: np.ndarray, head: ChunkedHead | None, longest: int
 ) -> torch.Tensor:
-    """What one batch adds to each difficulty, `(difficulties + 1, columns)`, the last for none; in smaller microbatches
-    where the device's memory is short.
-
-    Columns: losses; of pairs those of the chosen answers, how many have the higher mean log-probability, and by how
-    much.
-    """
+    """The rows of one batch, `(SAMPLES_PER_BATCH, 3)`; in smaller microbatches where the device's memory is short."""
     while True:
-        sums = torch.zeros(len(step_batches.groups) + 1, 3, dtype=torch.float64)
+        sums = torch.zeros(len(step_batches.groups), 3, dtype=torch.float64)
         try:
             with torch.no_grad():
                 for microbatch in step_batches.microbatches(indices, step_batches.execution):
@@ -114,7 +101,7 @@ def _sums(
                     groups, columns = microbatch.groups, losses[:, None]
                     if microbatch.answers is not None:
                         groups, columns = microbatch.answers.groups, _compared(losses, microbatch.answers)
-                    sums[:, : columns.shape[1]].index_add_(0, groups % len(sums), columns)
+                    sums[:, : columns.shape[1]].index_add_(0, groups, columns)
             return sums
         except RuntimeError as error:
             if not devices.is_out_of_memory(error):
@@ -124,7 +111,7 @@ def _sums(
                 raise FinetuneError(
                     f"a sample of {longest} tokens does not fit into the device's memory",
                     "evaluation",
-                    "use a smaller --cutoff-len, --dtype bfloat16, or another device",
+                    "use a smaller --cutoff-len (--max-seq-len of texts), --dtype bfloat16, or another device",
                 ) from error
         devices.empty_cache(model.device)
         step_batches.execution = smaller

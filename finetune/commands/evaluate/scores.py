@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from finetune.commands.evaluate.significance import Measure
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -50,6 +52,9 @@ class ModelScores:
     name: str
     role: str  # base, adapter or model
     difficulties: dict[str | None, Score] = field(default_factory=dict)
+    measures: list[Measure] = field(default_factory=list)  # all of the comparison, those of the records too
+    tasks: list[dict[str, Any]] = field(default_factory=list)  # of lm_eval, a metric each
+    text: dict[str, dict[str, Any]] = field(default_factory=dict)  # bits per byte by text
 
     @property
     def overall(self) -> Score:
@@ -60,7 +65,8 @@ class ModelScores:
 
     def to_dict(self) -> dict[str, Any]:
         named = {name: score.to_dict() for name, score in self.difficulties.items() if name is not None}
-        return {"name": self.name, "role": self.role, "overall": self.overall.to_dict(), "levels": named}
+        scores = {"overall": self.overall.to_dict(), "levels": named}
+        return {"name": self.name, "role": self.role, **scores, "text": self.text, "tasks": self.tasks}
 
 
 def _perplexity(loss: float) -> float | None:
@@ -113,22 +119,34 @@ def _pair_figures(score: Score) -> tuple[str, ...]:
     return share, f"{score.margin_sum / score.pairs:.4f}"
 
 
-def rich_table(models: Sequence[ModelScores]) -> Table:
-    """The table for a terminal."""
+def tables(
+    models: Sequence[ModelScores], comparison: Sequence[tuple[str, ...]]
+) -> list[list[tuple[bool, tuple[str, ...]]]]:
+    """The tables that there are: of the records, and the comparison. Lines as `cells` has them, headings first."""
+    found = []
+    if any(model.difficulties for model in models):
+        found.append([(True, headings(models)), *cells(models)])
+    if comparison:
+        found.append([(number == 0, line) for number, line in enumerate(comparison)])
+    return found
+
+
+def rich_table(lines: Sequence[tuple[bool, tuple[str, ...]]]) -> Table:
+    """A table for a terminal."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title_justify="left")
-    for number, heading in enumerate(headings(models)):
+    for number, heading in enumerate(lines[0][1]):
         table.add_column(heading, justify="left" if number < 2 else "right")
-    for last, texts in cells(models):
+    for last, texts in lines[1:]:
         table.add_row(*map(Text, texts), end_section=last)
     return table
 
 
-def markdown_table(models: Sequence[ModelScores]) -> str:
+def markdown_table(lines: Sequence[tuple[bool, tuple[str, ...]]]) -> str:
     """The same as Markdown: for files, and where there is no terminal."""
-    named = headings(models)
+    (_, named), *rest = lines
     sides = ["---"] * 2 + ["---:"] * (len(named) - 2)
-    lines = [named, sides, *(texts for _last, texts in cells(models))]
-    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+    rows = [named, sides, *(texts for _last, texts in rest)]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in rows)

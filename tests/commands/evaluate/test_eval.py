@@ -20,7 +20,7 @@ from finetune.__main__ import main as finetune
 from finetune.commands.evaluate.answers import find_answer, normalise, same_answer
 from finetune.commands.evaluate.options import EvalOptions
 from finetune.commands.evaluate.prompts import spread
-from finetune.commands.evaluate.scores import ModelScores, Score, markdown_table
+from finetune.commands.evaluate.scores import ModelScores, Score, markdown_table, tables
 from finetune.config.options import read_options
 
 DATA = ROOT / "data_samples"
@@ -143,7 +143,8 @@ def test_sums_and_table():
     everything = model.to_dict()["overall"]
     assert everything["loss"] == 35 / 40 and everything["perplexity"] == pytest.approx(math.exp(35 / 40))
     assert everything["exact_match"] == 0.5 and model.to_dict()["levels"]["b"]["exact_match"] is None
-    table = markdown_table([model]).splitlines()
+    (lines,) = tables([model], [])
+    table = markdown_table(lines).splitlines()
     assert table[2] == "| a | m\\|1 | 2 | 10 | 2.0000 | 7.389 | 50.0% (1/2) |"
     assert table[4].startswith("| all | m\\|1 | 4 | 40 | 0.8750 |") and len(table) == 5
     assert Score(1, 1, 900.0).to_dict()["perplexity"] is None  # beyond a float: JSON has no infinity
@@ -221,7 +222,7 @@ def test_the_losses_are_the_runs_own(
     assert measured[4]["eval_loss"] < measured[0]["eval_loss"]
     assert json.loads((out / "evaluation.json").read_text()) == result
     lines = [json.loads(line) for line in (out / "generations.jsonl").open(encoding="utf-8")]
-    assert len(lines) == 27 and (out / "table.md").read_text().count("\n") == 2 + 3 * 4
+    assert len(lines) == 27 and (out / "table.md").read_text().count("\n") == 2 + 3 * 4 + 1 + 2 + 8
     frozen = dict(line.split(": ") for line in FROZEN.read_text().splitlines() if ": " in line and line[0] != "#")
     shapes = {
         "top": result, "data": result["data"], "settings": result["settings"], "model": result["models"][0],
@@ -333,7 +334,7 @@ def test_bad_input_is_refused_with_words(
         (["--data", "x.jsonl", "--generate", "some"], "generate is 'some'"),
         (["--data", "x.jsonl", "--max-samples", "0"], "max_samples is 0"),
         (["--data", "x.jsonl", "--max-new-tokens", "x"], "max_new_tokens is 'x'"),
-        ([], "data is not set"),
+        ([], "nothing to evaluate on"),
     ],
 )
 def test_bad_flags_are_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]):
