@@ -15,7 +15,7 @@ def comparison(models: Sequence[ModelScores], differences: Sequence[Difference])
     known = [{(measure.name, measure.of): measure for measure in model.measures} for model in models]
     pairs = list(dict.fromkeys((one.first, one.second) for one in differences))
     found = {(one.measure, one.of, one.first, one.second): one for one in differences}
-    lines = [("measure", "of", "records", *(m.name for m in models), *(f"{b} − {a}" for a, b in pairs))]
+    lines = [("measure", "of", "records", *(m.name for m in models), *(f"{b} - {a}" for a, b in pairs))]
     for name, of in dict.fromkeys(key for measures in known for key in measures):
         measured = [measures.get((name, of)) for measures in known]
         counts = [len(measure.sums) for measure in measured if measure is not None and measure.sums is not None]

@@ -14,7 +14,7 @@ GENERATIONS_NAME, RESULT_NAME, TABLE_NAME = "generations.jsonl", "evaluation.jso
 
 class EvalOptions(ModelOptions):
     usage: ClassVar[str] = (
-        "python -m finetune eval --model FOLDER|ID [--data FILE...] [--text FILE...] [--tasks NAME...] [--flag value ...]"
+        "python -m finetune eval --model FOLDER|ID [--data FILE...] [--text FILE...] [--tasks NAME...] [--flag ...]"
     )
     summary: ClassVar[str] = (
         "Loss, perplexity and exact answers on held-out records, bits per byte of texts, tasks of lm_eval:\n"

@@ -54,7 +54,7 @@ class ModelScores:
     difficulties: dict[str | None, Score] = field(default_factory=dict)
     measures: list[Measure] = field(default_factory=list)  # all of the comparison, those of the records too
     tasks: list[dict[str, Any]] = field(default_factory=list)  # of lm_eval, a metric each
-    text: dict[str, dict[str, Any]] = field(default_factory=dict)  # bits per byte by text
+    text: dict[str, Any] | None = None  # bits per byte, of all texts and by text
 
     @property
     def overall(self) -> Score:

@@ -57,15 +57,15 @@ def ratios(
         sums, weights: `(n,)`.
         records: int `(n,)`: the record that each part is of, drawn as a whole; None: each its own.
     """
-    of_part = np.array([str(group) if group is not None else "" for group in groups], dtype=object)
-    known = np.arange(len(sums)) if records is None else np.unique(records, return_inverse=True)[1]
-    found = []
-    for group in (*dict.fromkeys(group for group in groups if group is not None), "all"):
-        members = np.ones(len(sums), dtype=bool) if group == "all" else of_part == group
-        if weights[members].sum() > 0:
-            of_record = (np.bincount(known[members], part[members]) for part in (sums, weights))
-            found.append(Measure.ratio(name, group, *of_record))
-    return found
+    of_part = np.array(groups, dtype=object)
+    numbers = np.arange(len(sums)) if records is None else np.unique(records, return_inverse=True)[1]
+    members = {str(group): of_part == group for group in dict.fromkeys(groups) if group is not None}
+    members["all"] = np.ones(len(sums), dtype=bool)
+    return [
+        Measure.ratio(name, group, *(np.bincount(numbers[its], part[its]) for part in (sums, weights)))
+        for group, its in members.items()
+        if weights[its].sum() > 0
+    ]
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ def paired_bootstrap(
 ) -> tuple[float, float, float]:
     """The interval (of `CONFIDENCE`, by percentiles) of sum(second - first) / sum(weights), and the p-value for 0.
 
-    The p-value is two-sided: twice the share of draws on the rarer side of 0, those at 0 with it. It is below 0.05 where
-    0 is outside of the interval.
+    The p-value is two-sided: twice the share of draws on the rarer side of 0, those at 0 with it. Below 0.05 it has 0
+    outside of the interval.
 
     Args:
         first, second, weights: float `(records,)`; of a share the weights are 1.

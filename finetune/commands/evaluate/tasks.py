@@ -15,7 +15,6 @@ import os
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -82,7 +81,7 @@ class Tasks:
                 loaded = self.manager.load(self.names)
                 # Made when they are first asked for, from the data.
                 documents = {name: len(task.eval_docs) for name, task in loaded["tasks"].items()}
-        except Exception as error:  # noqa: BLE001  # of datasets, the hub's client, Jinja, the tasks' own Python, ...
+        except Exception as error:  # of datasets, the hub's client, Jinja, the tasks' own Python, ...
             if not refused:
                 raise ConfigError(
                     f"lm_eval cannot make the task: {type(error).__name__}: {_first_line(error)}",
@@ -234,9 +233,9 @@ def _contained() -> Iterator[list[str]]:
     datasets.disable_progress_bars()
     try:
         with (
-            torch.random.fork_rng(),
             contextlib.redirect_stdout(sink),
             contextlib.redirect_stderr(sys.stderr if sys.stderr.isatty() else sink),
+            torch.random.fork_rng(),
         ):
             yield cuts.found
     finally:

@@ -160,7 +160,11 @@ class Texts:
                     continue
                 if self.options.on_bad_row == "refuse":
                     where = f"{path}:{line}" if line else path
-                    raise DataError(str(found), where, "mend it, or leave such records out with --on-bad-row drop")
+                    raise DataError(
+                        str(found),
+                        where,
+                        "name the field with --text-field, or leave such records out with --on-bad-row drop",
+                    )
                 dropped += 1
         if dropped:
             logger.warning("%s: %d records or files without text are left out", Path(entry).name, dropped)
@@ -178,23 +182,30 @@ class Texts:
         windows = self.windows
         pad = self.tokenizer.pad_token_id
         with progress(f"{scores.name}: text", len(windows)) as advance:
-            sums = sample_sums(
+            losses = sample_sums(
                 model,
                 windows,
                 np.arange(len(windows)),
                 WindowBatches,
                 pad_token_id=0 if pad is None else pad,
                 on_progress=advance,
-            )
+            )[:, 0]
         of_document = partial(np.bincount, windows.record_ids, minlength=len(self.bytes))
-        nats, tokens = of_document(sums[:, 0]), of_document(windows.supervised_counts)
-        scores.measures += ratios("bits per byte", self.sources, nats / math.log(2), self.bytes)
+        nats, tokens = of_document(losses), of_document(windows.supervised_counts)
+        bits = ratios("bits per byte", self.sources, nats / math.log(2), self.bytes)
+        scores.measures += bits[:1] if len(bits) == 2 else bits  # "all" of one text would say the same
+
+        def sums(members: np.ndarray | slice) -> dict[str, Any]:
+            counts = {"documents": len(self.bytes[members]), "tokens": int(tokens[members].sum())}
+            of_text = float(nats[members].sum()), int(self.bytes[members].sum())
+            return {
+                **counts, "bytes": of_text[1], "nats": of_text[0],
+                "bits_per_byte": of_text[0] / (math.log(2) * of_text[1]),
+            }  # fmt: skip
+
         sources = np.array(self.sources, dtype=object)
-        for name in (*dict.fromkeys(self.sources), "all"):
-            members = slice(None) if name == "all" else sources == name
-            found = {"tokens": int(tokens[members].sum()), "bytes": int(self.bytes[members].sum())}
-            found |= {"documents": len(self.bytes[members]), "nats": float(nats[members].sum())}
-            scores.text[name] = found | {"bits_per_byte": found["nats"] / (math.log(2) * found["bytes"])}
+        files = {name: sums(sources == name) for name in dict.fromkeys(self.sources)}
+        scores.text = {"overall": sums(slice(None)), "files": files}
 
 
 def _names(entries: tuple[str, ...]) -> list[str]:
