@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("finetune")
 
 ACCURACIES = ("acc", "acc_norm")  # of a multiple choice
-INSTALL = "pip install 'finetune[lm-eval]', or leave --tasks out"
+INSTALL = "pip install lm_eval, or leave --tasks out"
 
 
 class Tasks:
@@ -86,7 +86,7 @@ class Tasks:
                 raise ConfigError(
                     f"lm_eval cannot make the task: {type(error).__name__}: {_first_line(error)}",
                     f"--tasks {','.join(self.names)}",
-                    "its data must be on this machine, or the hub in reach (HF_HUB_OFFLINE must not be set then)",
+                    "its data must be on this machine, or the hub in reach and HF_HUB_OFFLINE not set",
                 ) from error
         if refused:
             raise ConfigError(

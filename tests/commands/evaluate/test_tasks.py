@@ -16,6 +16,7 @@ import pytest
 import torch
 from launching import ROOT
 from peft import LoraConfig, get_peft_model
+from shell_blocks import blocks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.__main__ import main as finetune
@@ -305,7 +306,10 @@ def test_what_is_not_there_is_refused_before_any_weights(folder: Path, tmp_path:
 
 def test_data_that_would_be_downloaded(refused: Callable[..., str]):
     """HF_HUB_OFFLINE is set for all tests; a built-in task, of the thousands that lm_eval looks through."""
-    assert "the hub in reach" in (said := refused("--tasks", "arc_easy")) and "arc_easy" in said
+    assert (
+        "where the hub is in reach and HF_HUB_OFFLINE" in (said := refused("--tasks", "arc_easy"))
+        and "arc_easy" in said
+    )
 
 
 def test_a_metric_of_the_hub_is_a_program(folder: Path, tmp_path: Path, refused: Callable[..., str]):
@@ -319,7 +323,7 @@ def test_without_lm_eval(monkeypatch: pytest.MonkeyPatch, refused: Callable[...,
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     said = refused("--tasks", "arc_easy")
-    assert "lm_eval cannot be imported" in said and "pip install 'finetune[lm-eval]'" in said
+    assert "lm_eval cannot be imported" in said and "fix:   pip install lm_eval" in said
 
 
 def test_a_task_that_fails_says_so(folder: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -329,3 +333,37 @@ def test_a_task_that_fails_says_so(folder: Path, tiny_model: Path, tmp_path: Pat
     assert finetune(["eval", *words]) == 1
     out, err = capsys.readouterr()
     assert not out and "lm_eval failed: AssertionError" in err and "Traceback" not in err
+
+
+# ---------------------------------------------------------------- the page about it
+
+COMMANDS = [
+    line
+    for block in blocks(ROOT / "docs" / "evaluation.md", "bash")
+    for line in block.replace("\\\n", "").splitlines()
+    if "runs/demo-TIME" in line or "data_samples/tiny-qwen3" in line
+]
+
+
+@pytest.mark.parametrize("line", COMMANDS, ids=lambda line: line.partition(" eval ")[2][:70])
+def test_the_commands_of_the_page(line: str, demo: Path, monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path):
+    monkeypatch.chdir(ROOT)
+    words = line.replace("runs/demo-TIME", str(demo)).split()
+    assert words[:4] == ["python", "-m", "finetune", "eval"]
+    if "--data" in words:
+        words += ["--generate", "1", "--max-samples", "6", "--cache-dir", str(tmp_path)]
+    if "--tasks" in words:
+        words += ["--limit", "2"]
+    assert finetune([*words[3:], "--max-new-tokens", "2", "--device-type", "cpu"]) == 0
+    assert capsys.readouterr().out.startswith(("| measure | of |", "| difficulty |"))
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter on the bundled model, as the demo's is."""
+    place = tmp_path_factory.mktemp("demo") / "run"
+    base = ROOT / "data_samples" / "tiny-qwen3"
+    wrapped = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, task_type="CAUSAL_LM"))
+    wrapped.peft_config["default"].base_model_name_or_path = str(base)
+    wrapped.save_pretrained(place)
+    return place
