@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from finetune.commands.evaluate.measures import Measure
 from finetune.commands.evaluate.scores import ModelScores
-from finetune.commands.evaluate.significance import Difference, Measure
+from finetune.commands.evaluate.significance import Difference
 
 
 def comparison(models: Sequence[ModelScores], differences: Sequence[Difference]) -> list[tuple[str, ...]]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from finetune.commands.evaluate.answers import find_answer, same_answer
 from finetune.commands.evaluate.measure_loss import sample_sums
+from finetune.commands.evaluate.measures import ratios
 from finetune.commands.evaluate.options import EvalOptions
 from finetune.commands.evaluate.progress import progress
 from finetune.commands.evaluate.prompts import (
@@ -23,7 +24,6 @@ from finetune.commands.evaluate.prompts import (
     warn_of_other_answers,
 )
 from finetune.commands.evaluate.scores import ModelScores, Score
-from finetune.commands.evaluate.significance import ratios
 from finetune.config.sources import as_sources, with_columns
 from finetune.data.dataset import prepare_samples
 from finetune.data.preference.batches import AnswerBatches
@@ -111,6 +111,8 @@ class HeldOutRecords:
         """
         samples, chosen = self.samples, self.chosen
         pairs = isinstance(samples, PreferenceSamples)
+        # Of pairs those of the chosen answers.
+        targets = (samples.first_supervised if pairs else samples.supervised_counts)[chosen]  # type: ignore[attr-defined]
         with progress(f"{scores.name}: loss", len(chosen)) as advance:
             sums = sample_sums(
                 model,
@@ -120,7 +122,6 @@ class HeldOutRecords:
                 pad_token_id=self.tokenizer.pad_token_id,
                 on_progress=advance,
             )
-        targets = (samples.first_supervised if pairs else samples.supervised_counts)[chosen]
         names = (*samples.difficulty_names, None)  # a sample without difficulty has -1, which is the last
         difficulties = [names[number] for number in samples.difficulties[chosen].tolist()]
         for name in samples.difficulty_names:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from finetune.commands.evaluate.significance import Measure
+from finetune.commands.evaluate.measures import Measure
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from finetune.commands.evaluate.measures import Measure
 from finetune.commands.evaluate.options import EvalOptions
 from finetune.commands.evaluate.scores import ModelScores
-from finetune.commands.evaluate.significance import Measure
 from finetune.config.names import did_you_mean
 from finetune.errors import ConfigError, FinetuneError
 

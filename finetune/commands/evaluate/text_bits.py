@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from finetune.commands.evaluate.measure_loss import sample_sums
+from finetune.commands.evaluate.measures import ratios
 from finetune.commands.evaluate.options import EvalOptions
 from finetune.commands.evaluate.progress import progress
 from finetune.commands.evaluate.scores import ModelScores
-from finetune.commands.evaluate.significance import ratios
 from finetune.data.collate import Microbatch, collate_windows
 from finetune.data.corpus.documents import documents_of, find_files, units_of
 from finetune.data.corpus.tokenizer import DocumentEncoder, separator_of
@@ -82,6 +82,8 @@ def _windows(tokens: int, max_seq_len: int, stride: int) -> Iterator[tuple[int, 
 
 class WindowBatches(StepBatches):
     """The steps of `TextWindows`."""
+
+    samples: TextWindows
 
     def microbatch(self, indices: np.ndarray, *, packing: bool) -> Microbatch:
         pairs = zip(indices.tolist(), self._groups_of(indices).tolist(), strict=True)

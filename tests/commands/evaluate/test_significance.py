@@ -9,8 +9,9 @@ import pytest
 from scipy import stats
 
 from finetune.commands.evaluate.comparison import comparison
+from finetune.commands.evaluate.measures import Measure, ratios
 from finetune.commands.evaluate.scores import ModelScores
-from finetune.commands.evaluate.significance import FEWEST_DIFFERING, Measure, compare, paired_bootstrap, ratios
+from finetune.commands.evaluate.significance import FEWEST_DIFFERING, compare, paired_bootstrap
 
 
 def token_losses(count: int, seed: int, shift: float = 0.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -14,11 +14,14 @@ import torch
 from conftest import WORDS, make_records
 from hypothesis import given
 from hypothesis import strategies as st
+from launching import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from finetune.__main__ import main as finetune
 from finetune.commands.evaluate.text_bits import TextWindows
 from finetune.commands.prepare import command as prepare
+
+FROZEN = ROOT / "tests" / "frozen" / "eval.txt"
 
 
 def evaluate(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
@@ -66,6 +69,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory, write_rows: Callable) -> tup
     return records, long
 
 
+@pytest.mark.frozen
 @pytest.mark.parametrize(("window", "stride"), [(500, 500), (64, 64), (64, 24)])
 def test_by_definition(window: int, stride: int, tiny_model: Path, texts: tuple[Path, Path], capsys):
     result = evaluate(
@@ -91,6 +95,9 @@ def test_by_definition(window: int, stride: int, tiny_model: Path, texts: tuple[
     assert result["text"] == {
         "files": ["records.jsonl", "long.txt"], "documents": 13, "max_seq_len": window, "stride": stride,
     }  # fmt: skip
+    frozen = dict(line.split(": ") for line in FROZEN.read_text().splitlines() if ": " in line and line[0] != "#")
+    shapes = {"asked_text": result["text"], "text": result["models"][0]["text"], "bits": found}
+    assert {name: set(shape) for name, shape in shapes.items()} == {name: set(frozen[name].split()) for name in shapes}
     assert result["data"] is None and str(texts[0].parent) not in json.dumps(result)
 
 
