@@ -110,4 +110,6 @@ class EvalOptions(ModelOptions):
         if not (self.data or self.text or self.tasks):
             fix = "give --data FILE (held-out records), --text FILE or --tasks NAME"
             raise rule_broken([("there is nothing to evaluate on", fix)])
+        if self.tasks_path is not None and not self.tasks:
+            raise rule_broken([(f"tasks_path is {self.tasks_path}, but no task of it is named", "give --tasks NAME")])
         return self

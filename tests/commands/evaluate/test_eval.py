@@ -220,6 +220,15 @@ def test_the_losses_are_the_runs_own(
             assert score["loss"] == pytest.approx(measured[step][f"eval_loss/{level}"], rel=1e-5)
             assert score["samples"] == 3 and score["answered"] == 2
     assert measured[4]["eval_loss"] < measured[0]["eval_loss"]
+    losses = [one for one in result["differences"] if (one["measure"], one["of"]) == ("loss", "all")]
+    steps = [(0, 4), (0, 2), (4, 2)]  # the base and each adapter, and the first adapter and the other
+    for found, (first, second) in zip(losses, steps, strict=True):
+        difference = measured[second]["eval_loss"] - measured[first]["eval_loss"]
+        assert found["difference"] == pytest.approx(difference, abs=1e-5)
+        assert found["low"] < difference < found["high"] and found["records"] == 9
+    assert {(one["measure"], one["of"]) for one in result["differences"]} == {
+        (measure, level) for measure in ("loss", "exact match") for level in ("explain", "reasoning", "topology", "all")
+    }
     assert json.loads((out / "evaluation.json").read_text()) == result
     lines = [json.loads(line) for line in (out / "generations.jsonl").open(encoding="utf-8")]
     assert len(lines) == 27 and (out / "table.md").read_text().count("\n") == 2 + 3 * 4 + 1 + 2 + 8
