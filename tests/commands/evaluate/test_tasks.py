@@ -79,6 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, write_rows: Callable, tiny_
     (place / "choice.yaml").write_text(CHOICE.format(name="chosen", data=data))
     (place / "again.yaml").write_text(CHOICE.format(name="again", data=data) + "num_fewshot: 2\nfewshot_split: test\n")
     (place / "write.yaml").write_text(WRITE.format(data=data))
+    (place / "group.yaml").write_text("group: both\ntask: [chosen, again]\naggregate_metric_list: [{metric: acc}]\n")
     return place
 
 
@@ -219,24 +220,18 @@ def test_as_lm_eval_by_itself(folder: Path, tiny_model: Path, capsys: pytest.Cap
     assert plain["tasks"]["chat_template"] is False
 
 
-def test_the_mean_of_centered_accuracies(folder: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]):
-    words = [
-        "--model",
-        str(tiny_model),
-        "--tasks",
-        "chosen",
-        "again",
-        "--tasks-path",
-        str(folder),
-        "--device-type",
-        "cpu",
-    ]
+def test_a_group_and_the_mean_of_centered_accuracies(folder: Path, tiny_model: Path, capsys):
+    """The group's value is lm_eval's own; the mean is of its tasks."""
+    words = ["--model", str(tiny_model), "--tasks", "both", "--tasks-path", str(folder), "--device-type", "cpu"]
     assert finetune(["eval", *words]) == 0
     out, err = capsys.readouterr()
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines()]
-    centered = {line[1]: float(line[3]) for line in lines if line[0] == "centered acc"}
-    assert centered["mean of 2 tasks"] == pytest.approx((centered["chosen"] + centered["again"]) / 2, abs=1e-4)
-    assert not err
+    found = {(line[0], line[1]): (line[2], float(line[3].split()[0])) for line in lines[2:]}
+    tasks = [found["acc", name][1] for name in ("chosen", "again")]
+    assert found["acc", "both"] == ("-", pytest.approx(sum(tasks) / 2, abs=1e-4))
+    centered = [found["centered acc", name][1] for name in ("chosen", "again")]
+    assert found["centered acc", "mean of 2 tasks"][1] == pytest.approx(sum(centered) / 2, abs=1e-4)
+    assert ("centered acc", "both") not in found and not err
 
 
 def test_the_bundled_tasks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
