@@ -380,7 +380,9 @@ def test_kto_of_all_weights_goes_on_with_what_was_said(materials: Materials, tmp
     shutil.copytree(run, tmp_path / "gone")
     train(kto(materials, run, **changes))
     for name in ("loss", "reference_point"):
-        mine, others = ([line[name] for line in run_helpers.lines(folder / "trainer_log.jsonl")] for folder in (run, whole))
+        mine, others = (
+            [line[name] for line in run_helpers.lines(folder / "trainer_log.jsonl")] for folder in (run, whole)
+        )
         assert mine == others
     assert run_helpers.events(run, "eval")[-1]["eval_loss"] == run_helpers.events(whole, "eval")[-1]["eval_loss"]
     (tmp_path / "gone" / "reference" / "train-mismatched.st").unlink()

@@ -67,9 +67,7 @@ def ask(config: RunConfig, data: Any) -> AskedPrompts:
             f"add such records with '{field}' to --valid-data, or take another metric",
         )
     warn_of_other_answers(chosen, field)
-    return AskedPrompts(
-        chosen, data.tokenizer, cutoff_len=config.cutoff_len, max_new_tokens=config.max_new_tokens
-    )
+    return AskedPrompts(chosen, data.tokenizer, cutoff_len=config.cutoff_len, max_new_tokens=config.max_new_tokens)
 
 
 @dataclass(frozen=True)

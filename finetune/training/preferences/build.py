@@ -54,7 +54,7 @@ def build_trainer(
 
 
 def _saved_references(config: PreferenceConfig, data: Prepared, place: Place) -> dict[Side, SavedReference]:
-    """By side; KTO's reference point is of other prompts and answers, which the list of global batches says beforehand."""
+    """By side; the list of global batches says beforehand which answers KTO's reference point is of."""
     samples_cache = Path(config.cache_dir).expanduser() if config.cache_dir else cache.default_cache_dir()
 
     def saved(side: Side, content: str, drawn: np.ndarray, pairs: np.ndarray | None = None) -> SavedReference:

@@ -1,7 +1,7 @@
 """What a model said before it was trained whole: in the run's folder, and in the cache for other runs like it.
 
-Training and validation data have a file each (KTO's two), so that a run may go on with other validation data. Neither is a
-`.safetensors` at the top of the run folder, which is handed out as a model: engines load all that lie there.
+Training and validation data have a file each (KTO's two), so that a run may go on with other validation data. None is
+a `.safetensors` at the top of the run folder, which is handed out as a model: engines load all that lie there.
 """
 
 from __future__ import annotations
