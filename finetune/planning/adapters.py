@@ -9,7 +9,6 @@ from finetune.config.adapter_config import EMBEDDINGS, HEADS
 from finetune.config.run_config import RunConfig
 from finetune.planning.shapes import ModelShape
 
-
 # Of `--train-tokens auto`, which only the tokenizer and the weights tell: a template ends answers with one or two.
 _AUTO_TOKENS = 2
 
@@ -41,7 +40,7 @@ def _gets_lora(path: str, config: RunConfig) -> bool:
 
 
 def token_numbers(config: RunConfig, shape: ModelShape) -> int:
-    """Numbers of the rows of embedding and head that `--train-tokens` trains; those of a tied head are the embedding's."""
+    """Numbers of the rows of embedding and head that `--train-tokens` trains; a tied head has the embedding's."""
     names = set(config.train_tokens)
     tokens = _AUTO_TOKENS if names == {"auto"} else len(names)
     widths = [matrix.inputs for matrix in shape.named if matrix.name in EMBEDDINGS | HEADS]

@@ -162,7 +162,7 @@ def test_a_signal_while_the_model_is_asked(materials: Materials, runs, tmp_path:
     wanted = settings(materials, tmp_path / "run", finetuning="full", cache_dir=str(tmp_path / "cache"))
     patch = {"patch": run_patches.signal_while_asking, "patch_arguments": (processes - 1, 2, signal.SIGTERM)}
     ranks = train(wanted, processes, expect=3, **patch)
-    assert "[WARNING] SIGTERM: stopping before the first step, with nothing saved; once more in 3 s" in ranks.output()
+    assert "[WARNING] SIGTERM: stopping before the first step, without a checkpoint; once more in 3 s" in ranks.output()
     assert "saving after this step" not in ranks.output()
     assert "stopped by SIGTERM at step 0; no checkpoint is saved" in ranks.output()
     status = run_helpers.status(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Losses on preferences of other tools as settings of `python -m finetune.dpo`. Most of them stand on TRL's trainers."""
+"""Losses on preferences of other tools as settings of `python -m finetune.dpo`; most tools stand on TRL's trainers."""
 
 from __future__ import annotations
 

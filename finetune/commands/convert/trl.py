@@ -1,4 +1,4 @@
-"""TRL 1.16: SFTConfig, DPOConfig, KTOConfig, the experimental ORPOConfig and CPOConfig, ModelConfig, and its scripts."""
+"""TRL 1.16: SFTConfig, DPOConfig, KTOConfig, experimental ORPOConfig and CPOConfig, ModelConfig, and its scripts."""
 
 from __future__ import annotations
 

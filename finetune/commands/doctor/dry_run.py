@@ -102,7 +102,7 @@ def _failed(what: str, answer: Answer) -> Check:
 
 
 def make(folder: Path) -> None:
-    """A Qwen3 of two layers, 32 wide, a tokenizer of bytes with a ChatML template, 16 records of each form, a corpus."""
+    """A Qwen3 of two layers, 32 wide, a tokenizer of bytes with a ChatML template, 16 records a form, a corpus."""
     import numpy as np
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

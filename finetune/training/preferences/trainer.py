@@ -125,7 +125,7 @@ class PreferenceTrainer(SFTTrainer):
         if why:
             if not saved.fresh:
                 raise saved.refusal(why)
-            with self.context.signals.answered("stopping before the first step, with nothing saved"):
+            with self.context.signals.answered("stopping before the first step, without a checkpoint"):
                 values = self._ask(saved)
         else:
             values = torch.empty(len(saved.drawn), self.objective.config.documents_per_sample, device=self.args.device)
