@@ -55,6 +55,7 @@ KIND = RunKind(
     workload="finetune.planning.inputs:preference_workload",
     probe="finetune.commands.doctor.data_probe:probe_sft",
     probed=("model", "tokenizer", "data"),
+    rehearsal="finetune.commands.doctor.rehearsals:preferences",
 )
 
 

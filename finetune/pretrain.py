@@ -107,6 +107,7 @@ KIND = RunKind(
     workload="finetune.planning.inputs:pretraining_workload",
     probe="finetune.commands.doctor.data_probe:probe_pretrain",
     probed=("tokenizer", "data"),
+    rehearsal="finetune.commands.doctor.rehearsals:pretraining",
     start_processes=start_processes,
 )
 

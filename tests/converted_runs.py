@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from finetune.commands.convert.command import main
+from finetune.config.kinds import kind_of_arguments
 from finetune.config.resolution import resolve
 from finetune.config.run_config import RunConfig
 
@@ -50,6 +51,23 @@ INFO = {
     "identity": {"file_name": "identity.json"},
     "alpaca_en_demo": {"file_name": "alpaca_en_demo.json"},
     "c4_demo": {"file_name": "c4_demo.jsonl", "columns": {"prompt": "text"}},
+    "dpo_en_demo": {
+        "file_name": "dpo_en_demo.json",
+        "ranking": True,
+        "formatting": "sharegpt",
+        "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"},
+    },
+    "own_pairs": {
+        "file_name": "own_pairs.json",
+        "ranking": True,
+        "columns": {"prompt": "instruction", "query": "input", "chosen": "better", "rejected": "worse"},
+    },
+    "kto_en_demo": {
+        "file_name": "kto_en_demo.json",
+        "formatting": "sharegpt",
+        "columns": {"messages": "messages", "kto_tag": "label"},
+        "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
+    },
 }
 DEEPSPEED = {
     "train_batch_size": "auto",
@@ -123,11 +141,16 @@ def converted(run: dict[str, Any] | str, capsys: Any, *arguments: str) -> tuple[
     Path("check.yaml").write_text(text)
     for line in said.splitlines():  # everything that is said stands in the file too
         assert line.strip().lstrip("#").rstrip(":").lower() in text.lower() or line.startswith("[SUCCESS]"), line
-    config = resolve(["--config", "check.yaml"], world_size=1).config
+    words = ["--config", "check.yaml"]
+    config = resolve(words, world_size=1, model_class=kind_of_arguments(words).config_class).config
     assert isinstance(config, RunConfig)
     return config, text
 
 
 def section(text: str, words: str) -> str:
     """The lines under a heading of the comments."""
-    return text.partition(words)[2].partition("#\n")[0].partition("\nmodel:")[0] if words in text else ""
+    return (
+        text.partition(words)[2].partition("#\n")[0].partition("\nkind:")[0].partition("\nmodel:")[0]
+        if words in text
+        else ""
+    )

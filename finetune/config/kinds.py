@@ -40,6 +40,8 @@ class RunKind:
         workload: reference to `workload(config, shape, cluster)`: what a process has in memory, for the planner.
         probe: reference to `probe(config)`: doctor's checks of model and data, read as the run would.
         probed: names of those checks, in order.
+        rehearsal: reference to `rehearsal(folder, processes, config)`: settings of a small run of this kind, for
+            doctor's dry run, which has made model and data in the folder; None where there is nothing to rehearse.
         ask: reference to `ask(config, data)`, with what `prepare` returned: what answers validation prompts at each
             evaluation and measures the answers; None where evaluations generate nothing.
         start_processes: called before anything else in a process that no launcher started, with the command line; may
@@ -59,6 +61,7 @@ class RunKind:
     workload: str
     probe: str
     probed: tuple[str, ...]
+    rehearsal: str | None = None
     ask: str | None = None
     start_processes: Callable[[Sequence[str]], None] | None = None
 

@@ -145,9 +145,6 @@ class PreferenceConfig(RunConfig, PreferenceSettings):
         if self.global_batch_size < 2:
             what = "loss is kto, which mismatches the samples of a global batch, and global_batch_size is 1"
             found.append((what, f"set {flag('global_batch_size')} to 2 or more"))
-        if self.finetuning == "full":
-            what = "loss is kto, which asks the model before the run about other answers in every step"
-            found.append((what, f"train an adapter ({flag('finetuning')} lora), which can be switched off"))
         if self.sft_weight:
             found.append(("loss is kto, and sft_weight is of pairs", f"leave {flag('sft_weight')} out"))
         if not (self.desirable_weight or self.undesirable_weight):

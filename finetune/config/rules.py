@@ -309,6 +309,7 @@ def _note_unused(resolution: Resolution) -> None:
             (adapter, resolution.value("finetuning") == "full", "finetuning is full"),
             (adam, resolution.value("optimizer") == "adafactor", "optimizer is adafactor"),
             (curriculum, resolution.value("use_curriculum") is False, "use_curriculum is false"),
+            (("answer_field", "max_new_tokens"), resolution.value("eval_generate") is None, "eval_generate is not set"),
             (("best_metric",), not follows, "neither keep_best nor early_stopping is set"),
         ),
     )

@@ -307,6 +307,10 @@ class RunConfig(AdapterSettings, BaseConfig):
     eval_generate: Positive | None = logging_setting(
         None, "Answer so many validation records at each evaluation, for exact_match.", unit="N", shown_default="none"
     )
+    answer_field: Text = logging_setting(
+        "answer", "With eval_generate: field with the answer of a validation record.", unit="NAME"
+    )
+    max_new_tokens: Positive = logging_setting(512, "With eval_generate: most tokens of an answer.", unit="tokens")
     best_metric: Text = logging_setting(
         "loss",
         "What the best evaluation is the best of, for keep_best and early_stopping.",

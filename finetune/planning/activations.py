@@ -18,6 +18,8 @@ LOGITS_PER_CHUNK = 64 * 2**20
 TRAINED_HEAD_CHUNKS = 2
 # Logits and their log-softmax, which becomes their gradient in place; both in float32 at most.
 LOSS_BYTES_PER_LOGIT = 8
+# Of a head that is wrapped, torch's own: the log-softmax, the gradient by it, and what becomes of that, in float32.
+WHOLE_BYTES_PER_LOGIT = 12
 # And where logits are squashed: the slope of that.
 SOFTCAP_BYTES_PER_LOGIT = 4
 # A compiled step fuses head and loss: the logits, and their gradient in float32.
@@ -41,6 +43,7 @@ class Computing:
         fused_lora: base product and adapter are one function where weights are whole (modeling/lora.py).
         fused_layers: norms with a scale, rotation and SwiGLU are one function each (modeling/layers.py).
         whole_logits: logits of all targets are made at once: the head is not a plain linear layer.
+        trained_rows: single rows of embedding and head are trained (`--train-tokens`).
         float32_attention: attention casts queries, keys and values up (a CPU in 16 bits, modeling/attention.py).
     """
 
@@ -58,6 +61,7 @@ class Computing:
     fused_layers: bool = False
     float32_attention: bool = False
     whole_logits: bool = False
+    trained_rows: bool = False
 
     @property
     def full(self) -> bool:
@@ -238,8 +242,11 @@ def loss_bytes(shape: ModelShape, how: Computing, targets: int) -> int:
     """Bytes of logits and of what the loss makes of them, for one chunk of targets."""
     if how.compiled:
         return COMPILED_BYTES_PER_LOGIT * targets * shape.vocabulary
-    each = LOSS_BYTES_PER_LOGIT + SOFTCAP_BYTES_PER_LOGIT * shape.softcapped_logits
-    return each * _chunk_of_logits(shape, how, targets)
+    each = WHOLE_BYTES_PER_LOGIT if how.whole_logits else LOSS_BYTES_PER_LOGIT
+    each += SOFTCAP_BYTES_PER_LOGIT * shape.softcapped_logits
+    # peft 0.21 TrainableTokensLayer.forward: the head's weight is copied with the trained rows in it.
+    copied = how.element_bytes * shape.embedding * how.trained_rows
+    return each * _chunk_of_logits(shape, how, targets) + copied
 
 
 def _chunk_of_logits(shape: ModelShape, how: Computing, targets: int) -> int:

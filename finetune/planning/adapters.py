@@ -9,14 +9,17 @@ from finetune.config.adapter_config import EMBEDDINGS, HEADS
 from finetune.config.run_config import RunConfig
 from finetune.planning.shapes import ModelShape
 
+# Of `--train-tokens auto`, which only the tokenizer and the weights tell: a template ends answers with one or two.
+_AUTO_TOKENS = 2
+
 
 def adapter_numbers(config: RunConfig, shape: ModelShape, adapted: frozenset[str]) -> int:
-    """Numbers that are trained beside the base, without single rows of embeddings.
+    """Numbers that are trained beside the base.
 
     Args:
         adapted: names of the linear layers that get an adapter.
     """
-    numbers = copied_numbers(config.modules_to_save, shape)
+    numbers = copied_numbers(config.modules_to_save, shape) + token_numbers(config, shape)
     ranks = config.rank_pattern or {}
     for matrix in shape.named:
         head = matrix.name in HEADS
@@ -34,6 +37,14 @@ def _gets_lora(path: str, config: RunConfig) -> bool:
     layer = re.search(r"\.(\d+)\.", path)
     layers = config.layers_to_transform
     return layers is None or (layer is not None and int(layer[1]) in layers)
+
+
+def token_numbers(config: RunConfig, shape: ModelShape) -> int:
+    """Numbers of the rows of embedding and head that `--train-tokens` trains; a tied head has the embedding's."""
+    names = set(config.train_tokens)
+    tokens = _AUTO_TOKENS if names == {"auto"} else len(names)
+    widths = [matrix.inputs for matrix in shape.named if matrix.name in EMBEDDINGS | HEADS]
+    return tokens * (max(widths, default=shape.hidden) if shape.tied else sum(widths))
 
 
 def copied_numbers(names: Sequence[str], shape: ModelShape) -> int:

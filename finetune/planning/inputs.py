@@ -158,6 +158,7 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
             partitioned=sharding.engine and sharding.stage == 3,
             fused_lora=lora and config.fused_lora and not config.use_dora,
             whole_logits=_head_is_wrapped(shape, adapted, config),
+            trained_rows=lora and bool(config.train_tokens),
             fused_layers=accelerator and config.fused_layers != "off",
             float32_attention=cluster.device_type == "cpu" and size == 2,
         ),

@@ -226,7 +226,11 @@ def _compared_data(config: BaseConfig, held_out: Any) -> str | None:
     fingerprint = getattr(held_out, "fingerprint", None)
     if fingerprint is None or not config.followed_metric.startswith("eval_exact_match"):
         return fingerprint
-    return f"{fingerprint}:{getattr(config, 'eval_generate', None)}"
+    # A setting at its default is left out: checkpoints from before there was one go on.
+    fields = type(config).model_fields
+    others = {name: getattr(config, name) for name in ("answer_field", "max_new_tokens")}
+    changed = [f":{name}={value}" for name, value in others.items() if value != fields[name].default]
+    return f"{fingerprint}:{getattr(config, 'eval_generate', None)}{''.join(changed)}"
 
 
 def _best_so_far(config: BaseConfig, context: RunContext, output_dir: Path, data: str | None) -> Best:

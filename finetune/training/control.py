@@ -6,6 +6,7 @@ that asking does not wait for what the device still computes.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -14,7 +15,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
@@ -177,10 +178,15 @@ class StopSignals:
 
     A context manager: handlers are put back on exit. Outside the main thread (a notebook's worker, a test) Python does
     not allow handlers; then signals keep their meaning and this asks for nothing.
+
+    Attributes:
+        name: of the first signal that came; None before one does.
+        answer: what is said then: what comes of it where the run is.
     """
 
     def __init__(self) -> None:
         self.name: str | None = None
+        self.answer = "saving after this step, then stopping"
         self._first_seconds = 0.0
         self._previous: dict[int, Callable[..., Any] | int | None] = {}
 
@@ -198,6 +204,15 @@ class StopSignals:
     def requested(self) -> bool:
         return self.name is not None
 
+    @contextlib.contextmanager
+    def answered(self, answer: str) -> Iterator[None]:
+        """Say this instead in the meantime."""
+        before, self.answer = self.answer, answer
+        try:
+            yield
+        finally:
+            self.answer = before
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.name is not None:
             if time.monotonic() - self._first_seconds >= SAME_REQUEST_SECONDS:
@@ -206,7 +221,7 @@ class StopSignals:
         self._first_seconds = time.monotonic()
         self.name = signal.Signals(number).name
         # os.write, because a log call inside a handler can deadlock on the logger's own lock.
-        text = f"saving after this step, then stopping; once more in {SAME_REQUEST_SECONDS:.0f} s leaves at once"
+        text = f"{self.answer}; once more in {SAME_REQUEST_SECONDS:.0f} s leaves at once"
         os.write(2, f"[WARNING] {self.name}: {text}\n".encode())
 
 

@@ -154,7 +154,9 @@ def read_best(metric: str, metadata: Mapping[str, Any] | None, data: str | None 
     if found.get("metric") != metric:
         return Best(metric, data=data)
     if data is not None and found.get("data") not in (None, data):
-        logger.warning("the validation data is another than before: the best evaluation is looked for anew")
+        logger.warning(
+            "the validation data, or what is asked of it, is another than before: the best is looked for anew"
+        )
         return Best(metric, data=data)
     return replace(Best(**{name: found[name] for name in names & found.keys()}), data=data)
 

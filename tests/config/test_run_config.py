@@ -78,6 +78,8 @@ def test_defaults_are_those_that_were_agreed() -> None:
         "keep_best": False,
         "early_stopping": 0,
         "eval_generate": None,
+        "answer_field": "answer",
+        "max_new_tokens": 512,
         "best_metric": "loss",
         "eval_steps": 0,
         "logging_steps": 1,

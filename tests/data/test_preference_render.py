@@ -12,6 +12,7 @@ import pytest
 from chat_models import TEMPLATES, family, marked, talk, train_backend
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launching import ROOT
 from model_families import FAMILIES, Family
 from model_families import make_tokenizer as make_family_tokenizer
 from sample_rows import write_rows as write
@@ -300,3 +301,19 @@ def test_samples_of_fine_tuning_are_as_before(tmp_path: Path) -> None:
 
 
 FINGERPRINT_BEFORE = "e5bf4ecfe4038fa5459b35fd184b06216efd10850f3c8ae48ee1612111afc5bc"
+
+
+def test_how_much_of_a_pair_is_there_twice(tmp_path: Path):
+    """What docs/preferences.md says of the bundled pairs: a quarter of the tokens are the second copy of a prompt."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "data_samples" / "tiny-qwen3")
+    data = [str(ROOT / "data_samples" / "preference_train.jsonl")]
+    samples = prepare_samples(data, tokenizer, cutoff_len=2048, cache_dir=str(tmp_path), preference="pairs")
+    twice = 0
+    for number, first in enumerate(samples.first_lengths.tolist()):
+        ids, supervised = samples[number]
+        prompt = int(supervised.argmax())
+        assert ids[:prompt].tolist() == ids[first : first + prompt].tolist()
+        twice += prompt
+    assert round(100 * twice / int(samples.lengths.sum())) == 26

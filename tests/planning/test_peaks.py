@@ -25,10 +25,14 @@ SIZES |= {"intermediate_size": 4096, "vocab_size": 32000, "num_experts_per_tok":
 MIXTRAL = {**SIZES, "model_type": "mixtral", "num_local_experts": 8}
 QWEN3_MOE = {**SIZES, "model_type": "qwen3_moe", "head_dim": 128, "moe_intermediate_size": 768, "num_experts": 64}
 QWEN3_MOE |= {"vocab_size": 151936, "num_experts_per_tok": 8}
+TOKENS = {"train_tokens": ["<|im_end|>"]}
 CASES = {
     "lora": {"model": "Qwen/Qwen3-8B"},
     "lora kept": {"model": "Qwen/Qwen3-8B", "settings": KEPT},
     "lora dropout": {"model": "Qwen/Qwen2.5-7B", "settings": {"lora_dropout": 0.05}},
+    "lora of the head": {"model": "Qwen/Qwen3-8B", "settings": {"lora_target_modules": ["q_proj", "lm_head"]}},
+    "lora of tokens": {"model": "Qwen/Qwen3-8B", "settings": TOKENS},
+    "lora of tokens, tied": {"model": "Qwen/Qwen3-0.6B", "settings": TOKENS},
     "lora of 8192": {"model": "meta-llama/Llama-3.1-8B", "tokens": 8192},
     "lora zero3": {"model": "Qwen/Qwen3-32B", "zero3": True},
     "lora zero3 kept": {"model": "Qwen/Qwen3-32B", "zero3": True, "settings": KEPT},
@@ -48,11 +52,15 @@ def benchmarks(monkeypatch):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_peak_of_a_microbatch_is_planned(name: str):
+def test_the_peak_of_a_microbatch_is_planned(name: str, monkeypatch: pytest.MonkeyPatch):
     """Within a tenth, weights, gradients and moments aside: of the second microbatch, which finds gradients there."""
     from roofline_runs import Case, empty_model, run_config, trace
 
+    from finetune.training import build_sft
+
     case = Case(**CASES[name], rows=2, steps=1)
+    # There is no tokenizer here.
+    monkeypatch.setattr(build_sft, "token_ids", lambda config, _: [5] * len(getattr(config, "train_tokens", ())))
     made = trace(case, LAYERS)
     # Such are the products that roofline_cpu.py measures: an `out` is none of their matrices.
     products = [kernel.shapes[-2:] for kernel in made.second.kernels if kernel.name == "mm"]

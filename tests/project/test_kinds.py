@@ -122,7 +122,8 @@ def test_nobody_else_lists_the_kinds():
     # "dpo" is also the loss that its kind is named after.
     allowed |= {"config/preference_config.py", "training/preferences/objective.py"}
     # What other tools call their kinds of run is a fact about them.
-    allowed |= {f"commands/convert/{tool}.py" for tool in ("axolotl", "llama_factory", "ms_swift", "trl")}
+    tools = ("axolotl", "axolotl_preferences", "llama_factory", "ms_swift", "preferences", "trl")
+    allowed |= {f"commands/convert/{tool}.py" for tool in tools}
     for path in sorted((ROOT / "finetune").rglob("*.py")):
         if str(path.relative_to(ROOT / "finetune")) in allowed:
             continue

@@ -33,7 +33,7 @@ LAUNCHER_FLAGS |= {"--max-restarts", "--local-rank", "--config_file", "--multi_g
 # Of docker, kubectl, sacct, pip and hf, in the remedies of diagnose; of nanochat
 LAUNCHER_FLAGS |= {"--format", "--shm-size", "--ipc", "--gpus", "--gpus-per-node", "--local-dir", "--build-arg"}
 LAUNCHER_FLAGS |= {"--no-build-isolation", "--window-pattern"}
-LAUNCHER_FLAGS |= {"--dataset", "--dataset_name", "--model_name_or_path", "--use_peft"}  # of other tools
+LAUNCHER_FLAGS |= {"--dataset", "--dataset_name", "--model_name_or_path", "--use_peft", "--rlhf_type"}  # of other tools
 LAUNCHER_FLAGS |= {"--accelerate_config", "--zero_stage", "--deepspeed_config_file"}  # that these pass on
 LAUNCHER_FLAGS |= {"--jobs", "--every"}  # of tests/grid.py
 LAUNCHER_FLAGS |= {"--machine_rank", "--main_process_ip", "--main_process_port", "--use_deepspeed", "--flag"}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import preference_rows
 import pytest
 import run_helpers
 import run_patches
@@ -65,6 +66,23 @@ def test_bfloat16_on_the_device_is_near_float32_on_the_cpu(materials, tmp_path, 
     assert started_on_the_device(here)
     assert run_helpers.sample_ids(here) == run_helpers.sample_ids(there)
     assert difference(there, here) < HALF_LIMIT
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_preferences_in_bfloat16_are_near_float32_on_the_cpu(materials, tmp_path, loss):
+    """LoRA on packed pairs, and on labels; the reference is the model with its adapter off, by the same kernels."""
+    data = preference_rows.make_pairs(materials.folder / f"{loss}.jsonl", 40, labels=loss == "kto")
+    changes = {"data": str(data), "loss": loss, "learning_rate": 5e-3, "warmup_steps": 0, "packing": True}
+    for name, way in (("here", {}), ("there", {"device_type": "cpu", "dtype": "float32"})):
+        run_helpers.train(settings(materials, tmp_path / name, **changes, **way), module="finetune.dpo")
+    here, there = tmp_path / "here", tmp_path / "there"
+    assert started_on_the_device(here) and run_helpers.sample_ids(here) == run_helpers.sample_ids(there)
+    assert difference(there, here) < HALF_LIMIT
+    # And something was learned: before the first step every loss is that of two models alike.
+    steps = run_helpers.losses(here)
+    if loss == "dpo":
+        assert steps[0] == pytest.approx(math.log(2), rel=1e-3)
+        assert steps[-1] < 0.9 * steps[0], "what is compared is no constant"
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])

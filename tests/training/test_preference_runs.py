@@ -162,6 +162,8 @@ def test_a_signal_while_the_model_is_asked(materials: Materials, runs, tmp_path:
     wanted = settings(materials, tmp_path / "run", finetuning="full", cache_dir=str(tmp_path / "cache"))
     patch = {"patch": run_patches.signal_while_asking, "patch_arguments": (processes - 1, 2, signal.SIGTERM)}
     ranks = train(wanted, processes, expect=3, **patch)
+    assert "[WARNING] SIGTERM: stopping before the first step, without a checkpoint; once more in 3 s" in ranks.output()
+    assert "saving after this step" not in ranks.output()
     assert "stopped by SIGTERM at step 0; no checkpoint is saved" in ranks.output()
     status = run_helpers.status(tmp_path / "run")
     assert (status["state"], status["step"], status["checkpoint"]) == ("stopped", 0, None)
@@ -223,7 +225,6 @@ def test_the_adapter_off_is_the_base(materials: Materials, changes: dict[str, An
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"loss": "kto", "finetuning": "full"}, "train an adapter"),
         ({"loss": "kto", "global_batch_size": 1, "micro_batch_size": 1}, "set --global-batch-size to 2"),
         ({"loss": "kto", "sft_weight": 0.5}, "leave --sft-weight out"),
         ({"loss": "hinge"}, "dpo, ipo, orpo, simpo"),
@@ -305,4 +306,103 @@ def test_labels_of_two_processes_are_those_of_one(materials: Materials, tmp_path
     for one, other in zip(first, second, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert one["reference_point"] == pytest.approx(other["reference_point"], rel=1e-3, abs=1e-6)
+    assert any(line["reference_point"] > 0 for line in first)
+
+
+# ---------------------------------------------------------------------- KTO, all weights trained
+
+
+def kto(materials: Materials, output_dir: Path, **changes: Any) -> dict[str, Any]:
+    data = {"data": str(materials.folder / "labels.jsonl"), "valid_data": None}
+    return settings(materials, output_dir, **{"loss": "kto", "finetuning": "full", **data, "max_steps": 3, **changes})
+
+
+def test_kto_of_all_weights_is_that_of_a_second_model(materials: Materials, tmp_path: Path):
+    """AdamW in float64 beside a copy of the model as it was, which is asked about everything in every step."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from finetune.data.dataset import prepare_samples
+
+    run = tmp_path / "run"
+    weights = {"desirable_weight": 2.0, "undesirable_weight": 0.1}
+    train(kto(materials, run, beta=0.3, learning_rate=5e-3, warmup_steps=0, max_grad_norm=0, **weights))
+    data, cache = [str(materials.folder / "labels.jsonl")], str(materials.folder / "cache")
+    tokenizer = AutoTokenizer.from_pretrained(materials.model)
+    samples = prepare_samples(data, tokenizer, cutoff_len=96, cache_dir=cache, preference="labels")
+    model, before = (AutoModelForCausalLM.from_pretrained(materials.model, dtype=torch.float64) for _ in range(2))
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
+
+    def ratio(prompt: int, answer: int) -> torch.Tensor:
+        """log(pi(y) / ref(y)) of one sample's answer to another's prompt."""
+        (ids, mask), (others, other_mask) = samples[prompt], samples[answer]
+        begins, longest = (int(mask.argmax()), int(other_mask.argmax())), int(samples.lengths.max())
+        document = torch.tensor([*ids[: begins[0]].tolist(), *others[begins[1] :].tolist()][:longest])
+        trained = torch.tensor([*[False] * begins[0], *other_mask[begins[1] :].tolist()][:longest])
+        said = [m(document[None]).logits[0, :-1].log_softmax(-1) for m in (model, before)]
+        one, other = (log_probs.gather(1, document[1:, None])[:, 0][trained[1:]].sum() for log_probs in said)
+        return one - other.detach()
+
+    points = []
+    for ids, line in zip(run_helpers.sample_ids(run), run_helpers.lines(run / "trainer_log.jsonl"), strict=True):
+        batch = [samples.record_ids.tolist().index(number) for number in ids]
+        with torch.no_grad():
+            others = [*batch[1:], batch[0]]
+            point = torch.stack([ratio(*pair) for pair in zip(batch, others, strict=True)]).mean().clamp(min=0)
+        losses = []
+        for sample in batch:
+            good, difference = samples.labels[sample] == 1, 0.3 * (ratio(sample, sample) - point)
+            loss = 2.0 * (1 - difference.sigmoid()) if good else 0.1 * (1 - (-difference).sigmoid())
+            losses.append(loss)
+        loss = torch.stack(losses).mean()
+        assert line["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert line["reference_point"] == pytest.approx(float(point), rel=1e-3, abs=1e-5)
+        points.append(float(point))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.param_groups[0]["lr"] = line["learning_rate"]
+        optimizer.step()
+    assert points[0] == pytest.approx(0, abs=1e-12) and max(points) > 0.01, "what is compared is there"
+
+
+def test_kto_of_all_weights_goes_on_with_what_was_said(materials: Materials, tmp_path: Path):
+    """Stopped after its first step; and where that is gone, it is said. Validation data has one sample in a batch."""
+    preference_rows.make_pairs(materials.folder / "nine.jsonl", 9, seed=3, labels=True)
+    changes = {"valid_data": str(materials.folder / "nine.jsonl"), "cache_dir": str(tmp_path / "cache")}
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    train(kto(materials, whole, **changes))
+    assert sorted(path.name for path in (whole / "reference").iterdir()) == [
+        "train-mismatched.st", "train.st", "valid-mismatched.st", "valid.st"
+    ]  # fmt: skip
+    stop = {"patch": run_patches.signal_self, "patch_arguments": (0, 1, signal.SIGTERM), "expect": 3}
+    said = train(kto(materials, run, **changes), **stop).output()
+    assert "asking the model" not in said, "the cache of the first run has it"
+    shutil.rmtree(tmp_path / "cache")
+    shutil.copytree(run, tmp_path / "gone")
+    train(kto(materials, run, **changes))
+    for name in ("loss", "reference_point"):
+        mine, others = (
+            [line[name] for line in run_helpers.lines(folder / "trainer_log.jsonl")] for folder in (run, whole)
+        )
+        assert mine == others
+    assert run_helpers.events(run, "eval")[-1]["eval_loss"] == run_helpers.events(whole, "eval")[-1]["eval_loss"]
+    (tmp_path / "gone" / "reference" / "train-mismatched.st").unlink()
+    shutil.rmtree(tmp_path / "cache")
+    ranks = run_helpers.start(kto(materials, tmp_path / "gone", **changes), module="finetune.dpo")
+    assert ranks.wait() == [2] and "reference/train-mismatched.st is missing" in ranks.output()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", "zero3"])
+def test_kto_of_all_weights_by_two_processes_is_that_of_one(materials: Materials, tmp_path: Path, layout: str):
+    """More than one pass, so that a prompt has several other answers and a pair may come twice."""
+    more = {"max_steps": 12, "undesirable_weight": 0.1}
+    sharded = LAYOUTS["zero3"] if layout == "zero3" else {}
+    ways = [(1, {}), (2, {"packing": False, "micro_batch_size": 4, **sharded})]
+    for processes, changes in ways:
+        own = {"cache_dir": str(tmp_path / f"cache-{processes}")}
+        train(kto(materials, tmp_path / str(processes), **{**more, **changes, **own}), processes)
+    first, second = (run_helpers.lines(tmp_path / name / "trainer_log.jsonl") for name in "12")
+    for one, other in zip(first, second, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+        assert one["reference_point"] == pytest.approx(other["reference_point"], rel=1e-3, abs=1e-5)
     assert any(line["reference_point"] > 0 for line in first)

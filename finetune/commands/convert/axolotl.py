@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.commands.convert import adapters, hugging_face
+from finetune.commands.convert import adapters, axolotl_preferences, hugging_face
 from finetune.commands.convert.draft import Draft, Option, Tool, lost, read
 from finetune.commands.convert.llama_factory import split, targets
 from finetune.errors import ConfigError
@@ -26,7 +26,8 @@ OPTIONS: dict[str, Option] = {
         "gradient_checkpointing logging_steps save_steps saves_per_epoch save_strategy save_total_limit eval_steps "
         "evals_per_epoch eval_strategy early_stopping_patience load_best_model_at_end metric_for_best_model "
         "deepspeed fsdp chat_template train_on_inputs excess_length_strategy sample_packing rl "
-        "wandb_project use_tensorboard"
+        "wandb_project use_tensorboard trl rl_beta orpo_alpha simpo_gamma cpo_alpha kto_desirable_weight "
+        "kto_undesirable_weight dpo_use_weighting dpo_label_smoothing dpo_loss_type dpo_loss_weights"
     ),
     # ------------------------------------------------ what is trained
     **lost("no adapter is continued here; merge it into the model first", "lora_model_dir", trains=True),
@@ -84,7 +85,7 @@ OPTIONS: dict[str, Option] = {
         "pose_max_context_len pose_num_chunks llama4_linearized_experts use_onebitllms fp32_norms fp32_norm_classes",
         trains=True,
     ),
-    **lost("trainers of others are not run here", "trainer_cls trl ebft num_labels", trains=True),
+    **lost("trainers of others are not run here", "trainer_cls ebft num_labels", trains=True),
     **lost("a long question is cut with its sample", "max_prompt_len", trains=True),
     **lost("texts are not joined here", "pretraining_sample_concatenation", trains=True),
     **lost(
@@ -93,10 +94,12 @@ OPTIONS: dict[str, Option] = {
         "mean_resizing_embeddings shrink_embeddings peft_ensure_weight_tying peft_autocast_adapter_dtype",
     ),
     **lost(
-        "preferences are trained by python -m finetune.dpo, whose settings convert does not write",
-        "reward_model process_reward_model center_rewards_coefficient rl_beta orpo_alpha simpo_gamma cpo_alpha "
-        "kto_desirable_weight kto_undesirable_weight dpo_use_weighting dpo_label_smoothing dpo_use_liger_kernel "
-        "dpo_padding_free dpo_loss_type dpo_loss_weights precompute_ref_log_probs vllm",
+        "rewards and rollouts are not trained here",
+        "reward_model process_reward_model center_rewards_coefficient vllm",
+    ),
+    **lost(
+        "what the reference says is asked as it is best here",
+        "precompute_ref_log_probs dpo_use_liger_kernel dpo_padding_free",
     ),
     **lost("fine-tuning has no fp8 here", "fp8", trains=True),
     # ------------------------------------------------ how it runs
@@ -223,10 +226,9 @@ _READ_OF_DATA = (
 
 
 def finish(values: dict[str, Any], given: set[str], draft: Draft, devices: int) -> None:
-    if values.get("rl"):
-        raise ConfigError(f"rl {values['rl']} has no counterpart", "rl", "convert a run of supervised fine-tuning")
     _data(values, draft)
     _method(values, draft)
+    axolotl_preferences.finish(values, draft)
     strategy = values.get("excess_length_strategy") or "drop"
     draft.note(
         "sequence_len",
@@ -308,9 +310,10 @@ def _data(values: dict[str, Any], draft: Draft) -> None:
     data = values.get("datasets") or values.get("pretraining_dataset")
     if not data:
         raise ConfigError("the run names no data", "datasets", "add it")
-    draft.values["data"] = [_entry(entry, draft) for entry in data]
+    entry_of = _preference_entry if values.get("rl") else _entry
+    draft.values["data"] = [entry_of(entry, draft) for entry in data]
     if tests := values.get("test_datasets"):
-        draft.values["valid_data"] = [_entry(entry, draft) for entry in tests]
+        draft.values["valid_data"] = [entry_of(entry, draft) for entry in tests]
     elif values["val_set_size"]:
         split(values["val_set_size"], "val_set_size", draft)
 
@@ -338,6 +341,20 @@ def _entry(about: dict[str, Any], draft: Draft) -> Any:
             form,
             "the tokenizer's chat template asks the question; --template alpaca writes it as Axolotl",
         )
+    return _path(about, columns, where, draft)
+
+
+def _preference_entry(about: dict[str, Any], draft: Draft) -> Any:
+    where = f"dataset {about.get('path')}"
+    if str(about.get("type")).startswith("chat_template"):
+        _roles(about, where, draft)
+    if about.get("split", "train") != "train":
+        draft.lose(f"{where}: split", about["split"], "the split train is read", trains=True)
+    return _path(about, axolotl_preferences.columns_of(about, where, draft), where, draft)
+
+
+def _path(about: dict[str, Any], columns: dict[str, str], where: str, draft: Draft) -> Any:
+    """The entry with its columns, where they have other names."""
     columns = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
     path = about.get("data_files") or about.get("path")
     paths = path if isinstance(path, list) else [path]

@@ -13,9 +13,9 @@ from pydantic import Field
 from finetune.commands.convert.draft import Draft, Named, convert
 from finetune.commands.convert.read import read_run
 from finetune.config.fields import PathOption, Text, ordered_fields, setting
+from finetune.config.kinds import RunKind, kind_names, run_kind
 from finetune.config.options import Options, read_options
 from finetune.config.resolution import resolve_object
-from finetune.config.run_config import RunConfig
 from finetune.errors import ConfigError, ExitCode
 from finetune.plain_text import mask_secrets
 from finetune.storage import durable_files
@@ -70,9 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         draft.note("the launcher's processes", processes, f"--devices {devices} is what counts")
     draft.values.setdefault("output_dir", "runs/converted")
     # The run file must be one: what is wrong with it is said here and not when it is started.
-    resolve_object(draft.values, devices, RunConfig)
+    kind = run_kind(draft.values.get("kind", kind_names()[0]))
+    resolve_object(draft.values, devices, kind.config_class)
     sections = list(_sections(draft))
-    text = _run_file(f"{tool.title}: {source}", draft.values, sections)
+    text = _run_file(f"{tool.title}: {source}", kind, draft.values, sections)
     if options.output is None:
         sys.stdout.write(text)
     else:
@@ -118,9 +119,9 @@ def _line(each: Named) -> str:
     return f"{each.name} {each.value}: {each.why}"
 
 
-def _run_file(source: str, values: dict[str, Any], sections: list[tuple[str, list[str]]]) -> str:
-    lines = [f"# From {source}. Start it: python -m finetune.sft --config THIS_FILE"]
+def _run_file(source: str, kind: RunKind, values: dict[str, Any], sections: list[tuple[str, list[str]]]) -> str:
+    lines = [f"# From {source}. Start it: python -m {kind.module} --config THIS_FILE"]
     for title, named in sections:
         lines += ["#", f"# {title[0].upper()}{title[1:]}:", *(f"#   {line}" for line in named)]
-    ordered = {name: values[name] for name in ordered_fields(RunConfig) if name in values}
+    ordered = {name: values[name] for name in ("kind", *ordered_fields(kind.config_class)) if name in values}
     return "\n".join(lines) + "\n" + yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=_WIDTH)

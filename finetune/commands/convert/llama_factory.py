@@ -6,14 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from finetune.commands.convert import adapters, hugging_face
+from finetune.commands.convert import adapters, hugging_face, preferences
 from finetune.commands.convert.draft import Draft, Option, Tool, lost, read
 from finetune.errors import ConfigError
 
 _MEDIA = "only text is trained here"
-_OTHER_STAGE = (
-    "preferences are trained by python -m finetune.dpo, whose settings convert does not write; others are not here"
-)
+_OTHER_STAGE = "rewards and rollouts are not trained here"
+_STAGES = ("sft", "pt", "dpo", "kto")
+# pref_loss of stage dpo -> ours.
+_LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
 _OTHER_METHOD = "LoRA and all parameters are the only ways here"
 _ANSWERS = "answering is python -m finetune chat, serve and eval"
 
@@ -29,7 +30,8 @@ OPTIONS: dict[str, Option] = {
         "mix_strategy interleave_probs packing neat_packing pure_bf16 disable_gradient_checkpointing fp8 "
         "early_stopping_steps infer_dtype quantization_bit mask_history train_on_prompt use_swanlab "
         "quantization_type use_rslora use_dora loraplus_lr_ratio additional_target "
-        "image_max_pixels model_revision"
+        "image_max_pixels model_revision pref_beta pref_ftx pref_bco_weight pref_loss dpo_label_smoothing "
+        "kto_chosen_weight kto_rejected_weight simpo_gamma ld_alpha ref_model"
     ),
     # ------------------------------------------------ what is trained
     **lost(
@@ -59,7 +61,7 @@ OPTIONS: dict[str, Option] = {
         "weights are those of the model: pretraining is python -m finetune.pretrain", "train_from_scratch", trains=True
     ),
     **lost("AdamW is the optimizer here", "use_galore use_apollo use_badam use_adam_mini use_muon", trains=True),
-    **lost("the loss is cross-entropy here", "use_dft_loss use_asft_loss use_eaft_loss ref_model", trains=True),
+    **lost("the loss is cross-entropy here", "use_dft_loss use_asft_loss use_eaft_loss", trains=True),
     **lost(
         "part of a loss that is not trained here", "asft_alpha eaft_alpha ref_model_adapters ref_model_quantization_bit"
     ),
@@ -81,9 +83,8 @@ OPTIONS: dict[str, Option] = {
     ),
     **lost(
         _OTHER_STAGE,
-        "pref_beta pref_ftx pref_bco_weight pref_loss dpo_label_smoothing kto_chosen_weight kto_rejected_weight "
-        "simpo_gamma ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards reward_model "
-        "reward_model_adapters reward_model_quantization_bit reward_model_type ld_alpha",
+        "ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards reward_model "
+        "reward_model_adapters reward_model_quantization_bit reward_model_type",
     ),
     **lost(
         "part of an optimizer that is not here",
@@ -169,6 +170,9 @@ DEFAULTS = {
     "cutoff_len": 2048,
     "dataset_dir": "data",
     "val_size": 0.0,
+    "pref_beta": 0.1,
+    "pref_loss": "sigmoid",
+    "simpo_gamma": 0.5,
 }
 _BEYOND_PLAIN = {
     "use_rslora": "use_rslora",
@@ -182,8 +186,9 @@ _COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}
 
 
 def finish(values: dict[str, Any], given: set[str], draft: Draft, devices: int) -> None:
-    if values["stage"] not in ("sft", "pt"):
-        raise ConfigError(f"stage {values['stage']} has no counterpart: {_OTHER_STAGE}", "stage", "convert sft or pt")
+    if values["stage"] not in _STAGES:
+        what = f"stage {values['stage']} has no counterpart: {_OTHER_STAGE}"
+        raise ConfigError(what, "stage", f"convert {', '.join(_STAGES)}")
     if values["finetuning_type"] not in ("lora", "full"):
         raise ConfigError(
             f"{values['finetuning_type']} has no counterpart: {_OTHER_METHOD}",
@@ -192,6 +197,7 @@ def finish(values: dict[str, Any], given: set[str], draft: Draft, devices: int) 
         )
     _data(values, draft)
     _method(values, draft)
+    _loss(values, draft)
     _template(values, draft)
     hugging_face.revision(values.get("model_revision"), draft)
     hugging_face.finish(values, given, draft, devices)
@@ -224,6 +230,32 @@ def _method(values: dict[str, Any], draft: Draft) -> None:
     rank = values["lora_rank"]
     draft.values |= {"lora_r": rank, "lora_alpha": values.get("lora_alpha") or 2 * rank}
     draft.values["lora_target_modules"] = targets(values["lora_target"], "all")
+
+
+def _loss(values: dict[str, Any], draft: Draft) -> None:
+    stage, ftx = values["stage"], values.get("pref_ftx") or 0.0
+    if stage not in ("dpo", "kto"):
+        preferences.lose_given(values, "the loss is cross-entropy here", "ref_model", draft)
+        return
+    settings: dict[str, Any] = {"beta": values["pref_beta"]}
+    if stage == "kto":
+        loss = "kto"
+        settings |= {"desirable_weight": values.get("kto_chosen_weight")}
+        settings |= {"undesirable_weight": values.get("kto_rejected_weight")}
+        preferences.lose_given(values, "kto has no cross-entropy beside it here", "pref_ftx", draft)
+    elif (named := values["pref_loss"]) not in _LOSSES:
+        raise preferences.refused("pref_loss", named)
+    else:
+        loss = _LOSSES[named]
+        # Its orpo adds the chosen answer's cross-entropy itself, once.
+        settings["sft_weight"] = 1.0 + ftx if loss == "orpo" else ftx or None
+        settings["label_smoothing"] = values.get("dpo_label_smoothing") if loss == "dpo" else None
+        settings["simpo_gamma"] = values["simpo_gamma"] if loss == "simpo" else None
+    preferences.lose_given(values, "this part of a loss is not trained here", "pref_bco_weight ld_alpha", draft)
+    preferences.lose_given(
+        values, preferences.OWN_REFERENCE, "ref_model", draft, off=(values.get("model_name_or_path"),)
+    )
+    preferences.write(draft, loss, settings)
 
 
 def targets(value: Any, everything: str) -> Any:
@@ -314,8 +346,9 @@ def _entry(name: str, info: dict[str, Any], folder: Path, stage: str, draft: Dra
             )
     if about.get("split", "train") != "train":
         draft.lose(f"{where}: split", about["split"], "the split train is read", trains=True)
-    if about.get("ranking"):
-        raise ConfigError(f"{name} holds rankings: {_OTHER_STAGE}", "ranking", "name data for fine-tuning")
+    if bool(about.get("ranking")) != (stage == "dpo"):
+        holds = "holds rankings" if about.get("ranking") else "holds no rankings"
+        raise ConfigError(f"{name} {holds}, and the stage is {stage}", "ranking", "name data of the stage")
     columns = _columns(about, stage, where, draft)
     return {"path": path, "columns": columns} if columns else path
 
@@ -340,7 +373,10 @@ def _columns(about: dict[str, Any], stage: str, where: str, draft: Draft) -> dic
         ours = "messages" if form == "openai" or tags.get("role_tag") == "role" else "conversations"
         found |= {ours: name} if name != ours else {}
         _tags(tags, form, where, draft)
-    found |= {ours: given[ours] for ours in ("history", "system", "tools") if given.get(ours) not in (None, ours)}
+    same = ("history", "system", "tools", *(("chosen", "rejected") if stage == "dpo" else ()))
+    found |= {ours: given[ours] for ours in same if given.get(ours) not in (None, ours)}
+    if stage == "kto" and given.get("kto_tag") not in (None, "kto_tag", "label"):
+        found["label"] = given["kto_tag"]
     return found
 
 

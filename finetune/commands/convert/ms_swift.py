@@ -1,4 +1,4 @@
-"""ms-swift 4: `swift sft` and `swift pt`, as a command line or a YAML file."""
+"""ms-swift 4: `swift sft`, `swift pt` and `swift rlhf`, as a command line or a YAML file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any
 
-from finetune.commands.convert import adapters, hugging_face
+from finetune.commands.convert import adapters, hugging_face, preferences
 from finetune.commands.convert.draft import Draft, Option, Tool, lost, read
 from finetune.commands.convert.llama_factory import split, targets
 from finetune.config.paths import is_hub_id
@@ -25,8 +25,12 @@ OPTIONS: dict[str, Option] = {
         "lora_alpha target_modules target_regex columns system loss_scale template quant_bits packing adapters "
         "bnb_4bit_quant_type modules_to_save use_rslora use_dora lorap_lr_ratio "
         "early_stop_interval interleave_prob stopping_strategy strict use_chat_template max_epochs stage "
-        "model_revision use_hf"
+        "model_revision use_hf rlhf_type loss_type loss_weights beta label_smoothing rpo_alpha ld_alpha cpo_alpha "
+        "simpo_gamma desirable_weight undesirable_weight ref_model ref_adapters"
     ),
+    **lost("part of a loss that is not trained here", "discopop_tau"),
+    **lost("the reference is the model as it is before the run", "ref_model_type ref_model_revision"),
+    **lost("a run on preferences answers nothing while it trains", "max_completion_length", off=(512,)),
     # ------------------------------------------------ what is trained
     **lost(
         "single parameters are not frozen here",
@@ -38,7 +42,7 @@ OPTIONS: dict[str, Option] = {
     **lost("this kind of LoRA is not trained here", "use_swift_lora", trains=True),
     **lost("this kind of LoRA is not trained here", "lora_bias init_weights", trains=True, off=("true", True)),
     **lost("AdamW is the optimizer here", "optimizer use_galore lisa_activated_layers", trains=True),
-    **lost("the loss is cross-entropy here", "loss_type enable_dft_loss", trains=True),
+    **lost("the loss is cross-entropy here", "enable_dft_loss", trains=True),
     **lost("losses are averaged over tokens here", "acc_strategy", trains=True, off=("token",)),
     **lost("routers have the auxiliary loss of the model's configuration", "router_aux_loss_coef", trains=True),
     **lost("the order is a shuffle here", "dataset_shuffle train_dataloader_shuffle", trains=True, off=(True,)),
@@ -171,8 +175,37 @@ def finish(values: dict[str, Any], given: set[str], draft: Draft, devices: int) 
         values["eval_strategy"], values["eval_steps"] = "steps", values.get("eval_steps") or values["save_steps"]
     draft.values.setdefault("output_dir", f"output/{str(values.get('model')).rstrip('/').rpartition('/')[2]}")
     hugging_face.finish(values, given, draft, devices)
+    _loss(values, draft)
     if patience := values.get("early_stop_interval"):
         hugging_face.keep_best(draft, "early_stop_interval", patience, {"early_stopping": patience})
+
+
+def _loss(values: dict[str, Any], draft: Draft) -> None:
+    kind = values.get("rlhf_type")
+    if kind is None:
+        preferences.lose_given(values, "the loss is cross-entropy here", "loss_type", draft)
+        return
+    settings: dict[str, Any] = {"beta": values.get("beta") or (2.0 if kind == "simpo" else 0.1)}
+    loss = kind
+    if kind == "dpo":
+        losses, weights = values.get("loss_type") or "sigmoid", values.get("loss_weights")
+        loss, sft = preferences.of_losses("loss_type", losses, weights, draft)
+        both = [weight for weight in (sft, values.get("rpo_alpha")) if weight is not None]
+        settings["sft_weight"] = sum(both) if both else None
+        settings["label_smoothing"] = values.get("label_smoothing") if loss == "dpo" else None
+    elif kind not in ("orpo", "simpo", "kto") or values.get("loss_type") not in (None, kind, [kind]):
+        raise preferences.refused("rlhf_type", kind if values.get("loss_type") is None else values["loss_type"])
+    if kind == "simpo":
+        settings |= {"simpo_gamma": values.get("simpo_gamma", 1.0), "sft_weight": values.get("cpo_alpha", 1.0)}
+        settings["label_smoothing"] = values.get("label_smoothing")
+    elif kind == "kto":
+        settings |= {name: values.get(name) for name in ("desirable_weight", "undesirable_weight")}
+    elif kind == "orpo":
+        draft.note("orpo", "loss", "there the cross-entropy is that of prompt and answer, here of the answer")
+    preferences.lose_given(values, "this part of a loss is not trained here", "ld_alpha", draft)
+    why, same = preferences.OWN_REFERENCE, (values.get("model"),)
+    preferences.lose_given(values, why, "ref_model ref_adapters", draft, off=same)
+    preferences.write(draft, loss, settings)
 
 
 def _dtype(values: dict[str, Any]) -> str:
@@ -233,7 +266,10 @@ def _text(values: dict[str, Any], draft: Draft) -> None:
         draft.lose(
             "stage", "pt", "of a conversation the answers are trained; records of text are trained whole", trains=True
         )
+    # Of preferences the answer behind the prompt is trained, there and here.
+    last = "last_round" if values.get("rlhf_type") else "default"
     scale = values.get("loss_scale", "default")
+    scale = "default" if scale == last else scale
     if scale not in ("default", "all") or (scale == "all" and values["stage"] != "pt"):
         draft.lose("loss_scale", scale, "every answer of a conversation is trained, and nothing else", trains=True)
     draft.values["on_bad_row"] = "refuse" if values.get("strict") else "drop"
@@ -283,7 +319,9 @@ TOOL = Tool(
     starts={
         ("swift", "sft"): {},
         ("swift", "pt"): {"stage": "pt"},
+        ("swift", "rlhf"): {"rlhf_type": "dpo"},
         ("swift/cli/sft.py",): {},
+        ("swift/cli/rlhf.py",): {"rlhf_type": "dpo"},
         ("swift/cli/pt.py",): {"stage": "pt"},
     },
     aliases={

@@ -1,11 +1,11 @@
-"""TRL 1.16's supervised fine-tuning: SFTConfig, ModelConfig and the arguments of its script."""
+"""TRL 1.16: SFTConfig, DPOConfig, KTOConfig, experimental ORPOConfig and CPOConfig, ModelConfig, and its scripts."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-from finetune.commands.convert import adapters, hugging_face
+from finetune.commands.convert import adapters, hugging_face, preferences
 from finetune.commands.convert.draft import Draft, Option, Tool, lost, read
 from finetune.commands.convert.llama_factory import split, targets
 from finetune.errors import ConfigError
@@ -22,12 +22,20 @@ OPTIONS: dict[str, Option] = {
         "max_length packing packing_strategy use_peft lora_r lora_alpha lora_target_modules dataset_name datasets "
         "dataset_config dataset_train_split dataset_test_split dataset_text_field test_split_size "
         "chat_template_path assistant_only_loss completion_only_loss load_in_4bit load_in_8bit dtype eos_token "
-        "truncation_mode model_revision bnb_4bit_quant_type use_rslora use_dora lora_modules_to_save"
+        "truncation_mode model_revision bnb_4bit_quant_type use_rslora use_dora lora_modules_to_save trainer "
+        "loss_type loss_weights beta label_smoothing ld_alpha f_divergence_type use_weighting sync_ref_model "
+        "disable_dropout desirable_weight undesirable_weight simpo_gamma cpo_alpha alpha max_completion_length"
     ),
+    **lost(
+        "part of a loss that is not trained here",
+        "discopop_tau f_alpha_divergence_coef ref_model_mixup_alpha ref_model_sync_steps",
+    ),
+    **lost("what the reference says is asked as it is best here", "precompute_ref_log_probs precompute_ref_batch_size"),
+    **lost("a run on preferences answers nothing while it trains", "generate_during_eval"),
+    **lost("a causal language model is trained", "is_encoder_decoder padding_value"),
     **lost("the model is loaded as it is", "model_init_kwargs", trains=True),
     **lost("data is prepared in one way here", "dataset_kwargs", trains=True),
     **lost("routers have the auxiliary loss of the model's configuration", "router_aux_loss_coef", trains=True),
-    **lost("the loss is cross-entropy here", "loss_type", trains=True, off=("nll", "chunked_nll")),
     **lost("experts' parameters get no adapter here", "lora_target_parameters", trains=True),
     **lost("the order is a shuffle in any case", "shuffle_dataset"),
     **lost("padding is what execution needs", "padding_free pad_to_multiple_of eval_packing", off=("auto",)),
@@ -54,6 +62,9 @@ DEFAULTS = {
 
 
 def finish(values: dict[str, Any], given: set[str], draft: Draft, devices: int) -> None:
+    trainer = _trainer(values, given, draft)
+    if trainer != "sft" and "learning_rate" not in given:
+        draft.values["learning_rate"] = 1e-6  # of every trainer of preferences
     _data(values, draft)
     _method(values, draft)
     hugging_face.revision(values.get("model_revision"), draft)
@@ -68,6 +79,65 @@ def finish(values: dict[str, Any], given: set[str], draft: Draft, devices: int) 
         draft.lose(
             "truncation_mode", values["truncation_mode"], "what is too long loses its question's middle", trains=True
         )
+    if trainer == "sft":
+        _tokens(values, draft)
+    else:
+        _preferences(trainer, values, draft)
+    if values.get("eos_token"):
+        draft.lose("eos_token", values["eos_token"], _TOKENS, trains=True)
+    if template := values.get("chat_template_path"):
+        draft.values["template"] = template
+    values.setdefault("bf16", not values.get("fp16"))
+    hugging_face.finish(values, given, draft, devices)
+
+
+def _trainer(values: dict[str, Any], given: set[str], draft: Draft) -> str:
+    """sft, dpo, kto, orpo or cpo: as the command says, or options that only one of them has."""
+    if named := values.get("trainer"):
+        return str(named)
+    if given & {"cpo_alpha", "simpo_gamma"}:
+        return "cpo"
+    if given & {"desirable_weight", "undesirable_weight"} or values.get("loss_type") in ("kto", ["kto"]):
+        return "kto"
+    if "max_completion_length" in given:
+        return "orpo"
+    if given & {"beta", "loss_weights", "precompute_ref_log_probs", "label_smoothing", "sync_ref_model"}:
+        draft.note("beta", values.get("beta", 0.1), 'taken for a run of trl dpo; else convert "trl kto --config FILE"')
+        return "dpo"
+    return "sft"
+
+
+def _preferences(trainer: str, values: dict[str, Any], draft: Draft) -> None:
+    settings: dict[str, Any] = {"beta": values.get("beta", 0.1)}
+    loss, losses = trainer, values.get("loss_type")
+    if trainer == "dpo":
+        loss, sft = preferences.of_losses("loss_type", losses or "sigmoid", values.get("loss_weights"), draft)
+        settings["sft_weight"] = sft
+    elif trainer == "kto" and losses not in (None, "kto", ["kto"]):
+        raise preferences.refused("loss_type", losses)
+    elif trainer == "cpo":
+        if losses != "simpo":
+            raise preferences.refused("loss_type", losses or "sigmoid (of cpo)")
+        loss = "simpo"
+        settings |= {"simpo_gamma": values.get("simpo_gamma", 0.5), "sft_weight": values.get("cpo_alpha", 1.0)}
+        settings["label_smoothing"] = values.get("label_smoothing")
+    if loss == "kto":
+        settings |= {name: values.get(name) for name in ("desirable_weight", "undesirable_weight")}
+    if trainer == "orpo":
+        draft.note("orpo", "loss", "there the cross-entropy is that of prompt and answer, here of the answer")
+    if trainer == "dpo" and values.get("label_smoothing"):
+        why = "TRL 1.16 reads it for the losses robust and exo_pair only; here it makes DPO conservative: left out"
+        draft.note("label_smoothing", values["label_smoothing"], why)
+    why = "this part of a loss is not trained here"
+    preferences.lose_given(values, why, "ld_alpha use_weighting alpha", draft)
+    preferences.lose_given(values, why, "f_divergence_type", draft, off=("reverse_kl",))
+    preferences.lose_given(values, preferences.OWN_REFERENCE, "sync_ref_model", draft)
+    preferences.lose_given(values, "a document is cut as a whole (cutoff_len)", "max_completion_length", draft)
+    preferences.write(draft, loss, settings, dropout=values.get("disable_dropout") is False)
+
+
+def _tokens(values: dict[str, Any], draft: Draft) -> None:
+    """Which tokens of what rows are trained."""
     if values.get("packing"):
         hugging_face.packed("packing", draft)
     if values.get("packing") and values.get("packing_strategy") == "wrapped":
@@ -83,12 +153,7 @@ def finish(values: dict[str, Any], given: set[str], draft: Draft, devices: int) 
         )
     if values.get("completion_only_loss") is False:
         draft.lose("completion_only_loss", False, "only completions are trained", trains=True)
-    if values.get("eos_token"):
-        draft.lose("eos_token", values["eos_token"], _TOKENS, trains=True)
-    if template := values.get("chat_template_path"):
-        draft.values["template"] = template
-    values.setdefault("bf16", not values.get("fp16"))
-    hugging_face.finish(values, given, draft, devices)
+    preferences.lose_given(values, "the loss is cross-entropy here", "loss_type", draft, off=("nll", "chunked_nll"))
 
 
 def _method(values: dict[str, Any], draft: Draft) -> None:
@@ -148,7 +213,11 @@ TOOL = Tool(
     OPTIONS,
     DEFAULTS,
     finish,
-    starts=dict.fromkeys((("trl", "sft"), ("trl/scripts/sft.py",), ("sft.py",)), {}),
+    starts={
+        start: {} if name == "sft" else {"trainer": name}
+        for name in ("sft", "dpo", "kto", "orpo", "cpo")
+        for start in (("trl", name), (f"trl/scripts/{name}.py",), (f"{name}.py",))
+    },
     aliases={"torch_dtype": "dtype", "max_seq_length": "max_length"},
     nulls={**hugging_face.NULLS, "max_length": None, "gradient_checkpointing": False},
 )

@@ -1,8 +1,9 @@
-"""One step for real: `finetune.sft` on a tiny made model, saved, and resumed from the checkpoint.
+"""One step for real: a run of the configured kind on a tiny made model, saved, and resumed from the checkpoint.
 
     python -m finetune.commands.doctor.dry_run FOLDER
 
-makes the model, tokenizer and data; doctor starts that, then the runs, as a user would.
+makes the model, tokenizer and data; doctor starts that, then the runs, as a user would. What each kind trains on stands
+in rehearsals.py.
 """
 
 from __future__ import annotations
@@ -14,78 +15,73 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.commands.doctor.check import Check, fail, ok
+from finetune.commands.doctor.check import Check, fail, ok, skip
 from finetune.commands.doctor.launched import without_launcher
 from finetune.commands.doctor.probe import Answer, run_to_end
+from finetune.commands.doctor.rehearsals import STEPS
+from finetune.config.kinds import RunKind
 from finetune.config.run_config import BaseConfig
 from finetune.runtime.language import _
 
 MODULE = "finetune.commands.doctor.dry_run"
 RUN_TIMEOUT_SECONDS = 600.0
-STEPS = 2
 # The resumed step is the uninterrupted one up to rounding; kernels of accelerators may add in another order.
 LOSS_TOLERANCE = 1e-3
 
 
-def check_dry_run(processes: int, device_type: str, config: BaseConfig | None, environment: Mapping[str, str]) -> Check:
+def check_dry_run(
+    kind: RunKind, processes: int, device_type: str, config: BaseConfig | None, environment: Mapping[str, str]
+) -> Check:
     """Train two steps with a checkpoint after each; then resume from the first, and compare the second step."""
+    if kind.rehearsal is None:
+        return skip("dry_run", _("{kind} has no small run to rehearse").format(kind=kind.name))
     with tempfile.TemporaryDirectory(prefix="finetune-doctor-") as temporary:
         folder = Path(temporary)
         command = [sys.executable, "-m", MODULE, str(folder)]
         answer = run_to_end(command, environment=environment, timeout_seconds=RUN_TIMEOUT_SECONDS)
         if answer.code != 0:
             return _failed(_("making a tiny model failed: {reason}"), answer)
-        settings = _settings(folder, processes, device_type, config)
+        settings = _how(folder, device_type) | kind.load(kind.rehearsal)(folder, processes, config)
         (folder / "run.json").write_text(json.dumps(settings), encoding="utf-8")
         first, second = folder / "first", folder / "second"
-        answer = _train(first, processes, environment)
+        answer = _train(kind, first, processes, environment)
         if answer.code != 0:
             return _failed(_("one step and saving failed: {reason}"), answer)
-        answer = _train(second, processes, environment, "--resume", str(first / "checkpoint-1"))
+        answer = _train(kind, second, processes, environment, "--resume", str(first / "checkpoint-1"))
         if answer.code != 0:
             return _failed(_("resuming failed: {reason}"), answer)
-        return compare(_loss(first), _loss(second), processes)
+        return compare(kind.name, _loss(first), _loss(second), processes)
 
 
-def compare(whole: float, resumed: float, processes: int) -> Check:
+def compare(kind: str, whole: float, resumed: float, processes: int) -> Check:
     """Whether step 2 after a resume is step 2."""
-    name, values = "dry_run", {"loss": whole, "resumed_loss": resumed, "processes": processes}
+    name, values = "dry_run", {"kind": kind, "loss": whole, "resumed_loss": resumed, "processes": processes}
     if not abs(whole - resumed) <= LOSS_TOLERANCE * abs(whole):
         what = _(
             "step 2 has loss {resumed:.6f} after a resume, and {whole:.6f} without: the saved state is not complete"
         )
         return fail(name, what.format(resumed=resumed, whole=whole), _("report this with the versions above"), **values)
-    what = _("{processes} processes trained, saved and resumed: step 2 has loss {loss:.4f} both ways")
-    return ok(name, what.format(processes=processes, loss=resumed), **values)
+    what = _("{kind}: {processes} processes trained, saved and resumed: step 2 has loss {loss:.4f} both ways")
+    return ok(name, what.format(kind=kind, processes=processes, loss=resumed), **values)
 
 
-def _settings(folder: Path, processes: int, device_type: str, config: BaseConfig | None) -> dict[str, Any]:
-    """A small run that takes from the configuration what decides how it is executed."""
-    settings: dict[str, Any] = {
-        "model": str(folder / "model"),
-        "data": str(folder / "train.jsonl"),
-        "cutoff_len": 128,
-        "micro_batch_size": 1,
-        "global_batch_size": 2 * processes,
-        "max_steps": STEPS,
+def _how(folder: Path, device_type: str) -> dict[str, Any]:
+    """What every kind's small run has. The rate is one after which step 2 has another loss than without step 1."""
+    return {
+        "learning_rate": 0.01,
+        "warmup_steps": 0,
         "save_steps": 1,
-        "lora_r": 4,
         "device_type": device_type,
         "report_to": "none",
         "preprocessing_num_workers": 1,
         "cache_dir": str(folder / "cache"),
         "timeout_seconds": 120,
     }
-    if config is not None and config.base_model is not None:
-        settings |= {"finetuning": "full" if config.trains_all_weights else "lora", "dtype": config.dtype}
-        if config.deepspeed:
-            settings["deepspeed"] = config.deepspeed
-    return settings
 
 
-def _train(output: Path, processes: int, environment: Mapping[str, str], *more: str) -> Answer:
+def _train(kind: RunKind, output: Path, processes: int, environment: Mapping[str, str], *more: str) -> Answer:
     start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
-    run = ["-m", "finetune.sft", "--config", str(output.parent / "run.json"), "--output-dir", str(output), *more]
+    run = ["-m", kind.module, "--config", str(output.parent / "run.json"), "--output-dir", str(output), *more]
     return run_to_end(
         [sys.executable, *start, *run],
         environment=without_launcher(environment),
@@ -106,7 +102,8 @@ def _failed(what: str, answer: Answer) -> Check:
 
 
 def make(folder: Path) -> None:
-    """A Qwen3 of two layers, 32 wide, a tokenizer of bytes with a ChatML template, and 16 records."""
+    """A Qwen3 of two layers, 32 wide, a tokenizer of bytes with a ChatML template, 16 records a form, a corpus."""
+    import numpy as np
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -137,8 +134,20 @@ def make(folder: Path) -> None:
         eos_token_id=fast.eos_token_id,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder / "model")
-    records = [{"instruction": f"add {n} and {n + 1}", "output": f"{2 * n + 1}" * (n % 5 + 1)} for n in range(16)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    sums = [(f"add {n} and {n + 1}", f"{2 * n + 1}" * (n % 5 + 1)) for n in range(16)]
+    records: dict[str, list[dict[str, Any]]] = {
+        "train": [{"instruction": asked, "output": answer} for asked, answer in sums],
+        "pairs": [{"prompt": asked, "chosen": answer, "rejected": f"{answer}0"} for asked, answer in sums],
+        "labels": [
+            {"prompt": asked, "completion": answer, "label": n % 2 == 0} for n, (asked, answer) in enumerate(sums)
+        ],
+    }
+    for name, rows in records.items():
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    ids = fast(" ".join(f"{asked}: {answer}" for asked, answer in sums), add_special_tokens=False)["input_ids"]
+    # Enough for one step of a thousand processes.
+    np.resize(np.array(ids, dtype=np.uint16), 2**17).tofile(folder / "tokens.bin")
 
 
 if __name__ == "__main__":

@@ -223,7 +223,7 @@ def with_processes(context: CheckContext) -> Iterator[Check]:
     """--full: operators built and tried, a world started, a step trained, saved and resumed."""
     yield from with_operators(context, everything=True)
     yield from check_launched(context.processes, context.device_type, context.environment)
-    yield check_dry_run(context.processes, context.device_type, context.config, context.environment)
+    yield check_dry_run(context.kind, context.processes, context.device_type, context.config, context.environment)
 
 
 def with_operators(context: CheckContext, *, everything: bool = False) -> Iterator[Check]:

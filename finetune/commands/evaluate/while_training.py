@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("finetune")
 
-ANSWER_FIELD = "answer"
-MOST_ANSWER_TOKENS = 512  # that of `eval`
-
 
 def ask(config: RunConfig, data: Any) -> AskedPrompts:
     """The prompts of a run's validation data that are answered at each evaluation.
@@ -41,34 +38,36 @@ def ask(config: RunConfig, data: Any) -> AskedPrompts:
     Raises:
         DataError: no record has an answer to compare with, or none of the difficulty that the run follows.
     """
+    field = config.answer_field
     difficulties = config.curriculum.levels if config.use_curriculum else None
     files = [
         (file.path, RecordReader(difficulties, config.difficulty_field, file.source, config.on_media))
         for file in expand_sources(config.held_out)
     ]
     records = np.unique(data.valid.record_ids).tolist()
-    prompts = [prompt for prompt in read_prompts(files, ANSWER_FIELD, records) if prompt.answer is not None]
+    prompts = [prompt for prompt in read_prompts(files, field, records) if prompt.answer is not None]
     if not prompts:
         raise DataError(
-            f"no validation record has '{ANSWER_FIELD}', the answer that a generated one is compared with",
+            f"no validation record has '{field}', the answer that a generated one is compared with",
             f"--eval-generate {config.eval_generate}",
-            "give validation records with it (docs/evaluation.md), or leave --eval-generate out",
+            "give validation records with it (docs/evaluation.md), name their field by --answer-field, or leave "
+            "--eval-generate out",
         )
     assert config.eval_generate is not None
     names = sorted({str(prompt.difficulty) for prompt in prompts})
     numbers = np.array([names.index(str(prompt.difficulty)) for prompt in prompts])
     chosen = [prompts[position] for position in spread_evenly(numbers, config.eval_generate)]
     if len(chosen) < config.eval_generate:
-        logger.warning("only %d validation records have '%s': all are asked", len(chosen), ANSWER_FIELD)
+        logger.warning("only %d validation records have '%s': all are asked", len(chosen), field)
     kind, _, followed = config.best_metric.partition("/")
     if kind == "exact_match" and followed and all(prompt.difficulty != followed for prompt in chosen):
         raise DataError(
             f"no validation record of difficulty {followed!r} is answered, so no evaluation has {config.best_metric}",
             "--best-metric",
-            f"add such records with '{ANSWER_FIELD}' to --valid-data, or take another metric",
+            f"add such records with '{field}' to --valid-data, or take another metric",
         )
-    warn_of_other_answers(chosen, ANSWER_FIELD)
-    return AskedPrompts(chosen, data.tokenizer, cutoff_len=config.cutoff_len)
+    warn_of_other_answers(chosen, field)
+    return AskedPrompts(chosen, data.tokenizer, cutoff_len=config.cutoff_len, max_new_tokens=config.max_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -85,13 +84,21 @@ class AskedPrompts:
 
     Args:
         cutoff_len: most tokens of a prompt with its answer: what the model is trained with.
+        max_new_tokens: most tokens of an answer.
     """
 
-    def __init__(self, prompts: Sequence[EvalPrompt], tokenizer: PreTrainedTokenizerBase, *, cutoff_len: int) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[EvalPrompt],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        cutoff_len: int,
+        max_new_tokens: int,
+    ) -> None:
         self.tokenizer, self.total = tokenizer, len(prompts)
         self.difficulties = [prompt.difficulty for prompt in prompts]
         written = ((prompt, self._ids(prompt)) for prompt in prompts)
-        asked = [_Asked(prompt, ids, min(MOST_ANSWER_TOKENS, cutoff_len - len(ids))) for prompt, ids in written]
+        asked = [_Asked(prompt, ids, min(max_new_tokens, cutoff_len - len(ids))) for prompt, ids in written]
         # Of like length together: the shorter ones of a batch are padded.
         self.asked = sorted((one for one in asked if one.most_tokens > 0), key=lambda one: len(one.ids))
         self.too_long = self.total - len(self.asked)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -12,12 +12,14 @@ from finetune.data import cache
 from finetune.data.preference.batches import AnswerBatches
 from finetune.data.preference.samples import PreferenceSamples
 from finetune.data.samples import Samples
+from finetune.data.steps import BatchSource, InOrder
 from finetune.modeling.preference_loss import WeighedHead
 from finetune.runtime.device import LaunchWorld
 from finetune.training.build_sft import Place, build_as
 from finetune.training.preferences.objective import PreferenceObjective
 from finetune.training.preferences.reference import AdapterOff
-from finetune.training.preferences.saved_reference import SavedReference
+from finetune.training.preferences.reference_point import all_mismatched_pairs
+from finetune.training.preferences.saved_reference import SavedReference, Side
 from finetune.training.preferences.trainer import PreferenceTrainer
 from finetune.training.prepare_sft import Prepared
 from finetune.training.resume import Resume
@@ -51,21 +53,33 @@ def build_trainer(
     )
 
 
-def _saved_references(config: PreferenceConfig, data: Prepared, place: Place) -> dict[str, SavedReference]:
+def _saved_references(config: PreferenceConfig, data: Prepared, place: Place) -> dict[Side, SavedReference]:
+    """By side; the list of global batches says beforehand which answers KTO's reference point is of."""
     samples_cache = Path(config.cache_dir).expanduser() if config.cache_dir else cache.default_cache_dir()
 
-    def saved(side: Literal["train", "valid"], samples: Samples, drawn: np.ndarray) -> SavedReference:
+    def saved(side: Side, content: str, drawn: np.ndarray, pairs: np.ndarray | None = None) -> SavedReference:
         return SavedReference(
             side=side,
-            parts={"weights": data.identity["weights"], "data": samples.fingerprint, "dtype": place.dtype},
+            parts={"weights": data.identity["weights"], "data": content, "dtype": place.dtype},
             drawn=drawn,
             folder=place.session.output_dir,
             others=() if place.start.folder is None else (place.start.folder.parent,),
             cache_dir=samples_cache / "reference",
             fresh=place.start.step == 0,
+            pairs=pairs,
         )
 
-    found = {"train": saved("train", data.train, data.batches.drawn())}
+    def mismatched(side: Side, samples: Samples, batches: BatchSource) -> SavedReference:
+        pairs = all_mismatched_pairs(batches, len(samples))
+        content = f"{samples.fingerprint}:{hashlib.sha256(pairs.tobytes()).hexdigest()}"
+        return saved(side, content, np.ones(len(pairs), dtype=bool), pairs)
+
+    found: dict[Side, SavedReference] = {"train": saved("train", data.train.fingerprint, data.batches.drawn())}
     if data.valid is not None:
-        found["valid"] = saved("valid", data.valid, np.ones(len(data.valid), dtype=bool))
+        found["valid"] = saved("valid", data.valid.fingerprint, np.ones(len(data.valid), dtype=bool))
+    if config.loss == "kto":
+        found["train-mismatched"] = mismatched("train-mismatched", data.train, data.batches)
+        if data.valid is not None:
+            in_order = InOrder(len(data.valid), config.global_batch_size)
+            found["valid-mismatched"] = mismatched("valid-mismatched", data.valid, in_order)
     return found

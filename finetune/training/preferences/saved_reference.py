@@ -1,7 +1,7 @@
 """What a model said before it was trained whole: in the run's folder, and in the cache for other runs like it.
 
-Training and validation data have a file each, so that a run may go on with other validation data. Neither is a
-`.safetensors` at the top of the run folder, which is handed out as a model: engines load all that lie there.
+Training and validation data have a file each (KTO's two), so that a run may go on with other validation data. None is
+a `.safetensors` at the top of the run folder, which is handed out as a model: engines load all that lie there.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from finetune.storage import durable_files
 
 logger = logging.getLogger("finetune")
 
+Side = Literal["train", "valid", "train-mismatched", "valid-mismatched"]
+MISMATCHED = "-mismatched"
 _FOLDER, _CACHED_NAME, _MISSING = "reference", "reference.st", "is missing"
 # What each side is called, and what to do where it is not known.
 _SIDES = {
@@ -40,22 +42,24 @@ class SavedReference:
     """The log-probabilities of the answers of one side's samples by the model before the run; rank 0 reads and writes.
 
     Attributes:
-        side: which data.
+        side: which data; "mismatched" are KTO's prompts with the answers of other samples.
         parts: what they depend on: weights, data, dtype.
-        drawn: bool (N,), the samples that the run asks about.
+        drawn: bool (N,), the samples (or pairs of them) that the run asks about.
         folder: of the run.
         others: folders of runs that this one may go on from.
         cache_dir: where they are kept for other runs.
         fresh: whether the model is as it was before the run.
+        pairs: int64 (N,), of "mismatched" sides: which (reference_point.py).
     """
 
-    side: Literal["train", "valid"]
+    side: Side
     parts: Mapping[str, str]
     drawn: np.ndarray
     folder: Path
     others: tuple[Path, ...]
     cache_dir: Path
     fresh: bool
+    pairs: np.ndarray | None = None
 
     @property
     def name(self) -> str:
@@ -102,7 +106,7 @@ class SavedReference:
 
     def refusal(self, why: str) -> StateError:
         """Where they can no longer be made, as the model has been trained since."""
-        data, fix = _SIDES[self.side]
+        data, fix = _SIDES[self.side.removesuffix(MISMATCHED)]
         what = f"what the model said of the {data} before the run is not known: {self.name} {why}"
         return StateError(what, str(self.folder), fix)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from finetune.data.collate import Microbatch
 from finetune.data.preference.batches import AnswerBatches
 from finetune.data.steps import InOrder, StepBatches
 from finetune.runtime.parent_watchdog import progress
@@ -21,9 +22,9 @@ from finetune.runtime.progress import ProgressLine
 from finetune.training.control import StoppedBeforeTraining
 from finetune.training.metrics import Interval, model_flops_utilisation, speed, target_share
 from finetune.training.preferences.objective import PreferenceObjective, preference_facts
-from finetune.training.preferences.reference import Table, log_probabilities
-from finetune.training.preferences.reference_point import ReferencePoint
-from finetune.training.preferences.saved_reference import SavedReference
+from finetune.training.preferences.reference import Reference, Table, log_probabilities
+from finetune.training.preferences.reference_point import ReferencePoint, mismatched_microbatches
+from finetune.training.preferences.saved_reference import MISMATCHED, SavedReference
 from finetune.training.sft_trainer import SFTTrainer
 
 logger = logging.getLogger("finetune")
@@ -46,11 +47,8 @@ class PreferenceTrainer(SFTTrainer):
         self.objective: PreferenceObjective = self.executor.objective
         self.saved_references = saved_references
         self._tables: dict[str, Table] = {}
-        if self.objective.config.loss == "kto":
-            assert self.objective.reference is not None
-            self.objective.point = ReferencePoint(
-                self.step_batches, self.objective.reference, self.head, self.context.control, self.args.device
-            )
+        if self.objective.config.loss == "kto" and self.objective.reference is not None:
+            self.objective.point = self._point(self.objective.reference)
         self.metrics = (speed, model_flops_utilisation, self._shares, self._compared)
 
     # ------------------------------------------------------------------ log
@@ -74,8 +72,9 @@ class PreferenceTrainer(SFTTrainer):
         """Loss, accuracy, margin and log-probabilities of validation samples; some of them by difficulty and source."""
         assert isinstance(step_batches, AnswerBatches)
         groups = len(step_batches.groups)
-        reference = self._tables["valid"] if self.saved_references else self.objective.reference
-        objective = replace(self.objective, samples=step_batches.samples, reference=reference)
+        objective = replace(self.objective, samples=step_batches.samples)
+        if self.saved_references:
+            self._compare_with_tables(objective, "valid")
         sums = torch.zeros(objective.sums(groups), dtype=torch.float64)
         model = self.model_wrapped
         model.eval()
@@ -96,16 +95,22 @@ class PreferenceTrainer(SFTTrainer):
     ) -> tuple[torch.nn.Module, DataLoader]:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         # After super: under ZeRO-3 only DeepSpeed's engine can run a forward.
-        sides = {"train": self.step_batches, "valid": self.eval_step_batches}
         for side, saved in self.saved_references.items():
-            batches = sides[side]
-            assert batches is not None
-            self._tables[side] = Table(self._reference_values(saved, batches))
+            self._tables[side] = Table(self._reference_values(saved))
         if self.saved_references:
-            self.objective.reference = self._tables["train"]
+            self._compare_with_tables(self.objective, "train")
         return prepared
 
-    def _reference_values(self, saved: SavedReference, step_batches: AnswerBatches) -> torch.Tensor:
+    def _compare_with_tables(self, objective: PreferenceObjective, side: str) -> None:
+        objective.reference = self._tables[side]
+        if (mismatched := self.saved_references.get(side + MISMATCHED)) is not None:
+            objective.point = self._point(self._tables[side + MISMATCHED], mismatched.pairs)
+
+    def _point(self, reference: Reference, pairs: np.ndarray | None = None) -> ReferencePoint:
+        control, device = self.context.control, self.args.device
+        return ReferencePoint(self.step_batches, reference, self.head, control, device, pairs)
+
+    def _reference_values(self, saved: SavedReference) -> torch.Tensor:
         """Float32 `(samples, documents of one)`, on the device: read on rank 0, or computed by all.
 
         NaN for samples that no step draws.
@@ -120,7 +125,8 @@ class PreferenceTrainer(SFTTrainer):
         if why:
             if not saved.fresh:
                 raise saved.refusal(why)
-            values = self._ask(step_batches, saved.drawn)
+            with self.context.signals.answered("stopping before the first step, without a checkpoint"):
+                values = self._ask(saved)
         else:
             values = torch.empty(len(saved.drawn), self.objective.config.documents_per_sample, device=self.args.device)
             if isinstance(found, torch.Tensor):
@@ -131,10 +137,12 @@ class PreferenceTrainer(SFTTrainer):
             saved.store(values.cpu())
         return values
 
-    def _ask(self, step_batches: AnswerBatches, drawn: np.ndarray) -> torch.Tensor:
+    def _ask(self, saved: SavedReference) -> torch.Tensor:
         """What the model says now of the samples that are drawn. Every rank calls."""
-        samples, config, device = np.flatnonzero(drawn), self.objective.config, self.args.device
-        logger.info("asking the model before its first step about %d samples", len(samples))
+        drawn, config, device = saved.drawn, self.objective.config, self.args.device
+        samples = np.flatnonzero(drawn)
+        what = "samples" if saved.pairs is None else "prompts with the answers of other samples"
+        logger.info("asking the model before its first step about %d %s", len(samples), what)
         asked = torch.zeros(len(drawn), config.documents_per_sample, device=device)
         in_order = InOrder(len(samples), config.global_batch_size)
         total, began = in_order.total_steps, time.monotonic()
@@ -143,7 +151,7 @@ class PreferenceTrainer(SFTTrainer):
             if line is not None:
                 stack.callback(line.close)
             for step in range(total):
-                for microbatch in step_batches.microbatches(samples[in_order.indices(step)], step_batches.execution):
+                for microbatch in self._questions(saved, samples[in_order.indices(step)]):
                     progress.mark()
                     here = microbatch.to(device)
                     said = log_probabilities(self.model_wrapped, here, self.head)
@@ -158,3 +166,11 @@ class PreferenceTrainer(SFTTrainer):
         self._sum_over_ranks(asked)
         asked[torch.from_numpy(~drawn).to(device)] = torch.nan
         return asked
+
+    def _questions(self, saved: SavedReference, numbers: np.ndarray) -> Iterator[Microbatch]:
+        """This rank's microbatches of so many samples, or of so many mismatched pairs of them."""
+        batches = self.step_batches if saved.side.startswith("train") else self.eval_step_batches
+        assert batches is not None
+        if saved.pairs is None:
+            return batches.microbatches(numbers, batches.execution)
+        return mismatched_microbatches(batches, batches.samples, saved.pairs[numbers], numbers)

@@ -30,8 +30,8 @@ def test_axolotl(capsys: Any) -> None:
     assert config.modules_to_save == ("embed_tokens", "lm_head")
     for words in ("optim adamw_bnb_8bit", "roles_to_train"):
         assert words in named, words
-    with pytest.raises(ConfigError, match="rl dpo"):
-        converted({**AXOLOTL, "rl": "dpo"}, capsys)
+    with pytest.raises(ConfigError, match="rl grpo"):
+        converted({**AXOLOTL, "rl": "grpo"}, capsys)
 
 
 def test_how_long_samples_and_old_checkpoints_end_is_said(capsys: Any) -> None:

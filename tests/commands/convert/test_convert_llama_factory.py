@@ -125,7 +125,7 @@ def test_dataset_info_is_carried_over_or_named(capsys: Any, folder: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"stage": "dpo"}, "stage dpo has no counterpart"),
+        ({"stage": "rm"}, "stage rm has no counterpart"),
         ({"finetuning_type": "freeze"}, "freeze has no counterpart"),
         ({"dataset": "nothing"}, "dataset_info.json has no nothing"),
         ({"dataset": None}, "names no dataset"),

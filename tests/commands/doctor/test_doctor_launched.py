@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import signal
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launching import ROOT, environment, run_cli, said
 
-from finetune.commands.doctor import command
-from finetune.commands.doctor.dry_run import check_dry_run, compare
+from finetune.commands.doctor import command, dry_run
+from finetune.commands.doctor.dry_run import LOSS_TOLERANCE, check_dry_run, compare
 from finetune.commands.doctor.launched import check_launched, judge, read_reports
 from finetune.commands.doctor.operators import not_built
 from finetune.commands.doctor.probe import Answer, ask, run_to_end
+from finetune.config.kinds import RunKind, run_kind, run_kinds
+from finetune.config.preference_config import PreferenceConfig
+from finetune.config.pretrain_config import PretrainConfig
+from finetune.config.resolution import resolve
+from finetune.config.run_config import BaseConfig
 from finetune.runtime.device import launch_world
 from finetune.runtime.language import speaking
 
@@ -63,16 +71,76 @@ def test_ranks_that_die_are_named(tmp_path: Path):
     assert check.values["silent"] == [0, 1] and any("exitcode" in line for line in check.values["messages"])
 
 
-def test_a_dry_run_for_real():
-    check = check_dry_run(1, "cpu", None, environment())
+PREFERENCES = ["--model", "m", "--data", "d", "--output-dir", "o", "--device-type", "cpu"]
+WINDOWS = ["--train-data-path", "t.bin", "--output-dir", "o", "--device-type", "cpu", "--dtype", "float32"]
+
+
+def configured(name: str, words: Sequence[str]) -> tuple[RunKind, BaseConfig | None]:
+    kind = run_kind(name)
+    return kind, resolve(words, world_size=1, model_class=kind.config_class).config if words else None
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("sft", []),
+        ("pretrain", WINDOWS),
+        ("pretrain", [*WINDOWS, "--model", "m", "--num-iterations", "9", "--finetuning", "lora"]),
+        ("dpo", PREFERENCES),
+        ("dpo", [*PREFERENCES, "--loss", "kto"]),
+        ("dpo", [*PREFERENCES, "--loss", "ipo", "--finetuning", "full"]),  # resumed with the reference of the first run
+    ],
+)
+def test_a_dry_run_for_real(name: str, words: list[str]):
+    kind, config = configured(name, words)
+    check = check_dry_run(kind, 1, "cpu", config, environment())
     assert check.verdict == "ok", check.what
+    assert check.values["kind"] == name and name in check.what
     assert check.values["loss"] == pytest.approx(check.values["resumed_loss"], rel=1e-6)
+    if name == "dpo" and not words[len(PREFERENCES) :]:  # a second step that the first one had no part in shows nothing
+        assert abs(check.values["loss"] - math.log(2)) > 10 * LOSS_TOLERANCE
+
+
+def test_a_dry_run_is_of_the_kind_of_the_configuration(monkeypatch: pytest.MonkeyPatch):
+    """What is started, and with which settings; `test_a_dry_run_for_real` starts it."""
+    runs: list[tuple[str, BaseConfig]] = []
+
+    def end(command: Sequence[str], **_more: Any) -> Answer:
+        if "--config" in command:
+            module, output = command[command.index("-m") + 1], Path(command[command.index("--output-dir") + 1])
+            kind = next(kind for kind in run_kinds() if kind.module == module)
+            runs.append((module, resolve(list(command[3:]), world_size=1, model_class=kind.config_class).config))
+            output.mkdir()
+            (output / "trainer_log.jsonl").write_text('{"step": 2, "loss": 1.0}\n')
+        return Answer(None, 0, "")
+
+    monkeypatch.setattr(dry_run, "run_to_end", end)
+    words = [*PREFERENCES, "--loss", "simpo", "--beta", "3", "--simpo-gamma", "0.5", "--finetuning", "full"]
+    kind, resolved = configured("dpo", words)
+    check = check_dry_run(kind, 1, "cpu", resolved, environment())
+    assert check.verdict == "ok" and [module for module, _ in runs] == ["finetune.dpo"] * 2
+    config = runs[0][1]
+    assert isinstance(config, PreferenceConfig)
+    assert (config.loss, config.beta, config.simpo_gamma, config.finetuning) == ("simpo", 3.0, 0.5, "full")
+    assert Path(config.sources[0].path).name == "pairs.jsonl"
+    runs.clear()
+    kind, resolved = configured("pretrain", [*WINDOWS, "--arch", "llama", "--optimizer", "adamw"])
+    check_dry_run(kind, 1, "cpu", resolved, environment())
+    config = runs[0][1]
+    assert isinstance(config, PretrainConfig)
+    assert (config.arch, config.optimizer, config.dtype, config.global_batch_size) == ("llama", "adamw", "float32", 2)
+
+
+def test_a_kind_without_a_rehearsal_is_skipped():
+    kind = replace(run_kind("sft"), name="toy", rehearsal=None)
+    check = check_dry_run(kind, 1, "cpu", None, environment())
+    assert check.verdict == "skip" and "toy" in check.what
 
 
 def test_a_dry_run_that_fails_says_why(tmp_path: Path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('this torch is broken')\n")
-    check = check_dry_run(1, "cpu", None, environment({"PYTHONPATH": f"{tmp_path}:{ROOT}"}))
+    check = check_dry_run(run_kind("dpo"), 1, "cpu", None, environment({"PYTHONPATH": f"{tmp_path}:{ROOT}"}))
     assert check.verdict == "fail" and "this torch is broken" in check.what
     assert "making a tiny model" in check.what and check.values["messages"]
 
@@ -138,7 +206,7 @@ def test_missing_ranks_and_half_written_reports(tmp_path: Path):
 
 @pytest.mark.parametrize(("resumed", "verdict"), [(2.0, "ok"), (2.001, "ok"), (2.01, "fail"), (float("nan"), "fail")])
 def test_a_resumed_step_must_be_the_step(resumed: float, verdict: str):
-    assert compare(2.0, resumed, 2).verdict == verdict
+    assert compare("sft", 2.0, resumed, 2).verdict == verdict
 
 
 # ---------------------------------------------------------------- processes that are asked

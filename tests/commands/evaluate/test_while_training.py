@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ from finetune.errors import FinetuneError
 from finetune.inference.greedy import answering, greedy_tokens
 from finetune.modeling.attention import ISOLATED, choose_attention
 from finetune.modeling.loss import let_choose_logits
+from finetune.training.build import _compared_data
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -155,7 +158,7 @@ def test_tools_and_their_results_are_in_the_prompt():
 
 def check_prompt(conversation: Any, tokenizer: Any) -> None:
     prompt = EvalPrompt(0, None, conversation.messages[:-1], conversation.tools, "x", True)
-    (one,) = AskedPrompts([prompt], tokenizer, cutoff_len=1 << 20).asked
+    (one,) = AskedPrompts([prompt], tokenizer, cutoff_len=1 << 20, max_new_tokens=512).asked
     sample = Renderer(tokenizer, 1 << 20)(conversation)[-1]
     supervised = np.flatnonzero(sample.supervised)
     begin = supervised[np.flatnonzero(np.diff(supervised, prepend=-2) > 1)[-1]]  # of the last run of targets
@@ -175,13 +178,15 @@ def test_prompts_without_room_count_as_wrong_and_ranks_share_the_others():
     records = [{"prompt": "x" * length, "response": "Answer: 1"} for length in (1, 300, 2, 9)]
     turns = [to_conversation(record, detect_format(record)) for record in records]
     prompts = [EvalPrompt(n, None, one.messages[:-1], (), "1", True) for n, one in enumerate(turns)]
-    asked = AskedPrompts(prompts, tokenizer, cutoff_len=64)
+    asked = AskedPrompts(prompts, tokenizer, cutoff_len=64, max_new_tokens=512)
     assert (asked.total, asked.too_long, len(asked.asked)) == (4, 1, 3)
     assert all(len(one.ids) + one.most_tokens == 64 for one in asked.asked)
     assert list(map(len, asked._turns(1, 150))) == [2, 1] and list(map(len, asked._turns(2, 64))) == [2, 1]
     assert list(map(len, asked._turns(2, 150))) == [3] and list(map(len, asked._turns(1, 1))) == [1, 1, 1]
     metrics = asked._metrics([[None, True, True], [None, False, False], [None, True, True]])
     assert metrics == {"exact_match": 0.5, "answers": 4, "answers_cut": 1, "prompts_too_long": 1}
+    short = AskedPrompts(prompts, tokenizer, cutoff_len=64, max_new_tokens=5)
+    assert [one.most_tokens for one in short.asked] == [5] * 3
 
 
 # ---------------------------------------------------------------- in a run
@@ -225,6 +230,49 @@ def test_the_best_has_the_most_right_answers(asked: Path):
     assert status["metric"] == "eval_exact_match" and status["best"] == max(shares.values())
     losses = {line["step"]: line["eval_loss"] for line in lines}
     assert status["best_step"] == max(shares, key=lambda step: (shares[step], -losses[step])) == status["output_step"]
+
+
+def test_the_field_and_the_room_are_those_of_the_settings(materials: Materials, tmp_path: Path):
+    """And a run goes on with others, but does not compare what it measured by them."""
+    rows = [json.loads(line) for line in materials.valid.read_text().splitlines()]
+    for row in rows:
+        row["truth"] = row.pop("answer", 0)
+    other = tmp_path / "valid.jsonl"
+    other.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    changes = {"valid_data": str(other), "max_steps": 4, "eval_steps": 2, "keep_best": True, "save_steps": 2}
+    changes |= {"best_metric": "exact_match", "answer_field": "truth"}
+    stop = {"patch": run_patches.signal_self, "patch_arguments": (0, 3, signal.SIGTERM), "expect": 3}
+    run_helpers.train(settings(materials, tmp_path / "run", **changes, max_new_tokens=1), **stop)
+    assert [(line["eval_answers"], line["eval_answers_cut"]) for line in evaluations(tmp_path / "run")] == [(8, 8)] * 2
+    shutil.copytree(tmp_path / "run", tmp_path / "same")
+    said = run_helpers.train(settings(materials, tmp_path / "same", **changes, max_new_tokens=1)).output()
+    assert "is looked for anew" not in said
+    said = run_helpers.train(settings(materials, tmp_path / "run", **changes, max_new_tokens=40)).output()
+    assert "what is asked of it, is another than before: the best is looked for anew" in said
+
+
+def test_checkpoints_from_before_there_were_settings_of_answers_go_on():
+    words = [
+        "--model",
+        "m",
+        "--data",
+        "d",
+        "--output-dir",
+        "o",
+        "--valid-data",
+        "v",
+        "--eval-steps",
+        "2",
+        "--keep-best",
+    ]
+    words += ["--eval-generate", "5"]
+
+    def compared(*more: str) -> str | None:
+        return _compared_data(resolve([*words, *more], world_size=1).config, SimpleNamespace(fingerprint="f"))
+
+    exact = ["--best-metric", "exact_match"]
+    assert (compared("--answer-field", "x"), compared(*exact)) == ("f", "f:5")
+    assert compared(*exact, "--answer-field", "x", "--max-new-tokens", "9") == "f:5:answer_field=x:max_new_tokens=9"
 
 
 @pytest.mark.parametrize("finetuning", ["full", "lora"])
@@ -294,11 +342,18 @@ def test_ranks_answer_together(materials: Materials, asked: Path, tmp_path: Path
             "best_metric is exact_match, and evaluations answer nothing",
         ),
         (["--valid-data", "v", "--best-metric", "exact_match/nobody"], "which no evaluation has"),
+        (["--valid-data", "v", "--eval-generate", "5", "--max-new-tokens", "0"], "at least 1"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(flags: list[str], words: str):
     with pytest.raises(FinetuneError, match=words):
         resolve(["--model", "m", "--data", "d", "--output-dir", "o", *flags], world_size=1)
+
+
+def test_settings_of_answers_that_nobody_asks_for_are_noted():
+    words = ["--model", "m", "--data", "d", "--output-dir", "o", "--max-new-tokens", "9"]
+    (note,) = [note for note in resolve(words, world_size=1).notes if "max_new_tokens" in note]
+    assert "eval_generate is not set" in note and "answer_field" not in note
 
 
 @pytest.mark.parametrize(
