@@ -145,6 +145,7 @@ def ordered_fields(model_class: type[BaseModel]) -> list[str]:
 
 Text = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
+Rate = Annotated[float, Field(gt=0)]
 NpuTuning = Annotated[
     Literal["none"] | tuple[Literal["core-binding", "task-queue"], ...],
     BeforeValidator(_names("none"), json_schema_input_type=Literal["none", "core-binding", "task-queue"] | list[str]),

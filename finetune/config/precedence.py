@@ -78,7 +78,9 @@ class Resolution:
     def instead_of(self, name: str, value: Any) -> str:
         """` instead of 8 (ds.json)` where `value` replaces another, else nothing. Ask before `derive`."""
         before = self.values.get(name)
-        return "" if before is None or before.value in (None, value) else f" instead of {before.value} ({before.where})"
+        if before is None or before.value in (None, "auto", value):
+            return ""
+        return f" instead of {before.value} ({before.where})"
 
     def refuse(self, what: str, names: tuple[str, ...], fix: str) -> None:
         """Note a problem of several settings together."""

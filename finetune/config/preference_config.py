@@ -11,7 +11,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from finetune.config.fields import Strict, Text, batch_setting, logging_setting, optimizer_setting, redefined, setting
+from finetune.config.fields import (
+    Positive,
+    Strict,
+    Text,
+    batch_setting,
+    logging_setting,
+    optimizer_setting,
+    redefined,
+    setting,
+)
 from finetune.config.names import flag
 from finetune.config.precedence import Resolution, Rule
 from finetune.config.rules import RULES_FOR_FINE_TUNING, note_unused
@@ -86,8 +95,8 @@ class PreferenceConfig(RunConfig, PreferenceSettings):
     command: ClassVar[str] = "python -m finetune.dpo"
     rules: ClassVar[tuple[Rule, ...]] = (*RULES_FOR_FINE_TUNING, note_unused_by_loss)
 
-    global_batch_size: int = redefined(
-        RunConfig, "global_batch_size", description="Samples per optimizer step over all devices; a pair is one sample."
+    global_batch_size: Positive = batch_setting(
+        32, "Samples per optimizer step over all devices; a pair is one sample.", unit="samples"
     )
     cutoff_len: int = redefined(
         RunConfig, "cutoff_len", description="Longest prompt with an answer; longer ones are trimmed."

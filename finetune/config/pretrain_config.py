@@ -14,6 +14,7 @@ from finetune.config.fields import (
     Names,
     Paths,
     Positive,
+    Rate,
     Text,
     Warmup,
     batch_setting,
@@ -29,8 +30,6 @@ from finetune.config.run_config import BaseConfig, RunConfig
 from finetune.config.schedules import PretrainingScheduleName
 from finetune.config.sources import Weights
 from finetune.runtime.language import _
-
-Rate = Annotated[float, Field(gt=0)]
 
 
 class PretrainConfig(BaseConfig):

@@ -72,6 +72,9 @@ def resolve_batch(resolution: Resolution) -> None:
         # auto is for where the number of microbatches follows from their size.
         resolution.derive(MICRO, 1, f"1 with {ACCUMULATION}")
     values = {name: resolution.value(name) for name in (MICRO, GLOBAL, ACCUMULATION)}
+    if values[GLOBAL] == "auto" and is_count(values[MICRO]) and is_count(values[ACCUMULATION]):
+        _derive_global(resolution, values[MICRO], "auto", values[ACCUMULATION])
+        return
     if not all(is_count(value) or (value is None and name == ACCUMULATION) for name, value in values.items()):
         return
     precedence = {name: resolution.precedence(name) for name in values}
@@ -100,7 +103,7 @@ def _derive_accumulation(resolution: Resolution, micro: int, size: int, before: 
     resolution.derive(ACCUMULATION, accumulation, f"derived from {GLOBAL}, {MICRO} and {count}")
 
 
-def _derive_global(resolution: Resolution, micro: int, before: int, accumulation: int) -> None:
+def _derive_global(resolution: Resolution, micro: int, before: int | str, accumulation: int) -> None:
     size, count = micro * accumulation * resolution.world_size, processes(resolution.world_size)
     resolution.notes.append(
         f"{GLOBAL} {size}{resolution.instead_of(GLOBAL, size)}: "
@@ -165,7 +168,8 @@ def batch_problems(config: Any) -> list[tuple[str, str]]:
         return [(what, "leave one of them out: the number of microbatches follows from their size")]
     # With accumulation given and the global batch left to its default, the global batch is still to be derived.
     complete = accumulation is None or "global_batch_size" in given
-    if complete and config.global_batch_size % config.micro_batch_size:
+    known = config.global_batch_size != "auto"  # else it becomes a multiple
+    if complete and known and config.global_batch_size % config.micro_batch_size:
         return [batch_problem(config.global_batch_size, config.micro_batch_size)]
     return []
 

@@ -18,6 +18,7 @@ from finetune.config.fields import (
     Names,
     NpuTuning,
     Positive,
+    Rate,
     Recompute,
     Reporters,
     Share,
@@ -56,6 +57,9 @@ from finetune.config.sources import (
 )
 from finetune.runtime.language import _
 from finetune.runtime.npu_tuning import npu_variables
+
+# Samples per optimizer step that a global batch of auto may become (training/learning_defaults.py).
+AUTO_BATCHES = (8, 16, 32)
 
 
 class BaseConfig(Strict):
@@ -256,7 +260,9 @@ class RunConfig(AdapterSettings, BaseConfig):
         unit="micro-batches",
         shown_default="derived",
     )
-    global_batch_size: int = batch_setting(32, "Samples per optimizer step over all devices.", ge=1, unit="samples")
+    global_batch_size: Positive | Literal["auto"] = batch_setting(
+        "auto", "Samples per optimizer step over all devices; auto by how many samples the run sees.", unit="samples"
+    )
     cutoff_len: int = batch_setting(2048, "Longest sample; longer ones are trimmed.", ge=2, unit="tokens")
     max_steps: Positive | None = batch_setting(None, "Optimizer steps; wins over num_epochs.", unit="steps")
     num_epochs: float = batch_setting(3.0, "Passes over the data, unless max_steps is set.", gt=0, unit="passes")
@@ -277,12 +283,10 @@ class RunConfig(AdapterSettings, BaseConfig):
     fused_lora: bool = adapter_setting(
         True, "Compute each linear layer and its adapter as one function; off takes peft's own, slower one."
     )
-    learning_rate: float = optimizer_setting(
-        default_factory=lambda values: 2e-5 if values.get("finetuning") == "full" else 2e-4,
-        description="Highest learning rate, reached after the warm-up.",
-        gt=0,
-        depends_on="finetuning",
-        shown_default="2e-4 for lora, 2e-5 for full",
+    learning_rate: Rate | Literal["auto"] = optimizer_setting(
+        "auto",
+        "Highest learning rate, reached after the warm-up; auto by finetuning, the model's width, and the batch.",
+        shown_default="auto: 3e-4 for lora, 3e-5 for full at width 4096 and a batch of 32",
     )
     optimizer: Literal["adamw", "adamw-8bit", "adafactor", "muon"] = optimizer_setting(
         "adamw", "For finetuning full: with less state, AdamW in 8 bits, Adafactor, or Muon for the blocks' matrices."
@@ -350,6 +354,11 @@ class RunConfig(AdapterSettings, BaseConfig):
         return 1 if self.micro_batch_size == "auto" else self.micro_batch_size
 
     @property
+    def samples_per_step(self) -> int:
+        """`global_batch_size` as a number; while it is auto, the largest that it becomes."""
+        return AUTO_BATCHES[-1] if self.global_batch_size == "auto" else self.global_batch_size
+
+    @property
     def base_model(self) -> str | None:
         return self.model
 
@@ -367,27 +376,29 @@ class RunConfig(AdapterSettings, BaseConfig):
 
     @property
     def tokens_per_step(self) -> int:
-        return self.global_batch_size * self.cutoff_len
+        return self.samples_per_step * self.cutoff_len
 
     @property
     def tokens_per_microbatch(self) -> int:
         return self.samples_per_microbatch * self.cutoff_len
 
-    def describe_batch(self, world_size: int) -> tuple[str, dict[str, int]]:
-        accumulation = self.gradient_accumulation_steps or 1
+    def describe_batch(self, world_size: int) -> tuple[str, dict[str, Any]]:
+        accumulation, size = self.gradient_accumulation_steps or 1, self.global_batch_size
+        if size == "auto":
+            text = _("the number of samples says how many a step has: {smallest} to {largest}")
+            return text.format(smallest=AUTO_BATCHES[0], largest=AUTO_BATCHES[-1]), {"world_size": world_size}
         if self.micro_batch_size == "auto":
             text = _("{samples} samples a step on {processes} processes, in microbatches that the start chooses")
-            values = {"samples": self.global_batch_size, "world_size": world_size}
-            return text.format(samples=self.global_batch_size, processes=world_size), values
+            return text.format(samples=size, processes=world_size), {"samples": size, "world_size": world_size}
         whole = self.micro_batch_size * world_size * accumulation
         text = _("{samples} samples a step {relation} {micro} x {processes} processes x {accumulation}").format(
-            samples=self.global_batch_size,
-            relation="=" if whole == self.global_batch_size else "<=",
+            samples=size,
+            relation="=" if whole == size else "<=",
             micro=self.micro_batch_size,
             processes=world_size,
             accumulation=accumulation,
         )
-        return text, {"samples": self.global_batch_size, "accumulation": accumulation, "world_size": world_size}
+        return text, {"samples": size, "accumulation": accumulation, "world_size": world_size}
 
     def problems(self) -> list[tuple[str, str]]:
         found = super().problems() + metric_problems(self)

@@ -88,6 +88,11 @@ def check_ids(config: PretrainedConfig, samples: Samples, tokenizer: PreTrainedT
     )
 
 
+def width(config: PretrainedConfig) -> int:
+    """Numbers of a token's hidden state."""
+    return int(config.get_text_config().hidden_size)
+
+
 def padding_id(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
     """A token to pad with: any that has an embedding, for no mask lets it be seen. An added one may have none."""
     own = tokenizer.pad_token_id

@@ -170,7 +170,7 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
         microbatch_tokens=tokens,
         targets=tokens,
         longest=config.cutoff_len,
-        microbatches=max(1, ceil(config.global_batch_size / (config.samples_per_microbatch * cluster.devices))),
+        microbatches=max(1, ceil(config.samples_per_step / (config.samples_per_microbatch * cluster.devices))),
         muon=config.optimizer == "muon",
         optimizer="adamw" if config.optimizer == "muon" else config.optimizer,
         # The others go from tensor to tensor.

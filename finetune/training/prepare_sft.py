@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from finetune.config.rules import check_device
 from finetune.config.run_config import RunConfig
 from finetune.config.sources import source_names
 from finetune.errors import DataError
+from finetune.training.learning_defaults import learning_defaults
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -57,6 +59,7 @@ class Prepared:
     packing: bool
     padding_id: int
     identity: dict[str, Any]
+    derived: Mapping[str, Any]  # what is in place of auto, of the settings that decide what is trained
 
 
 def prepare_data(config: RunConfig) -> Prepared:
@@ -93,6 +96,10 @@ def prepare_with(config: RunConfig, identity: dict[str, Any]) -> Prepared:
     for prepared in filter(None, (train, valid)):
         models.check_ids(model_config, prepared, tokenizer)
     models.warn_of_missing_embeddings(model_config, tokenizer)
+    learning = learning_defaults(config, width=models.width(model_config), samples=len(train))
+    if learning.reason:
+        logger.info("%s", learning.reason)
+    config = config.model_copy(update=learning.values)
     schedule, difficulty_ids = build_schedule(config, train.difficulties, train.record_ids)
     total_steps = count_steps(len(train), config.global_batch_size, config.num_epochs, config.max_steps)
     batches = GlobalBatches(
@@ -122,6 +129,7 @@ def prepare_with(config: RunConfig, identity: dict[str, Any]) -> Prepared:
         packing=_packs(config, model_config),
         padding_id=models.padding_id(model_config, tokenizer),
         identity=identity | _identity(config, train, batches) | {"weights": models.weights_identity(config.model)},
+        derived=learning.values,
     )
 
 

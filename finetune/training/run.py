@@ -131,6 +131,8 @@ def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
     dtype = devices.choose_dtype(config.dtype, device_type)
     backend = devices.choose_backend(getattr(config, "backend", "auto"), device_type)
     data = prepare(config)
+    derived = getattr(data, "derived", {})
+    config = config.model_copy(update=derived)
     # Who generates stands above training, and is handed to it.
     ask = kind.load(kind.ask)(config, data) if kind.ask and getattr(config, "eval_generate", None) else None
     output_dir = Path(config.output_dir)
@@ -142,7 +144,7 @@ def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
         output_dir,
         world,
         identity=data.identity,
-        config_yaml=to_yaml(resolved.config),
+        config_yaml=to_yaml(resolved.config.model_copy(update=derived)),
         decide=lambda damaged: decide_resume(
             output_dir,
             resume,

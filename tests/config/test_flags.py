@@ -245,7 +245,11 @@ def test_help_names_every_flag_with_unit_and_default() -> None:
     assert all(flag in text for flag in PROMISED)
     flat = " ".join(text.split())
     assert "--micro-batch-size SAMPLES" in flat and "--cutoff-len TOKENS" in flat
-    assert "[default 2e-4 for lora, 2e-5 for full]" in flat and "[default 2048]" in flat and "[required]" in flat
+    assert (
+        "[default auto: 3e-4 for lora, 3e-5 for full at width 4096" in flat
+        and "[default 2048]" in flat
+        and "[required]" in flat
+    )
     assert max(map(len, text.splitlines())) <= 120
 
 

@@ -70,12 +70,12 @@ def only_problem(*files: str, **more: Any) -> FinetuneError:
 def test_the_later_source_wins_and_says_so() -> None:
     ds = deepspeed(own={"seed": 1, "lora_r": 8, "cutoff_len": 100}, gradient_clipping=0.5)
     run = file("run.yaml", {"seed": 2, "lora_r": 4})
-    resolved = command(ds, run, flags="--seed 3 --micro-batch-size 1")
+    resolved = command(ds, run, flags="--seed 3 --micro-batch-size 1 --global-batch-size 8")
     assert (resolved.config.seed, resolved.config.lora_r, resolved.config.cutoff_len) == (3, 4, 100)
     origins = resolved.origins
     assert (origins["seed"], origins["lora_r"], origins["cutoff_len"]) == ("--seed", "run.yaml", "ds.json")
     assert origins["max_grad_norm"] == "ds.json: gradient_clipping"
-    assert origins["learning_rate"] == "default for lora"
+    assert origins["learning_rate"] == "default"
     assert origins["lora_alpha"] == "default for lora_r 4"
     assert origins["weight_decay"] == origins["curriculum"] == "default"
     assert origins["gradient_accumulation_steps"].startswith("derived from ")
@@ -130,7 +130,7 @@ def test_precedence_is_a_merge_of_dicts(layers: list[dict[str, Any]], flags: dic
     actual = resolved.config.model_dump(mode="json")
     assert {name: actual[name] for name in expected} == expected
     assert {name: resolved.origins[name] for name in expected} == origins
-    untouched = set(_SOME) - set(expected) - {"learning_rate"}
+    untouched = set(_SOME) - set(expected)
     assert {name: actual[name] for name in untouched} == {
         name: RunConfig.model_fields[name].default for name in untouched
     }
@@ -326,7 +326,7 @@ def test_a_secret_is_not_repeated() -> None:
         ({"zero_optimization": {}}, "to the top level"),
         ({"deepspeed": "x.json"}, "inside the finetune block"),
         ({"load_in_4bit": True}, "use --quantization nf4"),
-        ({"learning_rate": "auto"}, "a number above 0"),
+        ({"learning_rate": "fast"}, "a number above 0"),
         ({"packing": "true"}, "true or false"),
         ({"curriculum": {"levels": ["a"], "stagse": []}}, "did you mean 'stages'?"),
         ({"curriculum": {"stages": [{"until": 1.0, "mix": [1, 1, 1], "rump": "step"}]}}, "did you mean 'ramp'?"),
@@ -416,16 +416,17 @@ MICRO, ACCUMULATION, GLOBAL = "micro_batch_size", "gradient_accumulation_steps",
 @pytest.mark.parametrize(
     ("own", "flags", "world_size", "expected", "note"),
     [
-        ({}, "", 4, ("auto", None, 32), ""),
-        ({MICRO: 1}, "", 1, (1, 32, 32), "gradient_accumulation_steps 32"),
-        ({MICRO: 1}, "", 4, (1, 8, 32), "gradient_accumulation_steps 8"),
-        ({MICRO: 1}, "", 5, (1, 7, 32), "uneven"),
-        ({MICRO: 1}, "", 64, (1, 1, 32), "uneven"),
-        ({MICRO: 4}, "", 2, (4, 4, 32), "gradient_accumulation_steps 4"),
+        ({}, "", 4, ("auto", None, "auto"), ""),
+        ({MICRO: 3}, "", 4, (3, None, "auto"), ""),
+        ({MICRO: 1, GLOBAL: 32}, "", 1, (1, 32, 32), "gradient_accumulation_steps 32"),
+        ({MICRO: 1, GLOBAL: 32}, "", 4, (1, 8, 32), "gradient_accumulation_steps 8"),
+        ({MICRO: 1, GLOBAL: 32}, "", 5, (1, 7, 32), "uneven"),
+        ({MICRO: 1, GLOBAL: 32}, "", 64, (1, 1, 32), "uneven"),
+        ({MICRO: 4, GLOBAL: 32}, "", 2, (4, 4, 32), "gradient_accumulation_steps 4"),
         ({GLOBAL: 10}, "", 4, ("auto", None, 10), ""),
         ({GLOBAL: 10, MICRO: 1}, "", 4, (1, 3, 10), "uneven"),
         ({GLOBAL: 128, MICRO: 1}, "", 16, (1, 8, 128), "gradient_accumulation_steps 8"),
-        ({ACCUMULATION: 8}, "", 16, (1, 8, 128), "global_batch_size 128 instead of 32 (default)"),
+        ({ACCUMULATION: 8}, "", 16, (1, 8, 128), "global_batch_size 128: micro_batch_size 1 x"),
         ({MICRO: 2, ACCUMULATION: 8}, "", 4, (2, 8, 64), "global_batch_size 64"),
         ({GLOBAL: 64, ACCUMULATION: 8}, "", 4, (2, 8, 64), "micro_batch_size 2"),
         ({MICRO: 1, ACCUMULATION: 8, GLOBAL: 128}, "", 16, (1, 8, 128), ""),
@@ -483,6 +484,9 @@ def test_batch_numbers_agree_whatever_is_given(
     if given_levels[MICRO] == given_levels[ACCUMULATION] == 0:
         assert final[MICRO] == "auto" and final[ACCUMULATION] is None
         return
+    if final[GLOBAL] == "auto":
+        assert given_levels[GLOBAL] == given_levels[ACCUMULATION] == 0 and final[ACCUMULATION] is None
+        return
     assert final[GLOBAL] % final[MICRO] == 0
     assert final[ACCUMULATION] == ceil(final[GLOBAL] / (final[MICRO] * world_size))
     said = [name for name in values if given_levels[name] > 0]
@@ -498,8 +502,8 @@ def test_batch_numbers_agree_whatever_is_given(
 @pytest.mark.parametrize(
     ("own", "world_size", "words"),
     [
-        ({MICRO: 3}, 1, ["32 is not a multiple", "micro_batch_size 3", "30 or 33", "2 or 4"]),
-        ({MICRO: 64}, 1, ["32 is not a multiple", "global_batch_size 64", "micro_batch_size 32"]),
+        ({MICRO: 3, GLOBAL: 32}, 1, ["32 is not a multiple", "micro_batch_size 3", "30 or 33", "2 or 4"]),
+        ({MICRO: 64, GLOBAL: 32}, 1, ["32 is not a multiple", "global_batch_size 64", "micro_batch_size 32"]),
         ({MICRO: 4, ACCUMULATION: 2, GLOBAL: 64}, 2, ["4 x", "2 x 2 processes is 16", "not global_batch_size 64"]),
         ({ACCUMULATION: 3, GLOBAL: 32}, 2, ["not a whole micro-batch", "30 or 36"]),
     ],

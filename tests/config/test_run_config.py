@@ -39,10 +39,10 @@ def test_defaults_are_those_that_were_agreed() -> None:
         "cutoff_len": 2048,
         "micro_batch_size": "auto",
         "gradient_accumulation_steps": None,
-        "global_batch_size": 32,
+        "global_batch_size": "auto",
         "max_steps": None,
         "num_epochs": 3.0,
-        "learning_rate": 2e-4,
+        "learning_rate": "auto",
         "warmup_steps": 0.03,
         "weight_decay": 0.0,
         "max_grad_norm": 1.0,
@@ -119,8 +119,6 @@ def test_guide_stages_are_exact() -> None:
 
 
 def test_defaults_that_follow_from_others() -> None:
-    assert make(finetuning="full").learning_rate == 2e-5
-    assert make(finetuning="full", learning_rate=1e-3).learning_rate == 1e-3
     assert make(lora_r=64).lora_alpha == 128
     assert make(lora_r=64, lora_alpha=7).lora_alpha == 7
 
@@ -130,11 +128,11 @@ def test_defaults_that_follow_from_others() -> None:
     [
         ("cutoff_len", [2, 4096], [1, 0, -1, 2048.0, "2048", True]),
         ("micro_batch_size", [1, 32], [0, -1, 1.0, True, "1"]),
-        ("global_batch_size", [1, 128], [0, -8, "32"]),
+        ("global_batch_size", [1, 128, "auto"], [0, -8, "32"]),
         ("gradient_accumulation_steps", [None, 1], [0, 0.5]),
         ("max_steps", [None, 1], [0, -1, 1.5]),
         ("num_epochs", [0.01, 3, 3.0], [0, -1, float("nan"), float("inf"), "3", True]),
-        ("learning_rate", [1e-9, 1], [0, -1e-5, float("nan"), "2e-5"]),
+        ("learning_rate", [1e-9, 1, "auto"], [0, -1e-5, float("nan"), "2e-5"]),
         ("warmup_steps", [0, 1, 100, 0.0, 0.5, 0.999], [-1, 1.0, 1.5, 100.0, -0.1, True, "0.1"]),
         ("weight_decay", [0, 0.1], [-0.1]),
         ("max_grad_norm", [0, 1], [-1.0]),

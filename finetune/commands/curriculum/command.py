@@ -19,6 +19,7 @@ from finetune.config.fields import setting
 from finetune.config.options import Options, read_known_options
 from finetune.errors import ExitCode
 from finetune.runtime.terminal import console as terminal_console
+from finetune.training.learning_defaults import batch_for
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -295,6 +296,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     config: Any = resolve(rest, world_size=launch_world().world_size, model_class=settings).config
     difficulties, record_ids, starts, dropped = read_difficulties(config)
     schedule, difficulty_ids, warnings = choose_schedule(config, difficulties, record_ids)
+    if config.global_batch_size == "auto":
+        config = config.model_copy(update={"global_batch_size": batch_for(config, len(difficulty_ids))})
     steps = count_steps(len(difficulty_ids), config.global_batch_size, config.num_epochs, config.max_steps)
     records = np.bincount(difficulty_ids, minlength=len(schedule.difficulties))
     mix = mix_of(config.sources, starts)

@@ -1,0 +1,81 @@
+"""Numbers for the learning rate and the batch where a run says auto: by model, method, and number of samples.
+
+They decide what is trained, so they follow from the run alone, never from the machine, and its identity holds them.
+The form of the law is that of others, what it costs beside the best of a sweep is in docs/defaults_benchmark.md:
+
+- Rate and width: Schulman et al., LoRA Without Regret (thinkingmachines.ai, 2025). The best rate of an adapter falls
+  with the width to the power of 0.78 (Llama), is independent of its rank at one alpha, and ten times that of full
+  training. At a width of 4096 its formula gives 2.9e-4.
+- Rate and batch: under Adam the root of the batch (Malladi et al., arXiv 2205.10287).
+- Batch: below the critical size the loss follows from the samples seen, and smaller steps cost nothing but time
+  (McCandlish et al., arXiv 1812.06162); a batch that is large beside the data leaves too few steps to learn in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from finetune.config.run_config import AUTO_BATCHES, RunConfig
+from finetune.runtime.language import _
+
+WIDTH, WIDTH_POWER = 4096, 0.78
+# At that width and a batch of 32; those of an adapter where alpha is 32.
+RATES = {"lora": 3e-4, "full": 3e-5}
+ALPHA, BATCH, BATCH_POWER = 32, 32, 0.5
+STEPS = 300  # that a run should have at least; AUTO_BATCHES bound what that comes to
+
+
+@dataclass(frozen=True)
+class LearningDefaults:
+    """What takes the place of auto.
+
+    Attributes:
+        values: by the names of the settings; empty where nothing was auto.
+        reason: for people; "" where nothing was auto.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    reason: str = ""
+
+
+def learning_defaults(config: RunConfig, *, width: int, samples: int) -> LearningDefaults:
+    """What takes the place of auto in these settings.
+
+    Args:
+        width: numbers of a token's hidden state.
+        samples: of the training data.
+    """
+    values: dict[str, Any] = {}
+    batch = config.global_batch_size
+    if batch == "auto":
+        batch = values["global_batch_size"] = batch_for(config, samples)
+    if config.learning_rate == "auto":
+        values["learning_rate"] = rate_for(config, width, batch)
+    if not values:
+        return LearningDefaults()
+    named = ", ".join(f"{name} {value:g}" for name, value in values.items())
+    text = _("auto: {values}; by {samples:,} samples, a model of width {width:,}, and finetuning {method}")
+    return LearningDefaults(values, text.format(values=named, samples=samples, width=width, method=config.finetuning))
+
+
+def batch_for(config: RunConfig, samples: int) -> int:
+    """The largest of `AUTO_BATCHES` with which the run has `STEPS` steps, rounded to a multiple of the microbatch.
+
+    A run's `max_steps` does not count: what that asks for is steps, and the batch says how much each is worth.
+    """
+    wanted = samples * config.num_epochs / STEPS
+    batch = max((size for size in AUTO_BATCHES if size <= wanted), default=AUTO_BATCHES[0])
+    micro = config.samples_per_microbatch
+    return max(1, round(batch / micro)) * micro
+
+
+def rate_for(config: RunConfig, width: int, batch: int) -> float:
+    """The law's rate, in two digits."""
+    rate = RATES[config.finetuning] * (WIDTH / width) ** WIDTH_POWER * (batch / BATCH) ** BATCH_POWER
+    if config.finetuning == "lora":
+        # With Adam a step changes the product by the rate times its scale, once for each of its ranks.
+        scale = config.lora_alpha / (config.lora_r**0.5 if config.use_rslora else config.lora_r)
+        rate *= ALPHA / (scale * config.lora_r) / (config.lora_plus_ratio or 1.0) ** 0.5
+    return float(f"{rate:.1e}")

@@ -1,0 +1,118 @@
+"""Learning rate and batch where they are auto: the law, what wins over it, and the run that has them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from run_helpers import Materials, make_materials
+
+from finetune import run
+from finetune.config.run_config import AUTO_BATCHES, RunConfig
+from finetune.errors import FinetuneError
+from finetune.training.learning_defaults import STEPS, learning_defaults
+
+
+def config(**settings: Any) -> RunConfig:
+    return RunConfig(model="m", data="d.jsonl", output_dir="runs/x", **settings)
+
+
+def derived(width: int = 1024, samples: int = 10_000, **settings: Any) -> dict[str, Any]:
+    return dict(learning_defaults(config(**settings), width=width, samples=samples).values)
+
+
+def test_what_is_given_stays() -> None:
+    assert derived(learning_rate=1e-3, global_batch_size=12) == {}
+    assert learning_defaults(config(learning_rate=1e-3, global_batch_size=12), width=8, samples=9).reason == ""
+    assert derived(learning_rate=1e-3).keys() == {"global_batch_size"}
+    assert derived(global_batch_size=12).keys() == {"learning_rate"}
+
+
+@given(
+    samples=st.integers(1, 10**6),
+    epochs=st.floats(0.1, 20),
+    micro=st.sampled_from(["auto", 1, 2, 3, 5, 8, 48]),
+)
+def test_the_batch_leaves_steps_to_learn_in(samples: int, epochs: float, micro: int | str) -> None:
+    batch = derived(samples=samples, num_epochs=epochs, micro_batch_size=micro)["global_batch_size"]
+    size = 1 if micro == "auto" else micro
+    assert batch % size == 0 and batch >= 1
+    assert abs(batch - min(AUTO_BATCHES, key=lambda one: abs(one - batch))) <= max(size // 2, size - AUTO_BATCHES[0])
+    if size == 1 and batch > AUTO_BATCHES[0]:
+        assert samples * epochs / batch >= STEPS
+    if size == 1 and batch < AUTO_BATCHES[-1]:
+        assert samples * epochs / (2 * batch) < STEPS
+
+
+def test_more_samples_never_make_a_smaller_batch_or_rate() -> None:
+    found = [derived(samples=samples) for samples in (10, 100, 1000, 2000, 5000, 10_000, 10**6)]
+    for name in ("global_batch_size", "learning_rate"):
+        values = [one[name] for one in found]
+        assert values == sorted(values)
+    assert {one["global_batch_size"] for one in found} == set(AUTO_BATCHES)
+
+
+def test_the_rate_falls_with_the_width_and_is_a_tenth_for_full_training() -> None:
+    rates = {how: [derived(w, finetuning=how)["learning_rate"] for w in (256, 1024, 4096)] for how in ("lora", "full")}
+    for values in rates.values():
+        assert values == sorted(values, reverse=True)
+        assert values[0] / values[1] == pytest.approx(4**0.78, rel=0.05)
+    assert rates["lora"][2] / rates["full"][2] == pytest.approx(10, rel=0.05)
+
+
+def test_an_adapter_that_is_scaled_up_takes_a_lower_rate() -> None:
+    """A step of Adam changes B A by the rate, the scale and the rank: their product is the same for all of these."""
+    plain = derived()["learning_rate"]
+    assert derived(lora_r=64, lora_alpha=32)["learning_rate"] == plain
+    assert derived(lora_r=64)["learning_rate"] == pytest.approx(plain / 4, rel=0.05)  # alpha is twice the rank
+    assert derived(lora_r=16, lora_alpha=8, use_rslora=True)["learning_rate"] == plain
+    assert derived(lora_plus_ratio=16.0)["learning_rate"] == pytest.approx(plain / 4, rel=0.05)
+
+
+@pytest.fixture(scope="module")
+def materials(tmp_path_factory: pytest.TempPathFactory) -> Materials:
+    return make_materials(tmp_path_factory.mktemp("defaults"))
+
+
+def open_settings(materials: Materials, folder: Path, **changes: Any) -> dict[str, Any]:
+    return materials.settings(
+        folder, learning_rate=None, global_batch_size=None, micro_batch_size=None, max_steps=3, **changes
+    )
+
+
+def test_a_run_is_that_of_the_numbers_it_chose(
+    materials: Materials, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """run.yaml, the identity and the console have the numbers, and a run to which they are given is the same one."""
+    run(open_settings(materials, tmp_path / "open"))
+    expected = learning_defaults(RunConfig(**open_settings(materials, tmp_path / "open")), width=32, samples=60)
+    assert expected.values.keys() == {"global_batch_size", "learning_rate"}
+    assert expected.reason in "".join(capsys.readouterr())
+    written = yaml.safe_load((tmp_path / "open" / "run.yaml").read_text())
+    identity = json.loads((tmp_path / "open" / "run_identity.json").read_text())
+    for name, value in expected.values.items():
+        assert written[name] == value
+        assert str(value) in json.dumps(identity)
+    run({**open_settings(materials, tmp_path / "given"), **expected.values})
+    first, second = (
+        [json.loads(line) for line in (tmp_path / name / "trainer_log.jsonl").read_text().splitlines()]
+        for name in ("open", "given")
+    )
+    assert [(row["loss"], row["learning_rate"]) for row in first] == [
+        (row["loss"], row["learning_rate"]) for row in second
+    ]
+
+
+def test_a_run_knows_itself_by_the_numbers_it_chose(materials: Materials, tmp_path: Path) -> None:
+    settings = open_settings(materials, tmp_path / "run")
+    chosen = learning_defaults(RunConfig(**settings), width=32, samples=60).values
+    run(settings)
+    assert run(settings).first_step is None  # finished
+    assert run({**settings, **chosen}).first_step is None
+    with pytest.raises(FinetuneError, match=f"learning_rate: {chosen['learning_rate']} in the folder, 0.5 now"):
+        run({**settings, "learning_rate": 0.5})
