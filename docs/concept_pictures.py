@@ -67,13 +67,14 @@ def microbatch_schedule() -> str:
     """Twelve samples of different lengths in microbatches of at most 1,024 tokens, on two ranks."""
     lengths = np.array([900, 120, 300, 80, 640, 410, 220, 510, 60, 330, 150, 280])
     schedule = schedule_microbatches(lengths, 2, token_budget=1024, samples_per_microbatch=None)
-    scale, drawing = (WIDTH - LEFT - 40) / 1024, Drawing(70 + 2 * schedule.micro_steps * 44)
+    left = LEFT + 50
+    scale, drawing = (WIDTH - left - 30) / 1024, Drawing(70 + 2 * schedule.micro_steps * 44)
     drawing.text(20, 28, f"{len(lengths)} samples, {lengths.sum():,} tokens, room for 1,024 in a microbatch")
     for step in range(schedule.micro_steps):
         for rank in range(2):
             y = 46 + (2 * step + rank) * 44 + 4 * step
             drawing.text(20, y + 21, f"micro-step {step + 1}, rank {rank}", GREY)
-            x = float(LEFT + 10)
+            x = float(left)
             drawing.box(x, y, 1024 * scale, 30, "#f6f8fa", LIGHT)
             for position in schedule.of_rank(rank)[step]:
                 width = lengths[position] * scale

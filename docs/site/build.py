@@ -35,7 +35,7 @@ ENGLISH_ONLY = ("CHANGELOG",)
 
 # Caption -> pages, as the side bar has them.
 PAGES = {
-    "Start": ["start", "tutorial", "readme", "installation"],
+    "Start": ["start", "tutorial", "README <readme>", "installation"],
     "Concepts": ["concepts", "curriculum", "data", "configuration", "run_folder", "architecture"],
     "Do": [
         *("launching", "doctor", "planning", "monitoring", "diagnosis", "preferences", "pretraining"),

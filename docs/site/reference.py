@@ -24,6 +24,21 @@ from finetune.runtime.quiet_import import import_bitsandbytes
 from finetune.storage import run_log
 
 CAUSES = "## Causes\n"
+# Of the page about symptoms, whose texts come in Chinese from the package itself.
+_CHINESE = {
+    "| cause | a restart can cure it | known from |": "| 原因 | 重启能否解决 | 依据 |",
+    " | yes | ": " | 能 | ",
+    " | no | ": " | 否 | ",
+    "**Fix.**": "**解决办法：**",
+    "(root, said by the machine or the scheduler,": "（根本原因，由机器或调度器报告，",
+    "(root,": "（根本原因，",
+    "(killed from outside,": "（被外部终止，",
+    "(says what failed, not why,": "（只说明哪里失败，未说明原因，",
+    "(a failure of its own,": "（自身的失败，",
+    "(another process was lost,": "（另一进程失联，",
+    "(a timeout,": "（超时，",
+    "(the end of a process,": "（进程结束，",
+}
 
 
 def reference_pages(language: str) -> dict[str, str]:
@@ -114,6 +129,9 @@ def _symptoms(language: str) -> str:
         "en": "# Symptoms\n\nWhat `diagnose` knows, by cause ([how it finds it](../diagnosis.md)).\n",
         "zh": "# 症状\n\n`diagnose` 所认识的原因（[它如何判断](../diagnosis.md)）。\n",
     }
+    if language == "zh":
+        for words, chinese in _CHINESE.items():
+            causes = causes.replace(words, chinese)
     return heads[language] + causes.replace("\n### ", "\n## ")
 
 
