@@ -74,11 +74,11 @@ translations: $(READY)
 
 # The site in English and Chinese, links checked: build/site/index.html.
 site: $(READY)
-	$(BIN)/python docs/site/build.py
+	$(BIN)/python docs/site/build_site.py
 
 # The Chinese of its pages (docs/locale) brought up to date, and what it lacks listed.
 site-translations: $(READY)
-	$(BIN)/python docs/site/build.py --translations
+	$(BIN)/python docs/site/build_site.py --translations
 
 # Exhaustive runs; their tables are committed in docs/.
 grid: $(READY)

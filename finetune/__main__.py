@@ -40,7 +40,7 @@ COMMANDS = {
     "clean": ("finetune.commands.clean.command", "list, and with --yes end, what runs left behind on this machine"),
     "completion": (
         "finetune.commands.completion.command",
-        "print what completes commands and flags in bash, zsh, fish",
+        "print what completes flags in bash, zsh and fish",
     ),
     "checkpoints": ("finetune.commands.checkpoints.command", "list a run's checkpoints and whether they are valid"),
 }

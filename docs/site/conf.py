@@ -1,4 +1,4 @@
-"""Sphinx's settings; `build.py` gives it the pages. Nothing is loaded from elsewhere, neither now nor by a reader."""
+"""Sphinx's settings; `build_site.py` gives it the pages. Nothing is loaded from elsewhere, now or by a reader."""
 
 import sys
 from pathlib import Path

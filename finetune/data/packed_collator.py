@@ -21,8 +21,8 @@ class PackedCollator:
     `transformers.masking_utils`. Loss and gradients are then those of the rows one by one, weighted by their targets.
 
     Returns, called:
-        `input_ids`, `position_ids` and `labels`, int64 `(1, T)`; `use_cache` False, as a model with a cache does not look
-        at positions.
+        `input_ids`, `position_ids` and `labels`, int64 `(1, T)`; `use_cache` False: with a cache, positions are not
+        looked at.
 
     Raises:
         ValueError: labels are not the row's own tokens.

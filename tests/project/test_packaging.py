@@ -118,7 +118,7 @@ def test_what_names_the_version_agrees() -> None:
 
 def test_the_files_that_strangers_look_for_are_there() -> None:
     assert "Apache License" in (ROOT / "LICENSE").read_text()[:200]
-    templates = [path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")]
+    templates = list((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
     for path in (*templates, ROOT / ".pre-commit-config.yaml", ROOT / "CITATION.cff"):
         assert isinstance(yaml.safe_load(path.read_text(encoding="utf-8")), dict), path.name
     assert len(templates) == 3

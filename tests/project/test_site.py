@@ -12,9 +12,9 @@ from launching import ROOT, environment
 from shell_blocks import blocks, run_together
 
 sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "docs" / "site")]
-import build
-import concept_pictures
-import reference
+import build_site  # noqa: E402
+import concept_pictures  # noqa: E402
+import site_reference  # noqa: E402
 
 
 def test_the_pictures_are_made_from_todays_code() -> None:
@@ -24,20 +24,18 @@ def test_the_pictures_are_made_from_todays_code() -> None:
 
 
 def test_every_page_has_its_place_once() -> None:
-    placed = [re.sub(r".*<(.+)>", r"\1", name) for names in build.PAGES.values() for name in names]
+    placed = [re.sub(r".*<(.+)>", r"\1", name) for names in build_site.PAGES.values() for name in names]
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
-    pages |= {name.removesuffix(".md") for name in (*build.TOP_PAGES, *reference.reference_pages("en"))} | {"readme"}
+    pages |= {name.removesuffix(".md") for name in (*build_site.TOP_PAGES, *site_reference.reference_pages("en"))} | {
+        "readme"
+    }
     assert sorted(placed) == sorted(pages)
 
 
 def test_links_out_of_the_site_become_names() -> None:
-    text = (
-        "[a](../README.md#x) [b](data.md#y) [c](../tests/grid.py) ![d](images/e.svg)\n```\n[f](../tests/grid.py)\n```\n"
-    )
-    shown = build.with_links_here(text, ROOT / "docs", {"readme.md", "data.md"})
-    assert shown == (
-        "[a](readme.md) [b](data.md#y) c (`tests/grid.py`) ![d](images/e.svg)\n```\n[f](../tests/grid.py)\n```\n"
-    )
+    text = "[a](../README.md#x) [b](data.md#y) [c](../tests/grid.py) ![d](images/e.svg)\n```\n[f](../x)\n```\n"
+    shown = build_site.with_links_here(text, ROOT / "docs", {"readme.md", "data.md"})
+    assert shown == ("[a](readme.md) [b](data.md#y) c (`tests/grid.py`) ![d](images/e.svg)\n```\n[f](../x)\n```\n")
 
 
 def test_a_dead_link_and_what_is_loaded_from_elsewhere_are_found(tmp_path: Path) -> None:
@@ -46,7 +44,7 @@ def test_a_dead_link_and_what_is_loaded_from_elsewhere_are_found(tmp_path: Path)
         '<a href="https://example.org/">x</a><script src="https://example.org/x.js"></script>'
     )
     (tmp_path / "b.html").write_text('<h1 id="there">x</h1><img src="a.html">')
-    assert build.dead_links(tmp_path) == [
+    assert build_site.dead_links(tmp_path) == [
         "a.html: b.html#gone",
         "a.html: c.html",
         "a.html loads https://example.org/x.js",
@@ -54,12 +52,12 @@ def test_a_dead_link_and_what_is_loaded_from_elsewhere_are_found(tmp_path: Path)
 
 
 def test_reference_pages_say_what_the_code_goes_by() -> None:
-    pages = reference.reference_pages("en")
+    pages = site_reference.reference_pages("en")
     assert "| `learning_rate` |" in pages["reference/settings.md"]
     assert "| `simpo_gamma` |" in pages["reference/settings_preferences.md"]
     assert "| 4 | `OUT_OF_MEMORY` | a sharded run ran out of device memory" in pages["reference/exit_codes.md"]
     assert "\n## launch\n" in pages["reference/commands.md"]
-    chinese = reference.reference_pages("zh")["reference/symptoms.md"]
+    chinese = site_reference.reference_pages("zh")["reference/symptoms.md"]
     assert (
         "**Fix.**" not in chinese
         and "显存" in chinese
@@ -71,12 +69,12 @@ def test_reference_pages_say_what_the_code_goes_by() -> None:
 def test_it_builds_in_both_languages() -> None:
     """Warnings are errors, and `build.py` looks at every link of every page."""
     done = subprocess.run(
-        [sys.executable, ROOT / "docs" / "site" / "build.py"], env=environment(), capture_output=True, text=True
+        [sys.executable, ROOT / "docs" / "site" / "build_site.py"], env=environment(), capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for language in ("en", "zh"):
-        pages = list((build.OUT / language).rglob("*.html"))
-        assert len(pages) > sum(map(len, build.PAGES.values()))
+        pages = list((build_site.OUT / language).rglob("*.html"))
+        assert len(pages) > sum(map(len, build_site.PAGES.values()))
 
 
 @pytest.fixture(scope="module")

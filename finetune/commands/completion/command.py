@@ -55,6 +55,7 @@ def flags_of_commands() -> dict[str, Flags]:
             import_module(module).main(["--help"])
         own = {name: _choices(value) for name, value in _FLAG_LINE.findall(said.getvalue())}
         takes_runs = re.search("flags of (training|the run)", said.getvalue(), re.IGNORECASE)
+        own = {**own, "--help": ()}
         found[command] = {**of_runs, **own} if takes_runs and command not in kind_names() else own
     return found
 

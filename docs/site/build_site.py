@@ -1,10 +1,10 @@
-"""The site, in English and Chinese, without a network: `python docs/site/build.py` (`make site`) into build/site/.
+"""The site, in English and Chinese, without a network: `python docs/site/build_site.py` (`make site`) into build/site/.
 
-    python docs/site/build.py                   # both languages; what is wrong, a dead link too, ends it
-    python docs/site/build.py --translations    # renew docs/locale, list what has no Chinese (`make site-translations`)
+    python docs/site/build_site.py                   # both languages; what is wrong, a dead link too, ends it
+    python docs/site/build_site.py --translations    # renew docs/locale, list what it lacks (`make site-translations`)
 
 docs/*.md stay plain Markdown, as people read them in the repository. They are copied to build/site/source/, where links
-that lead out of the site become names of files, and stand beside pages that reference.py makes of the code.
+that lead out of the site become names of files, and stand beside pages that site_reference.py makes of the code.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from catalogues import renew
-from reference import CAUSES, reference_pages
+from site_catalogues import renew
+from site_reference import CAUSES, reference_pages
 
 from finetune.runtime.language import LANGUAGES
 
