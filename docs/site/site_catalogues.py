@@ -17,21 +17,24 @@ def renew(templates: Path, folder: Path, skipped: set[str]) -> int:
     """Write what Sphinx extracted into the catalogues; list what has no Chinese, by page. Returns the exit code, 0.
 
     A paragraph that has changed keeps its old Chinese beside it, marked fuzzy: it is shown in English until someone
-    has looked at it. What the package's own catalogue knows is taken from there.
+    has looked at it. What another page, or the package's own catalogue, has in Chinese is taken from there.
     """
-    known, missing, texts = _read(MESSAGES), 0, 0
+    known, missing, texts = _known(folder), 0, 0
     pages = {path.relative_to(templates).with_suffix(""): path for path in sorted(templates.rglob("*.pot"))}
     for page, path in pages.items():
         if page.as_posix() in skipped or page.name == "sphinx":
             continue
         target = (folder / page).with_suffix(".po")
         catalogue = _read(target) if target.is_file() else _new()
+        made = catalogue.creation_date  # the template's is today's, and no news
         catalogue.update(_read(path), no_fuzzy_matching=not target.is_file())
+        catalogue.creation_date = made
         catalogue.obsolete.clear()
-        for message in catalogue:
-            other = known.get(message.id) if message.id else None
-            if other is not None and other.string and not message.string:
-                message.string = other.string
+        for message in list(catalogue):
+            if message.id and not needs_words(str(message.id)):
+                catalogue.delete(message.id, message.context)
+            elif not message.string:
+                message.string = known.get(message.id, "")
             message.locations, message.auto_comments, message.user_comments = [], [], []
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("wb") as file:
@@ -49,14 +52,23 @@ def renew(templates: Path, folder: Path, skipped: set[str]) -> int:
 
 
 def untranslated(catalogue: Catalog) -> list[str]:
-    """Texts without Chinese, or whose Chinese is of an older text; what is all code and numbers needs none."""
-    return [
-        str(message.id)
-        for message in catalogue
-        if message.id
-        and (not message.string or message.fuzzy)
-        and re.search(r"[a-z]{2}", re.sub(r"`[^`]*`|\]\([^)]*\)|https?://\S+", "", str(message.id)))
-    ]
+    """Texts without Chinese, or whose Chinese is of an older text."""
+    return [str(message.id) for message in catalogue if message.id and (not message.string or message.fuzzy)]
+
+
+def needs_words(text: str) -> bool:
+    """Whether a text says something besides code, numbers and addresses."""
+    return re.search(r"[A-Za-z]{2}", re.sub(r"`[^`]*`|\]\([^)]*\)|https?://\S+", "", text)) is not None
+
+
+def _known(folder: Path) -> dict[str, str]:
+    """What there is in Chinese already, wherever it is said."""
+    return {
+        message.id: message.string
+        for path in (MESSAGES, *folder.rglob("*.po"))
+        for message in _read(path)
+        if message.id and message.string and not message.fuzzy
+    }
 
 
 def _read(path: Path) -> Catalog:

@@ -14,6 +14,7 @@ from shell_blocks import blocks, run_together
 sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "docs" / "site")]
 import build_site  # noqa: E402
 import concept_pictures  # noqa: E402
+import site_catalogues  # noqa: E402
 import site_reference  # noqa: E402
 
 
@@ -65,6 +66,31 @@ def test_reference_pages_say_what_the_code_goes_by() -> None:
     )
 
 
+def test_a_catalogue_keeps_what_is_translated_and_says_what_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    templates, folder = tmp_path / "templates", tmp_path / "zh"
+
+    def page(*texts: str) -> None:
+        body = "".join(f'\nmsgid "{text}"\nmsgstr ""\n' for text in texts)
+        (templates / "page.pot").write_text('msgid ""\nmsgstr "Content-Type: text/plain; charset=utf-8\\n"\n' + body)
+        site_catalogues.renew(templates, folder, skipped=set())
+
+    templates.mkdir()
+    page("The first paragraph of it.", "`code` 12", "Another one that stays.")
+    catalogue = folder / "page.po"
+    text = catalogue.read_text(encoding="utf-8")
+    assert "`code` 12" not in text, "what is no words needs no Chinese"
+    for english, chinese in (("The first paragraph of it.", "第一段。"), ("Another one that stays.", "另一段。")):
+        text = text.replace(f'msgid "{english}"\nmsgstr ""', f'msgid "{english}"\nmsgstr "{chinese}"')
+    catalogue.write_text(text, encoding="utf-8")
+    capsys.readouterr()
+    page("The first paragraph of it, changed.", "Another one that stays.")
+    text = catalogue.read_text(encoding="utf-8")
+    assert "#, fuzzy" in text and "第一段。" in text and 'stays."\nmsgstr "另一段。"' in text
+    assert "1 of 2 texts have no Chinese" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_it_builds_in_both_languages() -> None:
     """Warnings are errors, and `build.py` looks at every link of every page."""
@@ -75,6 +101,8 @@ def test_it_builds_in_both_languages() -> None:
     for language in ("en", "zh"):
         pages = list((build_site.OUT / language).rglob("*.html"))
         assert len(pages) > sum(map(len, build_site.PAGES.values()))
+    chinese = (build_site.OUT / "zh" / "index.html").read_text(encoding="utf-8")
+    assert "概念" in chinese and '<html class="no-js" lang="zh-CN"' in chinese and "../en/index.html" in chinese
 
 
 @pytest.fixture(scope="module")
