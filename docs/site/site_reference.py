@@ -72,16 +72,15 @@ def _settings(model_class: type[Strict], title: str, kind: str) -> str:
         rows = [
             (
                 f"`{one.name}`",
-                one.expected,
-                "required" if one.name in required else f"`{one.default}`",
-                one.unit,
                 one.description,
+                "required" if one.name in required else f"`{one.default}`",
+                one.expected + (f" (`{one.unit}`)" if one.unit else ""),
             )
             for one in found.values()
             if one.group == group
         ]
         if rows:
-            text += f"\n## {group}\n\n" + _table(("name", "value", "default", "unit", "what it does"), rows)
+            text += f"\n## {group}\n\n" + _table(("name", "what it does", "default", "value"), rows)
     if aliases := getattr(model_class, "aliases", {}):
         rows = [(f"`{flag(other)}`", f"`{flag(name)}`") for other, name in sorted(aliases.items())]
         text += "\n## Other spellings\n\n" + _table(("flag", "is"), rows)
