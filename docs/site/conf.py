@@ -23,6 +23,7 @@ root_doc = "index"
 source_suffix = {".md": "markdown"}
 # As GitHub has them, so that one link serves both.
 myst_heading_anchors = 4
+highlight_language = "text"
 default_role = "code"  # in docstrings
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
