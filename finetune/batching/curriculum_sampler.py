@@ -31,6 +31,7 @@ class CurriculumSampler:
 
     Raises:
         DataError: a sample is of no difficulty of the curriculum, or one with weight has no samples.
+        pydantic.ValidationError: the curriculum breaks a rule.
 
     >>> from finetune import CurriculumSampler
     >>> stages = [{"until": 0.5, "mix": [3, 1]}, {"until": 1.0, "mix": [1, 3]}]
