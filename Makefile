@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo pretrain-demo test test-slow test-gpu check lock translations grid grid-cuda crash faults models roofline scale bench clean-venv
+.PHONY: demo pretrain-demo test test-slow test-gpu check lock translations site site-translations grid grid-cuda crash faults models roofline scale bench clean-venv
 
 # All but torch has its hash in requirements.lock, and --no-deps keeps anything else out. What builds DeepSpeed goes first. torch and
 # what comes with its build are the machine's own (TORCH says which); the rest of what torch needs is there by then.
@@ -71,6 +71,14 @@ lock:
 # The Chinese catalogue brought up to date, and what it lacks listed.
 translations: $(READY)
 	$(BIN)/python tests/translations.py
+
+# The site in English and Chinese, links checked: build/site/index.html.
+site: $(READY)
+	$(BIN)/python docs/site/build_site.py
+
+# The Chinese of its pages (docs/locale) brought up to date, and what it lacks listed.
+site-translations: $(READY)
+	$(BIN)/python docs/site/build_site.py --translations
 
 # Exhaustive runs; their tables are committed in docs/.
 grid: $(READY)

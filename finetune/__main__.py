@@ -38,6 +38,10 @@ COMMANDS = {
     "monitor": ("finetune.commands.monitor.command", "watch a run: progress, curves, devices, warnings"),
     "report": ("finetune.commands.report.command", "write one HTML file about a run"),
     "clean": ("finetune.commands.clean.command", "list, and with --yes end, what runs left behind on this machine"),
+    "completion": (
+        "finetune.commands.completion.command",
+        "print what completes flags in bash, zsh and fish",
+    ),
     "checkpoints": ("finetune.commands.checkpoints.command", "list a run's checkpoints and whether they are valid"),
 }
 

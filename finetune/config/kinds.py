@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from finetune.config.config_files import read_file
+from finetune.config.config_sources import BLOCK
 from finetune.config.flags import Parsed, flags_of, parse
 from finetune.config.run_config import BaseConfig, RunConfig
-from finetune.errors import FinetuneError
+from finetune.errors import ConfigError, FinetuneError
 from finetune.runtime.language import _
 
 # name -> entry module; the first is what a command line or a file is taken for when nothing tells.
@@ -111,6 +113,25 @@ def kind_of_settings(settings: Mapping[str, Any]) -> RunKind | None:
     if settings.get("kind") in _MODULES:
         return run_kind(settings["kind"])
     return next((kind for kind in run_kinds() if kind.telling_settings & set(settings)), None)
+
+
+def kind_of_source(source: BaseConfig | Mapping[str, Any] | str | Path) -> RunKind:
+    """The kind of a configuration object, a dict of settings or a file; fine-tuning where nothing tells.
+
+    Raises:
+        ConfigError: it names a kind that there is none of, or the file cannot be read.
+    """
+    if isinstance(source, BaseConfig):
+        return kind_of_config(source)
+    content = source if isinstance(source, Mapping) else read_file(source)
+    block = content.get(BLOCK, content)
+    if not isinstance(block, Mapping):
+        return run_kind(kind_names()[0])
+    if block.get("kind", kind_names()[0]) not in kind_names():
+        where = "the dict" if isinstance(source, Mapping) else str(source)
+        fix = f"give {' or '.join(kind_names())}, or leave it out"
+        raise ConfigError(f"kind is {block['kind']!r}", f"{where}: kind", fix)
+    return kind_of_settings(block) or run_kind(kind_names()[0])
 
 
 def conversation_config_class(arguments: Sequence[str]) -> type[RunConfig]:

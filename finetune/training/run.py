@@ -26,9 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.config.config_files import read_file
-from finetune.config.config_sources import BLOCK
-from finetune.config.kinds import RunKind, kind_names, kind_of_config, kind_of_settings, run_kind
+from finetune.config.kinds import RunKind, kind_of_source
 from finetune.config.resolution import Resolved, format_config, resolve, resolve_object, to_yaml
 from finetune.config.run_config import BaseConfig
 from finetune.errors import ConfigError, ExitCode, FinetuneError, raise_problems
@@ -78,17 +76,14 @@ def run(config: BaseConfig | Mapping[str, Any] | str | Path) -> RunResult:
 
     Raises:
         FinetuneError: with what is wrong, where, and the fix.
+
+    >>> import finetune
+    >>> result = finetune.run({"model": "data_samples/tiny-qwen3", "data": "data_samples/train.jsonl",
+    ...                        "output_dir": "runs/example", "max_steps": 2, "device_type": "cpu"})
+    >>> result.state, result.steps, sorted(result.metrics)[:2]
+    ('done', 2, ['grad_norm', 'learning_rate'])
     """
-    if isinstance(config, BaseConfig):
-        return run_config(kind_of_config(config), config)
-    content = config if isinstance(config, Mapping) else read_file(config)
-    block = content.get(BLOCK, content)
-    if isinstance(block, Mapping) and block.get("kind", kind_names()[0]) not in kind_names():
-        known = " or ".join(kind_names())
-        where = "the dict" if isinstance(config, Mapping) else str(config)
-        raise ConfigError(f"kind is {block['kind']!r}", f"{where}: kind", f"give {known}, or leave it out")
-    kind = kind_of_settings(block) if isinstance(block, Mapping) else None
-    return run_config(kind or run_kind(kind_names()[0]), config)
+    return run_config(kind_of_source(config), config)
 
 
 def run_config(kind: RunKind, config: BaseConfig | Mapping[str, Any] | str | Path) -> RunResult:

@@ -22,15 +22,25 @@ from finetune.runtime.language import _
 __all__ = ["RESTART_CURES", "Finding", "diagnose_logs", "main", "render_findings"]
 
 
-def diagnose_logs(paths: Sequence[Path | str]) -> list[Finding]:
+def diagnose_logs(paths: Path | str | Sequence[Path | str]) -> list[Finding]:
     """The causes that logs of one run show, best first, in the spoken language; none where nothing failed.
 
     Args:
-        paths: logs of any launcher and rank, in any order, and run folders; `-` is standard input.
+        paths: logs of any launcher and rank, in any order, and run folders, or one of them; `-` is standard input.
 
     Raises:
         DataError: a log is not there or cannot be read, or a folder is no run.
+
+    >>> import finetune
+    >>> from pathlib import Path
+    >>> _ = Path("run.log").write_text("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
+    >>> for finding in finetune.diagnose("run.log"):
+    ...     print(finding.cause, finding.evidence[0][:39])
+    device_oom run.log:1: torch.OutOfMemoryError: CUDA
+    >>> finetune.diagnose("runs/example")
+    []
     """
+    paths = [paths] if isinstance(paths, str | Path) else paths
     logs: list[LogEvidence] = []
     facts: dict[str, str] = {}
     for path in paths:

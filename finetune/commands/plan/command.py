@@ -23,6 +23,8 @@ from finetune.errors import ConfigError, ExitCode
 from finetune.runtime.peak_flops import peak_flops
 
 if TYPE_CHECKING:
+    from finetune.config.run_config import BaseConfig
+    from finetune.planning.plan import Plan
     from finetune.planning.workload import Cluster
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -115,19 +117,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.check is not None:
         return _check(options, options.check, arguments)
     from finetune.commands.plan.text import plan_text
-    from finetune.planning.inputs import shape_for
-    from finetune.planning.plan import make_plan
 
     name = options.kind or options.run_kind
     kind = run_kind(name) if name else kind_of_arguments(arguments)
     cluster = cluster_of(options)
     arguments = [*_placeholders(arguments, kind, options.model_file), *arguments]
     config = resolve(arguments, world_size=cluster.devices, model_class=kind.config_class).config
-    if config.device_type != "auto":
-        cluster = replace(cluster, device_type=config.device_type)
-    plan = make_plan(config, shape_for(config, options.model_file), cluster, options.efficiency)
+    plan = plan_of(config, cluster, options)
     _print(plan.to_json() if options.as_json else plan_text(plan))
     return int(ExitCode.FAILED if plan.fits is False else ExitCode.DONE)
+
+
+def plan_of(config: BaseConfig, cluster: Cluster, options: PlanOptions) -> Plan:
+    """The plan of resolved settings on the machines of the options."""
+    from finetune.planning.inputs import shape_for
+    from finetune.planning.plan import make_plan
+
+    if config.device_type != "auto":
+        cluster = replace(cluster, device_type=config.device_type)
+    return make_plan(config, shape_for(config, options.model_file), cluster, options.efficiency)
 
 
 def _check(options: PlanOptions, run: Path, arguments: Sequence[str]) -> int:

@@ -1,0 +1,98 @@
+"""A run's events as a stream, for other programs: `finetune.follow(RUN)`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from finetune.runs.line_follower import LineFollower
+from finetune.runs.reader import open_run
+from finetune.runs.view import ENDED
+
+
+def follow(
+    run: Path | str, *, steps: bool = False, poll_seconds: float = 1.0, resume_seconds: float = 0.0
+) -> Iterator[dict[str, Any]]:
+    """The events of a run from its first on, each once, as they come; ends when the run has ended.
+
+    An event is a line of `events.jsonl` (docs/run_folder.md): its name is `event`, its time in seconds since 1970
+    `time`. A run that is stopped and started again goes on in the same stream, with `resume` and `start`.
+
+    Args:
+        run: a run folder, there or about to come; nothing is written into it.
+        steps: give the lines of `trainer_log.jsonl` too, as events named `step`. Steps that a resumed run trains
+            again come again.
+        poll_seconds: between two looks at the folder.
+        resume_seconds: after a stop or a failure, wait so long for the run to be started again.
+
+    Raises:
+        StateError: there is no such run, and its folder cannot come.
+
+    >>> import finetune
+    >>> for event in finetune.follow("runs/example", steps=True):
+    ...     if event["event"] in ("start", "step", "end"):
+    ...         print(event["event"], event["step"])
+    start 0
+    step 1
+    step 2
+    end 2
+    """
+    reader = open_run(run, may_come=True)
+    folder = reader.view.source
+    events, lines = _FreshLines(folder / "events.jsonl"), _FreshLines(folder / "trainer_log.jsonl")
+    ended_at: float | None = None
+    while True:
+        state = reader.poll().state
+        fresh = events.poll()
+        if steps:
+            fresh = _merged([{"event": "step"} | line for line in lines.poll()], fresh)
+        yield from fresh
+        if fresh or state not in ENDED:
+            ended_at = None
+        elif ended_at is None:
+            ended_at = time.monotonic()  # the last event is written after the state: one more look
+        elif state == "done" or time.monotonic() - ended_at >= resume_seconds:
+            return
+        time.sleep(poll_seconds)
+
+
+def _merged(steps: list[dict[str, Any]], events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Steps among events: what an event tells of a step comes after it."""
+    merged, waiting = [], deque(steps)
+    for event in events:
+        while waiting and type(event.get("step")) is int and waiting[0].get("step", 0) <= event["step"]:
+            merged.append(waiting.popleft())
+        merged.append(event)
+    return [*merged, *waiting]
+
+
+class _FreshLines:
+    """Objects of a JSONL file that were not given before, also where it was cut and written on."""
+
+    def __init__(self, path: Path) -> None:
+        self._follower = LineFollower(path)
+        self._given: list[int] = []  # hashes of the lines that are in the file
+
+    def poll(self) -> list[dict[str, Any]]:
+        fresh, place = [], len(self._given)
+        for new in self._follower.pieces():
+            place = 0 if new.restarted else place
+            for line in new.lines:
+                mark = hash(line)
+                if self._given[place : place + 1] != [mark]:
+                    self._given[place:] = [mark]
+                    fresh.append(line)
+                place += 1
+        del self._given[place:]
+        return [record for line in fresh if isinstance(record := _parsed(line), dict)]
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):  # of a crash: a torn line that was written on
+        return None

@@ -1,0 +1,69 @@
+"""Completion, as a real bash does it; fish and zsh where they are installed."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+from launching import run_cli
+
+from finetune.__main__ import COMMANDS
+from finetune.commands.completion.command import flags_of_commands
+
+
+@pytest.fixture(scope="module")
+def script() -> str:
+    return run_cli(["completion", "bash"], module="finetune", check=True).stdout
+
+
+def completed(script: str, *words: str) -> list[str]:
+    """What bash offers for the last word of a command line."""
+    line = f"""{script}
+complete -p finetune >/dev/null || exit 1
+COMP_WORDS=({" ".join(f"'{word}'" for word in words)}) COMP_CWORD={len(words) - 1}
+_finetune
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+    result = subprocess.run(["bash", "-uc", line], capture_output=True, text=True, check=True)
+    assert not result.stderr
+    return result.stdout.split()
+
+
+def test_commands_are_completed(script: str) -> None:
+    assert completed(script, "finetune", "") == list(COMMANDS)
+    assert completed(script, "finetune", "pre") == ["prepare", "pretrain"]
+
+
+def test_flags_and_their_choices_are_completed(script: str) -> None:
+    assert completed(script, "finetune", "sft", "--lora-alp") == ["--lora-alpha"]
+    assert completed(script, "finetune", "sft", "--dtype", "") == ["auto", "float32", "float16", "bfloat16"]
+    assert completed(script, "finetune", "sft", "--dtype", "b") == ["bfloat16"]
+    assert completed(script, "finetune", "monitor", "--lang", "z") == ["zh"]
+    assert completed(script, "finetune", "chat", "--lora-alp") == []
+
+
+def test_a_launch_and_a_plan_take_the_flags_of_a_run_too(script: str) -> None:
+    for command in ("launch", "plan"):
+        assert completed(script, "finetune", command, "--lora-alp") == ["--lora-alpha"]
+    assert completed(script, "finetune", "plan", "--devices-p") == ["--devices-per-node"]
+
+
+def test_files_are_left_to_the_shell(script: str) -> None:
+    assert completed(script, "finetune", "sft", "--config", "ds") == []
+    assert "complete -o default" in script
+
+
+def test_every_command_has_its_flags() -> None:
+    found = flags_of_commands()
+    assert set(found) == set(COMMANDS) and all(found.values())
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_can_read_theirs(shell: str) -> None:
+    program = shutil.which(shell)
+    if program is None:
+        pytest.skip(f"needs {shell}")
+    script = run_cli(["completion", shell], module="finetune", check=True).stdout
+    result = subprocess.run([program, "-n", "/dev/stdin"], input=script, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")

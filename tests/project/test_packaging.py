@@ -1,0 +1,129 @@
+"""What is published: a wheel and an sdist, built without a network, installed apart from the checkout; its metadata."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from email.parser import HeaderParser
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+import yaml
+from launching import ROOT, environment
+
+from finetune.version import __version__
+
+PUBLISHED = ("finetune", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+DATA = (
+    "py.typed",
+    "locale/zh/LC_MESSAGES/finetune.mo",
+    "commands/report/page.css",
+    "commands/report/page.html.jinja",
+    "commands/serve/static/index.html",
+)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a wheel and an sdist, made from the files that are published."""
+    source, dist = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    for name in PUBLISHED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, source / name)
+    for hook in ("sdist", "wheel"):
+        code = f"from setuptools.build_meta import build_{hook} as build; build({str(dist)!r})"
+        words = [sys.executable, "-c", code]
+        done = subprocess.run(words, cwd=source, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    return dist
+
+
+def the_one(folder: Path, pattern: str) -> Path:
+    (found,) = folder.glob(pattern)
+    return found
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_package_its_data_and_its_metadata(built: Path) -> None:
+    with zipfile.ZipFile(the_one(built, "*.whl")) as wheel:
+        names = set(wheel.namelist())
+        (metadata_name,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        metadata = HeaderParser().parsestr(wheel.read(metadata_name).decode())
+    assert {f"finetune/{name}" for name in DATA} <= names
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "finetune").rglob("*.py")}
+    assert modules == {name for name in names if name.endswith(".py")}
+    assert {name.split("/")[0] for name in names} == {"finetune", metadata_name.split("/")[0]}
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert metadata["Version"] == __version__ and metadata["Author"] == "the finetune authors"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert {"deepspeed", "serve", "quantization", "npu"} <= set(metadata.get_all("Provides-Extra", []))
+
+
+@pytest.mark.slow
+def test_the_sdist_makes_the_same_wheel(built: Path, tmp_path: Path) -> None:
+    with tarfile.open(the_one(built, "*.tar.gz")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    code = "from setuptools.build_meta import build_wheel as build; build('.')"
+    source = the_one(tmp_path, "finetune-*")
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    listed = [zipfile.ZipFile(path).namelist() for path in (the_one(source, "*.whl"), the_one(built, "*.whl"))]
+    assert sorted(listed[0]) == sorted(listed[1])
+    assert not (source / "tests").exists()
+
+
+@pytest.mark.slow
+def test_the_wheel_works_in_an_environment_of_its_own(built: Path, tmp_path: Path) -> None:
+    """The libraries are this environment's; the package is the wheel's, and no checkout is near."""
+    place = tmp_path / "venv"
+    venv.create(place, with_pip=False)
+    packages = next(place.glob("lib/python*/site-packages"))
+    own = [sysconfig.get_paths()["purelib"], *(path for path in sys.path if path.endswith("site-packages"))]
+    (packages / "libraries.pth").write_text("\n".join(dict.fromkeys(own)) + "\n")
+    pip = [sys.executable, "-m", "pip", "--python", place / "bin" / "python", "install", "--quiet", "--no-deps"]
+    env = environment({"PYTHONPATH": None, "PIP_NO_INDEX": "1"})
+    subprocess.run([*pip, "--ignore-installed", the_one(built, "*.whl")], env=env, check=True, cwd=tmp_path)
+
+    def said(*words: str) -> str:
+        result = subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    command = str(place / "bin" / "finetune")
+    assert said(command, "--version").strip() == __version__
+    assert "usage: python -m finetune COMMAND" in said(command, "--help")
+    where = said(str(place / "bin" / "python"), "-c", "import finetune; print(finetune.__file__)").strip()
+    assert Path(where).is_relative_to(place)
+    (tmp_path / "run.log").write_text("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n")
+    log = subprocess.run([command, "diagnose", "--lang", "zh", "run.log"], env=env, cwd=tmp_path, capture_output=True)
+    assert log.returncode == 1 and "显存" in log.stdout.decode(), "the Chinese catalogue is not found"
+    for name in DATA:
+        assert (Path(where).parent / name).is_file(), name
+
+
+def test_what_names_the_version_agrees() -> None:
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == __version__
+    newest = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").partition("\n## ")[2].split()[0]
+    assert newest == __version__
+
+
+def test_the_files_that_strangers_look_for_are_there() -> None:
+    assert "Apache License" in (ROOT / "LICENSE").read_text()[:200]
+    templates = list((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+    for path in (*templates, ROOT / ".pre-commit-config.yaml", ROOT / "CITATION.cff"):
+        assert isinstance(yaml.safe_load(path.read_text(encoding="utf-8")), dict), path.name
+    assert len(templates) == 3
+    for path in templates:
+        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
+        assert fields["name"] and fields["description"] and all(one["type"] for one in fields["body"])
+    names = {entry.name for entry in entry_points(group="console_scripts") if entry.value == "finetune.__main__:main"}
+    assert names == {"finetune"} and os.access(ROOT / ".ci" / "run", os.X_OK)

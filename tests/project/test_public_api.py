@@ -1,0 +1,79 @@
+"""What `finetune` offers to Python: its names, its examples, and that its types can be checked by others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import ROOT, run_command, said
+
+import finetune
+
+# With examples, in an order in which one may look at the run of an earlier one.
+EXAMPLES = (
+    "finetune.batching.curriculum_sampler",
+    "finetune.data.packed_collator",
+    "finetune.training.run",
+    "finetune.runs.follow",
+    "finetune.commands.diagnose.command",
+    "finetune.commands.plan.from_python",
+)
+
+
+@pytest.mark.frozen
+def test_every_name_is_there_for_readers_of_types_too() -> None:
+    for name in finetune.__all__:
+        assert getattr(finetune, name) is not None
+    assert {*finetune._HOMES, "__version__"} == set(finetune.__all__) <= set(dir(finetune))
+    source = (ROOT / "finetune" / "__init__.py").read_text(encoding="utf-8")
+    for name, (module, attribute) in finetune._HOMES.items():
+        asked = f"{attribute} as {name}" if attribute != name else name
+        assert f"    from {module} import {asked}\n" in source
+
+
+@pytest.mark.slow
+def test_the_examples_of_docstrings_are_true(tmp_path: Path) -> None:
+    for name in ("data_samples", "ds_configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    code = f"""
+import doctest, importlib, sys
+names = {EXAMPLES!r}
+results = [doctest.testmod(importlib.import_module(name)) for name in names]
+sys.exit(any(one.failed for one in results) or not all(one.attempted for one in results))
+"""
+    result = run_command([sys.executable, "-c", code], cwd=tmp_path, env={"HF_HOME": str(tmp_path / "hf")})
+    assert result.returncode == 0, said(result)
+
+
+def test_no_example_is_left_out() -> None:
+    with_examples = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in (ROOT / "finetune").rglob("*.py")
+        if "\n    >>> " in path.read_text(encoding="utf-8")
+    }
+    assert with_examples == set(EXAMPLES)
+
+
+PROGRAM = """
+import finetune
+
+result = finetune.run({"model": "m", "data": "d", "output_dir": "o"})
+reveal_type(result.steps)
+reveal_type(finetune.plan("run.yaml").fits)
+reveal_type(finetune.diagnose("run.log")[0].cause)
+reveal_type(finetune.RunConfig)
+for event in finetune.follow("runs/one"):
+    reveal_type(event)
+"""
+
+
+@pytest.mark.slow
+def test_another_project_sees_types(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    words = [sys.executable, "-m", "mypy", "--cache-dir", str(ROOT / ".mypy_cache"), "--follow-imports", "silent"]
+    result = subprocess.run([*words, "program.py"], cwd=tmp_path, capture_output=True, text=True)
+    revealed = [line.rpartition('"')[0].partition('"')[2] for line in result.stdout.splitlines() if "Revealed" in line]
+    assert revealed[:3] == ["int", "bool | None", "str"], result.stdout
+    assert "finetune.config.run_config.RunConfig" in revealed[3] and revealed[4] == "dict[str, Any]"

@@ -1,0 +1,158 @@
+"""The site: it builds in both languages with every link alive, its pictures and pages are those of today's code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import ROOT, environment
+from shell_blocks import blocks, run_together
+
+sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "docs" / "site")]
+import build_site  # noqa: E402
+import concept_pictures  # noqa: E402
+import site_catalogues  # noqa: E402
+import site_reference  # noqa: E402
+
+
+def test_the_pictures_are_made_from_todays_code() -> None:
+    for name, picture in concept_pictures.pictures().items():
+        path = concept_pictures.IMAGES / name
+        assert path.read_text(encoding="utf-8") == picture, "run: python docs/concept_pictures.py"
+
+
+def test_every_page_has_its_place_once() -> None:
+    placed = [re.sub(r".*<(.+)>", r"\1", name) for names in build_site.PAGES.values() for name in names]
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
+    pages |= {name.removesuffix(".md") for name in (*build_site.TOP_PAGES, *site_reference.reference_pages("en"))} | {
+        "readme"
+    }
+    assert sorted(placed) == sorted(pages)
+
+
+def test_links_out_of_the_site_become_names() -> None:
+    text = "[a](../README.md#x) [b](data.md#y) [c](../tests/grid.py) ![d](images/e.svg)\n```\n[f](../x)\n```\n"
+    shown = build_site.with_links_here(text, ROOT / "docs", {"readme.md", "data.md"})
+    assert shown == ("[a](readme.md) [b](data.md#y) c (`tests/grid.py`) ![d](images/e.svg)\n```\n[f](../x)\n```\n")
+
+
+def test_a_dead_link_and_what_is_loaded_from_elsewhere_are_found(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text(
+        '<a href="b.html#there">x</a><a href="b.html#gone">x</a><a href="c.html">x</a>'
+        '<a href="https://example.org/">x</a><script src="https://example.org/x.js"></script>'
+    )
+    (tmp_path / "b.html").write_text('<h1 id="there">x</h1><img src="a.html">')
+    assert build_site.dead_links(tmp_path) == [
+        "a.html: b.html#gone",
+        "a.html: c.html",
+        "a.html loads https://example.org/x.js",
+    ]
+
+
+def test_reference_pages_say_what_the_code_goes_by() -> None:
+    pages = site_reference.reference_pages("en")
+    assert "| `learning_rate` |" in pages["reference/settings.md"]
+    assert "| `simpo_gamma` |" in pages["reference/settings_preferences.md"]
+    assert "| 4 | `OUT_OF_MEMORY` | a sharded run ran out of device memory" in pages["reference/exit_codes.md"]
+    assert "\n## launch\n" in pages["reference/commands.md"]
+    chinese = site_reference.reference_pages("zh")["reference/symptoms.md"]
+    assert (
+        "**Fix.**" not in chinese
+        and "显存" in chinese
+        and chinese.count("\n## ") == pages["reference/symptoms.md"].count("\n## ")
+    )
+
+
+def test_a_catalogue_keeps_what_is_translated_and_says_what_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    templates, folder = tmp_path / "templates", tmp_path / "zh"
+
+    def page(*texts: str) -> None:
+        body = "".join(f'\nmsgid "{text}"\nmsgstr ""\n' for text in texts)
+        (templates / "page.pot").write_text('msgid ""\nmsgstr "Content-Type: text/plain; charset=utf-8\\n"\n' + body)
+        site_catalogues.renew(templates, folder, skipped=set())
+
+    templates.mkdir()
+    page("The first paragraph of it.", "`code` 12", "Another one that stays.")
+    catalogue = folder / "page.po"
+    text = catalogue.read_text(encoding="utf-8")
+    assert "`code` 12" not in text, "what is no words needs no Chinese"
+    for english, chinese in (("The first paragraph of it.", "第一段。"), ("Another one that stays.", "另一段。")):
+        text = text.replace(f'msgid "{english}"\nmsgstr ""', f'msgid "{english}"\nmsgstr "{chinese}"')
+    catalogue.write_text(text, encoding="utf-8")
+    capsys.readouterr()
+    page("The first paragraph of it, changed.", "Another one that stays.")
+    text = catalogue.read_text(encoding="utf-8")
+    assert "#, fuzzy" in text and "第一段。" in text and 'stays."\nmsgstr "另一段。"' in text
+    assert "1 of 2 texts have no Chinese" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_it_builds_in_both_languages() -> None:
+    """Warnings are errors, and `build.py` looks at every link of every page."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "docs" / "site" / "build_site.py"], env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for language in ("en", "zh"):
+        pages = list((build_site.OUT / language).rglob("*.html"))
+        assert len(pages) > sum(map(len, build_site.PAGES.values()))
+    chinese = (build_site.OUT / "zh" / "index.html").read_text(encoding="utf-8")
+    assert "概念" in chinese and '<html class="no-js" lang="zh-CN"' in chinese and "../en/index.html" in chinese
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stands for a checkout in which a reader works."""
+    folder = tmp_path_factory.mktemp("reader")
+    for name in ("data_samples", "ds_configs", "launchers", "docs"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+def run_block(text: str, place: Path) -> str:
+    ((code, output),) = run_together([f"cd {place} && set -e\n{text}"], place / "outputs")
+    assert code == 0, f"{text}\n{output}"
+    return output
+
+
+@pytest.mark.slow
+def test_the_tutorial_does_what_it_shows(place: Path) -> None:
+    page = ROOT / "docs" / "tutorial.md"
+    said = [run_block(text, place) for text in blocks(page, "bash")]
+    shown = "\n".join(blocks(page, "text"))
+    for line in (
+        "464 (longest sample 53)",
+        "record 0  34 tokens, 13 trained",
+        "[SUCCESS] done: 60 steps, output in runs/mine",
+        "Printers are in VLAN 55.",
+        "The maintenance window is Sunday, 02:00 to 04:00 UTC.",
+        "[INFO] this run is finished: runs/mine holds its output",
+        "runs/mine  done  step 60/60 (100%)",
+        "runs/mine/report.html",
+    ):
+        assert line in shown and line in "\n".join(said), line
+
+
+@pytest.mark.slow
+def test_the_commands_without_a_mark_work(place: Path) -> None:
+    for name in ("start.md", "concepts.md", "from_other_tools.md"):
+        for text in blocks(ROOT / "docs" / name, "bash"):
+            short = text.replace("--output-dir", "--max-steps 2 --output-dir") if " sft " in text else text
+            run_block(short.replace("--max-steps 20", "--max-steps 2"), place)
+
+
+@pytest.mark.slow
+def test_the_examples_of_python_work(place: Path) -> None:
+    code = "\n".join(blocks(ROOT / "docs" / "python.md", "python"))
+    checks = """
+assert result.state == "done" and trainer.state.global_step == 4
+assert all(seen["labels"].shape == seen["input_ids"].shape for seen in [finetune.PackedCollator()(rows[:3])])
+"""
+    (place / "example.py").write_text(code + checks, encoding="utf-8")
+    output = run_block("python example.py", place)
+    assert "step 1" in output and "end 2" in output
