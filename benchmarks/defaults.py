@@ -247,9 +247,8 @@ def table(runs: list[Run]) -> list[str]:
 
 
 def auto_rate(run: Run, batch: int) -> float:
-    from finetune.training.learning_defaults import rate_for
-
     from finetune.config.run_config import RunConfig
+    from finetune.planning.learning_defaults import rate_for
 
     return rate_for(RunConfig(model="m", data="d", output_dir="o", finetuning=run["method"]), run["width"], batch)
 

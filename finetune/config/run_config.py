@@ -58,7 +58,7 @@ from finetune.config.sources import (
 from finetune.runtime.language import _
 from finetune.runtime.npu_tuning import npu_variables
 
-# Samples per optimizer step that a global batch of auto may become (training/learning_defaults.py).
+# Samples per optimizer step that a global batch of auto may become (planning/learning_defaults.py).
 AUTO_BATCHES = (8, 16, 32)
 
 

@@ -13,7 +13,7 @@ from finetune.config.rules import check_device
 from finetune.config.run_config import RunConfig
 from finetune.config.sources import source_names
 from finetune.errors import DataError
-from finetune.training.learning_defaults import learning_defaults
+from finetune.planning.learning_defaults import learning_defaults
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

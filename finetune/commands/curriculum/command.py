@@ -18,8 +18,8 @@ from finetune.batching.sampler import GlobalBatches, count_steps
 from finetune.config.fields import setting
 from finetune.config.options import Options, read_known_options
 from finetune.errors import ExitCode
+from finetune.planning.learning_defaults import batch_for
 from finetune.runtime.terminal import console as terminal_console
-from finetune.training.learning_defaults import batch_for
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -15,7 +15,7 @@ from run_helpers import Materials, make_materials
 from finetune import run
 from finetune.config.run_config import AUTO_BATCHES, RunConfig
 from finetune.errors import FinetuneError
-from finetune.training.learning_defaults import STEPS, learning_defaults
+from finetune.planning.learning_defaults import STEPS, learning_defaults
 
 
 def config(**settings: Any) -> RunConfig:
