@@ -286,7 +286,7 @@ class RunConfig(AdapterSettings, BaseConfig):
     learning_rate: Rate | Literal["auto"] = optimizer_setting(
         "auto",
         "Highest learning rate, reached after the warm-up; auto by finetuning, the model's width, and the batch.",
-        shown_default="auto: 3e-4 for lora, 3e-5 for full at width 4096 and a batch of 32",
+        shown_default="auto: 4e-4 for lora, 4e-5 for full at width 4096 and a batch of 32",
     )
     optimizer: Literal["adamw", "adamw-8bit", "adafactor", "muon"] = optimizer_setting(
         "adamw", "For finetuning full: with less state, AdamW in 8 bits, Adafactor, or Muon for the blocks' matrices."

@@ -246,7 +246,7 @@ def test_help_names_every_flag_with_unit_and_default() -> None:
     flat = " ".join(text.split())
     assert "--micro-batch-size SAMPLES" in flat and "--cutoff-len TOKENS" in flat
     assert (
-        "[default auto: 3e-4 for lora, 3e-5 for full at width 4096" in flat
+        "[default auto: 4e-4 for lora, 4e-5 for full at width 4096" in flat
         and "[default 2048]" in flat
         and "[required]" in flat
     )
