@@ -38,7 +38,7 @@ RATES = {
         512: (5e-5, 1e-4, 2e-4, 5e-4),
     },
 }
-BATCHES = {500: (8, 32), 1500: (8, 32, 64)}
+BATCHES = {500: (8, 32), 1500: (8, 32)}
 RATES_OF_BATCHES = {"lora": (5e-4, 1e-3, 2e-3, 4e-3), "full": (1e-4, 2e-4, 5e-4, 1e-3)}
 SETTINGS = ("width", "rows", "method", "batch", "rate")
 Run = dict[str, Any]
@@ -132,7 +132,6 @@ def pretrain(work: Path, tokens: Path, width: int, steps: int) -> None:
 
 
 def planned() -> Iterator[Run]:
-    """From the cheap to the dear ones."""
     for rows in ROWS:
         for width in WIDTHS:
             for method, rates in RATES.items():
@@ -166,7 +165,8 @@ def sweep(work: Path, share: str) -> None:
         (work / f"train-{rows}.jsonl").write_text("".join(lines[:rows]), encoding="utf-8")
     done = {key(run) for run in read_results()}
     number, of = map(int, share.split("/"))
-    for run in [run for run in planned() if key(run) not in done][number - 1 :: of]:
+    cheapest_first = sorted(planned(), key=lambda run: run["rows"] * run["width"])
+    for run in [run for run in cheapest_first if key(run) not in done][number - 1 :: of]:
         if (base_of(work, run["width"]) / "model.safetensors").exists():
             found = {**run, **train(work, run)}
             with RESULTS.open("a", encoding="utf-8") as results:
