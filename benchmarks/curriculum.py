@@ -1,20 +1,22 @@
-"""The staged curriculum against the same samples in uniform order.
+"""The staged curriculum against the same samples in uniform order, and in the stages' reverse.
 
-    python benchmarks/curriculum.py                    # six runs of about a minute each on one core
-    python benchmarks/curriculum.py --seeds 1 2 3 4 5 --steps 300 --work-dir runs/curriculum
+    python benchmarks/curriculum.py                    # 45 runs, about an hour on one core
+    python benchmarks/curriculum.py --sizes 167 --seeds 1 2 3 --work-dir runs/curriculum
 
-For each seed two runs differ in one thing, the order of the samples. One has the default stages. The other has one
-stage for the whole run, whose mix is the number of samples of each difficulty that the first run took: so every step
-has the run's overall mix, and as the order within a difficulty is the same, both runs take the same samples equally
-often. That is checked on what the runs logged, sample by sample. Then both are evaluated on the held-out records by
-`python -m finetune eval`. Runs that are done are not made again, so the same command continues after a stop. The table
-goes into docs/curriculum_benchmark.md whichever wins.
+For each size of the data and each seed three runs differ in one thing, the order of the samples. `staged` has the
+default stages; `reversed` has them from the last to the first; `uniform` has one stage for the whole run, whose mix is
+the number of samples of each difficulty that the first run took. As the order within a difficulty is the same, all take
+the same samples equally often. That is checked on what the runs logged, sample by sample; where a step's share falls
+between two numbers, reversed may round a sample of each difficulty the other way. All are evaluated on the held-out
+records by `python -m finetune eval`. What is done is not done again, so the same command continues after a stop. The
+tables go into docs/curriculum_benchmark.md whichever wins.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -22,26 +24,26 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import finetune
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "curriculum_benchmark.md"
 DATA = ROOT / "data_samples"
-ARMS = ("curriculum", "uniform")
+MODEL = DATA / "tiny-qwen3"
+ARMS = ("staged", "uniform", "reversed")
+LEVELS = ("explain", "reasoning", "topology")
+BATCH, EPOCHS = 16, 3
+# Two-sided 95% of Student's t, by degrees of freedom.
+T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
+Stages = list[dict[str, Any]]
 
 
 def main() -> int:
     options = _options()
-    work = options.work_dir
-    work.mkdir(parents=True, exist_ok=True)
-    pairs, drawn = [], {}
-    for seed in options.seeds:
-        staged = _train(work, "curriculum", seed, options, stages=None)
-        drawn = _taken_per_difficulty(staged)
-        uniform = _train(work, "uniform", seed, options, stages=[{"until": 1.0, "mix": list(drawn.values())}])
-        _check_same_samples(staged, uniform)
-        pairs.append((staged, uniform))
-    results = {arm: [_evaluate(pair[number]) for pair in pairs] for number, arm in enumerate(ARMS)}
-    base = _evaluate(DATA / "tiny-qwen3")
-    text = _document(options, drawn, base, results)
+    options.work_dir.mkdir(parents=True, exist_ok=True)
+    runs = {size: [_train_arms(size, seed, options) for seed in options.seeds] for size in options.sizes}
+    results = {size: _evaluate(size, of_size, options) for size, of_size in runs.items()}
+    text = _document(options, runs, results)
     options.document.write_text(text, encoding="utf-8")
     print(text)
     return 0
@@ -49,39 +51,70 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44])
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--learning-rate", type=float, default=2e-4)
-    parser.add_argument("--work-dir", type=Path, default=ROOT / "runs" / "curriculum_benchmark")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44, 45, 46])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[167, 500, 1500], help="records of train.jsonl")
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--work-dir", type=Path, default=ROOT / "build" / "bench-curriculum")
     parser.add_argument("--document", type=Path, default=DOCUMENT)
     return parser.parse_args()
 
 
-def _train(work: Path, arm: str, seed: int, options: argparse.Namespace, stages: list[dict] | None) -> Path:
+# ---------------------------------------------------------------------- runs
+
+
+def _train_arms(size: int, seed: int, options: argparse.Namespace) -> dict[str, Path]:
+    from finetune.config.fields import DEFAULT_STAGES
+
+    stages = [stage.model_dump() for stage in DEFAULT_STAGES]
+    staged = _train("staged", size, seed, options, stages)
+    overall = list(_taken_per_difficulty(staged).values())
+    uniform = _train("uniform", size, seed, options, [{"until": 1.0, "mix": overall}])
+    backwards = _train("reversed", size, seed, options, _reversed(stages))
+    _check_same_samples(staged, uniform, rounding=0)
+    _check_same_samples(staged, backwards, rounding=1)
+    return dict(zip(ARMS, (staged, uniform, backwards), strict=True))
+
+
+def _reversed(stages: Stages) -> Stages:
+    """The same mixes for as long, from the last to the first.
+
+    Raises:
+        SystemExit: a stage ramps, which has no reverse.
+    """
+    if any(stage["ramp"] != "step" for stage in stages):
+        raise SystemExit("the default stages ramp: their reverse is not defined here")
+    begins = [0.0, *(stage["until"] for stage in stages[:-1])]
+    return [
+        {"until": round(1.0 - begin, 6), "mix": list(stage["mix"])}
+        for begin, stage in zip(reversed(begins), reversed(stages), strict=True)
+    ]
+
+
+def _train(arm: str, size: int, seed: int, options: argparse.Namespace, stages: Stages) -> Path:
     """The folder of a finished run."""
-    folder = work / f"{arm}-{seed}"
+    data = options.work_dir / f"train-{size}.jsonl"
+    lines = (DATA / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)  # the file is shuffled
+    data.write_text("".join(lines[:size]), encoding="utf-8")
+    folder = options.work_dir / f"{arm}-{size}-{seed}"
+    if (folder / "adapter_model.safetensors").exists():
+        return folder
     settings: dict[str, Any] = {
-        "model": str(DATA / "tiny-qwen3"),
-        "data": str(DATA / "train.jsonl"),
-        "valid_data": str(DATA / "valid.jsonl"),
+        "model": str(MODEL),
+        "data": str(data),
         "output_dir": str(folder),
-        "max_steps": options.steps,
+        "max_steps": math.ceil(EPOCHS * size / BATCH),
         "learning_rate": options.learning_rate,
-        "micro_batch_size": 4,
-        "global_batch_size": 32,
+        "global_batch_size": BATCH,
         "seed": seed,
         "curriculum_seed": seed,
+        "curriculum": {"stages": stages},
         "device_type": "cpu",
         "save_steps": 0,
         "report_to": "none",
         "log_samples": True,
     }
-    if stages is not None:
-        settings["curriculum"] = {"stages": stages}
-    config = work / f"{arm}-{seed}.json"
-    config.write_text(json.dumps(settings), encoding="utf-8")
-    print(f"{arm}, seed {seed} ...", file=sys.stderr, flush=True)
-    _run("finetune.sft", "--config", str(config))
+    print(f"{folder.name} ...", file=sys.stderr, flush=True)
+    finetune.run(settings)
     return folder
 
 
@@ -108,66 +141,67 @@ def _taken_per_difficulty(run: Path) -> dict[str, int]:
     difficulties, counts = _difficulties(), Counter[str]()
     for record, times in _samples(run).items():
         counts[difficulties[record]] += times
-    return {name: counts[name] for name in ("explain", "reasoning", "topology")}
+    return {name: counts[name] for name in LEVELS}
 
 
-def _check_same_samples(staged: Path, uniform: Path) -> None:
-    first, second = _samples(staged), _samples(uniform)
-    if first != second:
-        different = sum((first - second).values())
-        raise SystemExit(f"{staged.name} and {uniform.name} differ in {different} samples: the comparison is void")
-    if (staged / "samples.jsonl").read_bytes() == (uniform / "samples.jsonl").read_bytes():
-        raise SystemExit(f"{staged.name} and {uniform.name} took their samples in the same order: nothing to compare")
+def _check_same_samples(first: Path, second: Path, rounding: int) -> None:
+    """Raise SystemExit where the runs took other samples, beyond so many of a difficulty, or in one order."""
+    taken, other = _samples(first), _samples(second)
+    different = max((taken - other).total(), (other - taken).total())
+    if different > rounding * len(LEVELS):
+        raise SystemExit(f"{first.name} and {second.name} differ in {different} samples: the comparison is void")
+    if (first / "samples.jsonl").read_bytes() == (second / "samples.jsonl").read_bytes():
+        raise SystemExit(f"{first.name} and {second.name} took their samples in the same order: nothing to compare")
 
 
-def _evaluate(model: Path) -> dict[str, Any]:
-    """What `eval --json` says of one model, kept beside the run."""
-    kept = model.parent / f"{model.name}.eval.json" if (model / "samples.jsonl").exists() else None
-    if kept is None or not kept.exists():
-        print(f"eval {model.name} ...", file=sys.stderr, flush=True)
+def _evaluate(size: int, runs: list[dict[str, Path]], options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """What `eval --json` says of the runs of one size, by arm in the order of the seeds, and of the base."""
+    kept = options.work_dir / f"eval-{size}-{'-'.join(map(str, options.seeds))}.json"
+    folders = [str(of_seed[arm]) for arm in ARMS for of_seed in runs]
+    if not kept.exists():
+        print(f"eval of {len(folders)} adapters ...", file=sys.stderr, flush=True)
         said = _run(
-            "finetune", "eval", "--json", "--device-type", "cpu", "--max-new-tokens", "250",
-            "--model", str(model), "--data", str(DATA / "valid.jsonl"),
+            "finetune", "eval", "--json", "--device-type", "cpu", "--max-new-tokens", "120", "--batch-size", "100",
+            "--model", str(MODEL), "--base", "--adapter", *folders, "--data", str(DATA / "valid.jsonl"),
         )  # fmt: skip
-        if kept is None:
-            return json.loads(said)["models"][0]
         kept.write_text(said, encoding="utf-8")
-    return json.loads(kept.read_text(encoding="utf-8"))["models"][0]
+    base, *adapters = json.loads(kept.read_text(encoding="utf-8"))["models"]
+    count = len(runs)
+    return {"base": [base], **{arm: adapters[n * count : (n + 1) * count] for n, arm in enumerate(ARMS)}}
 
 
-def _document(
-    options: argparse.Namespace, drawn: dict[str, int], base: dict[str, Any], results: dict[str, list[dict[str, Any]]]
-) -> str:
-    total = sum(drawn.values())
-    mix = ", ".join(f"{count:,} {level} ({count / total:.0%})" for level, count in drawn.items())
-    levels = list(results["curriculum"][0]["levels"])
+# ---------------------------------------------------------------------- page
+
+
+def _document(options: argparse.Namespace, runs: dict[int, Any], results: dict[int, Any]) -> str:
     lines = [
-        "# Curriculum against uniform order",
+        "# Curriculum against other orders",
         "",
         "Written by `python benchmarks/curriculum.py`; do not edit.",
         "",
-        f"LoRA on `data_samples/tiny-qwen3`, {options.steps} steps of 32 samples of `data_samples/train.jsonl`, "
-        f"learning rate {options.learning_rate:g}, seeds {', '.join(map(str, options.seeds))}. Per seed two runs take "
-        f"the same samples equally often (checked by record number): {mix}. With the curriculum they come in the "
-        "default stages; uniform, every step has that overall mix. Held-out records: `data_samples/valid.jsonl`, "
-        "50 per difficulty. "
-        "Mean ± standard deviation over the seeds; differences are taken seed by seed and signed so that above zero "
-        "the curriculum is better.",
+        f"LoRA on `data_samples/tiny-qwen3`, the first records of `data_samples/train.jsonl`, as many steps of {BATCH} "
+        f"samples as {EPOCHS} passes have, learning rate {options.learning_rate:g}, seeds "
+        f"{', '.join(map(str, options.seeds))}. Per seed three runs take the same samples equally often (checked by "
+        "record number; reversed may round one of a difficulty the other way): `staged` in the default stages, "
+        "`uniform` with their overall mix in every step, `reversed` in the stages from the last to the first. "
+        "Held-out records: `data_samples/valid.jsonl`, 50 per difficulty. Differences are taken seed by seed, with "
+        "their 95% interval (Student's t), and signed so that above zero the stages are better.",
         "",
     ]
-    for title, key, digits in (("Loss per target", "loss", 4), ("Exact answers, of 50 a difficulty", "correct", 1)):
-        lines += [f"## {title}", "", "| difficulty | base | curriculum | uniform | curriculum better by | verdict |"]
-        lines.append("|---|---|---|---|---|---|")
-        for level in [*levels, None]:
-            if key == "correct" and not _of(base, level)["answered"]:
-                continue
-            lines.append(_line(level, key, digits, base, results))
-        lines.append("")
-    lines += [
-        "A verdict is given only where the mean difference is more than twice its standard error; else the runs cannot "
-        "tell the two apart. One tiny model and one data set: it says little about others.",
-        "",
-    ]
+    for size, of_size in runs.items():
+        taken = _taken_per_difficulty(of_size[0]["staged"])
+        mix = ", ".join(f"{count:,} {level} ({count / sum(taken.values()):.0%})" for level, count in taken.items())
+        lines += [f"## {size:,} records, {sum(taken.values()) // BATCH} steps", "", f"Samples taken: {mix}.", ""]
+        for title, key, digits in (("loss per target", "loss", 4), ("exact answers of 50", "correct", 1)):
+            lines += [f"| {title} | base | staged | uniform | reversed | staged beats uniform by | and reversed by |"]
+            lines.append("|---|---|---|---|---|---|---|")
+            lines += [
+                _line(level, key, digits, results[size])
+                for level in (*LEVELS, None)
+                if key == "loss" or _of(results[size]["base"][0], level)["answered"]
+            ]
+            lines.append("")
+    lines += ["An interval with 0 in it cannot tell the two apart (marked ~). One small model, one kind of data.", ""]
     return "\n".join(lines)
 
 
@@ -175,30 +209,22 @@ def _of(model: dict[str, Any], level: str | None) -> dict[str, Any]:
     return model["overall"] if level is None else model["levels"][level]
 
 
-def _line(
-    level: str | None, key: str, digits: int, base: dict[str, Any], results: dict[str, list[dict[str, Any]]]
-) -> str:
-    values = {arm: [_of(model, level)[key] for model in results[arm]] for arm in ARMS}
+def _line(level: str | None, key: str, digits: int, results: dict[str, list[dict[str, Any]]]) -> str:
+    values = {arm: [_of(model, level)[key] for model in models] for arm, models in results.items()}
     sign = -1 if key == "loss" else 1
-    gains = [sign * (ours - theirs) for ours, theirs in zip(values["curriculum"], values["uniform"], strict=True)]
-    cells = [level or "all", f"{_of(base, level)[key]:.{digits}f}"]
-    cells += [_spread(values[arm], digits) for arm in ARMS]
-    return f"| {' | '.join([*cells, _spread(gains, digits), _verdict(gains)])} |"
+    cells = [level or "all", *(f"{statistics.fmean(values[arm]):.{digits}f}" for arm in ("base", *ARMS))]
+    for other in ("uniform", "reversed"):
+        gains = [sign * (ours - theirs) for ours, theirs in zip(values["staged"], values[other], strict=True)]
+        cells.append(_interval(gains, digits))
+    return f"| {' | '.join(cells)} |"
 
 
-def _spread(values: list[float], digits: int) -> str:
-    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.{digits}f}{spread}"
-
-
-def _verdict(gains: list[float]) -> str:
-    if len(gains) < 2:
-        return "one seed: none"
-    error = statistics.stdev(gains) / len(gains) ** 0.5
+def _interval(gains: list[float], digits: int) -> str:
     mean = statistics.fmean(gains)
-    if abs(mean) <= 2 * error or mean == 0:
-        return "not told apart"
-    return "curriculum" if mean > 0 else "uniform"
+    if len(gains) < 2:
+        return f"{mean:+.{digits}f}"
+    half = T95.get(len(gains) - 1, 2.0) * statistics.stdev(gains) / len(gains) ** 0.5
+    return f"{mean:+.{digits}f} ± {half:.{digits}f}{' ~' if abs(mean) <= half else ''}"
 
 
 if __name__ == "__main__":
