@@ -7,11 +7,11 @@ decoding is either of the same kind (a penalty), or seen in the answers themselv
 
 from __future__ import annotations
 
-import copy
 import datetime
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jinja2
@@ -20,8 +20,7 @@ from finetune.commands.verify.evidence import Messages, Prompt
 from finetune.commands.verify.reference import TRAINED, Reference, Weights
 from finetune.data.templates import TEMPLATES
 from finetune.errors import FinetuneError
-from finetune.inference.loading import load_tokenizer_of
-from finetune.inference.loading import Source
+from finetune.inference.loading import Source, load_tokenizer_of
 from finetune.runtime.language import N_
 
 Ids = tuple[int, ...]
@@ -31,10 +30,16 @@ PENALTIES = (1.05, 1.1, 1.15, 1.2, 1.3, 1.5)  # 1.1 was Ollama's default, 1.05 i
 
 @dataclass(frozen=True)
 class Change:
-    """What would be otherwise, were it this fault; `reads` gives the ids that the model would read of a prompt."""
+    """What would be otherwise, were it this fault.
+
+    Attributes:
+        reads: the ids that the model would read of a prompt; None: as in training.
+        opens: ids that the model itself would begin its answer with, where they are not of the answer proper.
+    """
 
     detail: str = ""
     reads: Callable[[Prompt], Ids] | None = None
+    opens: Callable[[Prompt], Ids] | None = None
     weights: Weights = TRAINED
     penalty: float = 1.0
 
@@ -91,7 +96,9 @@ def _templates(reference: Reference) -> Iterator[Change]:
 
 
 def _no_generation_prompt(reference: Reference) -> Iterator[Change]:
-    yield Change(reads=_rendered(reference, reference.template.source, add_generation_prompt=False))
+    reads = _rendered(reference, reference.template.source, add_generation_prompt=False)
+    # The model then writes what is missing itself, and of that a text shows only what is no control token.
+    yield Change(reads=reads, opens=lambda prompt: prompt.ids[len(reads(prompt)) :])
 
 
 def _bos(reference: Reference) -> int | None:
@@ -169,9 +176,8 @@ def _date(reference: Reference) -> Iterator[Change]:
 
 
 def _specials_as_text(reference: Reference) -> Iterator[Change]:
-    plain = copy.deepcopy(reference.tokenizer)
-    plain.backend_tokenizer.encode_special_tokens = True
-    yield Change(reads=lambda prompt: tuple(plain(prompt.text, add_special_tokens=False)["input_ids"]))
+    plain = partial(reference.tokenizer, add_special_tokens=False, split_special_tokens=True)
+    yield Change(reads=lambda prompt: tuple(plain(prompt.text)["input_ids"]))
 
 
 def _cut_front(reference: Reference) -> Iterator[Change]:
@@ -311,7 +317,7 @@ class Hypothesis:
 
     def joined(self, other: Hypothesis) -> Hypothesis:
         """A fault of the prompt and one behind it."""
-        change = replace(other.change, reads=self.change.reads)
+        change = replace(other.change, reads=self.change.reads, opens=self.change.opens)
         return Hypothesis(self.causes + other.causes, change)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from finetune.commands.verify.evidence import Messages, Seen
 from finetune.errors import ConfigError
@@ -24,6 +26,8 @@ class MergedFolder:
         self.name = folder.name
         if not (folder / "config.json").is_file():
             raise ConfigError("no model is there (no config.json)", str(folder), "name the folder that merge wrote")
+        if not sys.stderr.isatty():
+            disable_progress_bar()
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
             self.model: Any = AutoModelForCausalLM.from_pretrained(
