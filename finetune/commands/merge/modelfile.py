@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -118,13 +119,11 @@ def _without_first(text: str, first: str) -> str:
 
 def conversations(texts: Sequence[str], count: int = CONVERSATIONS) -> Iterator[list[Message]]:
     """Of one to four questions, every second one with a system turn; always the same ones."""
-    taken = itertools.cycle(texts)
+    chooser = random.Random(0)
     for number in range(count):
-        system = [Message("system", next(taken))] if number % 2 else []
+        system = [Message("system", chooser.choice(texts))] if number % 2 else []
         turns = 2 * (number // 2 % 4) + 1
-        if number % len(texts) == 0:
-            next(taken)  # else the same text would always stand at the same place
-        yield [*system, *(Message(("user", "assistant")[turn % 2], next(taken)) for turn in range(turns))]
+        yield [*system, *(Message(("user", "assistant")[turn % 2], chooser.choice(texts)) for turn in range(turns))]
 
 
 def _equal(template: ChatTemplate, source: str, first: str, texts: Sequence[str]) -> bool:
