@@ -70,8 +70,8 @@ class Diagnosis:
             apart = [abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True)]
             if apart:
                 means.append(sum(apart) / len(apart))
-                largest = max(largest, *other.gaps)
-        return Tolerance(max(LEAST_LOGPROB, TIMES_NOISE * max(means)), max(LEAST_GAP, TIMES_NOISE * largest))
+                largest = max(largest, *apart)
+        return Tolerance(max(LEAST_LOGPROB, TIMES_NOISE * max(means)), max(LEAST_GAP, 2 * largest))
 
     # ------------------------------------------------------------ one hypothesis
 
@@ -161,9 +161,10 @@ class Diagnosis:
         """Faults of the decoding that need no model: what is wrong in all answers that are wrong is one of them."""
         wrong = [replay for replay, good in zip(self.replays, right.good, strict=True) if not good]
         for name, is_so in SEEN_IN_ANSWERS.items():
-            if all(is_so(replay, self.most) for replay in wrong) and all(
-                _could_be(replay.seen, replay.prompt.ids) for replay in wrong
-            ):
+            asked = [replay for replay in wrong if replay.again is not None] if name == "not_greedy" else wrong
+            so = [is_so(replay, self) for replay in asked]
+            read = all(_could_be(replay.seen, replay.prompt.ids) for replay in wrong)
+            if read and so and sum(so) >= (EXPLAINED if name != "not_greedy" else 0.5) * len(so):
                 return [self._finding(BY_NAME[name], "", right, len(self.replays))]
         return []
 
@@ -276,24 +277,27 @@ def _first_difference(one: Sequence[object], other: Sequence[object]) -> int:
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _runs_on(replay: Replay, _most: int) -> bool:
+def _runs_on(replay: Replay, diagnosis: Diagnosis) -> bool:
+    if set((replay.seen.answer_ids or ())[:-1]) & set(diagnosis.stop_ids):
+        return True
     # transformers' server shows only what comes last, but all of a continuation.
     shown = [seen.answer.strip() for seen in (replay.seen, replay.raw) if seen is not None and seen.finish == "length"]
     own = replay.own_answer.strip()
     return replay.own_finish == "stop" and any(there.startswith(own) for there in shown)
 
 
-def _stops_early(replay: Replay, _most: int) -> bool:
+def _stops_early(replay: Replay, _diagnosis: Diagnosis) -> bool:
     own, there = replay.own_answer.strip(), replay.seen.answer.strip()
     return replay.seen.finish == "stop" and len(there) < len(own) and own.startswith(there)
 
 
-def _is_cut(replay: Replay, most: int) -> bool:
+def _is_cut(replay: Replay, diagnosis: Diagnosis) -> bool:
     own, there, length = replay.own_answer.strip(), replay.seen.answer.strip(), replay.seen.answer_tokens
-    return replay.seen.finish == "length" and own.startswith(there) and (length is None or length < most)
+    cut = replay.seen.finish == "length" and (length is None or length < diagnosis.most)
+    return cut and len(there) < len(own) and own.startswith(there)
 
 
-def _changes(replay: Replay, _most: int) -> bool:
+def _changes(replay: Replay, _diagnosis: Diagnosis) -> bool:
     return replay.again != replay.seen.answer
 
 

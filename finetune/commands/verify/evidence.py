@@ -59,7 +59,7 @@ class Replay:
     own_ids: tuple[int, ...]  # with the end token where there is one
     own_finish: str
     seen: Seen
-    again: str  # the deployment's answer to the same, a second time
+    again: str | None  # the deployment's answer to the same a second time, where it was asked
     raw: Seen | None  # its continuation of our own rendering
 
 

@@ -31,12 +31,12 @@ def replay(
     found = []
     for prompt, ids in zip(prompts, own, strict=True):
         seen = _whole(deployment.chat(prompt.messages, max_new_tokens), reference.tokenizer)
-        again = deployment.chat(prompt.messages, max_new_tokens) if len(found) < ASKED_TWICE else seen
+        again = deployment.chat(prompt.messages, max_new_tokens).answer if len(found) < ASKED_TWICE else None
         ended = bool(ids) and ids[-1] in reference.stop_ids
         text = reference.tokenizer.decode(list(ids[:-1] if ended else ids), skip_special_tokens=True)
         raw = deployment.complete(prompt.ids, prompt.text, max_new_tokens)
         raw = None if raw is None else _whole(raw, reference.tokenizer)
-        found.append(Replay(prompt, text, ids, "stop" if ended else "length", seen, again.answer, raw))
+        found.append(Replay(prompt, text, ids, "stop" if ended else "length", seen, again, raw))
         on_progress(1)
     return found
 

@@ -4,6 +4,7 @@ folder through transformers, and llama.cpp's server."""
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -72,7 +73,7 @@ def names(report: dict) -> list[str]:
 
 
 def assert_found(report: dict, name: str) -> None:
-    assert names(report) == [name], report
+    assert names(report) == [name], json.dumps(report)
     (finding,) = report["findings"]
     assert report["code"] == 1 and finding["mend"] and finding["evidence"] and finding["prompts"]
     assert finding["explains"] > report["same"]
@@ -83,7 +84,7 @@ def assert_found(report: dict, name: str) -> None:
 
 def test_a_merged_folder_is_right(verify: Verify, adapter: Path, merged: Path):
     report = verify(adapter, "--merged", merged)
-    assert report["code"] == 0 and names(report) == [] and report["same"] == report["prompts"] == 8
+    assert names(report) == [] and report["code"] == 0 and report["same"] == report["prompts"] == 8, json.dumps(report)
     assert set(report["compared"].values()) == {8}
 
 
