@@ -14,7 +14,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-TYPES = {"f32": gguf.GGMLQuantizationType.F32, "f16": gguf.GGMLQuantizationType.F16, "bf16": gguf.GGMLQuantizationType.BF16}
+TYPES = {
+    "f32": gguf.GGMLQuantizationType.F32,
+    "f16": gguf.GGMLQuantizationType.F16,
+    "bf16": gguf.GGMLQuantizationType.BF16,
+}
 
 
 def write(folder: Path, target: Path, outtype: str) -> None:

@@ -122,6 +122,8 @@ def test_every_command_works(number: int, folder: Path) -> None:
         assert all(name in output for name in ("explain", "reasoning", "topology", "base"))
     elif "finetune merge" in line:
         assert (folder / "merged" / "model.safetensors").is_file()
+    elif "finetune verify" in line:
+        assert "the deployment answers as the trained model" in output
     elif "--print-config" in line:
         assert re.search(r"^micro_batch_size +4 +ds_configs/zero3.json$", output, re.MULTILINE)
 

@@ -23,7 +23,8 @@ from finetune.data.spans import ChatTemplate
 
 CONVERSATIONS = 50
 TEXTS = (
-    "What does a router do?", "请用一句话解释单点故障。", "Answer: 7 ms, 99.5%", "def f(x):\n    return {'a': [x, 1e-3]}",
+    "What does a router do?", "请用一句话解释单点故障。", "Answer: 7 ms, 99.5%",
+    "def f(x):\n    return {'a': [x, 1e-3]}",
     "10.0.0.0/8 — “quotes” ₂ 🙂", "{% if x %}{{ .Content }}{% endif %}", "a\n\n\nb", '"""', "0", "\\n \\t $HOME `ls`",
 )  # fmt: skip
 SPACED = ("  two spaces,\ttab\n", "\nline\n\n")

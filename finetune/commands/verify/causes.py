@@ -21,7 +21,7 @@ from finetune.commands.verify.reference import TRAINED, Reference, Weights
 from finetune.data.templates import TEMPLATES
 from finetune.errors import FinetuneError
 from finetune.inference.loading import Source, load_tokenizer_of
-from finetune.runtime.language import N_
+from finetune.runtime.language import N_, _
 
 Ids = tuple[int, ...]
 SYSTEM_TURNS = ("You are a helpful assistant.", "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.")
@@ -42,6 +42,9 @@ class Change:
     opens: Callable[[Prompt], Ids] | None = None
     weights: Weights = TRAINED
     penalty: float = 1.0
+
+
+AS_TRAINED = Change()
 
 
 @dataclass(frozen=True)
@@ -84,15 +87,17 @@ def _templates(reference: Reference) -> Iterator[Change]:
     except FinetuneError:  # it has none of its own
         pass
     else:
-        yield Change(N_("the base model's own template"), _rendered(reference, base.chat_template))
+        yield Change(_("the base model's own template"), _rendered(reference, base.chat_template))
     for name, source in TEMPLATES.items():
         if source != own:
             yield Change(name, _rendered(reference, source))
-    contents = "{% for message in messages %}{{ message['content'] }}{% if not loop.last %}{{ '\\n' }}{% endif %}{% endfor %}"
-    yield Change(N_("none: the bare contents"), _rendered(reference, contents))
+    contents = (
+        "{% for message in messages %}{{ message['content'] }}{% if not loop.last %}{{ '\\n' }}{% endif %}{% endfor %}"
+    )
+    yield Change(_("none: the bare contents"), _rendered(reference, contents))
     roles = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
-    yield Change(N_("none: roles and contents as text"), _rendered(reference, roles))
-    yield Change(N_("none: roles and contents as text"), _rendered(reference, roles + "assistant:"))
+    yield Change(_("none: roles and contents as text"), _rendered(reference, roles))
+    yield Change(_("none: roles and contents as text"), _rendered(reference, roles + "assistant:"))
 
 
 def _no_generation_prompt(reference: Reference) -> Iterator[Change]:
@@ -130,9 +135,9 @@ def _history(reference: Reference) -> Iterator[Change]:
     def last_turns(messages: Messages) -> Messages:
         return messages if len(messages) < 4 else messages[-3:]
 
-    yield Change(N_("the last question and the system turn"), _rendered(reference, source, last_turn_and_system))
-    yield Change(N_("the last question alone"), _rendered(reference, source, last_turn))
-    yield Change(N_("the last two questions"), _rendered(reference, source, last_turns))
+    yield Change(_("the last question and the system turn"), _rendered(reference, source, last_turn_and_system))
+    yield Change(_("the last question alone"), _rendered(reference, source, last_turn))
+    yield Change(_("the last two questions"), _rendered(reference, source, last_turns))
 
 
 def _system_left_out(reference: Reference) -> Iterator[Change]:
@@ -182,7 +187,7 @@ def _specials_as_text(reference: Reference) -> Iterator[Change]:
 
 def _cut_front(reference: Reference) -> Iterator[Change]:
     for room in (64, 128, 256, 512, 1024, 2048, 4096):
-        yield Change(N_("the last {count} tokens").format(count=room), lambda prompt, room=room: prompt.ids[-room:])
+        yield Change(_("the last {count} tokens").format(count=room), lambda prompt, room=room: prompt.ids[-room:])
 
 
 # ---------------------------------------------------------------- of the weights
@@ -200,11 +205,14 @@ def _scales(reference: Reference) -> Iterator[Change]:
 
     settings = PeftConfig.from_pretrained(str(reference.source.adapter))
     rank, alpha = getattr(settings, "r", 0), getattr(settings, "lora_alpha", 0)
-    factors = {2.0: N_("twice"), 0.5: N_("half")}
+    factors = {2.0: _("twice"), 0.5: _("half")}
     if rank and alpha:
         root = math.sqrt(rank)
         stabilised = getattr(settings, "use_rslora", False)
-        factors |= {(1 / root if stabilised else root): "use_rslora", (root if stabilised else rank) / alpha: N_("alpha left out")}
+        factors |= {
+            (1 / root if stabilised else root): "use_rslora",
+            (root if stabilised else rank) / alpha: _("alpha left out"),
+        }
     for factor, detail in factors.items():
         if not math.isclose(factor, 1.0):
             yield Change(f"{detail} (x{factor:.3g})", weights=Weights(scale=factor))
@@ -218,7 +226,7 @@ def _dtypes(reference: Reference) -> Iterator[Change]:
 
 def _quantised(reference: Reference) -> Iterator[Change]:
     for bits in (8, 4):
-        yield Change(N_("{bits} bits").format(bits=bits), weights=Weights(bits=bits))
+        yield Change(_("{bits} bits").format(bits=bits), weights=Weights(bits=bits))
 
 
 def _rope(reference: Reference) -> Iterator[Change]:
@@ -231,7 +239,7 @@ def _rope(reference: Reference) -> Iterator[Change]:
     plain = {"rope_type": "default", "rope_theta": theta, **kept}
     others: list[tuple[str, dict[str, Any]]] = []
     if own.get("rope_type", "default") != "default":
-        others.append((N_("left out"), plain))
+        others.append((_("left out"), plain))
     for factor in (2.0, 4.0, 8.0):
         others.append((f"linear x{factor:g}", plain | {"rope_type": "linear", "factor": factor}))
         scaled = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length}
@@ -254,54 +262,145 @@ def _penalties(reference: Reference) -> Iterator[Change]:
 
 # In the order in which a deployment meets them; of two that explain the same, the first is named.
 CAUSES = (
-    Cause("bos_missing", N_("the prompt lacks the token that begins it (BOS)"),
-          N_("let the engine add BOS, or keep it in the template: add_bos_token, tokenizer.ggml.add_bos_token"), _bos_missing),
-    Cause("bos_added", N_("the prompt begins with a BOS that training did not have, or with two"),
-          N_("take BOS out of the template or let the engine add none: send add_special_tokens false"), _bos_added),
-    Cause("generation_prompt", N_("the prompt does not open the answer (no generation prompt)"),
-          N_("render with add_generation_prompt=true; let the template write the assistant's header"), _no_generation_prompt),
-    Cause("system_left_out", N_("the system turn does not reach the model"),
-          N_("use the run's chat_template.jinja: the deployed one leaves out the role system"), _system_left_out),
-    Cause("system_added", N_("the engine writes a system turn that training did not have"),
-          N_("take the default system prompt out of the template, the Modelfile or the proxy"), _system_added),
-    Cause("history", N_("earlier turns of the conversation do not reach the model"),
-          N_("raise the context (num_ctx, --max-model-len, -c), and let the client and the template keep all turns"), _history),
-    Cause("context_cut", N_("the beginning of long prompts is cut off"),
-          N_("raise the context: num_ctx, --max-model-len or -c to the longest conversation with its answer"), _cut_front),
-    Cause("contents_trimmed", N_("white space around messages is cut off"),
-          N_("use the run's chat_template.jinja: the deployed one, or the engine, trims contents"), _trimmed),
-    Cause("date", N_("the template writes today's date, training wrote a fixed one"),
-          N_("set the date that training used (26 Jul 2024) in the template or as its variable date_string"), _date),
-    Cause("thinking", N_("the template's thinking is switched otherwise than in training"),
-          N_("send or set chat_template_kwargs so that enable_thinking is as in training"), _thinking),
-    Cause("special_tokens_as_text", N_("the template's control tokens are read as plain text"),
-          N_("copy tokenizer.json and tokenizer_config.json of the run; let the engine parse special tokens"), _specials_as_text),
-    Cause("template", N_("another chat template writes the prompt"),
-          N_("copy chat_template.jinja of the run beside the model, or pass it: --chat-template (vLLM), --chat-template-file "
-             "(llama.cpp), TEMPLATE (Ollama)"), _templates),
-    Cause("repetition_penalty", N_("a repetition penalty changes the greedy answer"),
-          N_("send repetition_penalty 1, and take it out of generation_config.json or the Modelfile (repeat_penalty 1)"), _penalties),
-    Cause("adapter_left_out", N_("the base model answers: the adapter is not applied"),
-          N_("name the adapter in the request (vLLM: --lora-modules), or serve the folder that merge wrote"), _no_adapter),
-    Cause("adapter_scale", N_("the adapter is applied with another strength"),
-          N_("merge once, from the base, with the adapter's own lora_alpha, r and use_rslora"), _scales),
-    Cause("rope_scaling", N_("positions are scaled otherwise than in training"),
-          N_("serve with the rope parameters of the merged config.json: no --rope-scaling, --rope-freq-base or overrides"), _rope),
-    Cause("dtype", N_("weights or arithmetic have fewer bits than they are to have"),
-          N_("serve with --dtype as trained, or merge again with merge --dtype"), _dtypes),
-    Cause("quantised", N_("the weights are quantised"),
-          N_("serve unquantised weights, or accept it: this is what the quantisation changes"), _quantised),
-    Cause("end_ignored", N_("answers run on behind their end"),
-          N_("add the end of turn to eos_token_id of generation_config.json (merge writes it), or send it as stop")),
-    Cause("stops_early", N_("answers end before their end"),
-          N_("take stop texts or extra eos ids out of the request, generation_config.json or the Modelfile")),
-    Cause("answers_cut", N_("the server cuts answers off"),
-          N_("raise its own limit: max_tokens, num_predict, or the context")),
-    Cause("not_greedy", N_("the answer to the same prompt changes: the server draws it, in spite of temperature 0"),
-          N_("let the server take temperature 0: no sampling defaults that override the request")),
-    Cause("unknown", N_("the deployment differs, and no known cause explains it"),
-          N_("compare model, tokenizer and engine settings by hand; --merged FOLDER tells files from engine")),
-)  # fmt: skip
+    Cause(
+        "bos_missing",
+        N_("the prompt lacks the token that begins it (BOS)"),
+        N_("let the engine add BOS, or keep it in the template: add_bos_token, tokenizer.ggml.add_bos_token"),
+        _bos_missing,
+    ),
+    Cause(
+        "bos_added",
+        N_("the prompt begins with a BOS that training did not have, or with two"),
+        N_("take BOS out of the template or let the engine add none: send add_special_tokens false"),
+        _bos_added,
+    ),
+    Cause(
+        "generation_prompt",
+        N_("the prompt does not open the answer (no generation prompt)"),
+        N_("render with add_generation_prompt=true; let the template write the assistant's header"),
+        _no_generation_prompt,
+    ),
+    Cause(
+        "system_left_out",
+        N_("the system turn does not reach the model"),
+        N_("use the run's chat_template.jinja: the deployed one leaves out the role system"),
+        _system_left_out,
+    ),
+    Cause(
+        "system_added",
+        N_("the engine writes a system turn that training did not have"),
+        N_("take the default system prompt out of the template, the Modelfile or the proxy"),
+        _system_added,
+    ),
+    Cause(
+        "history",
+        N_("earlier turns of the conversation do not reach the model"),
+        N_("raise the context (num_ctx, --max-model-len, -c), and let the client and the template keep all turns"),
+        _history,
+    ),
+    Cause(
+        "context_cut",
+        N_("the beginning of long prompts is cut off"),
+        N_("raise the context: num_ctx, --max-model-len or -c to the longest conversation with its answer"),
+        _cut_front,
+    ),
+    Cause(
+        "contents_trimmed",
+        N_("white space around messages is cut off"),
+        N_("use the run's chat_template.jinja: the deployed one, or the engine, trims contents"),
+        _trimmed,
+    ),
+    Cause(
+        "date",
+        N_("the template writes today's date, training wrote a fixed one"),
+        N_("set the date that training used (26 Jul 2024) in the template or as its variable date_string"),
+        _date,
+    ),
+    Cause(
+        "thinking",
+        N_("the template's thinking is switched otherwise than in training"),
+        N_("send or set chat_template_kwargs so that enable_thinking is as in training"),
+        _thinking,
+    ),
+    Cause(
+        "special_tokens_as_text",
+        N_("the template's control tokens are read as plain text"),
+        N_("copy tokenizer.json and tokenizer_config.json of the run; let the engine parse special tokens"),
+        _specials_as_text,
+    ),
+    Cause(
+        "template",
+        N_("another chat template writes the prompt"),
+        N_(
+            "copy chat_template.jinja of the run beside the model, or pass it: --chat-template (vLLM), "
+            "--chat-template-file (llama.cpp), TEMPLATE (Ollama)"
+        ),
+        _templates,
+    ),
+    Cause(
+        "repetition_penalty",
+        N_("a repetition penalty changes the greedy answer"),
+        N_("send repetition_penalty 1, and take it out of generation_config.json or the Modelfile (repeat_penalty 1)"),
+        _penalties,
+    ),
+    Cause(
+        "adapter_left_out",
+        N_("the base model answers: the adapter is not applied"),
+        N_("name the adapter in the request (vLLM: --lora-modules), or serve the folder that merge wrote"),
+        _no_adapter,
+    ),
+    Cause(
+        "adapter_scale",
+        N_("the adapter is applied with another strength"),
+        N_("merge once, from the base, with the adapter's own lora_alpha, r and use_rslora"),
+        _scales,
+    ),
+    Cause(
+        "rope_scaling",
+        N_("positions are scaled otherwise than in training"),
+        N_(
+            "serve with the rope parameters of the merged config.json: no --rope-scaling, --rope-freq-base or overrides"
+        ),
+        _rope,
+    ),
+    Cause(
+        "dtype",
+        N_("weights or arithmetic have fewer bits than they are to have"),
+        N_("serve with --dtype as trained, or merge again with merge --dtype"),
+        _dtypes,
+    ),
+    Cause(
+        "quantised",
+        N_("the weights are quantised"),
+        N_("serve unquantised weights, or accept it: this is what the quantisation changes"),
+        _quantised,
+    ),
+    Cause(
+        "end_ignored",
+        N_("answers run on behind their end"),
+        N_("add the end of turn to eos_token_id of generation_config.json (merge writes it), or send it as stop"),
+    ),
+    Cause(
+        "stops_early",
+        N_("answers end before their end"),
+        N_("take stop texts or extra eos ids out of the request, generation_config.json or the Modelfile"),
+    ),
+    Cause(
+        "answers_cut",
+        N_("the server cuts answers off"),
+        N_("raise its own limit: max_tokens, num_predict, or the context"),
+    ),
+    Cause(
+        "not_greedy",
+        N_("the answer to the same prompt changes: the server draws it, in spite of temperature 0"),
+        N_("let the server take temperature 0: no sampling defaults that override the request"),
+    ),
+    Cause(
+        "unknown",
+        N_("the deployment differs, and no known cause explains it"),
+        N_("compare model, tokenizer and engine settings by hand; --merged FOLDER tells files from engine"),
+    ),
+)
 BY_NAME = {cause.name: cause for cause in CAUSES}
 
 
@@ -310,7 +409,7 @@ class Hypothesis:
     """A fault in one of its forms, or two faults at once; without any it is the deployment as it should be."""
 
     causes: tuple[tuple[Cause, str], ...] = ()
-    change: Change = Change()
+    change: Change = AS_TRAINED
 
     def reads(self, prompt: Prompt) -> Ids:
         return prompt.ids if self.change.reads is None else self.change.reads(prompt)

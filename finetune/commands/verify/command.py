@@ -103,7 +103,7 @@ def _as_json(finding: Finding) -> dict[str, Any]:
     return {
         "name": finding.name,
         "what": _(finding.what),
-        "detail": _(finding.detail) if finding.detail else "",
+        "detail": finding.detail,
         "mend": _(finding.mend),
         "evidence": list(finding.evidence),
         "prompts": list(finding.prompts),

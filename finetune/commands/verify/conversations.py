@@ -69,9 +69,8 @@ def _records(sources: Sequence[DataSource]) -> list[list[Message]]:
     found = []
     for file in expand_sources(sources):
         for _, _, conversation in RecordReader(source=file.source).file(file.path):
-            if isinstance(conversation, Conversation) and conversation.plain_text is None and not conversation.tools:
-                if not any(turn.role == "tool" or turn.calls for turn in conversation.messages):
-                    found.append(list(conversation.messages))
+            if isinstance(conversation, Conversation) and _is_plain(conversation):
+                found.append(list(conversation.messages))
             if len(found) >= MOST_RECORDS:
                 break
     if not found:
@@ -79,6 +78,11 @@ def _records(sources: Sequence[DataSource]) -> list[list[Message]]:
             "no record is a conversation", ", ".join(source.path for source in sources), "name other data with --data"
         )
     return found
+
+
+def _is_plain(conversation: Conversation) -> bool:
+    with_tools = any(turn.role == "tool" or turn.calls for turn in conversation.messages)
+    return conversation.plain_text is None and not conversation.tools and not with_tools
 
 
 def _forms(records: Sequence[list[Message]], number: int) -> list[list[Message]]:

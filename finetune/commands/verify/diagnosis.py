@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from finetune.commands.verify.causes import BY_NAME, Cause, Change, Hypothesis, hypotheses
+from finetune.commands.verify.causes import AS_TRAINED, BY_NAME, Cause, Change, Hypothesis, hypotheses
 from finetune.commands.verify.evidence import Finding, Replay, Said, Seen
 from finetune.commands.verify.reference import TRAINED, Reference, Weights
 
@@ -125,7 +125,7 @@ class Diagnosis:
             return None
         return sum(abs(a - b) for a, b in zip(seen.logprobs, said.logprobs, strict=False)) / count
 
-    def answer_ids(self, replay: Replay, seen: Seen, change: Change = Change()) -> tuple[int, ...]:
+    def answer_ids(self, replay: Replay, seen: Seen, change: Change = AS_TRAINED) -> tuple[int, ...]:
         """The tokens of an answer, its end not among them; of a text cut by its length without the last ones."""
         if seen.answer_ids is not None:
             return self._without_end(seen.answer_ids)
@@ -183,9 +183,7 @@ class Diagnosis:
         best = ranked[0]
         if best.share < EXPLAINED or best.rank >= right.rank:
             return [self._unknown(ranked, right)]
-        return [
-            self._finding(cause, detail, right, sum(best.good)) for cause, detail in best.hypothesis.causes
-        ]
+        return [self._finding(cause, detail, right, sum(best.good)) for cause, detail in best.hypothesis.causes]
 
     def _ranked(self, tried: Iterable[Hypothesis], right: Fit, seen: SeenOf = lambda replay: replay.seen) -> list[Fit]:
         """The likely ones, best first: judged by some of the prompts that are wrong, and the best of them by all."""
@@ -248,9 +246,8 @@ class Diagnosis:
         (said,) = self.reference.said(TRAINED, [(prompt.ids, self.answer_ids(replay, seen))], 1.0, self.stop_ids)
         apart = self.apart(seen, said)
         if apart is not None and apart > self.tolerance.logprob:
-            lines.append(
-                f"answer {number}: log-probabilities differ by {apart:.3f} on average, {self.tolerance.logprob:.3f} is allowed"
-            )
+            allowed = f"{self.tolerance.logprob:.3f} is allowed"
+            lines.append(f"answer {number}: log-probabilities differ by {apart:.3f} on average, {allowed}")
         return tuple(lines)
 
 

@@ -85,7 +85,7 @@ class Endpoint:
     def complete(self, ids: Sequence[int], text: str, max_new_tokens: int) -> Seen | None:
         if self.engine == "ollama":  # puts a template of its own around it
             return None
-        for prompt in ([list(ids), text] if self._takes_ids else [text]):
+        for prompt in [list(ids), text] if self._takes_ids else [text]:
             try:
                 answer = self._asked("/v1/completions", {"model": self.model, "prompt": prompt}, max_new_tokens)
             except _Refused:  # of ids: it takes texts only; of a text: it has no such path
@@ -147,7 +147,9 @@ class Endpoint:
             listed = [str(model["id"]) for model in self._json("/v1/models")["data"]]
         except (_Refused, KeyError, TypeError) as error:
             words = error.words if isinstance(error, _Refused) else "its list of models cannot be read"
-            raise ConfigError(f"the server lists no models: {words}", self.name, "name one with --served-model") from None
+            raise ConfigError(
+                f"the server lists no models: {words}", self.name, "name one with --served-model"
+            ) from None
         if not listed:
             raise ConfigError("the server has no model", self.name, "load one there, or name it with --served-model")
         return listed[0]
@@ -158,7 +160,9 @@ class Endpoint:
             with contextlib.suppress(_Refused, FinetuneError):
                 found = self._json(path)
                 if isinstance(found, dict) and key in found:
-                    self.facts |= {name: found[name] for name in _ENGINE_FACTS if isinstance(found.get(name), (str, int))}
+                    self.facts |= {
+                        name: found[name] for name in _ENGINE_FACTS if isinstance(found.get(name), (str, int))
+                    }
                     if engine == "ollama":
                         self._ollama_facts()
                     return engine
@@ -173,7 +177,9 @@ class Endpoint:
 
     def _checked(self, answer: Any) -> dict[str, Any]:
         if not isinstance(answer, dict) or not answer.get("choices"):
-            raise FinetuneError("the server's answer has no choices", self.name, "is it a server of the OpenAI protocol?")
+            raise FinetuneError(
+                "the server's answer has no choices", self.name, "is it a server of the OpenAI protocol?"
+            )
         return answer
 
     def _failure(self, path: str, refused: _Refused) -> FinetuneError:

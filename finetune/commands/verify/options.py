@@ -18,7 +18,7 @@ class VerifyOptions(ModelOptions, SpokenOptions):
     )
     summary: ClassVar[str] = (
         "Replay prompts through another engine, and compare what it reads and answers with what was trained:\n"
-        "rendered prompts, token ids, greedy answers and their log-probabilities. Says what differs, and how to mend it."
+        "rendered prompts, token ids, greedy answers and their log-probabilities. Says what differs and how to mend it."
     )
     epilog: ClassVar[str] = (
         "Exit code: 0 the deployment answers as the trained model; 1 it differs, or failed; 2 refused; 130 interrupted."

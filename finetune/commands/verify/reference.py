@@ -7,7 +7,7 @@ adapter, in other numbers, with other positions.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,9 +126,7 @@ class Reference:
         padding = padding_id(model.config, self.tokenizer)
         found = []
         for prompt in prompts:
-            (ids,) = greedy_tokens(
-                model, model, [prompt.ids], [max_new_tokens], stop_ids=self.stop_ids, pad_id=padding
-            )
+            (ids,) = greedy_tokens(model, model, [prompt.ids], [max_new_tokens], stop_ids=self.stop_ids, pad_id=padding)
             found.append(tuple(ids))
         return found
 
@@ -138,7 +136,11 @@ class Reference:
         return end_ids(self.tokenizer, model.generation_config, model.config.get_text_config().eos_token_id)
 
     def said(
-        self, weights: Weights, asked: Sequence[tuple[Sequence[int], Sequence[int]]], penalty: float, ends: Sequence[int]
+        self,
+        weights: Weights,
+        asked: Sequence[tuple[Sequence[int], Sequence[int]]],
+        penalty: float,
+        ends: Sequence[int],
     ) -> list[Said]:
         """What a model says of answers to prompts, both as ids.
 
@@ -180,7 +182,7 @@ def _penalised(logits: torch.Tensor, prompt: list[int], answer: list[int], penal
 
 @torch.no_grad()
 def _round_in_blocks(model: Any, bits: int) -> None:
-    """Each matrix of the layers to `bits` for a weight and one scale for 32 of them, as llama.cpp's Q8_0 and Q4_0 do."""
+    """Each matrix of the layers to `bits` for a weight and a scale for 32 of them, as llama.cpp's Q8_0 and Q4_0 do."""
     outside = {id(model.get_input_embeddings())}
     for module in model.modules():
         if not isinstance(module, torch.nn.Linear) or id(module) in outside or module.weight.shape[1] % BLOCK:
@@ -196,5 +198,3 @@ def _round_in_blocks(model: Any, bits: int) -> None:
             safe = torch.where(scale == 0, torch.ones_like(scale), scale)
             rounded = (blocks / safe + 8.5).floor().clamp(0, 15).sub(8) * scale.half().float()
         module.weight.data = rounded.reshape(module.weight.shape).to(module.weight.dtype)
-
-

@@ -18,7 +18,8 @@ from finetune.data.templates import TEMPLATES
 QWEN3 = (
     "{%- for message in messages %}{%- if message.role == 'assistant' and loop.last %}"
     "{{- '<|im_start|>assistant\n<think>\n\n</think>\n\n' + message.content + '<|im_end|>\n' }}"
-    "{%- elif message.role == 'assistant' and loop.index0 % 4 == 1 %}{{- '<|im_start|>assistant\nA: ' + message.content }}"
+    "{%- elif message.role == 'assistant' and loop.index0 % 4 == 1 %}"
+    "{{- '<|im_start|>assistant\nA: ' + message.content }}"
     "{%- else %}{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{%- endif %}"
     "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 )

@@ -166,9 +166,7 @@ def test_a_missing_and_a_doubled_bos_are_found(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_fewer_bits_than_asked_for_are_found(
-    dtype: torch.dtype, verify: Verify, adapter: Path, tmp_path: Path
-):
+def test_fewer_bits_than_asked_for_are_found(dtype: torch.dtype, verify: Verify, adapter: Path, tmp_path: Path):
     words = ["--adapter", str(adapter), "--output-dir", str(tmp_path / "whole"), "--dtype", "float32"]
     assert finetune(["merge", *words]) == 0
     right = verify(adapter, "--merged", tmp_path / "whole", "--deployed-dtype", "float32")
