@@ -79,6 +79,7 @@ def verify(options: VerifyOptions) -> dict[str, Any]:
         },
         "deployed_dtype": expected,
         "tolerance": {"logprob": diagnosis.tolerance.logprob, "gap": diagnosis.tolerance.gap},
+        "shows_adapter": not diagnosis.hides_adapter,
         "findings": [_as_json(finding) for finding in findings],
     }
 
@@ -124,6 +125,10 @@ def _text(report: dict[str, Any]) -> str:
     lines = [_("compared on {count} conversations: {what}").format(count=total, what=said)]
     if not report["findings"]:
         lines.append(_("the deployment answers as the trained model"))
+    if not report["shows_adapter"]:
+        lines.append(
+            _("but so would the base: the adapter changes too little of these answers; ask more with --prompts or --data")
+        )
     for finding in report["findings"]:
         detail = f" ({finding['detail']})" if finding["detail"] else ""
         lines += ["", f"{finding['name']}: {finding['what']}{detail}"]

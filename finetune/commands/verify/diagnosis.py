@@ -58,6 +58,7 @@ class Diagnosis:
     def __init__(self, reference: Reference, replays: Sequence[Replay], max_new_tokens: int, dtype: str) -> None:
         self.reference, self.replays, self.most, self.dtype = reference, list(replays), max_new_tokens, dtype
         self.stop_ids = reference.stop_ids
+        self.hides_adapter = False  # what `run` finds of a right deployment
         self.tolerance = self._tolerance(dtype)
 
     def _tolerance(self, dtype: str) -> Tolerance:
@@ -152,10 +153,18 @@ class Diagnosis:
         """The faults, the first that a prompt meets first; none where all is as trained. And how well that fits."""
         right = self.fit(Hypothesis())
         if all(right.good):
+            self.hides_adapter = self._hides_adapter()
             return [], right
         self.known = hypotheses(self.reference, [replay.prompt for replay in self.replays])
         named = self._seen_in_answers(right) or self._searched(right)
         return named, right
+
+    def _hides_adapter(self) -> bool:
+        """Whether the base would have answered the same, so that nothing here shows that the adapter is applied."""
+        if self.reference.source.adapter is None:
+            return False
+        base = Hypothesis((), Change(weights=Weights(adapter=False)))
+        return all(self.fit(base).good)
 
     def _seen_in_answers(self, right: Fit) -> list[Finding]:
         """Faults of the decoding that need no model: what is wrong in all answers that are wrong is one of them."""
@@ -290,8 +299,9 @@ def _stops_early(replay: Replay, _diagnosis: Diagnosis) -> bool:
 
 def _is_cut(replay: Replay, diagnosis: Diagnosis) -> bool:
     own, there, length = replay.own_answer.strip(), replay.seen.answer.strip(), replay.seen.answer_tokens
-    cut = replay.seen.finish == "length" and (length is None or length < diagnosis.most)
-    return cut and len(there) < len(own) and own.startswith(there)
+    if replay.seen.finish != "length":
+        return False
+    return length < diagnosis.most if length is not None else len(there) < len(own) and own.startswith(there)
 
 
 def _changes(replay: Replay, _diagnosis: Diagnosis) -> bool:

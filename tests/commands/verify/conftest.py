@@ -20,6 +20,8 @@ from finetune.__main__ import main as finetune
 
 BASE = ROOT / "data_samples" / "tiny-qwen3"
 DATA = ROOT / "data_samples" / "valid.jsonl"
+TRAINING = ROOT / "data_samples" / "train.jsonl"
+STEPS = 40
 SERVE = """
 import sys
 from transformers.cli.transformers import main
@@ -30,21 +32,33 @@ main()
 
 @pytest.fixture(scope="session")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LoRA adapter on the bundled model, its weights drawn: what it says is another text than the base's."""
+    """A LoRA adapter on the bundled model, trained for some steps: it answers otherwise than the base."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = tmp_path_factory.mktemp("adapters") / "adapter"
     torch.manual_seed(3)
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
     base = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
-    adapted = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", init_lora_weights=False))
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
-                parameter.mul_(0.25)
+    adapted = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
+    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=2e-3)
+    records = [json.loads(line) for line in TRAINING.read_text(encoding="utf-8").splitlines()]
+    for start in range(0, STEPS * 4, 4):
+        turns = [
+            [
+                {"role": "user", "content": f"{record['instruction']}\n{record['input']}".strip()},
+                {"role": "assistant", "content": record["output"]},
+            ]
+            for record in records[start : start + 4]
+        ]
+        batch = tokenizer.apply_chat_template(turns, return_tensors="pt", padding=True, return_dict=True)
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        adapted(**batch, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
     adapted.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(BASE).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 
