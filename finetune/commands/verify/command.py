@@ -126,9 +126,7 @@ def _text(report: dict[str, Any]) -> str:
     if not report["findings"]:
         lines.append(_("the deployment answers as the trained model"))
     if not report["shows_adapter"]:
-        lines.append(
-            _("but so would the base: the adapter changes too little of these answers; ask more with --prompts or --data")
-        )
+        lines.append(_("but so would the base: the adapter changes too little here; ask more with --prompts or --data"))
     for finding in report["findings"]:
         detail = f" ({finding['detail']})" if finding["detail"] else ""
         lines += ["", f"{finding['name']}: {finding['what']}{detail}"]

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from finetune.commands.verify.causes import AS_TRAINED, BY_NAME, Cause, Change, Hypothesis, hypotheses
+from finetune.commands.verify.causes import BY_NAME, Cause, Hypothesis, hypotheses
+from finetune.commands.verify.changes import AS_TRAINED, Change
 from finetune.commands.verify.evidence import Finding, Replay, Said, Seen
 from finetune.commands.verify.reference import TRAINED, Reference, Weights
 

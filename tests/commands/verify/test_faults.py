@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -86,6 +87,15 @@ def test_a_merged_folder_is_right(verify: Verify, adapter: Path, merged: Path):
     report = verify(adapter, "--merged", merged)
     assert names(report) == [] and report["code"] == 0 and report["same"] == report["prompts"] == 8, json.dumps(report)
     assert set(report["compared"].values()) == {8}
+
+
+def test_it_says_where_the_base_would_have_passed(verify: Verify, adapter: Path, merged: Path, tmp_path: Path):
+    assert verify(adapter, "--merged", merged)["shows_adapter"]
+    weak = tmp_path / "weak"
+    shutil.copytree(adapter, weak)
+    changed(weak, "adapter_config.json", lora_alpha=1e-6)
+    report = verify(weak, "--merged", BASE)
+    assert report["code"] == 0 and not report["shows_adapter"]
 
 
 def test_more_bits_than_needed_are_right(verify: Verify, adapter: Path, merged: Path, tmp_path: Path):
