@@ -28,6 +28,7 @@ COMMANDS = {
     "serve": ("finetune.commands.serve.command", "serve a model: OpenAI protocol and chat page"),
     "eval": ("finetune.commands.evaluate.command", "loss and exact answers per difficulty, base against adapter"),
     "merge": ("finetune.commands.merge.command", "merge an adapter into its base model, tested, with a model card"),
+    "verify": ("finetune.commands.verify.command", "compare a deployed model with the one that was trained"),
     "convert": (
         "finetune.commands.convert.command",
         "make a run file of another tool's run: LLaMA-Factory, TRL ...",

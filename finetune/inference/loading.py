@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from finetune.config.paths import is_hub_id, split_revision
@@ -192,12 +198,19 @@ def load_tokenizer_of(
 
 
 def load_weights(
-    source: Source, device: torch.device, dtype: str, *, trust_remote_code: bool, rounded: str = "none"
+    source: Source,
+    device: torch.device,
+    dtype: str,
+    *,
+    trust_remote_code: bool,
+    rounded: str = "none",
+    config: PretrainedConfig | None = None,
 ) -> PreTrainedModel:
     """The model in eval mode on its device, the adapter's layers inside.
 
     Args:
         rounded: nf4 or int8: the base's weights are what `--quantization` makes of them, in the dtype again.
+        config: in the place of the base's own.
 
     Raises:
         ConfigError: no safetensors weights, or an adapter that does not fit the base.
@@ -206,7 +219,7 @@ def load_weights(
     repository, revision = split_revision(source.base)
     if not sys.stderr.isatty():
         disable_progress_bar()
-    config = load_model_config(source.base, trust_remote_code=trust_remote_code)
+    config = config or load_model_config(source.base, trust_remote_code=trust_remote_code)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             repository,

@@ -35,6 +35,7 @@ LAUNCHER_FLAGS |= {"--format", "--shm-size", "--ipc", "--gpus", "--gpus-per-node
 LAUNCHER_FLAGS |= {"--no-build-isolation", "--window-pattern"}
 LAUNCHER_FLAGS |= {"--dataset", "--dataset_name", "--model_name_or_path", "--use_peft", "--rlhf_type"}  # of other tools
 LAUNCHER_FLAGS |= {"--accelerate_config", "--zero_stage", "--deepspeed_config_file"}  # that these pass on
+LAUNCHER_FLAGS |= {"--max-model-len"}  # of vLLM
 LAUNCHER_FLAGS |= {"--jobs", "--every"}  # of tests/grid.py
 LAUNCHER_FLAGS |= {"--machine_rank", "--main_process_ip", "--main_process_port", "--use_deepspeed", "--flag"}
 
@@ -122,6 +123,8 @@ def test_every_command_works(number: int, folder: Path) -> None:
         assert all(name in output for name in ("explain", "reasoning", "topology", "base"))
     elif "finetune merge" in line:
         assert (folder / "merged" / "model.safetensors").is_file()
+    elif "finetune verify" in line:
+        assert "the deployment answers as the trained model" in output
     elif "--print-config" in line:
         assert re.search(r"^micro_batch_size +4 +ds_configs/zero3.json$", output, re.MULTILINE)
 

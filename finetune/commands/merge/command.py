@@ -3,6 +3,7 @@ not at all."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from finetune.storage.results import reopen
 if TYPE_CHECKING:
     from finetune.inference.loading import Source
 
+logger = logging.getLogger("finetune")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. 0: merged and tested; 1: failed, and nothing is left; 2: refused before that; 130: interrupted."""
@@ -32,6 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     from finetune.inference.loading import find_source
 
     source = find_source(options.model, options.adapter)
+    if options.format == "gguf":
+        from finetune.commands.merge.gguf import check_architecture, find_converter
+
+        find_converter(options.llama_cpp)
+        check_architecture(source.base, options)
     try:
         publish(source, output, options)
     except KeyboardInterrupt:
@@ -71,6 +79,8 @@ def publish(source: Source, output: Path, options: MergeOptions) -> None:
     staging.mkdir()
     try:
         merge_into(staging, source, options, name=output.name)
+        if options.format == "gguf":
+            make_gguf(staging, source, options)
         for path in sorted(staging.iterdir()):
             durable_files.share_file(path)
             durable_files.sync_file(path)
@@ -88,6 +98,46 @@ def publish(source: Source, output: Path, options: MergeOptions) -> None:
         ) from error
     finally:
         durable_files.remove_tree(staging, missing_ok=True)
+
+
+def make_gguf(folder: Path, source: Source, options: MergeOptions) -> None:
+    """Put a tested GGUF file and its Modelfile in the place of a merged folder's weights.
+
+    Raises:
+        FinetuneError: the converter or the test failed.
+    """
+    from transformers import AutoConfig
+
+    from finetune.commands.merge import gguf
+    from finetune.commands.merge.modelfile import write_modelfile
+    from finetune.data.render import trained_end_ids
+    from finetune.data.spans import ChatTemplate
+    from finetune.inference.loading import load_tokenizer_of
+
+    tokenizer = load_tokenizer_of(source, options.template, trust_remote_code=options.trust_remote_code)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+    gguf.convert(folder, gguf.find_converter(options.llama_cpp), str(config.dtype).removeprefix("torch."))
+    ends = set(trained_end_ids(tokenizer))
+    facts = gguf.check_gguf(folder, tokenizer, ends)
+    # Without a word of the file, llama.cpp begins SentencePiece's texts with it, and no others.
+    begins = facts.get("tokenizer.ggml.add_bos_token", facts.get("tokenizer.ggml.model") == "llama")
+    modelfile = write_modelfile(
+        ChatTemplate(tokenizer),
+        file_name=gguf.FILE_NAME,
+        begins=bool(begins) and tokenizer.bos_token is not None,
+        context_tokens=config.get_text_config().max_position_embeddings,
+        ends=[str(tokenizer.convert_ids_to_tokens(end)) for end in sorted(ends)],
+    )
+    if modelfile is None:
+        logger.warning(
+            "no template of Ollama's was shown to write what this chat template writes: there is no Modelfile "
+            "(fix: serve the file with llama.cpp's server, which takes the chat template as it is)"
+        )
+    else:
+        (folder / "Modelfile").write_text(modelfile.text, encoding="utf-8")
+    for path in folder.iterdir():
+        if path.name not in gguf.KEPT:
+            path.unlink()
 
 
 def _give_name(staging: Path, output: Path) -> None:

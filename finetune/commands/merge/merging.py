@@ -101,7 +101,7 @@ def merge_into(folder: Path, source: Source, options: MergeOptions, *, name: str
     check_fit(base, tokenizer, source)
     warn_of_text_alone(base, load_model_config(source.base, trust_remote_code=trust))
     _check_space(folder, base, DTYPES[dtype])
-    prompts = _prompts(base, tokenizer)
+    prompts = self_test_prompts(base, tokenizer)
     adapted_logits, effect = _write_merged(folder, base, tokenizer, source.adapter, prompts, DTYPES[dtype])
     del base
     gc.collect()
@@ -111,19 +111,17 @@ def merge_into(folder: Path, source: Source, options: MergeOptions, *, name: str
         other = with_adapter(load(rounded="none" if rounded != "none" else before), source.adapter).eval()
         other_logits = logits(other, prompts)
         del other
-        difference, same = _distance(other_logits, adapted_logits), _agreement(other_logits, adapted_logits)
+        difference, same = distance(other_logits, adapted_logits), _agreement(other_logits, adapted_logits)
         rounding = Rounding(before, rounded, difference, same)
         logger.info("%s", rounding_text(dataclasses.asdict(rounding)))
     trained_with = source.adapter / TEMPLATE_NAME if options.template is None else None
     texts = check_tokenizer(folder, tokenizer, trained_with, trust_remote_code=trust)
-    written = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=DTYPES[dtype], use_safetensors=True, trust_remote_code=trust
-    )
-    written_logits = logits(written.to(device).eval(), prompts)
+    written = load_written(folder, dtype=DTYPES[dtype], use_safetensors=True, trust_remote_code=trust)
+    written_logits = logits(written.to(device), prompts)
     test = SelfTest(
         prompts=len(prompts),
         tokens=sum(map(len, prompts)),
-        difference=_distance(written_logits, adapted_logits),
+        difference=distance(written_logits, adapted_logits),
         # The coarser of the two decides.
         tolerance=max(TOLERANCES[dtype], TOLERANCES[base_dtype]),
         effect=effect,
@@ -150,7 +148,7 @@ def _write_merged(
     adapted = _adapted(base, adapter)
     adapted_logits = logits(adapted, prompts)
     with adapted.disable_adapter():
-        effect = _distance(logits(adapted, prompts), adapted_logits)
+        effect = distance(logits(adapted, prompts), adapted_logits)
     if effect == 0:
         logger.warning("the adapter changes no logit: the merged model will be its base (fix: name a trained adapter)")
     merged = _merge(adapted, adapter).to(dtype)
@@ -258,7 +256,7 @@ def _quiet() -> Iterator[None]:
 # ---------------------------------------------------------------- the self-test
 
 
-def _prompts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def self_test_prompts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Token ids: texts, a question as the chat template writes it, and random tokens of the whole vocabulary."""
     prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
     question = [{"role": "user", "content": TEXTS[0]}]
@@ -270,6 +268,11 @@ def _prompts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list
     return prompts
 
 
+def load_written(folder: Path, **settings: Any) -> PreTrainedModel:
+    """What was written, by plain transformers; float32 unless the settings, which are its own, say otherwise."""
+    return AutoModelForCausalLM.from_pretrained(folder, **({"dtype": torch.float32} | settings)).eval()
+
+
 def logits(model: torch.nn.Module, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """Logits at every position of each prompt: float32 `(tokens, vocabulary)` on the CPU."""
     device = next(model.parameters()).device
@@ -277,7 +280,7 @@ def logits(model: torch.nn.Module, prompts: Sequence[Sequence[int]]) -> list[tor
         return [model(torch.tensor([ids], device=device)).logits[0].float().cpu() for ids in prompts]
 
 
-def _distance(ours: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> float:
+def distance(ours: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> float:
     """Norm of the difference over the norm of the reference; infinite where a logit is not finite."""
     difference = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(ours, reference, strict=True))
     norm = sum(float(b.double().square().sum()) for b in reference)

@@ -31,6 +31,15 @@ class MergeOptions(Options):
     quantization: Literal["auto", "none", "nf4", "int8"] = option(
         "auto", description="Round the base's weights as in QLoRA before; auto: as the run did that made the adapter."
     )
+    format: Literal["safetensors", "gguf"] = option(
+        "safetensors", description="gguf: one file for llama.cpp and Ollama instead, with a Modelfile."
+    )
+    llama_cpp: PathOption | None = option(
+        None,
+        unit="FOLDER",
+        shown_default="LLAMA_CPP, or PATH",
+        description="llama.cpp's folder, for its convert_hf_to_gguf.py.",
+    )
     dtype: Dtype = option("auto", description="Of the weights; auto: the base's own.")
     device_type: DeviceType = option("cpu", description="Where to compute.")
     template: Text | None = option(

@@ -1,0 +1,126 @@
+"""A merged folder as one GGUF file, by llama.cpp's own converter; read back by transformers' reader and compared."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.errors import ConfigError, FinetuneError
+
+if TYPE_CHECKING:
+    from finetune.commands.merge.options import MergeOptions
+
+CONVERTER = "convert_hf_to_gguf.py"
+FILE_NAME = "model.gguf"
+OUT_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+KEPT = ("README.md", "chat_template.jinja", FILE_NAME, "Modelfile")
+VARIABLE = "LLAMA_CPP"
+
+
+def find_converter(given: Path | None) -> Path:
+    """llama.cpp's converter: the file or its folder, the variable LLAMA_CPP, or PATH.
+
+    Raises:
+        ConfigError: it is not there, or the package that reads GGUF is not installed.
+    """
+    if find_spec("gguf") is None:
+        raise ConfigError("GGUF files are checked with a package that is not installed", "--format", "pip install gguf")
+    named = given or (Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None)
+    if named is None:
+        found = shutil.which(CONVERTER)
+        if found is not None:
+            return Path(found)
+    else:
+        path = named.expanduser()
+        path = path / CONVERTER if path.is_dir() else path
+        if path.is_file():
+            return path.resolve()
+    where = str(named) if named is not None else f"--llama-cpp, {VARIABLE}, PATH"
+    raise ConfigError(
+        f"llama.cpp's {CONVERTER} is not there", where, "clone llama.cpp and name its folder with --llama-cpp"
+    )
+
+
+def check_architecture(base: str, options: MergeOptions) -> None:
+    """Raise ConfigError for models whose GGUF nothing here can read back."""
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    from finetune.modeling.model_config import load_model_config
+
+    kind = load_model_config(base, trust_remote_code=options.trust_remote_code).get_text_config().model_type
+    if kind not in GGUF_SUPPORTED_ARCHITECTURES:
+        raise ConfigError(
+            f"a GGUF of a {kind} cannot be read back here, so it could not be tested",
+            base,
+            "merge without --format gguf, and convert the folder with llama.cpp's own tools",
+        )
+
+
+def convert(folder: Path, converter: Path, dtype: str) -> Path:
+    """Write the GGUF file of a folder into it.
+
+    Raises:
+        FinetuneError: the converter failed; with its own last words.
+    """
+    target = folder / FILE_NAME
+    words = [sys.executable, str(converter), str(folder), "--outfile", str(target), "--outtype", OUT_TYPES[dtype]]
+    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=False)
+    if done.returncode != 0 or not target.is_file():
+        said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
+        raise FinetuneError(
+            f"llama.cpp's converter failed: {said[-1].strip()[:300]}",
+            str(converter),
+            "merge without --format gguf; a newer llama.cpp may know this model or its tokenizer",
+        )
+    return target
+
+
+def check_gguf(folder: Path, tokenizer: Any, ends: set[int]) -> dict[str, Any]:
+    """Compare the file with the merged model beside it: logits, template, tokens and end.
+
+    Args:
+        ends: tokens that the template ends an answer with.
+
+    Returns:
+        What the file says of itself: its metadata without tokens.
+
+    Raises:
+        FinetuneError: one of them differs.
+    """
+    from finetune.commands.merge.merging import TOLERANCES, distance, load_written, logits, self_test_prompts
+
+    facts = _metadata(folder / FILE_NAME)
+    if facts.get("tokenizer.chat_template") != tokenizer.chat_template:
+        raise _failed("its chat template is not the run's")
+    tokens = facts.pop("tokenizer.ggml.tokens", [])
+    ours = tokenizer.convert_ids_to_tokens(list(range(min(len(tokenizer), len(tokens)))))
+    if len(tokens) < len(tokenizer) or list(tokens[: len(ours)]) != ours:
+        place = next((n for n, (a, b) in enumerate(zip(tokens, ours, strict=False)) if a != b), len(tokens))
+        raise _failed(f"token {place} is another one than the tokenizer's")
+    known = {facts.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
+    if ends and not ends & known:
+        raise _failed("it does not know the token that ends an answer")
+    merged = load_written(folder)
+    prompts = self_test_prompts(merged, tokenizer)
+    expected = logits(merged, prompts)
+    del merged
+    apart = distance(logits(load_written(folder, gguf_file=FILE_NAME), prompts), expected)
+    if not apart <= TOLERANCES["float32"]:
+        raise _failed(f"its logits differ from the merged model's by {apart:.1e} of their norm")
+    return facts
+
+
+def _metadata(path: Path) -> dict[str, Any]:
+    from gguf import GGUFReader
+
+    left_out = ("tokenizer.ggml.merges", "tokenizer.ggml.token_type", "tokenizer.ggml.scores")
+    return {name: field.contents() for name, field in GGUFReader(path).fields.items() if name not in left_out}
+
+
+def _failed(what: str) -> FinetuneError:
+    return FinetuneError(f"self-test of the GGUF failed: {what}", FILE_NAME, "merge without --format gguf; report this")

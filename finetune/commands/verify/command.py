@@ -1,0 +1,139 @@
+"""`python -m finetune verify`: whether a deployment answers as the model that was trained, and if not, why."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from finetune.commands.verify.options import VerifyOptions
+from finetune.config.options import read_options
+from finetune.errors import ExitCode
+from finetune.plain_text import plain_lines
+from finetune.runtime.language import _
+
+if TYPE_CHECKING:
+    from finetune.commands.verify.evidence import Deployment, Finding
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. 0: the deployment is right; 1: it differs, or failed; 2: refused before; 130: interrupted."""
+    options = read_options(VerifyOptions, argv)
+    from finetune.runtime.device import probe_torch_npu
+    from finetune.storage.run_log import setup_console
+
+    setup_console(0)
+    probe_torch_npu()
+    try:
+        report = verify(options)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130
+    if options.as_json:
+        sys.stdout.write(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+    else:
+        sys.stdout.write(_text(report))
+    return int(ExitCode.FAILED if report["findings"] else ExitCode.DONE)
+
+
+def verify(options: VerifyOptions) -> dict[str, Any]:
+    """Replay and compare; the report as plain JSON.
+
+    Raises:
+        ConfigError, DataError: no such model, data or deployment.
+        FinetuneError: the deployment failed while it was asked.
+    """
+    import torch
+
+    from finetune.commands.verify.conversations import choose, validation_files
+    from finetune.commands.verify.diagnosis import Diagnosis
+    from finetune.commands.verify.reference import Reference
+    from finetune.commands.verify.replaying import replay
+    from finetune.inference.loading import find_source, load_tokenizer_of
+    from finetune.runtime import device as devices
+
+    source = find_source(options.model, options.adapter)
+    files = list(options.data) or validation_files(source)
+    device = torch.device(devices.choose_device_type(options.device_type))
+    tokenizer = load_tokenizer_of(source, options.template, trust_remote_code=options.trust_remote_code)
+    dtype = devices.choose_dtype(options.dtype, device.type)
+    reference = Reference(source, tokenizer, device, dtype, options.trust_remote_code)
+    prompts = choose(files, reference.template, options.prompts)
+    deployment = _deployment(options, device)
+    expected = reference.base_dtype if options.deployed_dtype == "auto" else options.deployed_dtype
+    replays = replay(reference, deployment, prompts, options.max_new_tokens)
+    diagnosis = Diagnosis(reference, replays, options.max_new_tokens, expected)
+    findings, right = diagnosis.run()
+    with_logprobs = sum(one.seen.logprobs is not None for one in replays)
+    return {
+        "deployment": {"name": deployment.name, **deployment.facts},
+        "model": source.name,
+        "prompts": len(replays),
+        "same": sum(right.good),
+        "compared": {
+            "token_ids": sum(one.seen.prompt_ids is not None for one in replays),
+            "prompt_lengths": sum(one.seen.prompt_tokens is not None for one in replays),
+            "answers": len(replays),
+            "logprobs": with_logprobs,
+        },
+        "deployed_dtype": expected,
+        "tolerance": {"logprob": diagnosis.tolerance.logprob, "gap": diagnosis.tolerance.gap},
+        "shows_adapter": not diagnosis.hides_adapter,
+        "findings": [_as_json(finding) for finding in findings],
+    }
+
+
+def _deployment(options: VerifyOptions, device: Any) -> Deployment:
+    if options.merged is not None:
+        from finetune.commands.verify.merged import MergedFolder
+
+        return MergedFolder(options.merged.expanduser(), device, trust_remote_code=options.trust_remote_code)
+    from finetune.commands.verify.endpoint import Endpoint
+
+    assert options.endpoint is not None
+    return Endpoint(
+        options.endpoint,
+        options.served_model,
+        key_variable=options.api_key_variable,
+        timeout_seconds=options.timeout_seconds,
+    )
+
+
+def _as_json(finding: Finding) -> dict[str, Any]:
+    return {
+        "name": finding.name,
+        "what": _(finding.what),
+        "detail": finding.detail,
+        "mend": _(finding.mend),
+        "evidence": list(finding.evidence),
+        "prompts": list(finding.prompts),
+        "explains": finding.explained,
+        **finding.extra,
+    }
+
+
+def _text(report: dict[str, Any]) -> str:
+    compared, total = report["compared"], report["prompts"]
+    kinds = {
+        "token_ids": _("token ids of prompts"),
+        "prompt_lengths": _("lengths of prompts"),
+        "answers": _("greedy answers"),
+        "logprobs": _("log-probabilities"),
+    }
+    said = ", ".join(text for name, text in kinds.items() if compared[name])
+    lines = [_("compared on {count} conversations: {what}").format(count=total, what=said)]
+    if not report["findings"]:
+        lines.append(_("the deployment answers as the trained model"))
+    if not report["shows_adapter"]:
+        lines.append(_("but so would the base: the adapter changes too little here; ask more with --prompts or --data"))
+    for finding in report["findings"]:
+        detail = f" ({finding['detail']})" if finding["detail"] else ""
+        lines += ["", f"{finding['name']}: {finding['what']}{detail}"]
+        lines += [f"  {line}" for line in finding["evidence"]]
+        differ = _("{wrong} of {count} conversations differ").format(wrong=len(finding["prompts"]), count=total)
+        if finding["explains"]:
+            differ += "; " + _("with this fault {explained} are explained").format(explained=finding["explains"])
+        lines += [f"  {differ}", _("  mend: {mend}").format(mend=finding["mend"])]
+    # Answers come from another machine: nothing of them moves a terminal.
+    return "".join(plain_lines(line) + "\n" for line in lines)

@@ -1,0 +1,88 @@
+"""A model's folder as a deployment: transformers alone, with the folder's own settings, template and tokenizer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from finetune.commands.verify.evidence import Messages, Seen
+from finetune.errors import ConfigError
+
+
+class MergedFolder:
+    """A folder that was merged, or copied, or converted.
+
+    Raises:
+        ConfigError: transformers cannot load it, or it has no chat template.
+    """
+
+    def __init__(self, folder: Path, device: torch.device, *, trust_remote_code: bool) -> None:
+        self.name = folder.name
+        if not (folder / "config.json").is_file():
+            raise ConfigError("no model is there (no config.json)", str(folder), "name the folder that merge wrote")
+        if not sys.stderr.isatty():
+            disable_progress_bar()
+        try:
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            self.model: Any = AutoModelForCausalLM.from_pretrained(
+                folder, dtype="auto", use_safetensors=True, trust_remote_code=trust_remote_code
+            )
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ConfigError(f"transformers cannot load it: {first}", str(folder), "merge again") from error
+        if not self.tokenizer.chat_template:
+            raise ConfigError(
+                "the folder has no chat template", str(folder), "copy chat_template.jinja of the run into it"
+            )
+        self.model.to(device).eval()
+        self.facts: dict[str, Any] = {
+            "engine": "transformers",
+            "model": self.name,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+        }
+
+    def chat(self, messages: Messages, max_new_tokens: int) -> Seen:
+        text = self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+        )
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self._answer(ids, max_new_tokens, prompt_text=text, prompt_ids=tuple(ids))
+
+    def complete(self, ids: Sequence[int], text: str, max_new_tokens: int) -> Seen | None:
+        return self._answer(ids, max_new_tokens)
+
+    def _answer(self, ids: Sequence[int], max_new_tokens: int, **shown: Any) -> Seen:
+        prompt = torch.tensor([list(ids)], device=self.model.device)
+        with torch.no_grad():
+            made = self.model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                do_sample=False,
+                max_new_tokens=max_new_tokens,
+                return_dict_in_generate=True,
+                output_logits=True,
+                temperature=None, top_p=None, top_k=None,
+            )  # fmt: skip
+        answer = made.sequences[0, len(ids) :].tolist()
+        numbers = torch.stack(made.logits)[:, 0].float().log_softmax(-1)
+        logprobs = [float(row[token]) for row, token in zip(numbers, answer, strict=True)]
+        ends = self.model.generation_config.eos_token_id
+        ends = [ends] if isinstance(ends, int) else ends or []
+        finished = bool(answer) and answer[-1] in ends
+        if finished:
+            answer, logprobs = answer[:-1], logprobs[:-1]
+        return Seen(
+            answer=self.tokenizer.decode(answer, skip_special_tokens=True),
+            finish="stop" if finished else "length",
+            answer_tokens=len(answer) + finished,
+            answer_ids=tuple(answer),
+            logprobs=tuple(logprobs),
+            prompt_tokens=len(ids),
+            **shown,
+        )

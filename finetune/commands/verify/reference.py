@@ -1,0 +1,200 @@
+"""The trained model: how it renders, what it answers, and how likely it finds the answers of others.
+
+One model is in memory at a time. The others are what the trained one would be with a fault of its weights: without
+adapter, in other numbers, with other positions.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from finetune.commands.verify.evidence import Prompt, Said
+from finetune.data.spans import ChatTemplate
+from finetune.inference.greedy import greedy_tokens
+from finetune.inference.loading import Source, check_fit, end_ids, load_weights, with_adapter
+from finetune.modeling.model_config import load_model_config, padding_id
+from finetune.modeling.pretrained import DTYPES
+from finetune.runtime import device as devices
+
+BLOCK = 32  # weights with one scale in llama.cpp's simplest formats
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Which model: the trained one, or one with a fault.
+
+    Attributes:
+        adapter: whether the adapter is on.
+        scale: of what the adapter adds, times its own.
+        dtype: the weights, adapter merged in, rounded to it; None: as they are.
+        compute: dtype of the arithmetic; None: the reference's.
+        bits: so many for each weight of a layer, rounded in blocks; None: as they are.
+        rope: other parameters of the positions; None: the model's own.
+    """
+
+    adapter: bool = True
+    scale: float = 1.0
+    dtype: str | None = None
+    compute: str | None = None
+    bits: int | None = None
+    rope: tuple[tuple[str, Any], ...] | None = None
+
+
+TRAINED = Weights()
+
+
+@dataclass
+class Reference:
+    """The model that was trained, with the tokenizer and template it was trained with."""
+
+    source: Source
+    tokenizer: Any
+    device: torch.device
+    dtype: str  # of the arithmetic
+    trust_remote_code: bool
+    template: ChatTemplate = field(init=False)
+    _loaded: tuple[Weights, Any] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.template = ChatTemplate(self.tokenizer)
+        self.config = load_model_config(self.source.base, trust_remote_code=self.trust_remote_code)
+
+    @property
+    def base_dtype(self) -> str:
+        """The dtype of the base's weights."""
+        named = str(self.config.dtype or self.config.get_text_config().dtype).removeprefix("torch.")
+        return named if named in DTYPES else "float32"
+
+    def ids(self, text: str) -> tuple[int, ...]:
+        """Of a rendered text."""
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    # ------------------------------------------------------------ models
+
+    def model(self, weights: Weights = TRAINED) -> Any:
+        """The model with these weights; the one before it is dropped."""
+        if self._loaded is None or self._loaded[0] != weights:
+            self._loaded = None
+            gc.collect()
+            devices.empty_cache(self.device)
+            self._loaded = (weights, self._load(weights))
+        return self._loaded[1]
+
+    def _load(self, weights: Weights) -> Any:
+        source = self.source if weights.adapter else Source(self.source.base, None)
+        merged = source.adapter is not None and (weights.dtype is not None or weights.bits is not None)
+        config = self._config(weights.rope)
+        model = load_weights(
+            Source(source.base, None) if merged else source,
+            self.device,
+            # Merged weights are rounded once, after the sum.
+            self.dtype if weights.compute is None or merged else weights.compute,
+            trust_remote_code=self.trust_remote_code,
+            config=config,
+        )
+        check_fit(model, self.tokenizer, source)
+        if merged:
+            assert source.adapter is not None
+            model = with_adapter(model, source.adapter).merge_and_unload()
+        if weights.scale != 1.0:
+            for module in model.modules():
+                if isinstance(scaling := getattr(module, "scaling", None), dict) and "default" in scaling:
+                    scaling["default"] *= weights.scale
+        if weights.dtype is not None:
+            model = model.to(DTYPES[weights.dtype])
+        if weights.bits is not None:
+            _round_in_blocks(model, weights.bits)
+        return model.to(DTYPES[weights.compute or self.dtype]).eval().requires_grad_(False)
+
+    def _config(self, rope: tuple[tuple[str, Any], ...] | None) -> Any:
+        if rope is None:
+            return None
+        config = load_model_config(self.source.base, trust_remote_code=self.trust_remote_code)
+        config.get_text_config().rope_parameters = dict(rope)
+        return config
+
+    # ------------------------------------------------------------ answers
+
+    def answers(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[tuple[int, ...]]:
+        """Greedy, with the end token where there is one."""
+        model = self.model()
+        padding = padding_id(model.config, self.tokenizer)
+        found = []
+        for prompt in prompts:
+            (ids,) = greedy_tokens(model, model, [prompt.ids], [max_new_tokens], stop_ids=self.stop_ids, pad_id=padding)
+            found.append(tuple(ids))
+        return found
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        model = self.model()
+        return end_ids(self.tokenizer, model.generation_config, model.config.get_text_config().eos_token_id)
+
+    def said(
+        self,
+        weights: Weights,
+        asked: Sequence[tuple[Sequence[int], Sequence[int]]],
+        penalty: float,
+        ends: Sequence[int],
+    ) -> list[Said]:
+        """What a model says of answers to prompts, both as ids.
+
+        Args:
+            penalty: repetition penalty of the greedy choice, as transformers applies it; 1 for none.
+            ends: ids that end an answer.
+        """
+        model = self.model(weights)
+        return [_said(model, list(prompt), list(answer), penalty, list(ends)) for prompt, answer in asked]
+
+
+@torch.no_grad()
+def _said(model: Any, prompt: list[int], answer: list[int], penalty: float, ends: list[int]) -> Said:
+    ids = torch.tensor([prompt + answer], device=model.device)
+    logits = model(ids, logits_to_keep=len(answer) + 1).logits[0].float()
+    logits = logits[-len(answer) - 1 :]  # a model that keeps all
+    numbers = logits.log_softmax(-1)
+    choices = _penalised(logits, prompt, answer, penalty)
+    best = choices.max(-1).values
+    places = torch.arange(len(answer), device=logits.device)
+    tokens = torch.tensor(answer, dtype=torch.long, device=logits.device)
+    gaps = best[:-1] - choices[places, tokens]
+    return Said(
+        tuple(numbers[places, tokens].tolist()), tuple(gaps.tolist()), float(best[-1] - choices[-1, ends].max())
+    )
+
+
+def _penalised(logits: torch.Tensor, prompt: list[int], answer: list[int], penalty: float) -> torch.Tensor:
+    """Scores of the greedy choice, `(answer + 1, vocabulary)`."""
+    if penalty == 1.0:
+        return logits
+    scores = logits.clone()
+    for place in range(len(scores)):
+        seen = torch.tensor(sorted({*prompt, *answer[:place]}), device=logits.device)
+        row = scores[place, seen]
+        scores[place, seen] = torch.where(row < 0, row * penalty, row / penalty)
+    return scores
+
+
+@torch.no_grad()
+def _round_in_blocks(model: Any, bits: int) -> None:
+    """Each matrix of the layers to `bits` for a weight and a scale for 32 of them, as llama.cpp's Q8_0 and Q4_0 do."""
+    outside = {id(model.get_input_embeddings())}
+    for module in model.modules():
+        if not isinstance(module, torch.nn.Linear) or id(module) in outside or module.weight.shape[1] % BLOCK:
+            continue
+        blocks = module.weight.data.float().reshape(-1, BLOCK)
+        if bits == 8:
+            scale = blocks.abs().amax(1, keepdim=True) / 127
+            rounded = (blocks / scale.clamp_min(1e-30)).round().clamp(-127, 127) * scale.half().float()
+        else:
+            # The block's largest by magnitude becomes -8, with its sign in the scale.
+            largest = blocks.gather(1, blocks.abs().argmax(1, keepdim=True))
+            scale = largest / -8
+            safe = torch.where(scale == 0, torch.ones_like(scale), scale)
+            rounded = (blocks / safe + 8.5).floor().clamp(0, 15).sub(8) * scale.half().float()
+        module.weight.data = rounded.reshape(module.weight.shape).to(module.weight.dtype)

@@ -1,0 +1,136 @@
+"""A model with an adapter that changes what it says, merged; deployments of it, right ones and wrong ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from launching import ROOT, environment
+
+from finetune.__main__ import main as finetune
+
+BASE = ROOT / "data_samples" / "tiny-qwen3"
+DATA = ROOT / "data_samples" / "valid.jsonl"
+TRAINING = ROOT / "data_samples" / "train.jsonl"
+STEPS = 40
+SERVE = """
+import sys
+from transformers.cli.transformers import main
+sys.argv = ["transformers", "serve", "--device", "cpu", "--host", "127.0.0.1", "--port", sys.argv[1]]
+main()
+"""
+
+
+@pytest.fixture(scope="session")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA adapter on the bundled model, trained for some steps: it answers otherwise than the base."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("adapters") / "adapter"
+    torch.manual_seed(3)
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    base = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
+    adapted = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
+    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=2e-3)
+    records = [json.loads(line) for line in TRAINING.read_text(encoding="utf-8").splitlines()]
+    for start in range(0, STEPS * 4, 4):
+        turns = [
+            [
+                {"role": "user", "content": f"{record['instruction']}\n{record['input']}".strip()},
+                {"role": "assistant", "content": record["output"]},
+            ]
+            for record in records[start : start + 4]
+        ]
+        batch = tokenizer.apply_chat_template(turns, return_tensors="pt", padding=True, return_dict=True)
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        adapted(**batch, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    adapted.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def begun_adapter(adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a template that begins with a BOS."""
+    folder = tmp_path_factory.mktemp("adapters") / "begun"
+    shutil.copytree(adapter, folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"bos_token": "<|endoftext|>"}))
+    template = folder / "chat_template.jinja"
+    template.write_text("{{- bos_token }}" + template.read_text())
+    return folder
+
+
+@pytest.fixture(scope="session")
+def merged(adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _merged(adapter, tmp_path_factory.mktemp("merged") / "merged")
+
+
+@pytest.fixture(scope="session")
+def begun_merged(begun_adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _merged(begun_adapter, tmp_path_factory.mktemp("merged") / "begun")
+
+
+def _merged(adapter: Path, folder: Path) -> Path:
+    assert finetune(["merge", "--adapter", str(adapter), "--output-dir", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture
+def verify(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict]:
+    """`verify --json` of an adapter against a deployment: the report, with its exit code as `code`."""
+
+    def run(adapter: Path, *flags: object) -> dict:
+        words = ["--model", adapter, "--data", DATA, "--device-type", "cpu", "--prompts", 8, "--max-new-tokens", 24]
+        capsys.readouterr()
+        code = finetune(["verify", *map(str, words), *map(str, flags), "--json"])
+        out = capsys.readouterr().out
+        return {"code": code, **json.loads(out)}
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def transformers_server() -> Iterator[str]:
+    """transformers' own server; it loads the folder that a request names as its model."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE, str(port)], env=environment() | {"HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(600):
+            assert process.poll() is None, "transformers' server ended"
+            try:
+                urllib.request.urlopen(f"{url}/health", timeout=5).close()
+                break
+            except OSError:
+                time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_proxy() -> Iterator[None]:
+    before = os.environ.pop("http_proxy", None)
+    yield
+    if before is not None:
+        os.environ["http_proxy"] = before

@@ -1,0 +1,206 @@
+"""Each deliberate fault is found by its name, and a right deployment is not complained of: transformers' own server, a
+folder through transformers, and llama.cpp's server."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from deployments import (
+    changed,
+    control_tokens_as_text,
+    deployment,
+    edited_template,
+    in_dtype,
+    in_four_bits,
+    rope,
+    strengthened,
+    template,
+    weights,
+    weights_of,
+)
+from launching import ROOT, environment
+
+from finetune.__main__ import main as finetune
+from finetune.data.templates import TEMPLATES
+
+BASE = ROOT / "data_samples" / "tiny-qwen3"
+Verify = Callable[..., dict]
+_TURN = "{{- '<|im_start|>'"
+_DEFAULT_SYSTEM = (
+    "{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}"
+    "{%- endif %}{%- for message in messages %}"
+)
+
+
+def endless(folder: Path) -> None:
+    """No end token anywhere: as of a base's generation_config.json with a chat model."""
+    changed(folder, "generation_config.json", eos_token_id=3999)
+    changed(folder, "config.json", eos_token_id=3999)
+
+
+# Name of the finding -> what is wrong with the folder.
+FAULTS = {
+    "template": template(TEMPLATES["alpaca"]),
+    "generation_prompt": edited_template("{%- if add_generation_prompt %}", "{%- if false %}"),
+    "system_left_out": edited_template(_TURN, "{%- if message.role == 'system' %}{% continue %}{% endif %}" + _TURN),
+    "system_added": edited_template("{%- for message in messages %}", _DEFAULT_SYSTEM),
+    "history": edited_template("for message in messages", "for message in messages[-1:]"),
+    "contents_trimmed": edited_template("message.content +", "message.content|trim +"),
+    "special_tokens_as_text": control_tokens_as_text,
+    "repetition_penalty": lambda folder: changed(folder, "generation_config.json", repetition_penalty=1.2),
+    "adapter_left_out": weights_of(BASE),
+    "adapter_scale": strengthened(BASE, 2.0),
+    "rope_scaling": rope(rope_type="linear", factor=4.0),
+    "quantised": weights(in_four_bits),
+    "end_ignored": endless,
+}
+QUICK = ("template", "history", "special_tokens_as_text", "end_ignored")
+AT_BEGINNING = {
+    "bos_missing": edited_template("{{- bos_token }}", ""),
+    "bos_added": edited_template("{{- bos_token }}", "{{- bos_token }}{{- bos_token }}"),
+}
+
+
+def names(report: dict) -> list[str]:
+    return [finding["name"] for finding in report["findings"]]
+
+
+def assert_found(report: dict, name: str) -> None:
+    assert names(report) == [name], json.dumps(report)
+    (finding,) = report["findings"]
+    assert report["code"] == 1 and finding["mend"] and finding["evidence"] and finding["prompts"]
+    assert finding["explains"] > report["same"]
+
+
+# ---------------------------------------------------------------- right deployments
+
+
+def test_a_merged_folder_is_right(verify: Verify, adapter: Path, merged: Path):
+    report = verify(adapter, "--merged", merged)
+    assert names(report) == [] and report["code"] == 0 and report["same"] == report["prompts"] == 8, json.dumps(report)
+    assert set(report["compared"].values()) == {8}
+
+
+def test_it_says_where_the_base_would_have_passed(verify: Verify, adapter: Path, merged: Path, tmp_path: Path):
+    assert verify(adapter, "--merged", merged)["shows_adapter"]
+    weak = tmp_path / "weak"
+    shutil.copytree(adapter, weak)
+    changed(weak, "adapter_config.json", lora_alpha=1e-6)
+    report = verify(weak, "--merged", BASE)
+    assert report["code"] == 0 and not report["shows_adapter"]
+
+
+def test_more_bits_than_needed_are_right(verify: Verify, adapter: Path, merged: Path, tmp_path: Path):
+    folder = deployment(merged, tmp_path / "float32", in_dtype(torch.float32))
+    assert names(verify(adapter, "--merged", folder)) == []
+
+
+@pytest.mark.slow
+def test_transformers_server_is_right(verify: Verify, adapter: Path, merged: Path, transformers_server: str):
+    report = verify(adapter, "--endpoint", f"{transformers_server}/v1", "--served-model", merged)
+    assert report["code"] == 0 and names(report) == [] and report["compared"]["prompt_lengths"] == 8
+
+
+LLAMA = """
+import sys, time
+import xllamacpp
+params = xllamacpp.CommonParams()
+params.model.path, params.port, params.n_ctx, params.n_parallel = sys.argv[1], 0, 1024, 1
+server = xllamacpp.Server(params)
+print(server.listening_address, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (importlib.util.find_spec("xllamacpp") and importlib.util.find_spec("gguf")),
+    reason="needs llama.cpp's server (pip install xllamacpp gguf)",
+)
+def test_llama_cpp_is_right_with_a_merged_gguf_and_wrong_without_adapter(verify: Verify, adapter: Path, tmp_path: Path):
+    """`merge --format gguf`, read by llama.cpp itself; then the base's file in its place."""
+    import stand_in_converter
+
+    converter = tmp_path / "convert_hf_to_gguf.py"
+    converter.write_text(Path(stand_in_converter.__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    out = tmp_path / "gguf"
+    words = ["--adapter", str(adapter), "--output-dir", str(out), "--format", "gguf", "--llama-cpp", str(tmp_path)]
+    assert finetune(["merge", *words]) == 0
+    assert {path.name for path in out.iterdir()} == {"model.gguf", "Modelfile", "README.md", "chat_template.jinja"}
+    stand_in_converter.write(BASE, tmp_path / "base.gguf", "bf16")
+    for path, found in ((out / "model.gguf", []), (tmp_path / "base.gguf", ["adapter_left_out"])):
+        with subprocess.Popen(
+            [sys.executable, "-c", LLAMA, str(path)], env=environment(), text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        ) as server:  # fmt: skip
+            address = server.stdout.readline().strip()
+            report = verify(adapter, "--endpoint", address)
+            server.kill()
+        assert names(report) == found and report["deployment"]["engine"] == "llama.cpp", report
+        assert report["compared"]["token_ids"] == 8 and report["compared"]["logprobs"] >= 4
+
+
+# ---------------------------------------------------------------- wrong ones
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_folder_with_a_fault_is_found(name: str, verify: Verify, adapter: Path, merged: Path, tmp_path: Path):
+    assert_found(verify(adapter, "--merged", deployment(merged, tmp_path / name, FAULTS[name])), name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_server_with_a_fault_is_found(
+    name: str, verify: Verify, adapter: Path, merged: Path, tmp_path: Path, transformers_server: str
+):
+    """Seen from outside: answers and the lengths of prompts are all that this server shows."""
+    folder = deployment(merged, tmp_path / name, FAULTS[name])
+    assert_found(verify(adapter, "--endpoint", transformers_server, "--served-model", folder), name)
+
+
+@pytest.mark.parametrize("name", AT_BEGINNING)
+def test_a_missing_and_a_doubled_bos_are_found(
+    name: str, verify: Verify, begun_adapter: Path, begun_merged: Path, tmp_path: Path
+):
+    folder = deployment(begun_merged, tmp_path / name, AT_BEGINNING[name])
+    assert_found(verify(begun_adapter, "--merged", folder), name)
+
+
+@pytest.mark.slow
+def test_fewer_bits_than_asked_for_are_found(verify: Verify, adapter: Path, tmp_path: Path):
+    words = ["--adapter", str(adapter), "--output-dir", str(tmp_path / "whole"), "--dtype", "float32"]
+    assert finetune(["merge", *words]) == 0
+    right = verify(adapter, "--merged", tmp_path / "whole", "--deployed-dtype", "float32")
+    assert names(right) == []
+    folder = deployment(tmp_path / "whole", tmp_path / "rounded", in_dtype(torch.bfloat16))
+    assert_found(verify(adapter, "--merged", folder, "--deployed-dtype", "float32"), "dtype")
+
+
+@pytest.mark.slow
+def test_two_faults_are_both_found(verify: Verify, adapter: Path, merged: Path, tmp_path: Path):
+    """Another template, and the base in the place of the merged model."""
+
+    def both(folder: Path) -> None:
+        FAULTS["history"](folder)
+        FAULTS["adapter_left_out"](folder)
+
+    report = verify(adapter, "--merged", deployment(merged, tmp_path / "both", both))
+    assert names(report) == ["history", "adapter_left_out"] and report["code"] == 1
+
+
+@pytest.mark.slow
+def test_a_fault_without_a_name_is_said_to_be_unknown(verify: Verify, adapter: Path, merged: Path, tmp_path: Path):
+    def drawn(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        return {n: t + (0.5 * t.float().std() * torch.randn(t.shape)).to(t.dtype) for n, t in tensors.items()}
+
+    report = verify(adapter, "--merged", deployment(merged, tmp_path / "drawn", weights(drawn)))
+    assert names(report) == ["unknown"] and report["code"] == 1

@@ -1,0 +1,69 @@
+"""Writes the GGUF of a Qwen3 with the gguf package's own writer, called as llama.cpp's convert_hf_to_gguf.py is.
+
+That one is not on PyPI, and refuses tokenizers that it has no name for, as the bundled model's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import gguf
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+TYPES = {
+    "f32": gguf.GGMLQuantizationType.F32,
+    "f16": gguf.GGMLQuantizationType.F16,
+    "bf16": gguf.GGMLQuantizationType.BF16,
+}
+
+
+def write(folder: Path, target: Path, outtype: str) -> None:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    assert config["model_type"] == "qwen3", "the stand-in converts Qwen3 only"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    writer = gguf.GGUFWriter(target, "qwen3")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    known = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    special = {token["id"] for token in known["added_tokens"]}
+    size = config["vocab_size"]
+    names = [tokenizer.convert_ids_to_tokens(n) if n < len(tokenizer) else f"[PAD{n}]" for n in range(size)]
+    kinds = [gguf.TokenType.CONTROL if n in special else gguf.TokenType.NORMAL for n in range(size)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(names)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in known["model"]["merges"]])
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_pad_token_id(tokenizer.pad_token_id)
+    writer.add_chat_template(tokenizer.chat_template)
+    names_of = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        kind = TYPES["f32"] if tensor.ndim == 1 else TYPES[outtype]
+        data = gguf.quants.quantize(tensor.to(torch.float32).numpy(), kind)
+        writer.add_tensor(names_of.get_name(name, try_suffixes=(".weight",)), data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--outfile", type=Path)
+    parser.add_argument("--outtype", choices=TYPES)
+    given = parser.parse_args()
+    write(given.folder, given.outfile, given.outtype)
