@@ -22,8 +22,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG, TRAIN, VALID = "ds_configs/zero3.json", "data_samples/train.jsonl", "data_samples/valid.jsonl"
-# The bundled model is narrow (256 wide): it takes a rate at which those of billions of parameters would break.
-TRAINING = ("--learning-rate", "2e-3", "--max-steps", "120", "--eval-steps", "0")
+TRAINING = ("--max-steps", "100", "--eval-steps", "0")
 ANSWERS = ("--generate", "all", "--max-new-tokens", "120", "--batch-size", "75")
 LEVELS = ("explain", "reasoning", "topology")
 RECALLED_SHARE = 0.75  # of the reference's key terms

@@ -39,7 +39,7 @@ PAGES = {
     "Concepts": ["concepts", "curriculum", "data", "configuration", "run_folder", "architecture"],
     "Do": [
         *("launching", "doctor", "planning", "monitoring", "diagnosis", "preferences", "pretraining"),
-        *("pretraining_data", "chat_and_serve", "evaluation", "merging", "models", "python"),
+        *("pretraining_data", "chat_and_serve", "evaluation", "merging", "verifying", "models", "python"),
     ],
     "Come from elsewhere": ["from_the_guides", "from_other_tools", "convert"],
     "Reference": [
@@ -48,7 +48,8 @@ PAGES = {
     ],
     "How it holds up": [
         *("compare", "limits", "benchmarks_sft", "benchmarks_packing", "benchmarks_pretraining"),
-        *("preferences_benchmark", "curriculum_benchmark", "equivalence_grid", "equivalence_grid_cuda"),
+        *("defaults_benchmark", "preferences_benchmark", "curriculum_benchmark"),
+        *("equivalence_grid", "equivalence_grid_cuda"),
         *("crash_table", "fault_table", "roofline", "scale"),
     ],
     "Project": [name.removesuffix(".md") for name in TOP_PAGES],
