@@ -179,7 +179,7 @@ def train(work: Path, run: Run) -> dict[str, Any]:
     from finetune import run as finetune_run
 
     folder = work / "runs" / "-".join(str(run[setting]) for setting in SETTINGS)
-    metrics = finetune_run(
+    result = finetune_run(
         {
             "model": str(base_of(work, run["width"])),
             "data": str(work / f"train-{run['rows']}.jsonl"),
@@ -196,7 +196,10 @@ def train(work: Path, run: Run) -> dict[str, Any]:
             "device_type": "cpu",
             "report_to": "none",
         }
-    ).metrics
+    )
+    if result.state != "done":
+        raise SystemExit(f"{folder}: {result.state} at step {result.steps}")
+    metrics = result.metrics
     levels = {name.partition("/")[2]: value for name, value in metrics.items() if name.startswith("eval_loss/")}
     shutil.rmtree(folder)
     return {"loss": metrics["eval_loss"], "levels": levels, "steps": math.ceil(EPOCHS * run["rows"] / run["batch"])}

@@ -177,6 +177,8 @@ def train(work: Path, run: Run) -> Run:
     if settings.get("use_curriculum") is False:
         settings.pop("curriculum", None)
     result = finetune.run(settings)
+    if result.state != "done":
+        raise SystemExit(f"{folder}: {result.state} at step {result.steps}")
     return {"steps": result.steps, "losses": losses_of(work, folder, run)}
 
 
