@@ -244,6 +244,9 @@ def table(runs: list[Run]) -> list[str]:
         rate = auto_rate(runs[0], batch)
         between = interpolated(losses, rate)
         cost = "outside" if between is None else f"{between / best - 1:+.0%}"
+        cell = {"width": runs[0]["width"], "rows": rows, "method": runs[0]["method"], "batch": batch}
+        if {run["rate"] for run in planned() if cell.items() <= run.items()} - losses.keys():
+            cost = "not all run"
         steps = math.ceil(EPOCHS * rows / batch)
         lines.append(f"| {rows:,} | {batch} | {steps} | {' | '.join(cells)} | {rate:g} | {cost} |")
     return lines

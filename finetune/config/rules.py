@@ -168,7 +168,7 @@ def batch_problems(config: Any) -> list[tuple[str, str]]:
         return [(what, "leave one of them out: the number of microbatches follows from their size")]
     # With accumulation given and the global batch left to its default, the global batch is still to be derived.
     complete = accumulation is None or "global_batch_size" in given
-    known = config.global_batch_size != "auto"  # else it becomes a multiple
+    known = config.global_batch_size != "auto"  # else the microbatch becomes a divisor
     if complete and known and config.global_batch_size % config.micro_batch_size:
         return [batch_problem(config.global_batch_size, config.micro_batch_size)]
     return []

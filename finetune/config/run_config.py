@@ -351,7 +351,7 @@ class RunConfig(AdapterSettings, BaseConfig):
     @property
     def samples_per_microbatch(self) -> int:
         """`micro_batch_size` as a number; the smallest while it is auto."""
-        return 1 if self.micro_batch_size == "auto" else self.micro_batch_size
+        return 1 if self.micro_batch_size == "auto" else min(self.micro_batch_size, self.samples_per_step)
 
     @property
     def samples_per_step(self) -> int:

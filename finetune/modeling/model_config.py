@@ -88,9 +88,9 @@ def check_ids(config: PretrainedConfig, samples: Samples, tokenizer: PreTrainedT
     )
 
 
-def width(config: PretrainedConfig) -> int:
-    """Numbers of a token's hidden state."""
-    return int(config.get_text_config().hidden_size)
+def width(config: PretrainedConfig) -> int | None:
+    """Numbers of a token's hidden state, where the configuration says it."""
+    return getattr(config.get_text_config(), "hidden_size", None)
 
 
 def padding_id(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:

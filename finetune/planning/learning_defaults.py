@@ -18,12 +18,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from finetune.config.run_config import AUTO_BATCHES, RunConfig
+from finetune.errors import ConfigError
 from finetune.runtime.language import _
 
 WIDTH, WIDTH_POWER = 4096, 0.78
 # At that width and a batch of 32; those of an adapter where alpha is 32.
 RATES = {"lora": 4e-4, "full": 4e-5}
 ALPHA, BATCH, BATCH_POWER = 32, 32, 0.5
+SETTINGS = ("global_batch_size", "learning_rate")
 STEPS = 300  # that a run should have at least; AUTO_BATCHES bound what that comes to
 
 
@@ -40,35 +42,51 @@ class LearningDefaults:
     reason: str = ""
 
 
-def learning_defaults(config: RunConfig, *, width: int, samples: int) -> LearningDefaults:
+def learning_defaults(
+    config: RunConfig, *, width: int | None, samples: int, begun: Mapping[str, Any] | None = None
+) -> LearningDefaults:
     """What takes the place of auto in these settings.
 
     Args:
-        width: numbers of a token's hidden state.
+        width: numbers of a token's hidden state; None where the model does not say.
         samples: of the training data.
+        begun: the identity of the run that goes on, whose numbers stay, whatever has become of its data.
+
+    Raises:
+        ConfigError: the rate is auto, and the width is not known.
     """
     values: dict[str, Any] = {}
-    batch = config.global_batch_size
+    kept = [name for name in SETTINGS if getattr(config, name) == "auto" and (begun or {}).get(name)]
+    values |= {name: begun[name] for name in kept} if begun else {}
+    batch = values.get("global_batch_size", config.global_batch_size)
     if batch == "auto":
         batch = values["global_batch_size"] = batch_for(config, samples)
-    if config.learning_rate == "auto":
+    if config.learning_rate == "auto" and "learning_rate" not in values:
+        if width is None:
+            what = "learning_rate is auto, and the model's configuration has no hidden_size"
+            raise ConfigError(what, "--learning-rate", "give a number")
         values["learning_rate"] = rate_for(config, width, batch)
     if not values:
         return LearningDefaults()
+    micro = config.micro_batch_size
+    if micro != "auto" and batch % micro:
+        values["micro_batch_size"] = max(size for size in range(1, micro) if batch % size == 0)
     named = ", ".join(f"{name} {value:g}" for name, value in values.items())
-    text = _("auto: {values}; by {samples:,} samples, a model of width {width:,}, and finetuning {method}")
-    return LearningDefaults(values, text.format(values=named, samples=samples, width=width, method=config.finetuning))
+    if kept == [name for name in SETTINGS if name in values]:
+        return LearningDefaults(values, _("auto: {values}, with which this run began").format(values=named))
+    text = _("auto: {values}; by {samples:,} samples, a model of width {width}, and finetuning {method}")
+    reason = text.format(values=named, samples=samples, width=width, method=config.finetuning)
+    return LearningDefaults(values, reason)
 
 
 def batch_for(config: RunConfig, samples: int) -> int:
-    """The largest of `AUTO_BATCHES` with which the run has `STEPS` steps, rounded to a multiple of the microbatch.
+    """The largest of `AUTO_BATCHES` with which the run has `STEPS` steps.
 
-    A run's `max_steps` does not count: what that asks for is steps, and the batch says how much each is worth.
+    A run's `max_steps` does not count: what that asks for is steps, and the batch says how much each is worth. Nor does
+    the microbatch, which is how a batch is computed.
     """
     wanted = samples * config.num_epochs / STEPS
-    batch = max((size for size in AUTO_BATCHES if size <= wanted), default=AUTO_BATCHES[0])
-    micro = config.samples_per_microbatch
-    return max(1, round(batch / micro)) * micro
+    return max((size for size in AUTO_BATCHES if size <= wanted), default=AUTO_BATCHES[0])
 
 
 def rate_for(config: RunConfig, width: int, batch: int) -> float:

@@ -66,16 +66,16 @@ class JsonLines(AppendFile):
         try:
             text = _encode(content)
         except ValueError:  # few lines hold a number that is not finite, and looking for it takes time
-            text = _encode(_strict(content))
+            text = _encode(strict(content))
         self.append_bytes((text + "\n").encode())
 
 
-def _strict(value: Any) -> Any:
+def strict(value: Any) -> Any:
     """NaN and inf as null: JSON does not know them. That a step had one is an event of its own."""
     if isinstance(value, dict):
-        return {name: _strict(inner) for name, inner in value.items()}
+        return {name: strict(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_strict(inner) for inner in value]
+        return [strict(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -131,7 +131,7 @@ def _arguments(config: RunConfig, data: Prepared, place: Place) -> TrainingArgum
     # every rank; that it did not, load_model checks.
     return training_arguments(
         config,
-        learning_rate=config.learning_rate,
+        learning_rate=float(config.learning_rate),  # auto was resolved with the data
         evaluates=config.validates,
         device_type=device_type,
         dtype=dtype,
@@ -221,7 +221,7 @@ def _context(config: RunConfig, data: Prepared, place: Place) -> RunContext:
         place.start,
         place.session,
         learning_rate_factor=learning_rate_schedule(config.lr_scheduler, settings),
-        epochs_per_step=config.global_batch_size / len(data.train),
+        epochs_per_step=data.batches.global_batch_size / len(data.train),
         stage_name=stage_name,
     )
 
@@ -249,7 +249,7 @@ def _step_batches(
 
     valid = None
     if data.valid is not None:
-        in_order = InOrder(len(data.valid), config.global_batch_size)
+        in_order = InOrder(len(data.valid), data.batches.global_batch_size)
         valid = make(data.valid, in_order, data.valid_source_names)
     return make(data.train, data.batches, data.source_names), valid
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.adapter_config import adapter_identity
@@ -14,6 +15,7 @@ from finetune.config.run_config import RunConfig
 from finetune.config.sources import source_names
 from finetune.errors import DataError
 from finetune.planning.learning_defaults import learning_defaults
+from finetune.training.resume import identity_begun
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -96,16 +98,21 @@ def prepare_with(config: RunConfig, identity: dict[str, Any]) -> Prepared:
     for prepared in filter(None, (train, valid)):
         models.check_ids(model_config, prepared, tokenizer)
     models.warn_of_missing_embeddings(model_config, tokenizer)
-    learning = learning_defaults(config, width=models.width(model_config), samples=len(train))
+    learning = learning_defaults(
+        config,
+        width=models.width(model_config),
+        samples=len(train),
+        begun=identity_begun(Path(config.output_dir), config.resume),
+    )
     if learning.reason:
         logger.info("%s", learning.reason)
     config = config.model_copy(update=learning.values)
     schedule, difficulty_ids = build_schedule(config, train.difficulties, train.record_ids)
-    total_steps = count_steps(len(train), config.global_batch_size, config.num_epochs, config.max_steps)
+    total_steps = count_steps(len(train), config.samples_per_step, config.num_epochs, config.max_steps)
     batches = GlobalBatches(
         difficulty_ids,
         schedule,
-        config.global_batch_size,
+        config.samples_per_step,
         total_steps,
         config.curriculum_seed,
         mix=mix_of(config.sources, train.source_starts),

@@ -16,6 +16,7 @@ from finetune.storage.run_folder import (
     describe_folder,
     differences,
     format_differences,
+    read_identity,
 )
 
 logger = logging.getLogger("finetune")
@@ -134,6 +135,19 @@ def metadata_of(folder: Path | None) -> dict[str, Any]:
     """The facts in a checkpoint's manifest; none of no checkpoint."""
     manifest = None if folder is None else verify(folder, hashes=False).manifest
     return {} if manifest is None else dict(manifest["metadata"])
+
+
+def identity_begun(output_dir: Path, resume: str) -> dict[str, Any]:
+    """The identity of the run that would go on; empty where one would begin. What is wrong with it is said later.
+
+    Args:
+        resume: auto, never, or the folder of a checkpoint.
+    """
+    if resume == "never":
+        return {}
+    if resume == "auto":
+        return read_identity(output_dir) or {}
+    return dict(metadata_of(Path(resume)).get("identity", {}))
 
 
 def step_in(folder: Path | None) -> int:

@@ -10,11 +10,11 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from run_helpers import Materials, make_materials
+from run_helpers import Materials, make_data, make_materials
 
 from finetune import run
 from finetune.config.run_config import AUTO_BATCHES, RunConfig
-from finetune.errors import FinetuneError
+from finetune.errors import ConfigError, FinetuneError
 from finetune.planning.learning_defaults import STEPS, learning_defaults
 
 
@@ -36,17 +36,34 @@ def test_what_is_given_stays() -> None:
 @given(
     samples=st.integers(1, 10**6),
     epochs=st.floats(0.1, 20),
-    micro=st.sampled_from(["auto", 1, 2, 3, 5, 8, 48]),
+    micro=st.sampled_from(["auto", 1, 2, 3, 5, 8, 12, 48]),
 )
 def test_the_batch_leaves_steps_to_learn_in(samples: int, epochs: float, micro: int | str) -> None:
-    batch = derived(samples=samples, num_epochs=epochs, micro_batch_size=micro)["global_batch_size"]
-    size = 1 if micro == "auto" else micro
-    assert batch % size == 0 and batch >= 1
-    assert abs(batch - min(AUTO_BATCHES, key=lambda one: abs(one - batch))) <= max(size // 2, size - AUTO_BATCHES[0])
-    if size == 1 and batch > AUTO_BATCHES[0]:
+    """Whatever the microbatch is: that only computes it, and is lowered where it does not divide it."""
+    found = derived(samples=samples, num_epochs=epochs, micro_batch_size=micro)
+    batch = found["global_batch_size"]
+    assert batch in AUTO_BATCHES
+    if batch > AUTO_BATCHES[0]:
         assert samples * epochs / batch >= STEPS
-    if size == 1 and batch < AUTO_BATCHES[-1]:
+    if batch < AUTO_BATCHES[-1]:
         assert samples * epochs / (2 * batch) < STEPS
+    if micro != "auto":
+        size = found.get("micro_batch_size", micro)
+        assert batch % size == 0 and size <= micro and (size == micro or batch % micro)
+
+
+def test_a_run_that_goes_on_keeps_its_numbers() -> None:
+    begun = {"global_batch_size": 8, "learning_rate": 1e-3, "lora_r": 4}
+    found = learning_defaults(config(), width=1024, samples=10**6, begun=begun)
+    assert dict(found.values) == {"global_batch_size": 8, "learning_rate": 1e-3} and "began" in found.reason
+    given = learning_defaults(config(learning_rate=2e-3), width=1024, samples=10**6, begun=begun)
+    assert dict(given.values) == {"global_batch_size": 8}
+
+
+def test_a_model_without_a_width_needs_a_rate() -> None:
+    with pytest.raises(ConfigError, match="no hidden_size"):
+        learning_defaults(config(), width=None, samples=9)
+    assert learning_defaults(config(learning_rate=1e-3), width=None, samples=9).values == {"global_batch_size": 8}
 
 
 def test_more_samples_never_make_a_smaller_batch_or_rate() -> None:
@@ -116,3 +133,15 @@ def test_a_run_knows_itself_by_the_numbers_it_chose(materials: Materials, tmp_pa
     assert run({**settings, **chosen}).first_step is None
     with pytest.raises(FinetuneError, match=f"learning_rate: {chosen['learning_rate']} in the folder, 0.5 now"):
         run({**settings, "learning_rate": 0.5})
+    assert run({**settings, "micro_batch_size": 16}).first_step is None  # 8 of it do
+
+
+def test_more_data_leaves_a_begun_run_its_numbers(materials: Materials, tmp_path: Path) -> None:
+    settings = open_settings(materials, tmp_path / "run", save_steps=2, num_epochs=1)
+    run({**settings, "max_steps": 2})
+    began = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
+    more = {"data": str(make_data(tmp_path / "more.jsonl", 6000)), "max_steps": 4, "allow_data_change": True}
+    assert derived(samples=6000, num_epochs=1)["global_batch_size"] > began["global_batch_size"]
+    assert run({**settings, **more}).steps == 4
+    now = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
+    assert all(now[name] == began[name] for name in ("global_batch_size", "learning_rate"))

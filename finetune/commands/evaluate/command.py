@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from finetune.commands.evaluate.comparison import comparison
     from finetune.commands.evaluate.scores import markdown_table, rich_table, tables
     from finetune.commands.evaluate.significance import compare
+    from finetune.storage.run_log import strict
 
     differences = compare(scores)
     shown = tables(scores, comparison(scores, differences))
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "models": [score.to_dict() for score in scores],
         "differences": [difference.to_dict() for difference in differences],
     }
-    text = json.dumps(result, indent=2, ensure_ascii=False) + "\n"
+    text = json.dumps(strict(result), indent=2, ensure_ascii=False) + "\n"
     in_markdown = "\n".join(map(markdown_table, shown))
     if options.output is not None:
         from finetune.storage import durable_files

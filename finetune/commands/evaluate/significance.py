@@ -88,6 +88,8 @@ def _differences(first: ModelScores, second: ModelScores) -> list[Difference]:
         theirs = others.get((ours.name, ours.of))
         if ours.sums is None or theirs is None or theirs.sums is None or len(ours.sums) < 2:
             continue
+        if not (np.isfinite(ours.sums).all() and np.isfinite(theirs.sums).all()):
+            continue  # nothing can be said of a model that gives NaN
         assert ours.weights is not None and np.array_equal(ours.weights, theirs.weights), "not the same records"
         found.append(
             Difference(

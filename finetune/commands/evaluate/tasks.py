@@ -158,17 +158,18 @@ class Tasks:
 def _add_results(scores: ModelScores, found: Mapping[str, Any]) -> None:
     centered = []
     for task, metrics in found["results"].items():
-        documents = found["samples"].get(task, [])  # a group has none
-        chance = _chance(found["configs"].get(task, {}), documents)
         for key, value in metrics.items():
             metric, comma, kept = key.partition(",")
             if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
                 continue
+            # Each document is there once for each filter; a group has none.
+            documents = [one for one in found["samples"].get(task, []) if one["filter"] == kept]
+            chance = _chance(found["configs"].get(task, {}), documents)
             stderr = metrics.get(f"{metric}_stderr,{kept}")
             line = {"task": task, "metric": metric, "filter": kept, "value": float(value)}
             line["stderr"] = float(stderr) if isinstance(stderr, (int, float)) else None
             line["documents"] = len(documents) or None
-            values = _values(documents, metric, kept, float(value))
+            values = _values(documents, metric, float(value))
             of = task if kept == "none" else f"{task} ({kept})"
             if values is None:
                 scores.measures.append(Measure(metric, of, line["value"], line["stderr"]))
@@ -196,9 +197,9 @@ def _chance(config: Mapping[str, Any], documents: Sequence[Mapping[str, Any]]) -
     return np.array([times / len(document["resps"]) for document in documents])
 
 
-def _values(documents: Sequence[Mapping[str, Any]], metric: str, kept: str, value: float) -> np.ndarray | None:
+def _values(documents: Sequence[Mapping[str, Any]], metric: str, value: float) -> np.ndarray | None:
     """The metric of each document, `(n,)`, where the task's is their mean; else None."""
-    found = [document.get(metric) for document in documents if document["filter"] == kept]
+    found = [document.get(metric) for document in documents]
     if not found or not all(isinstance(one, (bool, int, float, np.number)) for one in found):
         return None
     values = np.array(found, dtype=np.float64)

@@ -130,3 +130,11 @@ def test_few_records_are_said(caplog: pytest.LogCaptureFixture):
     (found,) = compare([model("a", "model", [0] * 40), model("b", "model", [1] * few + [0] * (40 - few))])
     assert found.p < 0.05 < stats.binomtest(few, few).pvalue
     assert "fewer than 10 records differ in exact match of all" in caplog.text
+
+
+def test_nothing_is_said_of_a_model_that_gives_nan() -> None:
+    ones = np.ones(20)
+    models = [ModelScores("a", "base"), ModelScores("b", "adapter")]
+    for model, values in zip(models, (np.arange(20.0), np.full(20, np.nan)), strict=True):
+        model.measures.append(Measure.ratio("loss", "all", values, ones))
+    assert compare(models) == []

@@ -79,6 +79,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, write_rows: Callable, tiny_
     (place / "choice.yaml").write_text(CHOICE.format(name="chosen", data=data))
     (place / "again.yaml").write_text(CHOICE.format(name="again", data=data) + "num_fewshot: 2\nfewshot_split: test\n")
     (place / "write.yaml").write_text(WRITE.format(data=data))
+    filters = [f"  - {{name: {name}, filter: [{{function: take_first}}]}}\n" for name in ("first", "again")]
+    filtered = "".join(["filter_list:\n", *filters])
+    (place / "filtered.yaml").write_text(CHOICE.format(name="filtered", data=data) + filtered)
     (place / "group.yaml").write_text("group: both\ntask: [chosen, again]\naggregate_metric_list: [{metric: acc}]\n")
     return place
 
@@ -118,6 +121,15 @@ def evaluate(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
     out, err = capsys.readouterr()
     assert code == 0 and err == "", err
     return json.loads(out)
+
+
+def test_filters_each_have_their_documents(folder: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]):
+    """lm_eval logs a document once for each filter."""
+    found = evaluate(capsys, "--model", tiny_model, "--tasks", "filtered,chosen", "--tasks-path", folder)["models"][0]
+    lines = [line for line in found["tasks"] if line["metric"] == "acc"]
+    assert {line["filter"] for line in lines} == {"first", "again", "none"}
+    assert {line["documents"] for line in lines} == {30}
+    assert len({(line["value"], line["centered"]) for line in lines}) == 1
 
 
 def by_metric(model: dict) -> dict[tuple[str, str], dict]:
