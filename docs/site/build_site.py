@@ -65,9 +65,10 @@ def stage(language: str) -> Path:
     pages |= {name: ROOT / name for name in TOP_PAGES} | {"readme.md": ROOT / README[language]}
     for name, path in pages.items():
         text = path.read_text(encoding="utf-8")
+        text = with_links_here(text, path.parent, set(pages))
         if name == "diagnosis.md":
             text = text.partition(CAUSES)[0] + f"{CAUSES}\n[symptoms](reference/symptoms.md)\n"
-        (source / name).write_text(with_links_here(text, path.parent, set(pages)), encoding="utf-8")
+        (source / name).write_text(text, encoding="utf-8")
     for name, text in reference_pages(language).items():
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text(text, encoding="utf-8")
@@ -81,11 +82,17 @@ _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(((?!https?://|mailto:|#)[^)#\s]*)(#[^)\
 
 
 def with_links_here(text: str, folder: Path, names: set[str]) -> str:
-    """A page whose links lead to pages of the site; of other files the name is left."""
+    """A page whose links lead to pages of the site; of other files the name is left.
+
+    Raises:
+        FileNotFoundError: a link leads nowhere; behind this nobody would see it.
+    """
 
     def link(match: re.Match[str]) -> str:
         title, target, anchor = match[1], (folder / match[2]).resolve(), match[3] or ""
         name = target.name
+        if not target.exists():
+            raise FileNotFoundError(f"{match[0]} leads nowhere: there is no {target}")
         if name in README.values():
             name, anchor = "readme.md", ""  # its headings are named otherwise in Chinese
         if target.parent in (DOCS, ROOT) and name in names:

@@ -25,7 +25,7 @@ class PackedCollator:
         looked at.
 
     Raises:
-        ValueError: labels are not the row's own tokens.
+        ValueError: a row has no tokens, or labels are not its own tokens.
 
     >>> from finetune import PackedCollator
     >>> batch = PackedCollator()([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [8, 9]}])
@@ -48,6 +48,8 @@ class PackedCollator:
 
 def _sample(row: Mapping[str, Any]) -> Sample:
     ids = np.asarray(row["input_ids"], dtype=np.int32)
+    if not ids.size:
+        raise ValueError("input_ids are empty: leave such rows out")
     labels = np.asarray(row["labels"] if row.get("labels") is not None else ids)
     trained = labels != IGNORED
     if labels.shape != ids.shape or (labels[trained] != ids[trained]).any():

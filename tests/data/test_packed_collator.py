@@ -40,3 +40,9 @@ def test_loss_and_gradients_are_those_of_the_rows_one_by_one(model_type: str, at
 def test_labels_that_are_other_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="the input_ids of the same places"):
         PackedCollator()([{"input_ids": [1, 2], "labels": [-100, 3]}])
+
+
+def test_a_row_without_tokens_is_refused() -> None:
+    for row in ({"input_ids": []}, {"input_ids": [], "labels": []}):
+        with pytest.raises(ValueError, match="input_ids are empty"):
+            PackedCollator()([{"input_ids": [1, 2]}, row])

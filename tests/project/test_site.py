@@ -39,6 +39,17 @@ def test_links_out_of_the_site_become_names() -> None:
     assert shown == ("[a](readme.md) [b](data.md#y) c (`tests/grid.py`) ![d](images/e.svg)\n```\n[f](../x)\n```\n")
 
 
+def test_a_link_to_a_page_that_is_not_there_is_an_error() -> None:
+    for link in ("[a](gone.md)", "[a](../tests/gone.py)"):
+        with pytest.raises(FileNotFoundError, match="leads nowhere"):
+            build_site.with_links_here(link, ROOT / "docs", {"readme.md"})
+
+
+def test_the_page_on_diagnosis_leads_to_the_symptoms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_site, "OUT", tmp_path)
+    assert "[symptoms](reference/symptoms.md)" in (build_site.stage("en") / "diagnosis.md").read_text(encoding="utf-8")
+
+
 def test_a_dead_link_and_what_is_loaded_from_elsewhere_are_found(tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text(
         '<a href="b.html#there">x</a><a href="b.html#gone">x</a><a href="c.html">x</a>'

@@ -391,6 +391,17 @@ def test_kto_of_all_weights_goes_on_with_what_was_said(materials: Materials, tmp
     assert ranks.wait() == [2] and "reference/train-mismatched.st is missing" in ranks.output()
 
 
+def test_kto_of_all_weights_asks_nothing_about_no_pairs(materials: Materials, tmp_path: Path):
+    """One validation record has no other answers; its reference point is 0."""
+    preference_rows.make_pairs(materials.folder / "single.jsonl", 1, seed=3, labels=True)
+    changes = {"valid_data": str(materials.folder / "single.jsonl"), "max_steps": 1}
+    output = train(kto(materials, tmp_path / "run", **changes, cache_dir=str(tmp_path / "cache"))).output()
+    assert "asking the model before its first step about 1 samples" in output and "about 0 " not in output
+    names = sorted(path.name for path in (tmp_path / "run" / "reference").iterdir())
+    assert names == ["train-mismatched.st", "train.st", "valid.st"]
+    assert run_helpers.events(tmp_path / "run", "eval")[-1]["eval_reference_point"] == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "zero3"])
 def test_kto_of_all_weights_by_two_processes_is_that_of_one(materials: Materials, tmp_path: Path, layout: str):

@@ -185,7 +185,7 @@ def _loss(values: dict[str, Any], draft: Draft) -> None:
     if kind is None:
         preferences.lose_given(values, "the loss is cross-entropy here", "loss_type", draft)
         return
-    settings: dict[str, Any] = {"beta": values.get("beta") or (2.0 if kind == "simpo" else 0.1)}
+    settings: dict[str, Any] = {"beta": values.get("beta", 2.0 if kind == "simpo" else 0.1)}
     loss = kind
     if kind == "dpo":
         losses, weights = values.get("loss_type") or "sigmoid", values.get("loss_weights")

@@ -6,11 +6,24 @@ import os
 from typing import Any
 
 from finetune.commands.convert import adapters, hugging_face, preferences
-from finetune.commands.convert.draft import Draft, Option, Tool, lost, read
+from finetune.commands.convert.draft import Draft, Option, Tool, is_nothing, lost, read
 from finetune.commands.convert.llama_factory import split, targets
 from finetune.errors import ConfigError
 
 _TOKENS = "the tokenizer's own tokens are used"
+_TRAINERS = ("sft", "dpo", "kto", "orpo", "cpo")
+# Of GRPO, RLOO, PPO and on-line DPO; the last three of distillation.
+_ROLLOUTS = (
+    "num_generations reward_funcs reward_weights reward_model_name_or_path reward_model_path scale_rewards "
+    "generation_batch_size steps_per_generation num_iterations epsilon_high importance_sampling_level "
+    "mask_truncated_completions use_vllm vllm_mode num_ppo_epochs kl_coef cliprange vf_coef whiten_rewards "
+    "response_length judge lmbda seq_kd teacher_model_name_or_path"
+)
+_OF_PREFERENCES = (
+    "beta loss_weights label_smoothing ld_alpha f_divergence_type use_weighting sync_ref_model desirable_weight "
+    "undesirable_weight simpo_gamma cpo_alpha alpha max_completion_length"
+)
+_SFT_LOSSES = {"nll", "chunked_nll", "dft"}
 
 OPTIONS: dict[str, Option] = {
     **hugging_face.OPTIONS,
@@ -23,9 +36,9 @@ OPTIONS: dict[str, Option] = {
         "dataset_config dataset_train_split dataset_test_split dataset_text_field test_split_size "
         "chat_template_path assistant_only_loss completion_only_loss load_in_4bit load_in_8bit dtype eos_token "
         "truncation_mode model_revision bnb_4bit_quant_type use_rslora use_dora lora_modules_to_save trainer "
-        "loss_type loss_weights beta label_smoothing ld_alpha f_divergence_type use_weighting sync_ref_model "
-        "disable_dropout desirable_weight undesirable_weight simpo_gamma cpo_alpha alpha max_completion_length"
+        "loss_type disable_dropout"
     ),
+    **read(f"{_OF_PREFERENCES} {_ROLLOUTS}"),
     **lost(
         "part of a loss that is not trained here",
         "discopop_tau f_alpha_divergence_coef ref_model_mixup_alpha ref_model_sync_steps",
@@ -62,7 +75,7 @@ DEFAULTS = {
 
 
 def finish(values: dict[str, Any], given: set[str], draft: Draft, devices: int) -> None:
-    trainer = _trainer(values, given, draft)
+    trainer = _trainer(values, draft)
     if trainer != "sft" and "learning_rate" not in given:
         draft.values["learning_rate"] = 1e-6  # of every trainer of preferences
     _data(values, draft)
@@ -91,18 +104,41 @@ def finish(values: dict[str, Any], given: set[str], draft: Draft, devices: int) 
     hugging_face.finish(values, given, draft, devices)
 
 
-def _trainer(values: dict[str, Any], given: set[str], draft: Draft) -> str:
-    """sft, dpo, kto, orpo or cpo: as the command says, or options that only one of them has."""
+def _trainer(values: dict[str, Any], draft: Draft) -> str:
+    """One of _TRAINERS: as the command says, else guessed, which is said.
+
+    Raises:
+        ConfigError: it is another's run, or may be one.
+    """
+    fix = f"convert a run of trl {', '.join(_TRAINERS)}"
+    if rollouts := [name for name in _ROLLOUTS.split() if not is_nothing(values.get(name))]:
+        what = "belongs to a run on rewards, rollouts or of a teacher (GRPO, RLOO, PPO, distillation)"
+        raise ConfigError(f"{rollouts[0]} {what}, which has no counterpart", rollouts[0], fix)
     if named := values.get("trainer"):
+        if named not in _TRAINERS:
+            raise ConfigError(f"trl {named} has no counterpart", "trainer", fix)
         return str(named)
-    if given & {"cpo_alpha", "simpo_gamma"}:
+    trainer = _guess(values)
+    if trainer is None:
+        what = "max_completion_length is an option of ORPO, CPO, GRPO, RLOO and distillation: it cannot be told which"
+        raise ConfigError(what, "max_completion_length", 'where it is ORPO convert "trl orpo --config FILE"')
+    why = f'taken for a run of trl {trainer}; else name it, e.g. "trl kto --config FILE"'
+    draft.note("trainer", "not named", why)
+    return trainer
+
+
+def _guess(values: dict[str, Any]) -> str | None:
+    """The loss tells first, then options that only one trainer has; None where several could be meant."""
+    losses, given = {str(each) for each in preferences.listed(values.get("loss_type") or [])}, values.keys()
+    if "simpo" in losses or given & {"cpo_alpha", "simpo_gamma"}:
         return "cpo"
-    if given & {"desirable_weight", "undesirable_weight"} or values.get("loss_type") in ("kto", ["kto"]):
+    if "kto" in losses or given & {"desirable_weight", "undesirable_weight"}:
         return "kto"
+    if losses - _SFT_LOSSES:
+        return "dpo"
     if "max_completion_length" in given:
-        return "orpo"
+        return None
     if given & {"beta", "loss_weights", "precompute_ref_log_probs", "label_smoothing", "sync_ref_model"}:
-        draft.note("beta", values.get("beta", 0.1), 'taken for a run of trl dpo; else convert "trl kto --config FILE"')
         return "dpo"
     return "sft"
 
@@ -124,6 +160,8 @@ def _preferences(trainer: str, values: dict[str, Any], draft: Draft) -> None:
     if loss == "kto":
         settings |= {name: values.get(name) for name in ("desirable_weight", "undesirable_weight")}
     if trainer == "orpo":
+        if losses is not None:
+            raise preferences.refused("loss_type", f"{losses} (of orpo)")
         draft.note("orpo", "loss", "there the cross-entropy is that of prompt and answer, here of the answer")
     if trainer == "dpo" and values.get("label_smoothing"):
         why = "TRL 1.16 reads it for the losses robust and exo_pair only; here it makes DPO conservative: left out"
@@ -154,6 +192,7 @@ def _tokens(values: dict[str, Any], draft: Draft) -> None:
     if values.get("completion_only_loss") is False:
         draft.lose("completion_only_loss", False, "only completions are trained", trains=True)
     preferences.lose_given(values, "the loss is cross-entropy here", "loss_type", draft, off=("nll", "chunked_nll"))
+    preferences.lose_given(values, "part of a loss on preferences", _OF_PREFERENCES, draft)
 
 
 def _method(values: dict[str, Any], draft: Draft) -> None:
@@ -214,9 +253,9 @@ TOOL = Tool(
     DEFAULTS,
     finish,
     starts={
-        start: {} if name == "sft" else {"trainer": name}
-        for name in ("sft", "dpo", "kto", "orpo", "cpo")
-        for start in (("trl", name), (f"trl/scripts/{name}.py",), (f"{name}.py",))
+        start: {"trainer": name}
+        for name in (*_TRAINERS, "grpo", "rloo", "reward")
+        for start in (("trl", name), (f"trl/scripts/{name}.py",), *([(f"{name}.py",)] if name in _TRAINERS else []))
     },
     aliases={"torch_dtype": "dtype", "max_seq_length": "max_length"},
     nulls={**hugging_face.NULLS, "max_length": None, "gradient_checkpointing": False},

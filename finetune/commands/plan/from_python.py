@@ -37,7 +37,7 @@ def plan(
 
     Args:
         config: what `finetune.run` takes; of a dict, settings that a plan can do without may be missing.
-        model_config: a config.json; by default the model's own.
+        model_config: a config.json; by default the model's own. With it a dict needs no model.
         nodes: machines.
         devices_per_node: by default those of this machine, else 1.
         device_name: e.g. `910B3` or `H100 PCIe`; decides the peak and, where auto, the device type.
@@ -75,7 +75,7 @@ def plan(
     options = _options({name: value for name, value in given.items() if value is not None})
     cluster = cluster_of(options)
     if isinstance(config, Mapping):
-        config = _with_placeholders(config, kind)
+        config = _with_placeholders(config, kind, may_lack_model=model_config is not None)
     return plan_of(resolve_object(config, cluster.devices, kind.config_class).config, cluster, options)
 
 
@@ -88,10 +88,11 @@ def _options(given: dict[str, Any]) -> PlanOptions:
         raise
 
 
-def _with_placeholders(settings: Mapping[str, Any], kind: RunKind) -> Mapping[str, Any]:
+def _with_placeholders(settings: Mapping[str, Any], kind: RunKind, *, may_lack_model: bool) -> Mapping[str, Any]:
     """The settings with what a run must have and a plan can do without."""
     if BLOCK in settings:
         return settings
-    said = {kind.config_class.aliases.get(name, name) for name in settings} | {"model"}
+    said = {kind.config_class.aliases.get(name, name) for name in settings}
+    said |= set() if may_lack_model else {"model"}
     required = [name for name, info in kind.config_class.model_fields.items() if info.is_required()]
     return {**settings, **{name: "not-said" for name in required if name not in said}}

@@ -69,17 +69,19 @@ def _saved_references(config: PreferenceConfig, data: Prepared, place: Place) ->
             pairs=pairs,
         )
 
-    def mismatched(side: Side, samples: Samples, batches: BatchSource) -> SavedReference:
+    def add_mismatched(side: Side, samples: Samples, batches: BatchSource) -> None:
         pairs = all_mismatched_pairs(batches, len(samples))
+        if not len(pairs):  # no global batch has two samples: the reference point is 0 and nothing is asked
+            return
         content = f"{samples.fingerprint}:{hashlib.sha256(pairs.tobytes()).hexdigest()}"
-        return saved(side, content, np.ones(len(pairs), dtype=bool), pairs)
+        found[side] = saved(side, content, np.ones(len(pairs), dtype=bool), pairs)
 
     found: dict[Side, SavedReference] = {"train": saved("train", data.train.fingerprint, data.batches.drawn())}
     if data.valid is not None:
         found["valid"] = saved("valid", data.valid.fingerprint, np.ones(len(data.valid), dtype=bool))
     if config.loss == "kto":
-        found["train-mismatched"] = mismatched("train-mismatched", data.train, data.batches)
+        add_mismatched("train-mismatched", data.train, data.batches)
         if data.valid is not None:
             in_order = InOrder(len(data.valid), config.global_batch_size)
-            found["valid-mismatched"] = mismatched("valid-mismatched", data.valid, in_order)
+            add_mismatched("valid-mismatched", data.valid, in_order)
     return found

@@ -170,6 +170,58 @@ def test_what_trl_has_more(capsys: Any, folder: Path) -> None:
             converted({**TRL, **run}, capsys)
 
 
+def guessed(run: dict[str, Any], capsys: Any) -> tuple[Any, str]:
+    config, text = converted({**TRL, **run}, capsys, "--from", "trl")
+    return config, section(text, DIFFERS)
+
+
+@pytest.mark.parametrize(
+    ("run", "trainer", "loss"),
+    [
+        ({"beta": 0.1, "loss_type": "sigmoid", "max_completion_length": 512}, "dpo", "dpo"),
+        ({"loss_type": "ipo"}, "dpo", "ipo"),
+        ({"loss_type": "simpo"}, "cpo", "simpo"),
+        ({"loss_type": "kto"}, "kto", "kto"),
+        ({"undesirable_weight": 0.5}, "kto", "kto"),
+        ({"loss_type": "simpo", "max_completion_length": 512}, "cpo", "simpo"),
+        ({"loss_type": "nll"}, "sft", None),
+        ({}, "sft", None),
+    ],
+)
+def test_what_trainer_of_trl_is_guessed_is_said(capsys: Any, run: dict[str, Any], trainer: str, loss: str) -> None:
+    config, differs = guessed(run, capsys)
+    assert getattr(config, "loss", None) == loss and f"taken for a run of trl {trainer};" in differs
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        ({"max_completion_length": 512, "num_generations": 8}, "num_generations belongs to a run on rewards"),
+        ({"beta": 0.04, "reward_funcs": ["accuracy"]}, "reward_funcs belongs to a run on rewards"),
+        ({"beta": 0.1, "max_completion_length": 512}, "cannot be told which"),
+        ({"loss_type": "dapo", "max_completion_length": 512}, "loss_type dapo has no counterpart"),
+        ({"loss_type": "ipo", "cpo_alpha": 0.5}, "loss_type ipo has no counterpart"),
+        ({"trainer": "orpo", "loss_type": "sigmoid"}, "loss_type sigmoid .of orpo. has no counterpart"),
+    ],
+)
+def test_what_trl_trains_otherwise_is_refused(capsys: Any, run: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        guessed(run, capsys)
+
+
+def test_trl_commands_of_other_trainers_are_refused(capsys: Any) -> None:
+    words = "--model_name_or_path m --dataset_name d.jsonl --output_dir o"
+    with pytest.raises(ConfigError, match="trl grpo has no counterpart"):
+        converted(f"trl grpo {words}", capsys)
+    _, text = converted(f"trl sft {words} --beta 0.1", capsys)
+    assert "taken for" not in text and "beta 0.1: part of a loss on preferences" in section(text, TRAINED)
+
+
+def test_beta_0_of_ms_swift_is_not_made_its_default(capsys: Any) -> None:
+    with pytest.raises(ConfigError, match="beta is 0"):
+        converted({**SWIFT_KEYS, "rlhf_type": "dpo", "beta": 0}, capsys, "--from", "ms-swift")
+
+
 def test_ms_swift_by_command_line(capsys: Any) -> None:
     config, text = preferred(SWIFT, capsys, "ms-swift")
     assert (config.loss, config.beta, config.sft_weight, config.learning_rate) == ("dpo", 0.1, 0.1, 1e-4)

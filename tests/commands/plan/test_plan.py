@@ -12,6 +12,7 @@ from launching import ROOT
 from plan_workloads import known_shape
 from pydantic_core import PydanticCustomError
 
+import finetune
 from finetune.commands.plan.command import PlanOptions, bytes_of, main
 from finetune.errors import ConfigError, DataError, FinetuneError
 from finetune.planning.shapes import KNOWN_MODELS, known_config
@@ -54,6 +55,21 @@ def test_flags_alone_describe_a_run(tmp_path, capsys):
     assert named["device_bytes"] == found["device_bytes"]
     made = plan(capsys, "pretrain", "--depth", "12", "--device-batch-size", "16", *NODES, *HOSTS)
     assert made["model"]["model_type"] == "nanochat"
+
+
+def test_a_dict_needs_no_model_beside_a_config_json(tmp_path):
+    path = config_json(tmp_path, "Qwen/Qwen3-8B")
+    machines = {"devices_per_node": 8, "device_name": "910B3", "host_memory": "512GiB", "host_bandwidth": "20GB"}
+    alone = finetune.plan({}, model_config=path, **machines).to_json()
+    assert alone["device_bytes"] == finetune.plan({"model": "Qwen/Qwen3-8B"}, **machines).to_json()["device_bytes"]
+    with pytest.raises(ConfigError, match="model is not set"):
+        finetune.plan({}, **machines)
+
+
+def test_a_size_without_a_unit_is_refused_in_words():
+    with pytest.raises(FinetuneError, match="64 has no unit") as caught:
+        finetune.plan({"model": "Qwen/Qwen3-8B"}, devices_per_node=8, device_memory=64)
+    assert "64GiB" in str(caught.value)
 
 
 def test_a_preset_on_two_nodes(capsys):
