@@ -48,7 +48,7 @@ PAGES = {
     ],
     "How it holds up": [
         *("compare", "limits", "benchmarks_sft", "benchmarks_packing", "benchmarks_pretraining"),
-        *("defaults_benchmark", "preferences_benchmark", "curriculum_benchmark"),
+        *("defaults_benchmark", "peers_settings_benchmark", "preferences_benchmark", "curriculum_benchmark"),
         *("equivalence_grid", "equivalence_grid_cuda"),
         *("crash_table", "fault_table", "roofline", "scale"),
     ],
