@@ -11,7 +11,9 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
+import math
 import os
 import urllib.error
 import urllib.request
@@ -23,7 +25,11 @@ from finetune.commands.verify.evidence import Messages, Seen
 from finetune.errors import ConfigError, FinetuneError
 
 LARGEST_ANSWER_BYTES = 64 << 20
-SHOWN_CHARACTERS = 200  # of a server's own message
+SHOWN_CHARACTERS = 200  # of a server's own message, or name of something
+SHOWN_MODELS = 8
+LEAST_SECRET = 8  # characters; a shorter key ("EMPTY", "x") stands for none, and its letters are in every answer
+LARGEST_ID = 2**31 - 1
+PROMPT_REFUSED = (400, 422, 500)  # what templates that raise become; all other errors are of the server or the request
 _ENGINE_FACTS = ("dtype", "quantization_level", "parameter_size", "ftype", "model_ftype", "n_ctx", "build_info")
 
 
@@ -39,6 +45,7 @@ class _Refused(Exception):
 
     def __init__(self, status: int, words: str) -> None:
         self.status, self.words = status, words
+        self.of_access = status in (401, 403) or 300 <= status < 400
 
 
 class Endpoint:
@@ -46,10 +53,10 @@ class Endpoint:
 
     Args:
         url: with or without the /v1 at its end.
-        model: the server's name of the model; None: the first that it lists.
+        model: the server's name of the model; None: the only one that it lists, or the only adapter among them.
 
     Raises:
-        ConfigError: nothing answers there, or it has no such model.
+        ConfigError: nothing answers there, or its model is not known, or the key cannot be sent.
     """
 
     def __init__(self, url: str, model: str | None, *, key_variable: str, timeout_seconds: float) -> None:
@@ -57,30 +64,35 @@ class Endpoint:
         path = parts.path.rstrip("/").removesuffix("/v1")
         self._root = urlunsplit((parts.scheme, parts.netloc, path, "", ""))
         self.name = self._root
-        self._key, self._seconds = os.environ.get(key_variable, ""), timeout_seconds
+        self._key, self._seconds = os.environ.get(key_variable, "").strip(), timeout_seconds
+        if not (self._key.isascii() and self._key.isprintable()):
+            what = f"the key in {key_variable} has characters that cannot be sent"
+            raise ConfigError(what, "--api-key-variable", "set the variable to the key alone, on one line")
         # No proxy of the environment in between for a server on this machine or network.
         self._opener = urllib.request.build_opener(_NoRedirect, urllib.request.ProxyHandler({}))
         self.facts: dict[str, Any] = {}
-        self.model = self._model(model)
+        try:
+            self.model = self._model(model)
+        except FinetuneError as error:  # nothing has been asked yet
+            raise ConfigError(error.what, error.where, error.fix) from None
         self.engine = self._engine()
-        self.facts |= {"engine": self.engine, "model": self.model}
+        self.facts |= {"engine": self.engine, "model": self._shown(self.model)}
         self._takes_ids, self._without_logprobs = True, set[str]()
 
     # ------------------------------------------------------------ answers
 
     def chat(self, messages: Messages, max_new_tokens: int) -> Seen:
         body = {"model": self.model, "messages": [dict(message) for message in messages]}
+        path = "/v1/chat/completions"
         try:
-            answer = self._asked("/v1/chat/completions", body, max_new_tokens)
+            answer = self._asked(path, body, max_new_tokens)
         except _Refused as refused:
-            raise self._failure("/v1/chat/completions", refused) from None
-        choice = answer["choices"][0]
-        text = choice["message"].get("content") or ""
-        reasoning = choice["message"].get("reasoning_content") or choice["message"].get("reasoning")
-        if reasoning:  # taken out of the answer by the server
-            text = f"<think>\n{reasoning}</think>{text}"
+            if refused.status not in PROMPT_REFUSED:
+                raise self._failure(path, refused) from None
+            self.facts.setdefault("refused", f"{refused.status} {refused.words}")
+            return Seen("", "refused", prompt_tokens=0)
         ids, text_of_prompt = self._rendered(body["messages"])
-        return self._seen(answer, choice, text, prompt_ids=ids, prompt_text=text_of_prompt)
+        return self._seen(path, answer, prompt_ids=ids, prompt_text=text_of_prompt)
 
     def complete(self, ids: Sequence[int], text: str, max_new_tokens: int) -> Seen | None:
         if self.engine == "ollama":  # puts a template of its own around it
@@ -88,71 +100,94 @@ class Endpoint:
         for prompt in [list(ids), text] if self._takes_ids else [text]:
             try:
                 answer = self._asked("/v1/completions", {"model": self.model, "prompt": prompt}, max_new_tokens)
+                return self._seen("/v1/completions", answer)
             except _Refused:  # of ids: it takes texts only; of a text: it has no such path
                 self._takes_ids = False
-                continue
-            choice = answer["choices"][0]
-            return self._seen(answer, choice, choice.get("text") or "")
         return None
 
-    def _asked(self, path: str, body: dict[str, Any], max_new_tokens: int) -> dict[str, Any]:
-        """A greedy answer; with log-probabilities where the server gives them."""
+    def _asked(self, path: str, body: dict[str, Any], max_new_tokens: int) -> Any:
+        """A greedy answer, not checked; with log-probabilities where the server gives them."""
         body = {**body, "temperature": 0, "max_tokens": max_new_tokens}
         if path not in self._without_logprobs:
             wanted = {"logprobs": True} if "messages" in body else {"logprobs": 1}
             try:
-                return self._checked(self._json(path, body | wanted))
+                return self._json(path, body | wanted)
             except _Refused as refused:
                 if refused.status in (401, 403, 404):
                     raise
-        answer = self._checked(self._json(path, body))
+        answer = self._json(path, body)
         self._without_logprobs.add(path)
         return answer
 
-    def _seen(self, answer: Mapping[str, Any], choice: Mapping[str, Any], text: str, **more: Any) -> Seen:
-        usage = answer.get("usage") or {}
-        ids, logprobs = _token_logprobs(choice.get("logprobs"))
-        tokens = usage.get("prompt_tokens")
+    def _seen(self, path: str, answer: Any, **more: Any) -> Seen:
+        """What an answer of either path says. Raises FinetuneError where it is not of the protocol."""
+        try:
+            choice = _of(_of(_of(answer, dict)["choices"], list)[0], dict)
+            message = _of(choice["message"], dict) if "chat" in path else {"content": choice.get("text")}
+            text = _of(message.get("content"), str, _NONE) or ""
+            reasoning = _of(message.get("reasoning_content") or message.get("reasoning"), str, _NONE)
+            if reasoning:  # taken out of the answer by the server
+                text = f"<think>\n{reasoning}</think>{text}"
+            usage = _of(answer.get("usage"), dict, _NONE) or {}
+            tokens, made = (_of(usage.get(name), int, _NONE) for name in ("prompt_tokens", "completion_tokens"))
+            finish = _of(choice.get("finish_reason"), str, _NONE)
+            ids, logprobs = _token_logprobs(_of(choice.get("logprobs"), dict, _NONE) or {})
+        except (TypeError, LookupError, ValueError, OverflowError):
+            raise self._foreign(path) from None
         return Seen(
-            answer=text,
-            finish=str(choice.get("finish_reason")),
-            answer_tokens=usage.get("completion_tokens"),
+            answer=self._text(text),
+            finish=self._shown(str(finish)),
+            answer_tokens=made,
             answer_ids=ids,
             logprobs=logprobs,
             # Ollama leaves out what it had in its cache.
-            prompt_tokens=tokens if isinstance(tokens, int) and tokens > 0 and self.engine != "ollama" else None,
+            prompt_tokens=tokens if tokens and tokens > 0 and self.engine != "ollama" else None,
             **more,
         )
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, ...] | None, str | None]:
         """The prompt's ids and its text, as far as the engine shows them."""
+        text, asked = None, {"model": self.model, "messages": messages, "add_generation_prompt": True}
         try:
-            if self.engine == "vllm":
-                asked = {"model": self.model, "messages": messages, "add_generation_prompt": True}
-                return tuple(map(int, self._json("/tokenize", asked)["tokens"])), None
             if self.engine == "llama.cpp":
-                text = str(self._json("/apply-template", {"messages": messages})["prompt"])
-                asked = {"content": text, "add_special": True, "parse_special": True}
-                return tuple(map(int, self._json("/tokenize", asked)["tokens"])), text
-        except (_Refused, KeyError, TypeError, ValueError):
+                given = _of(_of(self._json("/apply-template", {"messages": messages}), dict)["prompt"], str)
+                text, asked = self._text(given), {"content": given, "add_special": True, "parse_special": True}
+            if self.engine in ("llama.cpp", "vllm"):
+                tokens = _of(_of(self._json("/tokenize", asked), dict)["tokens"], list)
+                return tuple(map(_id, tokens)), text
+        except _Refused:
             self.facts["prompt_hidden"] = True
+        except (TypeError, LookupError, ValueError):
+            raise self._foreign("/tokenize") from None
         return None, None
 
     # ------------------------------------------------------------ who answers
 
     def _model(self, wanted: str | None) -> str:
+        fix = "name one with --served-model"
+        try:
+            data = _of(_of(self._json("/v1/models"), dict)["data"], list)
+            listed = {_of(_of(model, dict)["id"], str): model.get("parent") for model in data}
+        except _Refused as refused:
+            if wanted is not None:
+                return wanted
+            failure = self._failure("/v1/models", refused)
+            # Other than a key or a redirect: it has no list.
+            raise FinetuneError(failure.what, failure.where, failure.fix if refused.of_access else fix) from None
+        except (TypeError, LookupError):
+            if wanted is not None:
+                return wanted
+            raise FinetuneError("the server's list of models cannot be read", self.name, fix) from None
         if wanted is not None:
             return wanted
-        try:
-            listed = [str(model["id"]) for model in self._json("/v1/models")["data"]]
-        except (_Refused, KeyError, TypeError) as error:
-            words = error.words if isinstance(error, _Refused) else "its list of models cannot be read"
-            raise ConfigError(
-                f"the server lists no models: {words}", self.name, "name one with --served-model"
-            ) from None
         if not listed:
-            raise ConfigError("the server has no model", self.name, "load one there, or name it with --served-model")
-        return listed[0]
+            raise FinetuneError("the server has no model", self.name, "load one there, or name it with --served-model")
+        adapters = [name for name, parent in listed.items() if parent]
+        for only in (list(listed), adapters):
+            if len(only) == 1:
+                return only[0]
+        names = ", ".join(map(self._shown, list(listed)[:SHOWN_MODELS])) + (", ..." if len(listed) > SHOWN_MODELS else "")
+        raise FinetuneError(f"the server has {len(listed)} models: {names}", self.name, fix)
 
     def _engine(self) -> str:
         probes = (("llama.cpp", "/props", "default_generation_settings"), ("ollama", "/api/version", "version"))
@@ -160,9 +195,7 @@ class Endpoint:
             with contextlib.suppress(_Refused, FinetuneError):
                 found = self._json(path)
                 if isinstance(found, dict) and key in found:
-                    self.facts |= {
-                        name: found[name] for name in _ENGINE_FACTS if isinstance(found.get(name), (str, int))
-                    }
+                    self._take_facts(found)
                     if engine == "ollama":
                         self._ollama_facts()
                     return engine
@@ -170,23 +203,38 @@ class Endpoint:
 
     def _ollama_facts(self) -> None:
         with contextlib.suppress(_Refused, KeyError, TypeError):
-            details = self._json("/api/show", {"model": self.model})["details"]
-            self.facts |= {name: details[name] for name in _ENGINE_FACTS if isinstance(details.get(name), (str, int))}
+            self._take_facts(_of(self._json("/api/show", {"model": self.model})["details"], dict))
+
+    def _take_facts(self, found: Mapping[str, Any]) -> None:
+        named = {name: found.get(name) for name in _ENGINE_FACTS}
+        self.facts |= {name: self._shown(fact) for name, fact in named.items() if isinstance(fact, str)}
+        self.facts |= {name: fact for name, fact in named.items() if isinstance(fact, int) and abs(fact) <= 2**63}
+
+    # ------------------------------------------------------------ what may be shown
+
+    def _shown(self, words: str) -> str:
+        """A name or message of the server, short and without the key: it may write the request back into it."""
+        return _encodable(words.replace(self._key, "***") if self._key else words)[:SHOWN_CHARACTERS]
+
+    def _text(self, text: str) -> str:
+        """An answer or a prompt, whole."""
+        return _encodable(text.replace(self._key, "***") if len(self._key) >= LEAST_SECRET else text)
 
     # ------------------------------------------------------------ the wire
 
-    def _checked(self, answer: Any) -> dict[str, Any]:
-        if not isinstance(answer, dict) or not answer.get("choices"):
-            raise FinetuneError(
-                "the server's answer has no choices", self.name, "is it a server of the OpenAI protocol?"
-            )
-        return answer
+    def _foreign(self, path: str) -> FinetuneError:
+        fix = "check --endpoint: is it a server of that protocol?"
+        return FinetuneError("the server's answer is not of the OpenAI protocol", f"{self.name}{path}", fix)
 
     def _failure(self, path: str, refused: _Refused) -> FinetuneError:
-        fix = "check --served-model and the server's log"
+        if refused.status == 200:
+            return self._foreign(path)
+        what, fix = f"the server refused: {refused.status} {refused.words}", "check --served-model and the server's log"
         if refused.status in (401, 403):
             fix = "put the server's key into the variable that --api-key-variable names"
-        return FinetuneError(f"the server refused: {refused.status} {refused.words}", f"{self.name}{path}", fix)
+        if 300 <= refused.status < 400:
+            what, fix = f"the server redirects: {refused.status}", "give the final address to --endpoint"
+        return FinetuneError(what, f"{self.name}{path}", fix)
 
     def _json(self, path: str, body: Any = None) -> Any:
         """What a request gives. Raises `_Refused` for an error of the server, FinetuneError where none answers."""
@@ -200,40 +248,62 @@ class Endpoint:
                 read = response.read(LARGEST_ANSWER_BYTES + 1)
         except urllib.error.HTTPError as error:
             with error:
-                raise _Refused(error.code, _words(error.read(1 << 16))) from None
-        except OSError as error:
-            reason = getattr(error, "reason", None) or error
-            fix = "start the server, or correct --endpoint; --timeout-seconds is the longest wait"
-            raise ConfigError(f"no server answers: {reason}", self.name, fix) from None
+                try:
+                    words = _words(error.read(1 << 16))
+                except (OSError, http.client.HTTPException):
+                    words = ""
+                raise _Refused(error.code, self._shown(words)) from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            reason = self._shown(str(getattr(error, "reason", None) or error or type(error).__name__))
+            fix = "start the server, or correct --endpoint; --timeout-seconds is the longest silence"
+            raise FinetuneError(f"no server answers: {reason}", self.name, fix) from None
         if len(read) > LARGEST_ANSWER_BYTES:
             raise FinetuneError("the server's answer is too large", f"{self.name}{path}", "check --endpoint")
         try:
             return json.loads(read)
         except (ValueError, RecursionError):
-            raise _Refused(502, "its answer is no JSON") from None
+            raise _Refused(200, "its answer is no JSON") from None
 
 
-def _token_logprobs(given: Any) -> tuple[tuple[int, ...] | None, tuple[float, ...] | None]:
+_NONE = type(None)
+
+
+def _of(value: Any, *kinds: type) -> Any:
+    """The value. Raises TypeError where it is of another type; a bool is no number."""
+    if type(value) not in kinds:
+        raise TypeError(type(value).__name__)
+    return value
+
+
+def _id(value: Any) -> int:
+    if not 0 <= _of(value, int) <= LARGEST_ID:
+        raise ValueError("no token id")
+    return int(value)
+
+
+def _encodable(text: str) -> str:
+    """Without lone surrogates, which no tokenizer takes and no terminal."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _token_logprobs(given: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, tuple[float, ...] | None]:
     """The ids (where they are there) and log-probabilities of an answer's tokens."""
-    if not isinstance(given, dict):
-        return None, None
-    content = given.get("content")
-    if isinstance(content, list) and content:
-        numbers = [token.get("logprob") for token in content]
-        ids = [token.get("id") for token in content]
+    content = _of(given.get("content"), list, _NONE)
+    if content:
+        numbers, ids = [_of(token, dict).get("logprob") for token in content], [token.get("id") for token in content]
     else:
-        numbers, ids = list(given.get("token_logprobs") or ()), [None]
-    if not numbers or not all(isinstance(number, (int, float)) for number in numbers):
+        numbers, ids = _of(given.get("token_logprobs"), list, _NONE) or [], [None]
+    logprobs = tuple(float(_of(number, int, float)) for number in numbers if number is not None)
+    if not numbers or len(logprobs) < len(numbers) or not all(map(math.isfinite, logprobs)):
         return None, None
-    return (tuple(ids) if all(isinstance(one, int) for one in ids) else None), tuple(map(float, numbers))
+    return (None if None in ids else tuple(map(_id, ids))), logprobs
 
 
 def _words(body: bytes) -> str:
-    """The message of an error, short: a server may write the request back into it."""
+    """The message of an error."""
     try:
         found = json.loads(body)
         error = found.get("error", found.get("detail", "")) if isinstance(found, dict) else ""
-        message = error.get("message", "") if isinstance(error, dict) else error
+        return str(error.get("message", "") if isinstance(error, dict) else error)
     except (ValueError, RecursionError):
-        message = ""
-    return str(message)[:SHOWN_CHARACTERS]
+        return ""

@@ -7,12 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from finetune.commands.verify.evidence import Messages, Seen
 from finetune.errors import ConfigError
+
+
+GGUF = "model.gguf"  # of merge --format gguf
+SHOWN_CHARACTERS = 200  # of a template's own message
 
 
 class MergedFolder:
@@ -24,6 +30,9 @@ class MergedFolder:
 
     def __init__(self, folder: Path, device: torch.device, *, trust_remote_code: bool) -> None:
         self.name = folder.name
+        if (folder / GGUF).is_file() and not list(folder.glob("*.safetensors")):
+            fix = f"serve it with llama.cpp (llama-server -m {GGUF}), and give the server's address to --endpoint"
+            raise ConfigError("the folder holds a GGUF, which other engines run", str(folder / GGUF), fix)
         if not (folder / "config.json").is_file():
             raise ConfigError("no model is there (no config.json)", str(folder), "name the folder that merge wrote")
         if not sys.stderr.isatty():
@@ -33,7 +42,7 @@ class MergedFolder:
             self.model: Any = AutoModelForCausalLM.from_pretrained(
                 folder, dtype="auto", use_safetensors=True, trust_remote_code=trust_remote_code
             )
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             first = (str(error).splitlines() or [type(error).__name__])[0]
             raise ConfigError(f"transformers cannot load it: {first}", str(folder), "merge again") from error
         if not self.tokenizer.chat_template:
@@ -48,9 +57,12 @@ class MergedFolder:
         }
 
     def chat(self, messages: Messages, max_new_tokens: int) -> Seen:
-        text = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-        )
+        turns = [dict(message) for message in messages]
+        try:
+            text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except jinja2.TemplateError as error:
+            self.facts.setdefault("refused", str(error)[:SHOWN_CHARACTERS])
+            return Seen("", "refused", prompt_tokens=0)
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return self._answer(ids, max_new_tokens, prompt_text=text, prompt_ids=tuple(ids))
 

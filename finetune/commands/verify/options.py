@@ -29,7 +29,7 @@ class VerifyOptions(ModelOptions, SpokenOptions):
         None, group="deployment", unit="URL", description="A server of the OpenAI protocol, e.g. http://host:8000/v1."
     )
     served_model: Text | None = setting(
-        None, group="deployment", unit="NAME", shown_default="its first", description="The server's name of the model."
+        None, group="deployment", unit="NAME", shown_default="its only one", description="The server's name of the model."
     )
     api_key_variable: Text = setting(
         "OPENAI_API_KEY", group="deployment", unit="NAME", description="Environment variable with the server's key."
@@ -41,7 +41,7 @@ class VerifyOptions(ModelOptions, SpokenOptions):
         "auto", group="deployment", description="Number format that it is to have; auto: the base's own."
     )
     timeout_seconds: Annotated[float, Field(gt=0)] = setting(
-        120.0, group="deployment", unit="SECONDS", description="Longest wait for one answer."
+        120.0, group="deployment", unit="SECONDS", description="Longest silence of the server."
     )
     data: Paths = setting(
         (), group="prompts", unit="FILE...", shown_default="the run's validation data", description="Records to ask."
@@ -54,9 +54,18 @@ class VerifyOptions(ModelOptions, SpokenOptions):
         if (self.endpoint is None) == (self.merged is None):
             found.append(("there must be one deployment", "give either --endpoint URL or --merged FOLDER"))
         if self.endpoint is not None:
-            parts = urlsplit(self.endpoint)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                found.append(("--endpoint is no address", "write it as http://host:port/v1"))
-            if parts.username or parts.password:
+            if "@" in self.endpoint:
                 found.append(("--endpoint has a password in it", "put the key into the variable OPENAI_API_KEY"))
+            elif not _is_address(self.endpoint):
+                found.append(("--endpoint is no address", "write it as http://host:port/v1"))
         return found
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        host = (parts.hostname or "").encode("idna")
+        sendable = url.isascii() and url.isprintable() and " " not in url
+        return parts.scheme in ("http", "https") and bool(host) and parts.port != 0 and sendable
+    except ValueError:  # of brackets, a port, or a name
+        return False

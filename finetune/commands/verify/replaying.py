@@ -8,6 +8,7 @@ from typing import Any
 
 from finetune.commands.verify.evidence import Deployment, Prompt, Replay, Seen
 from finetune.commands.verify.reference import Reference
+from finetune.errors import FinetuneError
 from finetune.inference.greedy import answering
 
 ASKED_TWICE = 4  # prompts, of which a server that draws its answers would hardly draw all alike
@@ -23,7 +24,7 @@ def replay(
     """Ask both everything.
 
     Raises:
-        FinetuneError: the deployment refuses a conversation, or ends.
+        FinetuneError: the deployment refuses every conversation, or ends.
     """
     model = reference.model()
     with answering(model, model):
@@ -38,12 +39,20 @@ def replay(
         raw = None if raw is None else _whole(raw, reference.tokenizer)
         found.append(Replay(prompt, text, ids, "stop" if ended else "length", seen, again, raw))
         on_progress(1)
+    if found and all(one.seen.finish == "refused" for one in found):
+        what = f"the deployment refuses every conversation: {deployment.facts.get('refused', '')}"
+        raise FinetuneError(what, deployment.name, "check its chat template, --served-model and its log")
     return found
 
 
 def _whole(seen: Seen, tokenizer: Any) -> Seen:
-    """Without ids and log-probabilities where some are missing: llama.cpp leaves out those of half a character."""
+    """Without ids and log-probabilities where some are missing: llama.cpp leaves out those of half a character.
+
+    So too where an id is none of this vocabulary; the text is then read with it.
+    """
     if seen.answer_ids is None:
         return seen
+    if any(token >= len(tokenizer) for token in seen.answer_ids):
+        return replace(seen, answer_ids=None, logprobs=None)
     shown = tokenizer.decode(list(seen.answer_ids), skip_special_tokens=True)
     return seen if shown.strip() == seen.answer.strip() else replace(seen, answer_ids=None, logprobs=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,13 +16,18 @@ import torch
 
 from finetune.__main__ import main as finetune
 from finetune.commands.verify.causes import CAUSES
+from finetune.commands.verify.endpoint import Endpoint
+from finetune.commands.verify.evidence import Seen
 from finetune.commands.verify.merged import MergedFolder
 from finetune.commands.verify.options import VerifyOptions
 from finetune.config.flags import flags_of
 from finetune.config.names import flag
+from finetune.errors import ConfigError, FinetuneError
 from finetune.runtime.language import speaking
 
 FROZEN = Path(__file__).parents[2] / "frozen" / "verify.txt"
+STALLED = ("content-length", "1000")
+DATA = Path(__file__).parents[3] / "data_samples" / "valid.jsonl"
 SECRET = "sk-not-a-real-key-0123456789"
 Verify = Callable[..., dict]
 
@@ -31,6 +37,8 @@ class Server:
 
     def __init__(self, folder: Path, way: str = "") -> None:
         self.model, self.way, self.asked = MergedFolder(folder, torch.device("cpu"), trust_remote_code=False), way, []
+        self.given: Any = None  # the answer of way "gives", and the ids of way "vllm ids"
+        self.released, self.refused = threading.Event(), None
         self.draw, self.lock = random.Random(0), threading.Lock()
         outer = self
 
@@ -48,8 +56,17 @@ class Server:
                     self.give(*outer.post(self.path, body, self.headers.get("authorization")))
 
             def give(self, status: int, answer: Any) -> None:
-                data = json.dumps(answer).encode()
+                if outer.way == "no http" and self.path.endswith("completions"):
+                    self.wfile.write(b"no http, and your key was " + SECRET.encode() + b"\r\n")
+                    return
+                data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
                 self.send_response(status)
+                if outer.way in ("chunked", "stalled") and self.path.endswith("completions"):
+                    self.send_header(*(("transfer-encoding", "chunked") if outer.way == "chunked" else STALLED))
+                    self.end_headers()
+                    self.wfile.write(b"5\r\nabc")
+                    outer.released.wait(20 if outer.way == "stalled" else 0)
+                    return
                 if status == 307:
                     self.send_header("location", "http://127.0.0.1:9/v1/chat/completions")
                 self.send_header("content-length", str(len(data)))
@@ -61,13 +78,36 @@ class Server:
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
 
     def get(self, path: str) -> tuple[int, Any]:
+        if path == "/v1/models" and self.way == "lists":
+            return 200, {"data": self.given}
+        if path == "/v1/models" and self.way == "locked list":
+            return 401, {"error": {"message": f"bad key Bearer {SECRET}"}}
+        if path == "/props" and self.way == "echoes":
+            facts = {"ftype": SECRET + "x" * 10_000, "build_info": f"of {SECRET}\ud800"}
+            return 200, {"default_generation_settings": {}, **facts}
         if path == "/v1/models":
             return 200, {"data": [{"id": "m"}]}
-        if path == "/version" and self.way == "vllm":
+        if path == "/version" and self.way in ("vllm", "vllm ids"):
             return 200, {"version": "0.20.0"}
         return 404, {"error": {"message": "no such path"}}
 
     def post(self, path: str, body: dict[str, Any], key: str | None) -> tuple[int, Any]:
+        if self.way == "gives" and path.endswith("chat/completions"):
+            return 200, self.given
+        if self.way == "stalled" and path.endswith("chat/completions"):
+            return 500, {}
+        if self.way == "bad key" and path.endswith("chat/completions"):
+            return 401, {"error": {"message": f"bad key {key}"}}
+        if self.way in ("no system", "refuses all") and path.endswith("chat/completions"):
+            self.refused = self.refused or body["messages"]
+            if self.way == "refuses all" or body["messages"] == self.refused:
+                return 400, {"error": {"message": f"System role not supported {key}"}}
+        if self.way == "vllm ids" and path == "/tokenize":
+            return 200, {"tokens": self.given}
+        if self.way == "echoes" and path == "/apply-template":
+            return 200, {"prompt": f"{key} \ud800"}
+        if self.way == "echoes" and path == "/tokenize":
+            return 200, {"tokens": [1, 2]}
         if self.way == "redirects" and path.endswith("completions"):
             return 307, {}
         if self.way == "locked" and key != f"Bearer {SECRET}":
@@ -82,6 +122,8 @@ class Server:
         assert body["temperature"] == 0
         seen = self.model.chat(body["messages"], min(body["max_tokens"], 6 if self.way == "cuts" else 1 << 20))
         text, finish, tokens = seen.answer, seen.finish, seen.answer_tokens
+        if self.way == "echoes":
+            text, finish = f"{key} \ud800 {text}", f"stop {key}" * 100
         if self.way == "stops":
             text, finish = text[: len(text) // 2], "stop"
         if self.way == "draws":
@@ -139,6 +181,150 @@ def test_the_key_is_sent_and_nowhere_shown(
     assert {key for _, _, key in server.asked} == {f"Bearer {SECRET}"}
 
 
+@pytest.mark.parametrize("way", ["bad key", "echoes", "no http", "refuses all"])
+def test_a_server_that_writes_the_key_back_does_not_get_it_shown(
+    way: str,
+    adapter: Path,
+    serve: Callable[..., Server],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+):
+    server = serve(way)
+    monkeypatch.setenv("OPENAI_API_KEY", f" {SECRET}\n")
+    for flags in ([], ["--json"]):
+        words = ["--model", adapter, "--data", DATA, "--device-type", "cpu", "--prompts", 2, "--max-new-tokens", 8]
+        assert finetune(["verify", *map(str, words), "--endpoint", server.url, *flags]) == 1
+        shown = capfd.readouterr()
+        assert any(key == f"Bearer {SECRET}" for _, _, key in server.asked)
+        assert SECRET not in shown.out + shown.err + caplog.text and "***" in shown.out + shown.err
+        assert "Traceback" not in shown.err and len(shown.out) < 8000
+
+
+@pytest.mark.parametrize("key", ["sk-not\na-key", "sk-sch\u00fcssel", "sk-\u5bc6"])
+def test_a_key_that_no_header_takes_is_refused_unseen(key: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MY_KEY", key)
+    with pytest.raises(ConfigError, match="the key in MY_KEY") as caught:
+        Endpoint("http://127.0.0.1:9", "m", key_variable="MY_KEY", timeout_seconds=1)
+    assert "sk-" not in str(caught.value)
+
+
+def choice(**more: Any) -> dict[str, Any]:
+    return {"choices": [{"message": {"content": "a"}, "finish_reason": "stop", **more}]}
+
+
+FOREIGN: dict[str, Any] = {
+    "no object": [1],
+    "no choices": {"error": {"message": "x"}},
+    "choices a dict": {"choices": {"0": {}}},
+    "choices empty": {"choices": []},
+    "a null choice": {"choices": [None]},
+    "no message": {"choices": [{"finish_reason": "stop"}]},
+    "content in parts": choice(message={"content": [{"type": "text", "text": "a"}]}),
+    "reasoning a list": choice(message={"content": "a", "reasoning": ["b"]}),
+    "finish a dict": choice(finish_reason={"a": 1}),
+    "usage a list": choice() | {"usage": [1]},
+    "count a text": choice() | {"usage": {"completion_tokens": "24"}},
+    "logprobs a list": choice(logprobs=["x"]),
+    "logprobs of texts": choice(logprobs={"content": ["x"]}),
+    "a text as logprob": choice(logprobs={"content": [{"logprob": "x"}]}),
+    "an id of no vocabulary": choice(logprobs={"content": [{"logprob": -1.0, "id": 10**12}]}),
+    "a negative id": choice(logprobs={"content": [{"logprob": -1.0, "id": -1}]}),
+    "no JSON": b"<html>hello</html>",
+}
+
+
+def ask(server: Server, seconds: float = 60) -> Seen:
+    endpoint = Endpoint(server.url, None, key_variable="NO_KEY", timeout_seconds=seconds)
+    return endpoint.chat([{"role": "user", "content": "hello"}], 4)
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_an_answer_of_no_protocol_is_said_to_be_one(name: str, serve: Callable[..., Server]):
+    server = serve("gives")
+    server.given = FOREIGN[name]
+    with pytest.raises(FinetuneError, match="not of the OpenAI protocol") as caught:
+        ask(server)
+    assert caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize("ids", [[10**12], ["1"], {"a": 1}])
+def test_ids_of_a_prompt_that_are_none_are_said_to_be_none(ids: Any, serve: Callable[..., Server]):
+    server = serve("vllm ids")
+    server.given = ids
+    with pytest.raises(FinetuneError, match="not of the OpenAI protocol"):
+        ask(server)
+
+
+def test_half_a_character_is_replaced(serve: Callable[..., Server]):
+    server = serve("gives")
+    server.given = choice(message={"content": "a\ud800b"})
+    assert ask(server).answer == "a?b"
+
+
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [("no http", "no server answers"), ("chunked", "no server answers"), ("stalled", "")],
+)
+def test_a_server_that_breaks_off_ends_it_with_its_code(way: str, said: str, serve: Callable[..., Server]):
+    server = serve(way)
+    if way == "stalled":  # the body of an error: what it is of is known without
+        assert ask(server, 0.5).finish == "refused"
+        server.released.set()
+        return
+    with pytest.raises(FinetuneError, match=said) as caught:
+        ask(server)
+    assert caught.value.exit_code == 1
+
+
+def test_a_model_is_chosen_only_where_there_is_no_choice(serve: Callable[..., Server]):
+    server = serve("lists")
+    base, one, two = {"id": "base"}, {"id": "one", "parent": "base"}, {"id": "two", "parent": "base"}
+    for listed, name in (([base], "base"), ([base, one], "one")):
+        server.given = listed
+        assert Endpoint(server.url, None, key_variable="NO_KEY", timeout_seconds=60).model == name
+    for listed in ([base, one, two], [base, one | {"parent": None}]):
+        server.given = listed
+        with pytest.raises(ConfigError, match="models: base, one") as caught:
+            Endpoint(server.url, None, key_variable="NO_KEY", timeout_seconds=60)
+        assert "--served-model" in caught.value.fix
+        assert Endpoint(server.url, "one", key_variable="NO_KEY", timeout_seconds=60).model == "one"
+    for listed in ({"a": 1}, [None], [{"id": 1}], []):
+        server.given = listed
+        with pytest.raises(ConfigError, match="list of models cannot be read|has no model"):
+            Endpoint(server.url, None, key_variable="NO_KEY", timeout_seconds=60)
+
+
+def test_a_refused_conversation_is_a_difference(verify: Verify, adapter: Path, serve: Callable[..., Server]):
+    report = verify(adapter, "--endpoint", serve("no system").url)
+    assert report["code"] == 1 and report["same"] == 7, report
+    assert report["findings"][0]["prompts"] == [1] and "'refused'" in str(report["findings"][0]["evidence"])
+    assert report["deployment"]["refused"].startswith("400 System role not supported")
+
+
+def test_a_folder_whose_template_raises_is_a_refusal(merged: Path, tmp_path: Path):
+    folder = tmp_path / "raises"
+    shutil.copytree(merged, folder)
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no system role') }}")
+    deployment = MergedFolder(folder, torch.device("cpu"), trust_remote_code=False)
+    assert deployment.chat([{"role": "user", "content": "hello"}], 4).finish == "refused"
+    assert deployment.facts["refused"] == "no system role"
+
+
+def test_folders_that_cannot_be_loaded_are_refused(merged: Path, tmp_path: Path):
+    folder = tmp_path / "broken"
+    shutil.copytree(merged, folder)
+    (weights,) = folder.glob("*.safetensors")
+    weights.write_bytes(b"\xff" * 100)
+    with pytest.raises(ConfigError, match="cannot load it"):
+        MergedFolder(folder, torch.device("cpu"), trust_remote_code=False)
+    weights.unlink()
+    (folder / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match="GGUF") as caught:
+        MergedFolder(folder, torch.device("cpu"), trust_remote_code=False)
+    assert "--endpoint" in caught.value.fix
+
+
 def refused(capsys: pytest.CaptureFixture[str], *flags: object) -> tuple[int, str]:
     code = finetune(["verify", "--device-type", "cpu", *map(str, flags)])
     return code, capsys.readouterr().err
@@ -155,7 +341,14 @@ def test_what_cannot_be_verified_is_refused(
         (("--endpoint", f"http://user:{SECRET}@host"), 2, "a password in it"),
         (("--endpoint", "http://127.0.0.1:9"), 2, "no server answers"),
         (("--merged", tmp_path), 2, "no model is there"),
-        (("--endpoint", serve("redirects").url), 1, "the server refused: 307"),
+        (("--endpoint", "http://[::1"), 2, "no address"),
+        (("--endpoint", "http://a b/v1"), 2, "no address"),
+        (("--endpoint", "http://a..b/v1"), 2, "no address"),
+        (("--endpoint", "http://host:x/v1"), 2, "no address"),
+        (("--endpoint", "http://127.0.0.1:9", "--served-model", "m"), 2, "no server answers"),
+        (("--endpoint", serve("locked list").url), 2, "the server refused: 401 bad key"),
+        (("--endpoint", serve("redirects").url), 1, "the server redirects: 307"),
+        (("--endpoint", serve("refuses all").url), 1, "refuses every conversation: 400 System role not supported"),
         (("--endpoint", serve("locked").url), 1, "put the server's key into the variable"),
     ):
         found, words = refused(capsys, *model, *flags)
