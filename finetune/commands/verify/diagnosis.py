@@ -121,7 +121,9 @@ class Diagnosis:
                 (good and not (one and _is_empty(one.answer) and not _is_empty(replay.own_answer)), cost)
                 for (good, cost), replay, one in zip(judged, replays or self.replays, shown, strict=True)
             ]
-        return Fit(hypothesis, tuple(good for good, _cost in judged), tuple(min(cost, MOST_COST) for _good, cost in judged))
+        return Fit(
+            hypothesis, tuple(good for good, _cost in judged), tuple(min(cost, MOST_COST) for _good, cost in judged)
+        )
 
     def _of_faults(self) -> Tolerance:
         """Of a fault more is allowed: its rounding is not known, and the best of all faults counts."""
@@ -270,7 +272,9 @@ class Diagnosis:
         names = " + ".join(cause.name for cause, _ in nearest.hypothesis.causes)
         extra = {"nearest": names, "nearest_explains": sum(nearest.good)} if sum(nearest.good) > sum(right.good) else {}
         is_small = self.fit(Hypothesis(), as_fault=True).share >= EXPLAINED
-        return replace(self._finding(BY_NAME["unknown"], _("small difference") if is_small else "", right, 0), extra=extra)
+        return replace(
+            self._finding(BY_NAME["unknown"], _("small difference") if is_small else "", right, 0), extra=extra
+        )
 
     def _evidence(self, replay: Replay, number: int) -> tuple[str, ...]:
         """The first difference of the first prompt that differs, one line for each kind that is seen."""

@@ -62,7 +62,10 @@ FAULTS = {
     "its logits differ": ("data = gguf.quants.quantize(tensor", "data = gguf.quants.quantize(1.01 * tensor"),
     "failed: ended by SIGKILL": ("known = json.loads", "import os; os.kill(os.getpid(), 9)\n    known = json.loads"),
     "failed: wrote no file: half": ("known = json.loads", "print('half'); raise SystemExit(0)\n    known = json.loads"),
-    "failed: exit code 1: no such model": ("known = json.loads", "raise SystemExit('no such model')\n    known = json.loads"),
+    "failed: exit code 1: no such model": (
+        "known = json.loads",
+        "raise SystemExit('no such model')\n    known = json.loads",
+    ),
 }
 
 

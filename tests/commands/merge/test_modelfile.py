@@ -15,8 +15,8 @@ from finetune.commands.merge.modelfile import CONVERSATIONS, SPACED, TEXTS, conv
 from finetune.data.spans import ChatTemplate
 from finetune.data.templates import TEMPLATES
 
-BY_PLACE = (  # answers are written by their place, as of templates with think blocks
-    
+# Answers are written by their place, as of templates with think blocks.
+BY_PLACE = (
     "{%- for message in messages %}{%- if message.role == 'assistant' and loop.last %}"
     "{{- '<|im_start|>assistant\n<think>\n\n</think>\n\n' + message.content + '<|im_end|>\n' }}"
     "{%- elif message.role == 'assistant' and loop.index0 % 4 == 1 %}"
@@ -56,9 +56,7 @@ def test_templates_of_another_form_have_none(source: str):
 @pytest.mark.parametrize("before", ["{", "{{"])
 def test_a_brace_before_a_content_would_be_read_by_go(before: str):
     """Go takes the first two of `{{{ .Content }}`."""
-    source = TEMPLATES["chatml"].replace("'\\n' + message", f"'\\n{before}' + message").replace(
-        "'\n' + message", f"'\n{before}' + message"
-    )
+    source = TEMPLATES["chatml"].replace("'\\n' + message", f"'\\n{before}' + message")
     assert source != TEMPLATES["chatml"] and write(source) is None
     with pytest.raises(ValueError):
         render_go("{{{ .Content }}", {"Content": "a"})

@@ -34,9 +34,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("way", WRONG)
-def test_no_such_answer_passes(
-    way: str, verify: Verify, adapter: Path, merged: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_no_such_answer_passes(way: str, verify: Verify, adapter: Path, merged: Path, monkeypatch: pytest.MonkeyPatch):
     class Server(MergedFolder):
         def chat(self, messages, max_new_tokens):
             prompt = "\n".join(message["content"] for message in messages)
