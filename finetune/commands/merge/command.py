@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from finetune.commands.merge.options import MergeOptions
 from finetune.config.options import read_options
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from finetune.inference.loading import Source
 
 logger = logging.getLogger("finetune")
+
+LARGEST_CONTEXT = 8192  # tokens, where the run was not of longer ones
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -109,7 +111,7 @@ def make_gguf(folder: Path, source: Source, options: MergeOptions) -> None:
     from transformers import AutoConfig
 
     from finetune.commands.merge import gguf
-    from finetune.commands.merge.modelfile import write_modelfile
+    from finetune.commands.merge.modelfile import write_modelfile, writes_first
     from finetune.data.render import trained_end_ids
     from finetune.data.spans import ChatTemplate
     from finetune.inference.loading import load_tokenizer_of
@@ -119,13 +121,18 @@ def make_gguf(folder: Path, source: Source, options: MergeOptions) -> None:
     gguf.convert(folder, gguf.find_converter(options.llama_cpp), str(config.dtype).removeprefix("torch."))
     ends = set(trained_end_ids(tokenizer))
     facts = gguf.check_gguf(folder, tokenizer, ends)
-    # Without a word of the file, llama.cpp begins SentencePiece's texts with it, and no others.
-    begins = facts.get("tokenizer.ggml.add_bos_token", facts.get("tokenizer.ggml.model") == "llama")
+    begins = gguf.begins_prompts(facts) and tokenizer.bos_token is not None
+    template = ChatTemplate(tokenizer)
+    if begins and not writes_first(template, tokenizer.bos_token):
+        logger.warning(
+            f"the GGUF begins every prompt with {tokenizer.bos_token}, and the chat template does not: the model was "
+            "not trained so (fix: --override-kv tokenizer.ggml.add_bos_token=bool:false of llama.cpp's server)"
+        )
     modelfile = write_modelfile(
-        ChatTemplate(tokenizer),
+        template,
         file_name=gguf.FILE_NAME,
-        begins=bool(begins) and tokenizer.bos_token is not None,
-        context_tokens=config.get_text_config().max_position_embeddings,
+        begins=begins,
+        context_tokens=_context_tokens(config, source),
         ends=[str(tokenizer.convert_ids_to_tokens(end)) for end in sorted(ends)],
     )
     if modelfile is None:
@@ -138,6 +145,18 @@ def make_gguf(folder: Path, source: Source, options: MergeOptions) -> None:
     for path in folder.iterdir():
         if path.name not in gguf.KEPT:
             path.unlink()
+
+
+def _context_tokens(config: Any, source: Source) -> int | None:
+    """What Ollama is to keep room for: it takes the memory at once, and 128k tokens may be more than the weights."""
+    from finetune.inference.loading import find_run
+
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if most is None:
+        return None
+    run = find_run(source.adapter or Path(source.base))
+    trained = run.settings.get("cutoff_len") if run is not None else None
+    return min(most, max(LARGEST_CONTEXT, trained if isinstance(trained, int) else 0))
 
 
 def _give_name(staging: Path, output: Path) -> None:

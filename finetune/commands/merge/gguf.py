@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -69,15 +70,34 @@ def convert(folder: Path, converter: Path, dtype: str) -> Path:
     """
     target = folder / FILE_NAME
     words = [sys.executable, str(converter), str(folder), "--outfile", str(target), "--outtype", OUT_TYPES[dtype]]
-    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=False)
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        words, capture_output=True, encoding="utf-8", errors="replace", env=environment, check=False
+    )  # fmt: skip
     if done.returncode != 0 or not target.is_file():
-        said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
         raise FinetuneError(
-            f"llama.cpp's converter failed: {said[-1].strip()[:300]}",
+            f"llama.cpp's converter failed: {_why(done)}",
             str(converter),
             "merge without --format gguf; a newer llama.cpp may know this model or its tokenizer",
         )
     return target
+
+
+def _why(done: subprocess.CompletedProcess[str]) -> str:
+    """How it ended, and its own last words."""
+    if done.returncode < 0:
+        number = -done.returncode
+        known = number in set(signal.Signals)
+        ended = f"ended by {signal.Signals(number).name if known else f'signal {number}'}"
+    else:
+        ended = "wrote no file" if done.returncode == 0 else f"exit code {done.returncode}"
+    said = [line.strip() for text in (done.stdout, done.stderr) for line in text.splitlines() if line.strip()]
+    return f"{ended}: {said[-1][:300]}" if said else ended
+
+
+def begins_prompts(facts: dict[str, Any]) -> bool:
+    """Whether llama.cpp puts BOS before a text; without a word of the file, before SentencePiece's and no others."""
+    return bool(facts.get("tokenizer.ggml.add_bos_token", facts.get("tokenizer.ggml.model") == "llama"))
 
 
 def check_gguf(folder: Path, tokenizer: Any, ends: set[int]) -> dict[str, Any]:

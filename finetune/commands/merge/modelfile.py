@@ -40,15 +40,18 @@ class Modelfile:
 
 
 def write_modelfile(
-    template: ChatTemplate, *, file_name: str, begins: bool, context_tokens: int, ends: Sequence[str]
+    template: ChatTemplate, *, file_name: str, begins: bool, context_tokens: int | None, ends: Sequence[str]
 ) -> Modelfile | None:
     """The Modelfile of a GGUF file, or None where no template of Ollama's was shown to be equal.
 
     Args:
         begins: whether the engine itself puts the first token (BOS) before a prompt.
+        context_tokens: Ollama's num_ctx; None leaves it to Ollama.
         ends: texts of the tokens that end an answer.
     """
     first = template.tokenizer.bos_token if begins else ""
+    if first and not writes_first(template, first):
+        return None  # the engine would begin with a token that training has not seen there
     try:
         source = go_template(template, first)
     except (RecordProblem, ValueError):
@@ -62,10 +65,18 @@ def write_modelfile(
         f"FROM ./{file_name}",
         f'TEMPLATE """{source}"""',
         *(f"PARAMETER stop {json.dumps(end, ensure_ascii=False)}" for end in ends),
-        f"PARAMETER num_ctx {context_tokens}",
+        *([] if context_tokens is None else [f"PARAMETER num_ctx {context_tokens}"]),
         "PARAMETER repeat_penalty 1",
     ]
     return Modelfile("\n".join(lines) + "\n", keeps_space)
+
+
+def writes_first(template: ChatTemplate, first: str) -> bool:
+    """Whether the chat template begins a prompt with this token, as text."""
+    try:
+        return template.render([Message("user", _ONE)], generation_prompt=True).startswith(first)
+    except RecordProblem:
+        return False
 
 
 def go_template(template: ChatTemplate, first: str) -> str:
@@ -89,7 +100,8 @@ def go_template(template: ChatTemplate, first: str) -> str:
     else:
         turns["system"] = (before_system, _without(between, same))
     for piece in (default, opening, *itertools.chain(*turns.values())):
-        if "{{" in piece or '"""' in piece:
+        # Go's lexer takes the first two of `{{{`.
+        if "{{" in piece or piece.endswith("{") or '"""' in piece:
             raise ValueError("a piece of the template that Go or Ollama would read")
     branches = [f'if eq .Role "{role}" }}}}{a}{{{{ .Content }}}}{b}' for role, (a, b) in turns.items()]
     lead = f"{{{{ if not .System }}}}{default}{{{{ end }}}}" if default else ""
@@ -142,7 +154,7 @@ def _equal(template: ChatTemplate, source: str, first: str, texts: Sequence[str]
     return True
 
 
-_ACTION = re.compile(r"{{ (.*?) }}", re.DOTALL)
+_ACTION = re.compile(r"{{(.*?)}}", re.DOTALL)
 _ROLE = re.compile(r'(?:else )?if eq \.Role "(\w+)"')
 
 
@@ -158,6 +170,17 @@ def render_go(source: str, data: Mapping[str, Any]) -> str:
     return "".join(written)
 
 
+def _action(between: str) -> str:
+    """Without the space on both sides.
+
+    Raises:
+        ValueError: it has none: Go would read something else than `go_template` has written.
+    """
+    if len(between) < 2 or between[0] + between[-1] != "  ":
+        raise ValueError(f"{between!r} is not of the form that is written here")
+    return between[1:-1]
+
+
 def _render(parts: Sequence[str], place: int, data: Mapping[str, Any], written: list[str]) -> int:
     """Write from a text on, to the action that ends the block or begins its other branch; the place of that action."""
     while True:
@@ -165,7 +188,7 @@ def _render(parts: Sequence[str], place: int, data: Mapping[str, Any], written: 
         place += 1
         if place == len(parts):
             return place
-        action = parts[place]
+        action = _action(parts[place])
         if action == ".Content":
             written.append(data["Content"])
         elif action == "range .Messages":
@@ -185,8 +208,8 @@ def _render(parts: Sequence[str], place: int, data: Mapping[str, Any], written: 
 def _branches(parts: Sequence[str], place: int, data: Mapping[str, Any], written: list[str]) -> int:
     """Write the first branch whose condition holds; the place of the `end`."""
     done = False
-    while parts[place] != "end":
-        role = _ROLE.fullmatch(parts[place])
+    while (action := _action(parts[place])) != "end":
+        role = _ROLE.fullmatch(action)
         holds = not done and (data["Role"] == role[1] if role else not data["System"])
         place = _render(parts, place + 1, data, written if holds else [])
         done = done or holds

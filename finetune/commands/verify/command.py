@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.commands.verify.options import VerifyOptions
 from finetune.config.options import read_options
-from finetune.errors import ExitCode
+from finetune.errors import ConfigError, ExitCode
 from finetune.plain_text import plain_lines
 from finetune.runtime.language import _
 
 if TYPE_CHECKING:
     from finetune.commands.verify.evidence import Deployment, Finding
+    from finetune.commands.verify.reference import Reference
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +60,7 @@ def verify(options: VerifyOptions) -> dict[str, Any]:
     tokenizer = load_tokenizer_of(source, options.template, trust_remote_code=options.trust_remote_code)
     dtype = devices.choose_dtype(options.dtype, device.type)
     reference = Reference(source, tokenizer, device, dtype, options.trust_remote_code)
-    prompts = choose(files, reference.template, options.prompts)
+    prompts = choose(files, reference.template, options.prompts, _room(options, reference))
     deployment = _deployment(options, device)
     expected = reference.base_dtype if options.deployed_dtype == "auto" else options.deployed_dtype
     replays = replay(reference, deployment, prompts, options.max_new_tokens)
@@ -82,6 +83,23 @@ def verify(options: VerifyOptions) -> dict[str, Any]:
         "shows_adapter": not diagnosis.hides_adapter,
         "findings": [_as_json(finding) for finding in findings],
     }
+
+
+def _room(options: VerifyOptions, reference: Reference) -> int | None:
+    """Most tokens of a prompt, so that its answer has room; None where the model has no limit.
+
+    Raises:
+        ConfigError: --context-tokens leaves none.
+    """
+    made_for = getattr(reference.config.get_text_config(), "max_position_embeddings", None)
+    context = options.context_tokens or made_for
+    if context is not None and context <= options.max_new_tokens:
+        raise ConfigError(
+            f"a context of {context} tokens has no room for prompts beside {options.max_new_tokens} of answers",
+            "--context-tokens",
+            "raise it, or lower --max-new-tokens",
+        )
+    return None if context is None else context - options.max_new_tokens
 
 
 def _deployment(options: VerifyOptions, device: Any) -> Deployment:

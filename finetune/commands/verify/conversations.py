@@ -38,8 +38,11 @@ def validation_files(source: Source) -> list[str]:
     return found
 
 
-def choose(files: Sequence[str], template: ChatTemplate, count: int) -> list[Prompt]:
+def choose(files: Sequence[str], template: ChatTemplate, count: int, most_tokens: int | None = None) -> list[Prompt]:
     """Conversations of all forms that the template takes, the same ones every time; each with its rendering.
+
+    Args:
+        most_tokens: of a prompt; a conversation that is longer is taken in a simpler form, or left out.
 
     Raises:
         DataError: the data cannot be read, or no record of it makes a prompt.
@@ -55,12 +58,18 @@ def choose(files: Sequence[str], template: ChatTemplate, count: int) -> list[Pro
             except RecordProblem:  # no system turn, say: the next form
                 continue
             ids = tuple(template.tokenizer(text, add_special_tokens=False)["input_ids"])
+            if most_tokens is not None and len(ids) > most_tokens:
+                continue
             messages = [{"role": turn.role, "content": turn.content} for turn in turns]
             if ids not in [prompt.ids for prompt in prompts]:
                 prompts.append(Prompt(messages, text, ids))
             break
     if not prompts:
-        raise DataError("the chat template takes none of the records", ", ".join(files), "name other data with --data")
+        raise DataError(
+            "the chat template takes none of the records, or all are longer than the context",
+            ", ".join(files),
+            "name other data with --data, or raise --context-tokens",
+        )
     return prompts
 
 

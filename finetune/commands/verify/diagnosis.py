@@ -15,12 +15,16 @@ from finetune.commands.verify.causes import BY_NAME, Cause, Hypothesis, hypothes
 from finetune.commands.verify.changes import AS_TRAINED, Change
 from finetune.commands.verify.evidence import Finding, Replay, Said, Seen
 from finetune.commands.verify.reference import TRAINED, Reference, Weights
+from finetune.runtime.language import _
 
 EXPLAINED = 0.85  # of the prompts, at least
 LEAST_LOGPROB, LEAST_GAP = 0.005, 0.02  # what other kernels make of float32, with room
 TIMES_NOISE = 3.0  # differences that are allowed, in those that the dtype itself makes
 LEAST_REPEATED = 12  # characters of a prompt that are no chance at the beginning of an answer
+LEAST_UNJUDGED = 3  # tokens at the end of a text that was cut: it may be cut within a token
 MOST_COST = 10.0  # of one prompt
+CLEARLY = 0.5  # of the cost of no fault at all: what a fault that is named may cost at most
+_PRECISION = {"float32": 24, "float16": 11, "bfloat16": 8}  # significant bits
 FIRST_JUDGED, THEN_JUDGED = 5, 6  # prompts that all faults are judged by, and faults that all prompts judge
 MOST_PAIRS = 3  # faults of the prompt that are tried together with each of the weights
 
@@ -63,24 +67,39 @@ class Diagnosis:
         self.tolerance = self._tolerance(dtype)
 
     def _tolerance(self, dtype: str) -> Tolerance:
-        """What the rounding to the dtype changes on the trained model's own answers, times `TIMES_NOISE`."""
+        """What the rounding to the dtype changes on the trained model's own answers, times `TIMES_NOISE`.
+
+        Against float32: a reference in the deployed dtype would round alike, and show nothing of what another kernel
+        makes of that dtype.
+        """
         asked = [(replay.prompt.ids, self._without_end(replay.own_ids)) for replay in self.replays]
-        ours = self.reference.said(TRAINED, asked, 1.0, self.stop_ids)
-        rounded = self.reference.said(Weights(dtype=dtype, compute=dtype), asked, 1.0, self.stop_ids)
+        is_exact = self.reference.dtype == "float32"
+        rounded = [Weights(dtype=dtype, compute=dtype), *([] if is_exact else [TRAINED])]
+        exact = TRAINED if is_exact else Weights(compute="float32")
+        ours = self.reference.said(exact, asked, 1.0, self.stop_ids)
         means, largest = [0.0], 0.0
-        for one, other in zip(ours, rounded, strict=True):
-            apart = [abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True)]
-            if apart:
-                means.append(sum(apart) / len(apart))
-                largest = max(largest, *apart)
+        for weights in rounded:
+            for one, other in zip(ours, self.reference.said(weights, asked, 1.0, self.stop_ids), strict=True):
+                apart = [abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True)]
+                if apart:
+                    means.append(sum(apart) / len(apart))
+                    largest = max(largest, *apart)
         return Tolerance(max(LEAST_LOGPROB, TIMES_NOISE * max(means)), max(LEAST_GAP, 2 * largest))
 
     # ------------------------------------------------------------ one hypothesis
 
     def fit(
-        self, hypothesis: Hypothesis, seen: SeenOf = lambda replay: replay.seen, replays: Sequence[Replay] = ()
+        self,
+        hypothesis: Hypothesis,
+        seen: SeenOf = lambda replay: replay.seen,
+        replays: Sequence[Replay] = (),
+        as_fault: bool = False,
     ) -> Fit:
-        """Judge it by the chat answers of all replays or some, or by others, which continue our own rendering."""
+        """Judge it by the chat answers of all replays or some, or by others, which continue our own rendering.
+
+        Args:
+            as_fault: allow as much as of a fault.
+        """
         asked, shown, change = [], [], hypothesis.change
         for replay in replays or self.replays:
             there = seen(replay)
@@ -92,20 +111,27 @@ class Diagnosis:
             said = self.reference.said(change.weights, asked, change.penalty, self.stop_ids)
         else:
             said = [Said((), (), 0.0)] * len(asked)
-        tolerance = self._tolerance_of(hypothesis)
+        tolerance = self._of_faults() if hypothesis.causes or as_fault else self.tolerance
         judged = [
-            (False, MOST_COST) if one is None else self._judge(one, answer, its, tolerance)
-            for one, (_, answer), its in zip(shown, asked, said, strict=True)
+            (False, MOST_COST) if one is None else self._judge(replay, one, answer, its, tolerance)
+            for replay, one, (_read, answer), its in zip(replays or self.replays, shown, asked, said, strict=True)
         ]
-        return Fit(hypothesis, tuple(good for good, _ in judged), tuple(min(cost, MOST_COST) for _, cost in judged))
+        if not hypothesis.causes:  # empty only where our own is, too
+            judged = [
+                (good and not (one and _is_empty(one.answer) and not _is_empty(replay.own_answer)), cost)
+                for (good, cost), replay, one in zip(judged, replays or self.replays, shown, strict=True)
+            ]
+        return Fit(
+            hypothesis, tuple(good for good, _cost in judged), tuple(min(cost, MOST_COST) for _good, cost in judged)
+        )
 
-    def _tolerance_of(self, hypothesis: Hypothesis) -> Tolerance:
+    def _of_faults(self) -> Tolerance:
         """Of a fault more is allowed: its rounding is not known, and the best of all faults counts."""
-        if not hypothesis.causes:
-            return self.tolerance
         return Tolerance(max(0.05, 3 * self.tolerance.logprob), max(0.2, 3 * self.tolerance.gap))
 
-    def _judge(self, seen: Seen, answer: Sequence[int], said: Said, tolerance: Tolerance) -> tuple[bool, float]:
+    def _judge(
+        self, replay: Replay, seen: Seen, answer: Sequence[int], said: Said, tolerance: Tolerance
+    ) -> tuple[bool, float]:
         gap = max(said.gaps, default=0.0)
         cost = sum(said.gaps) / max(1, len(said.gaps))
         good = gap <= tolerance.gap and not set(answer) & set(self.stop_ids)
@@ -113,8 +139,13 @@ class Diagnosis:
             good, cost = good and said.end_gap <= tolerance.gap, cost + said.end_gap
         elif seen.finish == "length":
             # It ends there although it had room, or goes on although it wanted to end.
-            length = seen.answer_tokens or len(said.gaps)
-            good = good and length >= self.most - 1 and not (len(said.gaps) < self.most - 2 and said.end_gap == 0)
+            judged, length = len(said.gaps), seen.answer_tokens
+            # A text may have fewer tokens than it was made of.
+            is_whole = judged >= self.most - LEAST_UNJUDGED or length is not None and _begins(seen, replay)
+            is_whole = is_whole and judged > 0 and (length is None or length >= self.most - 1)
+            good = good and is_whole and not (judged < self.most - 2 and said.end_gap == 0)
+        else:  # a filter, a failure: no greedy answer ends so
+            good = False
         apart = self.apart(seen, said)
         if apart is not None:
             good, cost = good and apart <= tolerance.logprob, cost + apart
@@ -138,8 +169,10 @@ class Diagnosis:
         if text and seen.answer.lstrip().startswith(text):
             ids = (*opens, *self.reference.ids(seen.answer.lstrip()[len(text) :].lstrip()))
         else:
-            read = change.reads(replay.prompt) if change.reads else replay.prompt.ids
-            ids = self.reference.ids(_without_repeated(self._shown(read), seen.answer))
+            answer = seen.answer
+            if change.reads:  # an answer to the right prompt has nothing of it
+                answer = _without_repeated(self._shown(change.reads(replay.prompt)), answer)
+            ids = self.reference.ids(answer)
         return ids[:-2] if seen.finish == "length" and len(ids) > 2 else ids
 
     def _shown(self, ids: Sequence[int]) -> str:
@@ -156,9 +189,14 @@ class Diagnosis:
         if all(right.good):
             self.hides_adapter = self._hides_adapter()
             return [], right
-        self.known = hypotheses(self.reference, [replay.prompt for replay in self.replays])
+        known = hypotheses(self.reference, [replay.prompt for replay in self.replays])
+        self.known = [one for one in known if self._is_below(one.change.weights.dtype)]
         named = self._seen_in_answers(right) or self._searched(right)
         return named, right
+
+    def _is_below(self, dtype: str | None) -> bool:
+        """Whether a dtype has fewer bits than the one that is to be there; None is none."""
+        return dtype is None or _PRECISION[dtype] < _PRECISION[self.dtype]
 
     def _hides_adapter(self) -> bool:
         """Whether the base would have answered the same, so that nothing here shows that the adapter is applied."""
@@ -191,7 +229,7 @@ class Diagnosis:
             pairs = [one.joined(other) for other in behind for one in likely]
             ranked = sorted([*ranked, *self._ranked(pairs, right)], key=_rank)
         best = ranked[0]
-        if best.share < EXPLAINED or best.rank >= right.rank:
+        if best.share < EXPLAINED or not _clearly_better(best, right):
             return [self._unknown(ranked, right)]
         return [self._finding(cause, detail, right, sum(best.good)) for cause, detail in best.hypothesis.causes]
 
@@ -227,14 +265,16 @@ class Diagnosis:
             evidence=self._evidence(self.replays[wrong[0]], wrong[0] + 1),
             prompts=tuple(number + 1 for number in wrong),
             explained=explained,
-            before=sum(right.good),
         )
 
     def _unknown(self, ranked: Sequence[Fit], right: Fit) -> Finding:
         nearest = ranked[0]
         names = " + ".join(cause.name for cause, _ in nearest.hypothesis.causes)
         extra = {"nearest": names, "nearest_explains": sum(nearest.good)} if sum(nearest.good) > sum(right.good) else {}
-        return replace(self._finding(BY_NAME["unknown"], "", right, 0), extra=extra)
+        is_small = self.fit(Hypothesis(), as_fault=True).share >= EXPLAINED
+        return replace(
+            self._finding(BY_NAME["unknown"], _("small difference") if is_small else "", right, 0), extra=extra
+        )
 
     def _evidence(self, replay: Replay, number: int) -> tuple[str, ...]:
         """The first difference of the first prompt that differs, one line for each kind that is seen."""
@@ -268,6 +308,16 @@ def _without_repeated(prompt: str, answer: str) -> str:
     return next((answer[len(end) :].lstrip() for end in ends if answer.startswith(end)), answer)
 
 
+def _clearly_better(fault: Fit, right: Fit) -> bool:
+    """Whether a fault explains more prompts, and those that are wrong without it by clearly less cost.
+
+    Where weights differ a little, all faults that change little fit about as well as none.
+    """
+    wrong = [number for number, good in enumerate(right.good) if not good]
+    costs, without = (sum(fit.costs[number] for number in wrong) for fit in (fault, right))
+    return fault.rank < right.rank and costs <= CLEARLY * without
+
+
 def _rank(fit: Fit) -> tuple[int, float]:
     return fit.rank
 
@@ -290,19 +340,28 @@ def _runs_on(replay: Replay, diagnosis: Diagnosis) -> bool:
     # transformers' server shows only what comes last, but all of a continuation.
     shown = [seen.answer.strip() for seen in (replay.seen, replay.raw) if seen is not None and seen.finish == "length"]
     own = replay.own_answer.strip()
-    return replay.own_finish == "stop" and any(there.startswith(own) for there in shown)
+    return replay.own_finish == "stop" and bool(own) and any(there.startswith(own) for there in shown)
 
 
 def _stops_early(replay: Replay, _diagnosis: Diagnosis) -> bool:
-    own, there = replay.own_answer.strip(), replay.seen.answer.strip()
-    return replay.seen.finish == "stop" and len(there) < len(own) and own.startswith(there)
+    return replay.seen.finish == "stop" and _begins(replay.seen, replay)
 
 
 def _is_cut(replay: Replay, diagnosis: Diagnosis) -> bool:
-    own, there, length = replay.own_answer.strip(), replay.seen.answer.strip(), replay.seen.answer_tokens
+    length = replay.seen.answer_tokens
     if replay.seen.finish != "length":
         return False
-    return length < diagnosis.most if length is not None else len(there) < len(own) and own.startswith(there)
+    return length < diagnosis.most if length is not None else _begins(replay.seen, replay)
+
+
+def _is_empty(answer: str) -> bool:
+    return not answer.strip()
+
+
+def _begins(seen: Seen, replay: Replay) -> bool:
+    """Whether it is a part of our own answer, neither empty nor all of it."""
+    there, own = seen.answer.strip(), replay.own_answer.strip()
+    return 0 < len(there) < len(own) and own.startswith(there)
 
 
 def _changes(replay: Replay, _diagnosis: Diagnosis) -> bool:

@@ -86,7 +86,7 @@ class Finding:
         name: of the cause, one of `causes.CAUSES`.
         what: what is wrong, and `detail` which of its forms; `evidence` what was seen; `mend` how to end it.
         prompts: numbers of the prompts that differ, from 1.
-        explained: how many of all prompts the deployment answers as it would with this fault, `before` without it.
+        explained: how many of all prompts the deployment answers as it would with this fault.
     """
 
     name: str
@@ -96,5 +96,4 @@ class Finding:
     evidence: tuple[str, ...] = ()
     prompts: tuple[int, ...] = ()
     explained: int = 0
-    before: int = 0
     extra: dict[str, Any] = field(default_factory=dict)

@@ -60,7 +60,12 @@ FAULTS = {
     "token 7 is another one": ("writer.add_tokenizer_pre", "names[7] = 'x'; writer.add_tokenizer_pre"),
     "the token that ends an answer": ("add_eos_token_id(tokenizer.eos_token_id)", "add_eos_token_id(7)"),
     "its logits differ": ("data = gguf.quants.quantize(tensor", "data = gguf.quants.quantize(1.01 * tensor"),
-    "llama.cpp's converter failed": ("known = json.loads", "raise SystemExit('no such model')\n    known = json.loads"),
+    "failed: ended by SIGKILL": ("known = json.loads", "import os; os.kill(os.getpid(), 9)\n    known = json.loads"),
+    "failed: wrote no file: half": ("known = json.loads", "print('half'); raise SystemExit(0)\n    known = json.loads"),
+    "failed: exit code 1: no such model": (
+        "known = json.loads",
+        "raise SystemExit('no such model')\n    known = json.loads",
+    ),
 }
 
 

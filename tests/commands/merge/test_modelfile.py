@@ -15,7 +15,8 @@ from finetune.commands.merge.modelfile import CONVERSATIONS, SPACED, TEXTS, conv
 from finetune.data.spans import ChatTemplate
 from finetune.data.templates import TEMPLATES
 
-QWEN3 = (
+# Answers are written by their place, as of templates with think blocks.
+BY_PLACE = (
     "{%- for message in messages %}{%- if message.role == 'assistant' and loop.last %}"
     "{{- '<|im_start|>assistant\n<think>\n\n</think>\n\n' + message.content + '<|im_end|>\n' }}"
     "{%- elif message.role == 'assistant' and loop.index0 % 4 == 1 %}"
@@ -46,10 +47,28 @@ def test_these_templates_have_one_in_ollama(name: str, keeps_space: bool):
     assert made.text.splitlines()[1] == "FROM ./model.gguf" and 'PARAMETER stop "<|im_end|>"' in made.text
 
 
-@pytest.mark.parametrize("source", [TEMPLATES["mistral"], TEMPLATES["gemma"], QWEN3])
+@pytest.mark.parametrize("source", [TEMPLATES["mistral"], TEMPLATES["gemma"], BY_PLACE])
 def test_templates_of_another_form_have_none(source: str):
     """The system text inside the first question; answers written by their place."""
     assert write(source) is None
+
+
+@pytest.mark.parametrize("before", ["{", "{{"])
+def test_a_brace_before_a_content_would_be_read_by_go(before: str):
+    """Go takes the first two of `{{{ .Content }}`."""
+    source = TEMPLATES["chatml"].replace("'\\n' + message", f"'\\n{before}' + message")
+    assert source != TEMPLATES["chatml"] and write(source) is None
+    with pytest.raises(ValueError):
+        render_go("{{{ .Content }}", {"Content": "a"})
+
+
+def test_a_bos_that_only_the_engine_writes_is_refused():
+    template = chat_template(TEMPLATES["chatml"])
+    template.tokenizer.bos_token = "<|endoftext|>"
+    settings = {"file_name": "model.gguf", "context_tokens": None, "ends": ["<|im_end|>"]}
+    assert modelfile.write_modelfile(template, begins=True, **settings) is None
+    made = modelfile.write_modelfile(template, begins=False, **settings)
+    assert made is not None and "num_ctx" not in made.text
 
 
 def test_a_template_that_differs_in_one_sign_is_found():
