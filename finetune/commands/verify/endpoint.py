@@ -186,7 +186,9 @@ class Endpoint:
         for only in (list(listed), adapters):
             if len(only) == 1:
                 return only[0]
-        names = ", ".join(map(self._shown, list(listed)[:SHOWN_MODELS])) + (", ..." if len(listed) > SHOWN_MODELS else "")
+        names = ", ".join(map(self._shown, list(listed)[:SHOWN_MODELS])) + (
+            ", ..." if len(listed) > SHOWN_MODELS else ""
+        )
         raise FinetuneError(f"the server has {len(listed)} models: {names}", self.name, fix)
 
     def _engine(self) -> str:
