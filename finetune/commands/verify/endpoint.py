@@ -82,7 +82,7 @@ class Endpoint:
     # ------------------------------------------------------------ answers
 
     def chat(self, messages: Messages, max_new_tokens: int) -> Seen:
-        body = {"model": self.model, "messages": [dict(message) for message in messages]}
+        body: dict[str, Any] = {"model": self.model, "messages": [dict(message) for message in messages]}
         path = "/v1/chat/completions"
         try:
             answer = self._asked(path, body, max_new_tokens)
@@ -184,9 +184,8 @@ class Endpoint:
         for only in (list(listed), adapters):
             if len(only) == 1:
                 return only[0]
-        names = ", ".join(
-            [self._shown(name) for name in [*listed][:SHOWN_MODELS]] + ["..."] * (len(listed) > SHOWN_MODELS)
-        )
+        names = ", ".join(self._shown(name) for name in [*listed][:SHOWN_MODELS])
+        names += ", ..." if len(listed) > SHOWN_MODELS else ""
         raise FinetuneError(f"the server has {len(listed)} models: {names}", self.name, fix)
 
     def _engine(self) -> str:
