@@ -82,7 +82,7 @@ class Endpoint:
     # ------------------------------------------------------------ answers
 
     def chat(self, messages: Messages, max_new_tokens: int) -> Seen:
-        body = {"model": self.model, "messages": [dict(message) for message in messages]}
+        body: dict[str, Any] = {"model": self.model, "messages": [dict(message) for message in messages]}
         path = "/v1/chat/completions"
         try:
             answer = self._asked(path, body, max_new_tokens)
@@ -168,16 +168,14 @@ class Endpoint:
         try:
             data = _of(_of(self._json("/v1/models"), dict)["data"], list)
             listed = {_of(_of(model, dict)["id"], str): model.get("parent") for model in data}
-        except _Refused as refused:
+        except (_Refused, TypeError, LookupError) as error:
             if wanted is not None:
                 return wanted
-            failure = self._failure("/v1/models", refused)
+            if not isinstance(error, _Refused):
+                raise FinetuneError("the server's list of models cannot be read", self.name, fix) from None
+            failure = self._failure("/v1/models", error)
             # Other than a key or a redirect: it has no list.
-            raise FinetuneError(failure.what, failure.where, failure.fix if refused.of_access else fix) from None
-        except (TypeError, LookupError):
-            if wanted is not None:
-                return wanted
-            raise FinetuneError("the server's list of models cannot be read", self.name, fix) from None
+            raise FinetuneError(failure.what, failure.where, failure.fix if error.of_access else fix) from None
         if wanted is not None:
             return wanted
         if not listed:
@@ -186,7 +184,8 @@ class Endpoint:
         for only in (list(listed), adapters):
             if len(only) == 1:
                 return only[0]
-        names = ", ".join(map(self._shown, list(listed)[:SHOWN_MODELS])) + (", ..." if len(listed) > SHOWN_MODELS else "")
+        names = ", ".join(self._shown(name) for name in [*listed][:SHOWN_MODELS])
+        names += ", ..." if len(listed) > SHOWN_MODELS else ""
         raise FinetuneError(f"the server has {len(listed)} models: {names}", self.name, fix)
 
     def _engine(self) -> str:

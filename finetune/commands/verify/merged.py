@@ -16,7 +16,6 @@ from transformers.utils.logging import disable_progress_bar
 from finetune.commands.verify.evidence import Messages, Seen
 from finetune.errors import ConfigError
 
-
 GGUF = "model.gguf"  # of merge --format gguf
 SHOWN_CHARACTERS = 200  # of a template's own message
 

@@ -29,7 +29,11 @@ class VerifyOptions(ModelOptions, SpokenOptions):
         None, group="deployment", unit="URL", description="A server of the OpenAI protocol, e.g. http://host:8000/v1."
     )
     served_model: Text | None = setting(
-        None, group="deployment", unit="NAME", shown_default="its only one", description="The server's name of the model."
+        None,
+        group="deployment",
+        unit="NAME",
+        shown_default="its only one",
+        description="The server's name of the model.",
     )
     api_key_variable: Text = setting(
         "OPENAI_API_KEY", group="deployment", unit="NAME", description="Environment variable with the server's key."

@@ -29,7 +29,7 @@ def replay(
     model = reference.model()
     with answering(model, model):
         own = reference.answers(prompts, max_new_tokens)
-    found = []
+    found: list[Replay] = []
     for prompt, ids in zip(prompts, own, strict=True):
         seen = _whole(deployment.chat(prompt.messages, max_new_tokens), reference.tokenizer)
         again = deployment.chat(prompt.messages, max_new_tokens).answer if len(found) < ASKED_TWICE else None
