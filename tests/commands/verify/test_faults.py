@@ -180,8 +180,10 @@ def test_fewer_bits_than_asked_for_are_found(verify: Verify, adapter: Path, tmp_
     assert finetune(["merge", *words]) == 0
     right = verify(adapter, "--merged", tmp_path / "whole", "--deployed-dtype", "float32")
     assert names(right) == []
-    folder = deployment(tmp_path / "whole", tmp_path / "rounded", in_dtype(torch.bfloat16))
-    assert_found(verify(adapter, "--merged", folder, "--deployed-dtype", "float32"), "dtype")
+    # Arithmetic in bfloat16 is as far from other arithmetic in bfloat16 as from float32: seen, but without a name.
+    folder = deployment(tmp_path / "whole", tmp_path / "computed", in_dtype(torch.bfloat16))
+    (finding,) = verify(adapter, "--merged", folder, "--deployed-dtype", "float32")["findings"]
+    assert (finding["name"], finding["detail"]) == ("unknown", "small difference")
 
 
 @pytest.mark.slow
