@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,8 @@ class Prepared:
     packing: bool
     padding_id: int
     identity: dict[str, Any]
-    derived: Mapping[str, Any]  # what is in place of auto, of the settings that decide what is trained
+    # What is in place of auto, of the settings that decide what is trained.
+    derived: Mapping[str, Any] = field(default_factory=dict)
 
 
 def prepare_data(config: RunConfig) -> Prepared:

@@ -524,7 +524,7 @@ def test_a_finished_run_says_so_whatever_executes_it(with_run: Place, in_process
 @pytest.mark.parametrize(
     ("change", "texts"),
     [
-        ({"learning_rate": 1e-3}, ("learning_rate: 0.0002 in the folder, 0.001 now",)),
+        ({"learning_rate": 1e-3}, ("learning_rate: 0.0088 in the folder, 0.001 now",)),
         ({"max_steps": 3}, ("total_steps: 2 in the folder, 3 now",)),
         ({"lora_r": 4, "seed": 1}, ("lora_r: 16 in the folder, 4 now", "seed: 42 in the folder, 1 now")),
         ({"data": "other"}, ("data:",)),

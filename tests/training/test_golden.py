@@ -19,10 +19,14 @@ LOSS_TOLERANCE = 2e-5
 COMMON = "--device-type cpu --dtype float32 --report-to none --log-samples --logging-steps 1"
 SFT = "--model data_samples/tiny-qwen3 --data data_samples/train.jsonl --global-batch-size 12 --max-steps 6"
 RUNS = {
-    "lora, curriculum, packed": ("finetune.sft", f"{SFT} --micro-batch-size 4 --cutoff-len 256 --warmup-steps 2"),
+    "lora, curriculum, packed": (
+        "finetune.sft",
+        f"{SFT} --learning-rate 2e-4 --micro-batch-size 4 --cutoff-len 256 --warmup-steps 2",
+    ),
     "full, uniform, padded": (
         "finetune.sft",
-        f"{SFT} --finetuning full --use-curriculum false --packing false --micro-batch-size 3 --cutoff-len 128",
+        f"{SFT} --finetuning full --learning-rate 2e-5 --use-curriculum false --packing false --micro-batch-size 3 "
+        "--cutoff-len 128",
     ),
     "pretraining, muon": (
         "finetune.pretrain",
