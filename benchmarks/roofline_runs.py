@@ -136,6 +136,7 @@ def run_config(case: Case) -> BaseConfig:
     values = {"model": case.model, "data": ["unused"], "cutoff_len": case.tokens, "gradient_checkpointing": True}
     values |= {
         "global_batch_size": processes * case.rows * case.documents,
+        "learning_rate": 1e-4,
         "max_steps": case.steps + 1,
         "use_curriculum": False,
     }
