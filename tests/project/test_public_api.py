@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -72,8 +73,10 @@ for event in finetune.follow("runs/one"):
 @pytest.mark.slow
 def test_another_project_sees_types(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    words = [sys.executable, "-m", "mypy", "--cache-dir", str(ROOT / ".mypy_cache"), "--follow-imports", "silent"]
-    result = subprocess.run([*words, "program.py"], cwd=tmp_path, capture_output=True, text=True)
+    words = [sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path / "cache"), "--follow-imports", "silent"]
+    # An editable installation is a hook, which mypy does not follow; that py.typed is installed is for test_packaging.
+    environment = {**os.environ, "MYPYPATH": str(ROOT)}
+    result = subprocess.run([*words, "program.py"], cwd=tmp_path, capture_output=True, text=True, env=environment)
     revealed = [line.rpartition('"')[0].partition('"')[2] for line in result.stdout.splitlines() if "Revealed" in line]
     assert revealed[:3] == ["int", "bool | None", "str"], result.stdout
     assert "finetune.config.run_config.RunConfig" in revealed[3] and revealed[4] == "dict[str, Any]"
