@@ -191,7 +191,8 @@ def _document(options: argparse.Namespace, runs: dict[int, Any], results: dict[i
     for size, of_size in runs.items():
         taken = _taken_per_difficulty(of_size[0]["staged"])
         mix = ", ".join(f"{count:,} {level} ({count / sum(taken.values()):.0%})" for level, count in taken.items())
-        lines += [f"## {size:,} records, {sum(taken.values()) // BATCH} steps", "", f"Samples taken: {mix}.", ""]
+        steps = sum(taken.values()) // BATCH
+        lines += [f"## {size:,} records, {steps} steps, {len(of_size)} seeds", "", f"Samples taken: {mix}.", ""]
         for title, key, digits in (("loss per target", "loss", 4), ("exact answers of 50", "correct", 1)):
             lines += [f"| {title} | base | staged | uniform | reversed | staged beats uniform by | and reversed by |"]
             lines.append("|---|---|---|---|---|---|---|")
