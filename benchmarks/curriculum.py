@@ -18,11 +18,12 @@ import argparse
 import json
 import math
 import statistics
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from dpo import records, run
 
 import finetune
 
@@ -118,28 +119,18 @@ def _train(arm: str, size: int, seed: int, options: argparse.Namespace, stages: 
     return folder
 
 
-def _run(module: str, *arguments: str) -> str:
-    """What a command prints; its failure ends the benchmark with its words."""
-    command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    if done.returncode != 0:
-        raise SystemExit(f"{' '.join(command)}\nexit code {done.returncode}\n{done.stderr[-4000:]}")
-    return done.stdout
-
-
-def _samples(run: Path) -> Counter[int]:
+def _samples(folder: Path) -> Counter[int]:
     """How often the run took each record, from its own log."""
-    lines = (run / "samples.jsonl").read_text(encoding="utf-8").splitlines()
-    return Counter(record for line in lines for record in json.loads(line)["ids"])
+    return Counter(record for step in records(folder / "samples.jsonl") for record in step["ids"])
 
 
 def _difficulties() -> list[str]:
-    return [json.loads(line)["difficulty"] for line in (DATA / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [record["difficulty"] for record in records(DATA / "train.jsonl")]
 
 
-def _taken_per_difficulty(run: Path) -> dict[str, int]:
+def _taken_per_difficulty(folder: Path) -> dict[str, int]:
     difficulties, counts = _difficulties(), Counter[str]()
-    for record, times in _samples(run).items():
+    for record, times in _samples(folder).items():
         counts[difficulties[record]] += times
     return {name: counts[name] for name in LEVELS}
 
@@ -160,8 +151,9 @@ def _evaluate(size: int, runs: list[dict[str, Path]], options: argparse.Namespac
     folders = [str(of_seed[arm]) for arm in ARMS for of_seed in runs]
     if not kept.exists():
         print(f"eval of {len(folders)} adapters ...", file=sys.stderr, flush=True)
-        said = _run(
-            "finetune", "eval", "--json", "--device-type", "cpu", "--max-new-tokens", "120", "--batch-size", "100",
+        said = run(
+            "-m", "finetune", "eval",
+            "--json", "--device-type", "cpu", "--max-new-tokens", "120", "--batch-size", "100",
             "--model", str(MODEL), "--base", "--adapter", *folders, "--data", str(DATA / "valid.jsonl"),
         )  # fmt: skip
         kept.write_text(said, encoding="utf-8")

@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dpo import records
+
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "data_samples"
 RESULTS = ROOT / "benchmarks" / "results" / "defaults_sweep.jsonl"
@@ -148,7 +150,7 @@ def key(run: Run) -> tuple[Any, ...]:
 
 
 def read_results() -> list[Run]:
-    return [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()] if RESULTS.exists() else []
+    return records(RESULTS) if RESULTS.exists() else []
 
 
 def sweep(work: Path, share: str) -> None:

@@ -15,11 +15,13 @@ import argparse
 import json
 import shutil
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from dpo import records
+from dpo import run as run_command
 
 import finetune
 
@@ -61,7 +63,7 @@ def main() -> None:
     options.work_dir.mkdir(parents=True, exist_ok=True)
     if options.part == "train":
         train_all(options.work_dir)
-    DOCUMENT.write_text(page(read_results()), encoding="utf-8")
+    DOCUMENT.write_text(page(results()), encoding="utf-8")
     print(DOCUMENT.read_text(encoding="utf-8"))
 
 
@@ -136,8 +138,8 @@ def planned() -> Iterator[Run]:
                     yield {"data": data, "method": method, "side": side, "seed": seed}
 
 
-def read_results() -> list[Run]:
-    return [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()] if RESULTS.exists() else []
+def results() -> list[Run]:
+    return records(RESULTS) if RESULTS.exists() else []
 
 
 def train_all(work: Path) -> None:
@@ -145,12 +147,12 @@ def train_all(work: Path) -> None:
 
     torch.set_num_threads(1)
     write_sets(work)
-    done = [tuple(run[name] for name in KEY) for run in read_results()]
+    done = [tuple(run[name] for name in KEY) for run in results()]
     for run in planned():
         if tuple(run[name] for name in KEY) not in done:
             found = {**run, **train(work, run)}
-            with RESULTS.open("a", encoding="utf-8") as results:
-                results.write(json.dumps(found) + "\n")
+            with RESULTS.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(found) + "\n")
 
 
 def train(work: Path, run: Run) -> Run:
@@ -184,14 +186,11 @@ def train(work: Path, run: Run) -> Run:
 
 def losses_of(work: Path, model: Path, run: Run) -> dict[str, dict[str, float]]:
     """What `eval` says: loss by difficulty, and the share of exact answers of adapters."""
-    command = [sys.executable, "-m", "finetune", "eval", "--json", "--device-type", "cpu", "--model", str(model)]
+    command = ["-m", "finetune", "eval", "--json", "--device-type", "cpu", "--model", str(model)]
     command += ["--data", str(work / f"{run['data']}-valid.jsonl"), "--max-new-tokens", "120", "--batch-size", "75"]
     if run["method"] == "full":
         command += ["--generate", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    if done.returncode != 0:
-        raise SystemExit(done.stderr[-3000:])
-    found = json.loads(done.stdout)["models"][0]
+    found = json.loads(run_command(*command))["models"][0]
     everything = {**found["levels"], "all": found["overall"]}
     shutil.rmtree(model)
     return {name: {"loss": one["loss"], "exact": one["exact_match"]} for name, one in everything.items()}
@@ -200,7 +199,7 @@ def losses_of(work: Path, model: Path, run: Run) -> dict[str, dict[str, float]]:
 # ---------------------------------------------------------------------- page
 
 
-def page(results: list[Run]) -> str:
+def page(found: list[Run]) -> str:
     lines = [
         "# Defaults beside the peers' documented settings",
         "",
@@ -219,7 +218,7 @@ def page(results: list[Run]) -> str:
         lines += [f"## {method}", "", f"| data | difficulty | runs | {' | '.join(sides)} |"]
         lines.append("|" + "---|" * (len(sides) + 3))
         for data in SETS:
-            runs = [run for run in results if (run["data"], run["method"]) == (data, method)]
+            runs = [run for run in found if (run["data"], run["method"]) == (data, method)]
             for level in dict.fromkeys(name for run in runs for name in run["losses"]):
                 lines.append(line(data, level, {side: [r for r in runs if r["side"] == side] for side in sides}))
         lines.append("")

@@ -55,24 +55,24 @@ def learning_defaults(
     Raises:
         ConfigError: the rate is auto, and the width is not known.
     """
-    values: dict[str, Any] = {}
-    kept = [name for name in SETTINGS if getattr(config, name) == "auto" and (begun or {}).get(name)]
-    values |= {name: begun[name] for name in kept} if begun else {}
+    wanted = [name for name in SETTINGS if getattr(config, name) == "auto"]
+    if not wanted:
+        return LearningDefaults()
+    kept = {name: begun[name] for name in wanted if begun and begun.get(name)}
+    values: dict[str, Any] = dict(kept)
     batch = values.get("global_batch_size", config.global_batch_size)
     if batch == "auto":
         batch = values["global_batch_size"] = batch_for(config, samples)
-    if config.learning_rate == "auto" and "learning_rate" not in values:
+    if "learning_rate" in wanted and "learning_rate" not in values:
         if width is None:
             what = "learning_rate is auto, and the model's configuration has no hidden_size"
             raise ConfigError(what, "--learning-rate", "give a number")
         values["learning_rate"] = rate_for(config, width, batch)
-    if not values:
-        return LearningDefaults()
     micro = config.micro_batch_size
     if micro != "auto" and batch % micro:
         values["micro_batch_size"] = max(size for size in range(1, micro) if batch % size == 0)
     named = ", ".join(f"{name} {value:g}" for name, value in values.items())
-    if kept == [name for name in SETTINGS if name in values]:
+    if len(kept) == len(wanted):
         return LearningDefaults(values, _("auto: {values}, with which this run began").format(values=named))
     text = _("auto: {values}; by {samples:,} samples, a model of width {width}, and finetuning {method}")
     reason = text.format(values=named, samples=samples, width=width, method=config.finetuning)

@@ -91,8 +91,7 @@ class Endpoint:
                 raise self._failure(path, refused) from None
             self.facts.setdefault("refused", f"{refused.status} {refused.words}")
             return Seen("", "refused", prompt_tokens=0)
-        ids, text_of_prompt = self._rendered(body["messages"])
-        return self._seen(path, answer, prompt_ids=ids, prompt_text=text_of_prompt)
+        return self._seen(path, answer, prompt_ids=self._rendered(body["messages"]))
 
     def complete(self, ids: Sequence[int], text: str, max_new_tokens: int) -> Seen | None:
         if self.engine == "ollama":  # puts a template of its own around it
@@ -145,21 +144,21 @@ class Endpoint:
             **more,
         )
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, ...] | None, str | None]:
-        """The prompt's ids and its text, as far as the engine shows them."""
-        text, asked = None, {"model": self.model, "messages": messages, "add_generation_prompt": True}
+    def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...] | None:
+        """The prompt's ids, where the engine shows them."""
+        asked: dict[str, Any] = {"model": self.model, "messages": messages, "add_generation_prompt": True}
         try:
             if self.engine == "llama.cpp":
                 given = _of(_of(self._json("/apply-template", {"messages": messages}), dict)["prompt"], str)
-                text, asked = self._text(given), {"content": given, "add_special": True, "parse_special": True}
+                asked = {"content": given, "add_special": True, "parse_special": True}
             if self.engine in ("llama.cpp", "vllm"):
                 tokens = _of(_of(self._json("/tokenize", asked), dict)["tokens"], list)
-                return tuple(map(_id, tokens)), text
+                return tuple(map(_id, tokens))
         except _Refused:
             self.facts["prompt_hidden"] = True
         except (TypeError, LookupError, ValueError):
             raise self._foreign("/tokenize") from None
-        return None, None
+        return None
 
     # ------------------------------------------------------------ who answers
 

@@ -18,7 +18,6 @@ class Seen:
     answer_tokens: int | None = None
     answer_ids: tuple[int, ...] | None = None
     logprobs: tuple[float, ...] | None = None  # natural logarithms, of the tokens of the answer
-    prompt_text: str | None = None
     prompt_ids: tuple[int, ...] | None = None
     prompt_tokens: int | None = None
 

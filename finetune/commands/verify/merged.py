@@ -63,7 +63,7 @@ class MergedFolder:
             self.facts.setdefault("refused", str(error)[:SHOWN_CHARACTERS])
             return Seen("", "refused", prompt_tokens=0)
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return self._answer(ids, max_new_tokens, prompt_text=text, prompt_ids=tuple(ids))
+        return self._answer(ids, max_new_tokens, prompt_ids=tuple(ids))
 
     def complete(self, ids: Sequence[int], text: str, max_new_tokens: int) -> Seen | None:
         return self._answer(ids, max_new_tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +15,7 @@ ASKED_TWICE = 4  # prompts, of which a server that draws its answers would hardl
 
 
 def replay(
-    reference: Reference,
-    deployment: Deployment,
-    prompts: Sequence[Prompt],
-    max_new_tokens: int,
-    on_progress: Callable[[int], None] = lambda count: None,
+    reference: Reference, deployment: Deployment, prompts: Sequence[Prompt], max_new_tokens: int
 ) -> list[Replay]:
     """Ask both everything.
 
@@ -38,7 +34,6 @@ def replay(
         raw = deployment.complete(prompt.ids, prompt.text, max_new_tokens)
         raw = None if raw is None else _whole(raw, reference.tokenizer)
         found.append(Replay(prompt, text, ids, "stop" if ended else "length", seen, again, raw))
-        on_progress(1)
     if found and all(one.seen.finish == "refused" for one in found):
         what = f"the deployment refuses every conversation: {deployment.facts.get('refused', '')}"
         raise FinetuneError(what, deployment.name, "check its chat template, --served-model and its log")
