@@ -112,9 +112,12 @@ class PretrainConfig(BaseConfig):
         gt=0,
         unit="tokens/parameter",
     )
-    document_aligned: bool = batch_setting(
-        False, "Begin every window where a document begins; what is cut is reported."
+    windows: Literal["stream", "document", "best-fit"] = batch_setting(
+        "stream",
+        "stream: one after another without gap; document: each begins where a document begins; best-fit: each is filled "
+        "with documents, the longest that fits first, and one is cut only where none fits.",
     )
+    document_aligned: bool = batch_setting(False, "The same as --windows document.")
     optimizer: Literal["muon", "adamw"] = optimizer_setting(
         "muon", "For the matrices of the blocks; everything else has AdamW."
     )

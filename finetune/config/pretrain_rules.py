@@ -133,6 +133,20 @@ def resolve_reporting(resolution: Resolution) -> None:
         resolution.refuse(what, ("use_wandb", "report_to"), "leave one of the two out")
 
 
+def resolve_windows(resolution: Resolution) -> None:
+    """--document-aligned is the older word for --windows document."""
+    old, windows = "document_aligned", resolution.value("windows")
+    if resolution.value(old) is not True or windows == "document":
+        return
+    if resolution.precedence(old) > resolution.precedence("windows"):
+        resolution.derive("windows", "document", f"derived from {old}")
+    elif resolution.precedence(old) < resolution.precedence("windows"):
+        resolution.derive(old, False, "derived from windows")
+    else:
+        what = f"{old} is true, and windows is {windows}"
+        resolution.refuse(what, (old, "windows"), f"leave {flag(old)} out")
+
+
 def _note_unused(resolution: Resolution) -> None:
     def given(name: str) -> bool:
         return resolution.value(name) is not None
@@ -155,6 +169,7 @@ def _note_unused(resolution: Resolution) -> None:
 RULES_FOR_PRETRAINING: tuple[Rule, ...] = (
     resolve_tokens,
     resolve_reporting,
+    resolve_windows,
     resolve_continued,
     partial(resolve_data_weights, data="train_data_path"),
     partial(warn_of_long_warmup, total="num_iterations", share="0.1 for a tenth"),

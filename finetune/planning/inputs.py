@@ -22,12 +22,12 @@ from finetune.errors import ConfigError
 from finetune.planning.activations import Computing
 from finetune.planning.adapters import adapter_numbers
 from finetune.planning.shapes import KNOWN_MODELS, ModelShape, known_config, read_shape, shape_of_config, shape_of_model
+from finetune.planning.token_data import document_bytes, stream_vocabulary
 from finetune.planning.workload import Cluster, Sharding, Workload
 from finetune.runtime.device import DEVICE_KINDS
 from finetune.runtime.npu_tuning import hccl_buffer_bytes
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-DEFAULT_VOCABULARY = 32768  # of `prepare` where pretraining's token files are not there yet
 
 
 def shape_for(config: BaseConfig, model_config: Path | None = None) -> ModelShape:
@@ -55,7 +55,7 @@ def shape_from_scratch(config: PretrainConfig) -> ModelShape:
     """The shape that pretraining makes."""
     from finetune.modeling.scratch import make_empty_model, scratch_config
 
-    vocabulary = config.vocab_size or _stream_vocabulary(config)
+    vocabulary = stream_vocabulary(config)
     made = scratch_config(config.arch, config.depth, vocab_size=vocabulary, max_seq_len=config.max_seq_len)
     return shape_of_model(make_empty_model(made))
 
@@ -92,19 +92,6 @@ def _cached_config(name: str) -> Path | None:
         return Path(cached)
     found = sorted(hub.glob(f"models--{name.replace('/', '--')}/snapshots/*/config.json"))
     return found[-1] if found and revision is None else None
-
-
-def _stream_vocabulary(config: PretrainConfig) -> int:
-    """The vocabulary in the header of the first token file that is there."""
-    from finetune.data.corpus.shard_header import read_header
-
-    for entry in config.train_data_path:
-        path = Path(entry)
-        files = sorted(path.glob("*.bin")) if path.is_dir() else [path]
-        for file in files:
-            if file.is_file() and (header := read_header(file)) is not None:
-                return header.vocabulary
-    return DEFAULT_VOCABULARY
 
 
 def workload_of(config: BaseConfig, shape: ModelShape, cluster: Cluster) -> Workload:
@@ -249,6 +236,7 @@ def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Clu
         hccl_bytes=_hccl_bytes(config, cluster),
         saves_behind=config.async_save and config.save_steps > 0,
         data_bytes=sum(_size(path) for path in (*config.train_data_path, *config.valid_data_path)),
+        document_bytes=document_bytes(config),
     )
 
 

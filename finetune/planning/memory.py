@@ -132,6 +132,7 @@ def _surroundings(work: Workload) -> list[Term]:
         Term("framework", libraries, "host", "imports and libraries", measured, PHASES),
         Term("loader", workers, "host", "300 MiB x loader processes", "assumed", TRAINING),
         Term("loader", work.data_bytes, "host", "5 B x tokens, mapped", "ours: data/samples.py", PHASES, once=True),
+        Term("loader", work.document_bytes, "host", "8 or 12 B x documents", "ours: data/corpus/windows.py", PHASES),
         Term(
             "load",
             mapped,

@@ -12,6 +12,7 @@ from finetune.planning.auto import choose_execution
 from finetune.planning.inputs import with_micro_batch, with_sharding, workload_of
 from finetune.planning.memory import Memory, fits, memory_of
 from finetune.planning.shapes import ModelShape
+from finetune.planning.token_data import token_data
 from finetune.planning.traffic import (
     StepTime,
     Traffic,
@@ -36,6 +37,7 @@ class Plan:
         expected_memory: what a device is expected to need with a preset of pretraining; empty for others.
         choices: other ways to shard the run (fine-tuning), from the one that moves least.
         chosen: what the run would put where its configuration says auto.
+        data: the windows of pretraining's token files; None for other runs, and where there are none yet.
     """
 
     cluster: Cluster
@@ -51,6 +53,7 @@ class Plan:
     expected_memory: str
     choices: tuple[Choice, ...]
     chosen: dict[str, Any]
+    data: dict[str, Any] | None
     advice: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -107,6 +110,7 @@ class Plan:
                 for choice in self.choices
             ],
             "chosen": self.chosen,
+            "data": self.data,
             "advice": list(self.advice),
         }
 
@@ -151,6 +155,7 @@ def make_plan(config: BaseConfig, shape: ModelShape, cluster: Cluster, efficienc
         expected_memory=_expected_memory(config),
         choices=choices,
         chosen=dict(chosen.values),
+        data=token_data(config),
         advice=(*filter(None, [chosen.reason]), *advise(work, cluster, judged, choices, largest)),
     )
 

@@ -102,6 +102,7 @@ class Workload:
         fused: the optimizer's kernel needs no temporaries.
         file_bytes: bytes of a parameter in the model's files; 0 for a model from scratch.
         data_bytes: of tokenized data, memory-mapped.
+        document_bytes: what each process holds of where the documents of token files begin.
         hccl_bytes: of HCCL's buffers on a device.
         quantization: of the frozen linear layers: none, nf4 or int8. Embedding, head, experts and vectors have none.
         saves: a checkpoint or the result is written.
@@ -128,6 +129,7 @@ class Workload:
     file_bytes: int = 2
     loader_workers: int = 0
     data_bytes: int = 0
+    document_bytes: int = 0
     hccl_bytes: int = 0
     quantization: str = "none"
     saves: bool = True

@@ -26,7 +26,6 @@ IDENTITY_SETTINGS = (
     "depth",
     "max_seq_len",
     "total_batch_size",
-    "document_aligned",
     "seed",
     "optimizer",
     "matrix_lr",
@@ -76,7 +75,7 @@ def prepare_data(config: PretrainConfig) -> Prepared:
     """Tokenizer, token streams, windows and global batches, with the checks that need no weights."""
     from finetune.data.corpus.token_shards import TokenShards, bytes_per_token, tokenizer_hash
     from finetune.data.corpus.tokenizer import vocabulary_of
-    from finetune.data.corpus.windows import JoinedWindows, Windows
+    from finetune.data.corpus.windows import JoinedWindows, Windows, training_windows
     from finetune.modeling.scratch import scratch_config
 
     if config.wandb_project is not None:
@@ -88,14 +87,8 @@ def prepare_data(config: PretrainConfig) -> Prepared:
         "tokenizer_hash": None if tokenizer is None else tokenizer_hash(tokenizer),
         "embeddings": None if model_config is None else model_config.get_text_config().vocab_size,
     }
-    # Weights are of the entries: each is a stream then, and else all are one.
-    sources = [(path,) for path in config.train_data_path] if config.data_weights else [config.train_data_path]
-    streams = [TokenShards(source, split="train", **known) for source in sources]
-    windows = [
-        Windows(stream, config.max_seq_len, document_aligned=config.document_aligned, name="--train-data-path")
-        for stream in streams
-    ]
-    train = JoinedWindows(windows) if config.data_weights else windows[0]
+    train = training_windows(config, **known)
+    streams = [part.stream for part in (train.parts if isinstance(train, JoinedWindows) else (train,))]
     valid = None
     if config.valid_data_path:
         limit = max(1, config.eval_tokens // config.max_seq_len)
@@ -177,15 +170,19 @@ def source_weights(config: PretrainConfig, train: JoinedWindows) -> tuple[float,
 
 
 def _identity(config: PretrainConfig) -> dict[str, Any]:
+    # As runs have it that were begun before there were best-fit windows.
+    windows: dict[str, Any] = {"document_aligned": config.windows == "document"}
+    if config.windows == "best-fit":
+        windows["windows"] = config.windows
     names: tuple[str, ...] = IDENTITY_SETTINGS
     if config.model is None:
-        return {"kind": "pretrain", **{name: getattr(config, name) for name in names}}
+        return {"kind": "pretrain", **windows, **{name: getattr(config, name) for name in names}}
     from finetune.modeling.model_config import weights_identity
 
     names += CONTINUED_SETTINGS + (ADAPTER_SETTINGS if config.finetuning == "lora" else ())
     facts = {name: getattr(config, name) for name in names}
     facts["model"] = split_revision(config.model)[0]  # its commit is in "weights"
-    return {"kind": "pretrain", **facts, "weights": weights_identity(config.model)}
+    return {"kind": "pretrain", **windows, **facts, "weights": weights_identity(config.model)}
 
 
 def _tokenizer(config: PretrainConfig) -> PreTrainedTokenizerBase | None:

@@ -63,6 +63,10 @@ GUIDE_FLAGS = {
     "--run r1": ("wandb_run_name", "r1"),
     "--run=dummy --use_wandb": ("report_to", "auto"),
     "--fp8": ("fp8", True),
+    "--document-aligned": ("windows", "document"),
+    "--document_aligned false": ("windows", "stream"),
+    "--windows best-fit": ("windows", "best-fit"),
+    "--windows document --document-aligned": ("windows", "document"),
     "--grad_clip 0.5": ("max_grad_norm", 0.5),
     "--embedding_lr=0.005": ("embedding_lr", 0.005),
     "--local_rank 1": ("depth", 12),
@@ -89,6 +93,17 @@ def test_aliases_name_fields_and_shadow_none() -> None:
     assert set(PretrainConfig.aliases.values()) <= fields
     assert not set(PretrainConfig.aliases) & fields
     assert "also --batch-size" in " ".join(help_text(PretrainConfig).split())
+
+
+def test_a_flag_for_windows_counts_above_the_older_word_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("document_aligned: true\n")
+    assert made("--config", str(file)).config.windows == "document"
+    config = made("--config", str(file), "--windows", "best-fit").config
+    assert (config.windows, config.document_aligned) == ("best-fit", False)
+    assert "windows is best-fit" in refused("--document-aligned", "--windows", "best-fit")
+    again = resolve_object(config, 1, PretrainConfig).config
+    assert again.windows == "best-fit"
 
 
 def test_an_old_configuration_file_of_the_guide(tmp_path: Path) -> None:

@@ -24,9 +24,11 @@ from finetune.config.resolution import resolve_object
 from finetune.config.schedules import ScheduleSettings, learning_rate_schedule
 from finetune.data.corpus.token_shards import TokenShards
 from finetune.data.corpus.windows import Windows
+from finetune.errors import DataError
 from finetune.modeling.scratch import make_model, scratch_config
 from finetune.runtime.device import free_port
 from finetune.training.optimizers import make_optimizer, scaled_rates, set_matrix_schedule
+from finetune.training.prepare_pretrain import prepare_data
 
 STEPS, LENGTH, WINDOWS = 30, 32, 8
 SAVED, KILLED = 20, 24  # the last checkpoint of the killed run, and the step before which it is killed
@@ -281,6 +283,37 @@ def test_other_architectures_and_optimizers(arch: str, settings: dict, tmp_path:
     assert type(AutoModelForCausalLM.from_pretrained(output)).__name__.lower().startswith(arch)
     losses = run_helpers.losses(output)
     assert losses[-1] < losses[0]
+
+
+def test_best_fit_windows_are_a_run_of_their_own_on_any_number(settings: dict, tokens: Path, tmp_path: Path):
+    settings = {**settings, "windows": "best-fit", "num_iterations": 6, "save_steps": 3, "sample_every": 0}
+    whole = train(settings, tmp_path / "whole")
+    ranks = run_helpers.start(
+        {**settings, "output_dir": str(tmp_path / "killed")},
+        patch=kill_self,
+        patch_arguments=(0, 5),
+        module="finetune.pretrain",
+    )
+    assert ranks.wait() == [-signal.SIGKILL], ranks.output()
+    again = train(settings, tmp_path / "killed", processes=2)
+    assert [event["step"] for event in run_helpers.events(again, "resume")] == [3]
+    assert run_helpers.sample_ids(again) == run_helpers.sample_ids(whole)
+    assert run_helpers.largest_relative_difference(run_helpers.losses(whole), run_helpers.losses(again)) < 1e-4
+
+    def prepared(**changes):
+        return prepare_data(resolve_object({**settings, **changes, "output_dir": "x"}, 1, PretrainConfig).config)
+
+    train_windows = prepared().train
+    assert {int(train_windows[index][0][0]) for index in range(len(train_windows))} == {1}  # <|endoftext|>
+    identity, plain = prepared().identity, prepared(windows="stream").identity
+    assert identity["windows"] == "best-fit" and identity["document_aligned"] is False
+    # Those of runs that were begun before there was a choice of three.
+    assert "windows" not in plain and plain["document_aligned"] is False
+    aligned = prepared(windows="document").identity
+    assert aligned.keys() == plain.keys() and aligned["document_aligned"] is True
+    np.arange(4000, dtype="<u2").tofile(tmp_path / "bare.bin")
+    with pytest.raises(DataError, match="does not say where its documents begin"):
+        prepared(train_data_path=str(tmp_path / "bare.bin"), vocab_size=4000)
 
 
 def test_token_files_without_header_or_tokenizer(settings: dict, tmp_path: Path):

@@ -100,7 +100,7 @@ def probe_pretrain(config: PretrainConfig) -> Iterator[Check]:
     """Tokenizer and token files, and whether they make a step."""
     from finetune.data.corpus.token_shards import TokenShards, tokenizer_folder, tokenizer_hash
     from finetune.data.corpus.tokenizer import open_tokenizer, vocabulary_of
-    from finetune.data.corpus.windows import Windows
+    from finetune.data.corpus.windows import Windows, training_windows
     from finetune.modeling.hub import with_model_found
 
     folder = (
@@ -115,12 +115,13 @@ def probe_pretrain(config: PretrainConfig) -> Iterator[Check]:
         vocabulary = vocabulary_of(tokenizer)
         yield ok("tokenizer", _("{tokens:,} tokens").format(tokens=vocabulary))
         known = {"vocab_size": config.vocab_size or vocabulary, "tokenizer_hash": tokenizer_hash(tokenizer)}
-    for name, paths, split in (("train", config.train_data_path, "train"), ("valid", config.valid_data_path, "val")):
-        if not paths:
-            continue
-        shards = TokenShards(paths, split=split, **known)
-        windows = Windows(shards, config.max_seq_len, document_aligned=config.document_aligned, name=name)
-        values = {"tokens": shards.tokens, "windows": len(windows)}
+    for name in ("train", "valid") if config.valid_data_path else ("train",):
+        windows = (
+            training_windows(config, **known)
+            if name == "train"
+            else Windows(TokenShards(config.valid_data_path, split="val", **known), config.max_seq_len, name=name)
+        )
+        values = {"tokens": windows.tokens, "windows": len(windows)}
         if name == "train" and len(windows) < config.global_batch_size:
             what = _(
                 "{tokens:,} tokens, {windows:,} windows, fewer than the {needed:,} of one step (--train-data-path)"
@@ -129,8 +130,8 @@ def probe_pretrain(config: PretrainConfig) -> Iterator[Check]:
             fix = fix.format(most=len(windows) * config.max_seq_len)
             yield fail("data", what.format(needed=config.global_batch_size, **values), fix)
             return
-        what = _("{split}: {tokens:,} tokens, {windows:,} windows").format(split=name, **values)
-        yield ok("data", what, **values)
+        what = _("{split}: {tokens:,} tokens, {windows:,} windows, {cut:.1%} of the tokens cut")
+        yield ok("data", what.format(split=name, cut=windows.cut_tokens / windows.tokens, **values), **values)
 
 
 def probe(kind: str, module: str, arguments: Sequence[str], world_size: int) -> list[dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from finetune.planning.plan import Plan
 from finetune.planning.workload import GIB, PHASES, STEP, Location
 from finetune.runtime.language import N_, _
@@ -36,6 +38,8 @@ VERDICTS = {True: N_("it fits"), False: N_("it does not fit"), None: N_("not jud
 def plan_text(plan: Plan) -> str:
     """The whole plan."""
     lines = [_head(plan), "", *_memory(plan), "", *_step(plan)]
+    if plan.data is not None:
+        lines.append(_data(plan.data))
     if plan.choices:
         lines += ["", *_choices(plan)]
     for text in plan.advice:
@@ -122,6 +126,14 @@ def _step(plan: Plan) -> list[str]:
         text = _("largest microbatch that fits: {tokens:,} tokens ({count} x {each:,})")
         lines.append(text.format(tokens=count * each, count=count, each=each))
     return lines
+
+
+def _data(data: dict[str, Any]) -> str:
+    text = _(
+        "training data: {tokens:,} tokens, {windows:,} windows ({window_kind}), {cut:.1%} of the tokens cut; "
+        "a pass is {steps_per_pass:,.1f} steps"
+    )
+    return text.format(cut=data["cut_tokens"] / data["tokens"], **data)
 
 
 def _choices(plan: Plan) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from finetune.config.config_files import similar_files
 from finetune.config.names import nearest
+from finetune.data.corpus.parquet_files import read_footer, read_texts
 from finetune.data.file_kinds import first_character
 from finetune.data.files import (
     decode_record,
@@ -29,7 +30,6 @@ logger = logging.getLogger("finetune")
 UNIT_BYTES = 1 << 20
 # A text file longer than a unit becomes several documents, cut after a line that ends within this many bytes.
 _CUT_SEARCH_BYTES = 1 << 16
-_PARQUET_BATCH_RECORDS = 256
 RECORD_SUFFIXES = (".jsonl", ".json", ".parquet")
 # What a folder is searched for. A file or glob may name text of any other suffix.
 _TEXT = """
@@ -46,7 +46,7 @@ class Piece:
 
     path: str
     kind: str  # "text" (one document), "lines" (JSON Lines), "array" (a JSON array) or "parquet"
-    start: int  # start, stop: bytes of the file; for lines, those that start in here; for parquet, row groups
+    start: int  # start, stop: bytes of the file; for lines, those that start in here; for parquet, a row group
     stop: int
     size_bytes: int  # the piece's share of its file, for the progress
 
@@ -85,12 +85,27 @@ def _expand(given: str) -> list[Path]:
             raise DataError("the folder holds no file that is known to be text", given, fix)
         if len(known) < len(inside):
             logger.info("%s: %d files of other kinds are left out", given, len(inside) - len(known))
+        _warn_of_notes(given, known)
         return known
     if matches := glob_files(path):
         return matches
     if glob.has_magic(given):
         raise DataError("no file matches", given, "check the pattern; ** stands for folders at any depth")
     raise DataError("there is no such file or folder", given, similar_files(path))
+
+
+def _warn_of_notes(given: str, files: Sequence[Path]) -> None:
+    """A data set from a hub has a README beside its parquet files."""
+    others = [path for path in files if path.suffix.lower() != ".parquet"]
+    if others and len(others) < len(files):
+        logger.warning(
+            "%s holds parquet files, and %d others that are read as documents too, e.g. %s. Fix where they are none: "
+            "--data '%s'",
+            given,
+            len(others),
+            others[0],
+            Path(given) / "**" / "*.parquet",
+        )
 
 
 def units_of(files: Sequence[Path]) -> Iterator[Unit]:
@@ -120,7 +135,9 @@ def _pieces(path: Path) -> Iterator[Piece]:
     size_bytes = path.stat().st_size
     suffix = path.suffix.lower()
     if suffix == ".parquet":
-        yield from _parquet_pieces(path, size_bytes)
+        groups = read_footer(path).num_row_groups
+        for group in range(groups):
+            yield Piece(str(path), "parquet", group, group + 1, size_bytes // groups)
     elif suffix in RECORD_SUFFIXES and first_character(path) == b"[":
         yield Piece(str(path), "array", 0, size_bytes, size_bytes)
     else:
@@ -128,18 +145,6 @@ def _pieces(path: Path) -> Iterator[Piece]:
         for start in range(0, size_bytes, UNIT_BYTES):
             stop = min(start + UNIT_BYTES, size_bytes)
             yield Piece(str(path), kind, start, stop, stop - start)
-
-
-def _parquet_pieces(path: Path, size_bytes: int) -> Iterator[Piece]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        groups = pyarrow.parquet.read_metadata(path).num_row_groups
-    except pyarrow.ArrowInvalid as error:
-        raise DataError(f"is no parquet file: {error}", str(path), "write the file again") from error
-    for group in range(groups):
-        yield Piece(str(path), "parquet", group, group + 1, size_bytes // groups)
 
 
 Location = tuple[str, int]  # file, line (record for parquet) from 1; 0 where it is the file as a whole
@@ -232,26 +237,11 @@ def _read_array(piece: Piece, text_field: str) -> Iterator[tuple[int, str | Reco
 
 
 def _read_parquet(piece: Piece, text_field: str) -> Iterator[tuple[int, str | RecordProblem]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        file = pyarrow.parquet.ParquetFile(piece.path)
-        columns = file.schema_arrow.names
-        if text_field not in columns:
-            raise DataError(f"has no column {text_field}{_meant(text_field, columns)}", piece.path, _NAME_FIELD)
-        record = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
-        groups = range(piece.start, piece.stop)
-        for batch in file.iter_batches(_PARQUET_BATCH_RECORDS, row_groups=groups, columns=[text_field]):
-            for value in batch.column(0).to_pylist():
-                record += 1
-                yield record, _text_of({text_field: value}, text_field)
-    except pyarrow.ArrowInvalid as error:
-        raise DataError(f"is no parquet file: {error}", piece.path, "write the file again") from error
+    for record, value in read_texts(Path(piece.path), piece.start, text_field):
+        yield record, value if isinstance(value, RecordProblem) else _text_of({text_field: value}, text_field)
 
 
 _READERS = {"text": _read_text, "lines": _read_lines, "array": _read_array, "parquet": _read_parquet}
-_NAME_FIELD = "name the field that holds the text with --text-field"
 
 
 def _text_of(record: Any, text_field: str) -> str | RecordProblem:

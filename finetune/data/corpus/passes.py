@@ -13,6 +13,8 @@ from finetune.data.corpus.tokenizer import DocumentEncoder
 from finetune.data.problems import ProblemLog, RecordProblem
 
 KEYS = 1 << 64
+# Text of a unit that is encoded at a time: a row group may have gigabytes.
+_ENCODED_BYTES = 8 << 20
 
 
 def document_keys(text: bytes, seed: int) -> tuple[int, int]:
@@ -147,15 +149,22 @@ class EncodeJob:
         if self._encoder is None:
             self._encoder = DocumentEncoder(self.tokenizer_json, self.separator_id, self.special_tokens)
         reader = UnitReader(self.text_field, self.seed)
-        texts, ordinals, is_valid = [], [], []
-        for ordinal, (text, _, (key, _)) in enumerate(reader.read(unit)):
+        texts, text_bytes, encoded, ordinals, is_valid = [], 0, [], [], []
+        for ordinal, (text, raw, (key, _)) in enumerate(reader.read(unit)):
             valid = key < self.bound
             if ordinal >= first_wanted[valid]:
                 texts.append(text)
                 ordinals.append(ordinal)
                 is_valid.append(valid)
-        encoded = self._encoder.encode(texts, self.dtype)
-        return UnitTokens(reader.digest, *encoded, np.array(ordinals, dtype=np.int64), np.array(is_valid, dtype=bool))
+                text_bytes += len(raw)
+            if text_bytes > _ENCODED_BYTES:
+                encoded.append(self._encoder.encode(texts, self.dtype))
+                texts, text_bytes = [], 0
+        encoded.append(self._encoder.encode(texts, self.dtype))
+        ids, lengths = (np.concatenate(parts) for parts in zip(*encoded, strict=True))
+        return UnitTokens(
+            reader.digest, ids, lengths, np.array(ordinals, dtype=np.int64), np.array(is_valid, dtype=bool)
+        )
 
 
 def tokenizer_texts(units: Iterable[Unit], text_field: str, seed: int, bound: int, share: float) -> Iterator[str]:

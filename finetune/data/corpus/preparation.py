@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from finetune.data.corpus.documents import Unit, find_files, units_of
+from finetune.data.corpus.parquet_files import check_parquet
 from finetune.data.corpus.passes import EncodeJob, Scan, ScanJob, UnitTokens, final_bound, split_bound, tokenizer_texts
 from finetune.data.corpus.shard_header import TOKENIZER_FOLDER, TokenHeader, dtype_for
 from finetune.data.corpus.shard_plan import Plan, read_plan
@@ -125,6 +126,7 @@ class _Preparation:
         self.num_workers = num_workers or max(1, min(usable_cores(), self.input_bytes // BYTES_PER_WORKER))
 
     def run(self) -> Prepared:
+        check_parquet([path for path in self.files if path.suffix.lower() == ".parquet"], self.settings.text_field)
         borrowed = open_tokenizer(self.settings.tokenizer) if self.settings.tokenizer is not None else None
         settings = self._settings_of_result(borrowed)
         if self.begun is not None:

@@ -2,15 +2,18 @@
 
 A window holds one token more than it has targets: the model sees all but its last, and is to predict all but its first.
 Windows follow one another without gap (the last token of one is the first of the next, so every token but the stream's
-first is a target once a pass), or each begins where a document begins.
+first is a target once a pass), or each begins where a document begins, or each is filled with documents that fit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from finetune.config.pretrain_config import PretrainConfig
+from finetune.data.corpus.best_fit import pack_best_fit
 from finetune.data.corpus.token_shards import TokenShards
 from finetune.errors import DataError
 
@@ -49,27 +52,53 @@ class Windows:
             if document_aligned
             else np.arange(0, max(0, stream.tokens - max_seq_len), max_seq_len, dtype=np.int64)
         )
-        if not len(starts):
-            raise DataError(
-                f"{stream.tokens:,} tokens are not one window of {max_seq_len:,} targets (and the token before them)",
-                where=name,
-                fix=f"give more data, or lower --max-seq-len to at most {max(2, stream.tokens - 1):,}",
-            )
-        self.tokens = stream.tokens
         self.starts = starts[:limit]
         self.cut_tokens = stream.tokens - 1 - len(starts) * max_seq_len
+        self._count(len(self.starts), name)
+
+    def _count(self, windows: int, name: str) -> None:
+        """What follows from the number of windows."""
+        if not windows:
+            raise DataError(
+                f"{self.stream.tokens:,} tokens are not one window of {self.max_seq_len:,} targets (and the token "
+                "before them)",
+                where=name,
+                fix=f"give more data, or lower --max-seq-len to at most {max(2, self.stream.tokens - 1):,}",
+            )
+        self.tokens = self.stream.tokens
         # One number seen N times, without memory.
-        self.lengths = np.broadcast_to(np.int32(max_seq_len), self.starts.shape)
+        self.lengths = np.broadcast_to(np.int32(self.max_seq_len), (windows,))
         self.supervised_counts = self.lengths
-        self.record_ids = np.arange(len(self.starts), dtype=np.int64)
+        self.record_ids = np.arange(windows, dtype=np.int64)
 
     def __len__(self) -> int:
-        return len(self.starts)
+        return len(self.record_ids)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, None]:
         """int32 `(max_seq_len + 1,)`, and None: every token but the first is a target."""
         start = int(self.starts[index])
         return self.stream.slice(start, start + self.max_seq_len + 1), None
+
+
+class BestFitWindows(Windows):
+    """Windows that each begin with a document's separator and are filled as `best_fit` says; otherwise as `Windows`.
+
+    No token is in two windows. `cut_tokens` are those in none.
+    """
+
+    def __init__(self, stream: TokenShards, max_seq_len: int, *, name: str = "token files") -> None:
+        self.stream, self.max_seq_len = stream, max_seq_len
+        self._documents, self._firsts = pack_best_fit(np.diff(stream.documents), max_seq_len + 1)
+        self.cut_tokens = stream.tokens - (len(self._firsts) - 1) * (max_seq_len + 1)
+        self._count(len(self._firsts) - 1, name)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, None]:
+        starts, parts, room = self.stream.documents, [], self.max_seq_len + 1
+        for document in self._documents[self._firsts[index] : self._firsts[index + 1]].tolist():
+            start = int(starts[document])
+            parts.append(self.stream.slice(start, min(int(starts[document + 1]), start + room)))
+            room -= len(parts[-1])
+        return np.concatenate(parts), None
 
 
 class JoinedWindows:
@@ -98,6 +127,37 @@ class JoinedWindows:
     def __getitem__(self, index: int) -> tuple[np.ndarray, None]:
         source = int(self.sources[index])
         return self.parts[source][index - int(self._ends[source]) + len(self.parts[source])]
+
+
+def training_windows(config: PretrainConfig, **known: Any) -> Windows | JoinedWindows:
+    """The windows that a run trains on; with weights each entry is a stream of its own, and else all are one.
+
+    Args:
+        known: what `TokenShards` is to check the files against.
+
+    Raises:
+        DataError: no window; or they are to begin at documents, and the files do not say where those do.
+    """
+    sources = [(path,) for path in config.train_data_path] if config.data_weights else [config.train_data_path]
+    parts = [_windows_of(TokenShards(source, split="train", **known), config) for source in sources]
+    return JoinedWindows(parts) if config.data_weights else parts[0]
+
+
+def _windows_of(stream: TokenShards, config: PretrainConfig) -> Windows:
+    kind, name = config.windows, "--train-data-path"
+    if kind != "stream":
+        lacking = [
+            p for p, h in zip(stream.paths, stream.headers, strict=True) if not h.sha256 or h.separator_id is None
+        ]
+        if lacking:
+            raise DataError(
+                "the file does not say where its documents begin, or they begin with no token of their own",
+                where=str(lacking[0]),
+                fix="prepare the texts with python -m finetune prepare, or take --windows stream",
+            )
+    if kind == "best-fit":
+        return BestFitWindows(stream, config.max_seq_len, name=name)
+    return Windows(stream, config.max_seq_len, document_aligned=kind == "document", name=name)
 
 
 def _aligned_starts(documents: np.ndarray, max_seq_len: int) -> np.ndarray:

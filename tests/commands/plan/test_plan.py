@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 
 import finetune
 from finetune.commands.plan.command import PlanOptions, bytes_of, main
+from finetune.data.corpus.preparation import PrepareSettings, prepare_tokens
 from finetune.errors import ConfigError, DataError, FinetuneError
 from finetune.planning.shapes import KNOWN_MODELS, known_config
 
@@ -55,6 +56,29 @@ def test_flags_alone_describe_a_run(tmp_path, capsys):
     assert named["device_bytes"] == found["device_bytes"]
     made = plan(capsys, "pretrain", "--depth", "12", "--device-batch-size", "16", *NODES, *HOSTS)
     assert made["model"]["model_type"] == "nanochat"
+
+
+def test_the_windows_of_token_files_are_counted(tmp_path, capsys):
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": "ab " * n}) + "\n" for n in range(1, 60)))
+    settings = PrepareSettings(300, valid_fraction=0.0)
+    prepared = prepare_tokens((str(tmp_path / "texts.jsonl"),), tmp_path / "tokens", settings)
+    words = ["pretrain", "--train-data-path", str(tmp_path / "tokens"), "--depth", "1", "--max-seq-len", "20", *NODES]
+    words += ["--device-batch-size", "1", "--total-batch-size", "320", *HOSTS]
+    found = {kind: plan(capsys, *words, "--windows", kind) for kind in ("stream", "document", "best-fit")}
+    tokens = prepared.splits["train"][0].tokens
+    for kind, one in found.items():
+        data = one["data"]
+        size = 21 if kind == "best-fit" else 20  # no token of one is another's
+        assert data["tokens"] == tokens and data["window_kind"] == kind
+        assert data["windows"] * size + data["cut_tokens"] == tokens - (kind != "best-fit")
+        assert data["steps_per_pass"] == data["windows"] / 16
+        held = [term["bytes"] for term in one["terms"] if "documents" in term["formula"]]
+        assert held == {"stream": [], "document": [8 * 60], "best-fit": [12 * 60]}[kind]
+    assert main([*words, "--windows", "best-fit", "--lang", "en"]) == 0
+    assert f"{found['best-fit']['data']['windows']:,} windows (best-fit)" in capsys.readouterr().out
+    frozen = next(line for line in FROZEN.read_text().splitlines() if line.startswith("data: "))
+    assert set(found["stream"]["data"]) == set(frozen.split()[1:])
+    assert plan(capsys, "pretrain", "--depth", "1", *NODES, *HOSTS)["data"] is None
 
 
 def test_a_dict_needs_no_model_beside_a_config_json(tmp_path):

