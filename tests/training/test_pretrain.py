@@ -285,7 +285,7 @@ def test_other_architectures_and_optimizers(arch: str, settings: dict, tmp_path:
     assert losses[-1] < losses[0]
 
 
-def test_best_fit_windows_are_a_run_of_their_own_on_any_number(settings: dict, tokens: Path, tmp_path: Path):
+def test_best_fit_windows_are_a_run_of_their_own_on_any_number(settings: dict, tokens: Path, tmp_path: Path, caplog):
     settings = {**settings, "windows": "best-fit", "num_iterations": 6, "save_steps": 3, "sample_every": 0}
     whole = train(settings, tmp_path / "whole")
     ranks = run_helpers.start(
@@ -311,6 +311,9 @@ def test_best_fit_windows_are_a_run_of_their_own_on_any_number(settings: dict, t
     assert "windows" not in plain and plain["document_aligned"] is False
     aligned = prepared(windows="document").identity
     assert aligned.keys() == plain.keys() and aligned["document_aligned"] is True
+    assert "are cut by" not in caplog.text
+    assert prepared(max_seq_len=8, device_batch_size=8).train.cut_tokens > 0
+    assert "are cut by --windows best-fit" in caplog.text
     np.arange(4000, dtype="<u2").tofile(tmp_path / "bare.bin")
     with pytest.raises(DataError, match="does not say where its documents begin"):
         prepared(train_data_path=str(tmp_path / "bare.bin"), vocab_size=4000)

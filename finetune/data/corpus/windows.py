@@ -7,6 +7,7 @@ first is a target once a pass), or each begins where a document begins, or each 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,10 @@ from finetune.config.pretrain_config import PretrainConfig
 from finetune.data.corpus.best_fit import pack_best_fit
 from finetune.data.corpus.token_shards import TokenShards
 from finetune.errors import DataError
+
+logger = logging.getLogger("finetune")
+
+MUCH_CUT = 0.5  # nanochat's loader cuts a third of its texts
 
 
 class Windows:
@@ -140,7 +145,17 @@ def training_windows(config: PretrainConfig, **known: Any) -> Windows | JoinedWi
     """
     sources = [(path,) for path in config.train_data_path] if config.data_weights else [config.train_data_path]
     parts = [_windows_of(TokenShards(source, split="train", **known), config) for source in sources]
-    return JoinedWindows(parts) if config.data_weights else parts[0]
+    windows = JoinedWindows(parts) if config.data_weights else parts[0]
+    cut = windows.cut_tokens / windows.tokens
+    if config.windows != "stream" and cut > MUCH_CUT:
+        logger.warning(
+            "%.0f%% of the training tokens are cut by --windows %s: the documents are longer than the windows of %d "
+            "tokens. Fix: --windows stream, or a larger --max-seq-len",
+            100 * cut,
+            config.windows,
+            config.max_seq_len,
+        )
+    return windows
 
 
 def _windows_of(stream: TokenShards, config: PretrainConfig) -> Windows:

@@ -78,7 +78,7 @@ def test_the_windows_of_token_files_are_counted(tmp_path, capsys):
     assert f"{found['best-fit']['data']['windows']:,} windows (best-fit)" in capsys.readouterr().out
     frozen = next(line for line in FROZEN.read_text().splitlines() if line.startswith("data: "))
     assert set(found["stream"]["data"]) == set(frozen.split()[1:])
-    assert plan(capsys, "pretrain", "--depth", "1", *NODES, *HOSTS)["data"] is None
+    assert plan(capsys, *PRESET, "--model", "Qwen/Qwen3-8B", *NODES, *HOSTS)["data"] is None
 
 
 def test_a_dict_needs_no_model_beside_a_config_json(tmp_path):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
+import contextlib
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -51,6 +54,27 @@ def test_it_is_the_rule(lengths: list[int], size: int):
 def test_sizes_around_what_sixteen_bits_hold(size: int):
     lengths = [size, 1, size - 1, 200_000, 3, size - 2]
     assert packed(lengths, size) == by_the_rule(lengths, size) == [[0], [3], [2, 1], [5, 4]]
+
+
+def test_less_is_cut_than_from_a_buffer_of_a_thousand():
+    """The loader of nanochat on one process: the same rule, over what is in its buffer, which long documents fill."""
+    lengths = np.random.default_rng(0).lognormal(6.2, 1.0, 300_000).astype(np.int64) + 2
+    size, buffer, cut, used = 2049, [], 0, 0
+    following = iter(lengths.tolist())
+    with contextlib.suppress(StopIteration):
+        while True:
+            room = size
+            while room:
+                while len(buffer) < 1000:
+                    bisect.insort(buffer, next(following))
+                fitting = bisect.bisect_right(buffer, room) - 1
+                taken = buffer.pop(max(0, fitting))
+                cut += max(0, taken - room)
+                room -= min(room, taken)
+            used += size
+    windows = len(pack_best_fit(lengths, size)[1]) - 1
+    assert cut / (cut + used) == pytest.approx(0.294, abs=0.002)
+    assert 1 - windows * size / lengths.sum() == pytest.approx(0.141, abs=0.002)
 
 
 @pytest.mark.parametrize("size", [129, 2049])
