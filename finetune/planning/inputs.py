@@ -55,7 +55,7 @@ def shape_from_scratch(config: PretrainConfig) -> ModelShape:
     """The shape that pretraining makes."""
     from finetune.modeling.scratch import make_empty_model, scratch_config
 
-    vocabulary = stream_vocabulary(config)
+    vocabulary = config.vocab_size or stream_vocabulary(config)
     made = scratch_config(config.arch, config.depth, vocab_size=vocabulary, max_seq_len=config.max_seq_len)
     return shape_of_model(make_empty_model(made))
 

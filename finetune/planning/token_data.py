@@ -24,7 +24,7 @@ def token_data(config: BaseConfig) -> dict[str, Any] | None:
 
     if not isinstance(config, PretrainConfig) or not _shards(config):
         return None
-    windows = training_windows(config, vocab_size=stream_vocabulary(config))
+    windows = training_windows(config, vocab_size=config.vocab_size or stream_vocabulary(config))
     return {
         "tokens": windows.tokens,
         "windows": len(windows),
@@ -35,11 +35,11 @@ def token_data(config: BaseConfig) -> dict[str, Any] | None:
 
 
 def stream_vocabulary(config: PretrainConfig) -> int:
-    """The vocabulary that is given, or that in the header of the first token file that has one."""
+    """The vocabulary in the header of the first token file that has one."""
     from finetune.data.corpus.shard_header import read_header
 
     headers = filter(None, map(read_header, _shards(config)))
-    return config.vocab_size or next((header.vocabulary for header in headers), DEFAULT_VOCABULARY)
+    return next((header.vocabulary for header in headers), DEFAULT_VOCABULARY)
 
 
 def document_bytes(config: PretrainConfig) -> int:
