@@ -105,6 +105,7 @@ KIND = RunKind(
     build_trainer="finetune.training.build_pretrain:build_trainer",
     shape="finetune.planning.inputs:shape_of_pretraining",
     workload="finetune.planning.inputs:pretraining_workload",
+    planned_data="finetune.planning.token_data:token_data",
     probe="finetune.commands.doctor.data_probe:probe_pretrain",
     probed=("tokenizer", "data"),
     rehearsal="finetune.commands.doctor.rehearsals:pretraining",

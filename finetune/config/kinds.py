@@ -46,6 +46,7 @@ class RunKind:
             doctor's dry run, which has made model and data in the folder; None where there is nothing to rehearse.
         ask: reference to `ask(config, data)`, with what `prepare` returned: what answers validation prompts at each
             evaluation and measures the answers; None where evaluations generate nothing.
+        planned_data: reference to `planned_data(config)`: what `plan` says of the data; None where it looks at none.
         start_processes: called before anything else in a process that no launcher started, with the command line; may
             replace the process by a launcher.
     """
@@ -65,6 +66,7 @@ class RunKind:
     probed: tuple[str, ...]
     rehearsal: str | None = None
     ask: str | None = None
+    planned_data: str | None = None
     start_processes: Callable[[Sequence[str]], None] | None = None
 
     def parse(self, arguments: Sequence[str]) -> Parsed:

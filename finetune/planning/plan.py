@@ -6,13 +6,13 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+from finetune.config.kinds import kind_of_config
 from finetune.config.run_config import BaseConfig
 from finetune.planning.advice import Choice, advise
 from finetune.planning.auto import choose_execution
 from finetune.planning.inputs import with_micro_batch, with_sharding, workload_of
 from finetune.planning.memory import Memory, fits, memory_of
 from finetune.planning.shapes import ModelShape
-from finetune.planning.token_data import token_data
 from finetune.planning.traffic import (
     StepTime,
     Traffic,
@@ -139,6 +139,7 @@ def make_plan(config: BaseConfig, shape: ModelShape, cluster: Cluster, efficienc
     memory, moved = memory_of(work), host_traffic(work)
     if moved.bytes and cluster.host_bytes_per_second is None:
         cluster = replace(cluster, host_bytes_per_second=measured_copy_rate())
+    kind = kind_of_config(config)
     judged, largest = fits(memory, cluster), _largest_micro_batch(work, config, cluster)
     choices = tuple(_choice(work, sharding, cluster) for sharding in _shardings(work))
     return Plan(
@@ -155,7 +156,7 @@ def make_plan(config: BaseConfig, shape: ModelShape, cluster: Cluster, efficienc
         expected_memory=_expected_memory(config),
         choices=choices,
         chosen=dict(chosen.values),
-        data=token_data(config),
+        data=None if kind.planned_data is None else kind.load(kind.planned_data)(config),
         advice=(*filter(None, [chosen.reason]), *advise(work, cluster, judged, choices, largest)),
     )
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.pretrain_config import PretrainConfig
-from finetune.config.run_config import BaseConfig
 from finetune.errors import FinetuneError
 
 DEFAULT_VOCABULARY = 32768  # of `prepare` where there are no token files yet
@@ -14,15 +13,15 @@ DEFAULT_VOCABULARY = 32768  # of `prepare` where there are no token files yet
 BYTES_PER_DOCUMENT = {"stream": 0, "document": 8, "best-fit": 12}
 
 
-def token_data(config: BaseConfig) -> dict[str, Any] | None:
-    """The windows of a run's training data, as `plan --json` has them; None of no pretraining, or without its files.
+def token_data(config: PretrainConfig) -> dict[str, Any] | None:
+    """The windows of a run's training data, as `plan --json` has them; None without its files.
 
     Raises:
         DataError: what the run itself would refuse.
     """
     from finetune.data.corpus.windows import training_windows
 
-    if not isinstance(config, PretrainConfig) or not _shards(config):
+    if not _shards(config):
         return None
     windows = training_windows(config, vocab_size=config.vocab_size or stream_vocabulary(config))
     return {
