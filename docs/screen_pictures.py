@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "launchers"), str(ROOT / "tests"), str(ROOT / "tests/commands/serve/chat_browser")]
+sys.path[:0] = [str(ROOT), str(ROOT / "launchers"), str(ROOT / "tests")]
 import demo  # noqa: E402
 from browser import Page, browser  # noqa: E402
 

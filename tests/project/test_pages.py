@@ -51,7 +51,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).symlink_to(ROOT / name)
     for name, target in {"BASE": ROOT / BASE, "MODEL": ROOT / BASE, "TEXTS": ROOT / "docs"}.items():
         (folder / name).symlink_to(target)
-    for name in ("logs", "held_out", "examples/train_lora", "data"):
+    for name in ("logs", "held_out", "books", "code", "examples/train_lora", "data"):
         (folder / name).mkdir(parents=True)
     for name, row in {
         "own.jsonl": RECORD,
@@ -59,12 +59,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "labels.jsonl": {"prompt": "Which port?", "completion": "Port 179.", "label": True},
         "pairs.jsonl": PAIR,
         "articles.jsonl": {"text": "A hub repeats."},
+        "web.jsonl": {"text": "A router chooses a way."},
     }.items():
         (folder / name).write_text((json.dumps(row) + "\n") * 8)
     for name in ("valid.jsonl", "held_out/rows.jsonl"):
         shutil.copy(ROOT / "data_samples" / "valid.jsonl", folder / name)
     (folder / "question.txt").write_text("What is BGP?")
     (folder / "book.txt").write_text("A hub repeats what it hears.")
+    shutil.copy(ROOT / "data_samples" / "networks_facts.txt", folder / "books")
+    shutil.copy(ROOT / "data_samples" / "graphs.py", folder / "code")
     (folder / "examples/train_lora/qwen3_lora_sft.yaml").write_text(yaml.safe_dump(EXAMPLE))
     (folder / "data/dataset_info.json").write_text(json.dumps(INFO))
     for name in ("identity.json", "alpaca_en_demo.json"):
@@ -98,6 +101,8 @@ def run_command(line: str, place: Path) -> None:
         return
     if "runs/demo-TIME" in line:
         return  # tests/commands/evaluate/test_tasks.py
+    if "--output-dir tokens/" in line and (place / "tokens").exists():
+        return  # done for the example of Python
     if "finetune verify" in line and not (place / "models/my-model").exists():
         run_command(shell_lines(ROOT / "docs" / "merging.md")[0], place)
     words = small(line, place / "runs")
@@ -202,6 +207,9 @@ def test_the_tutorial_does_what_it_shows(place: Path) -> None:
         assert line in shown and line in said, line
 
 
+OF_PYTHON = ("run_folder.md", "chat_and_serve.md", "pretraining_data.md")
+
+
 @pytest.mark.slow
 def test_the_examples_of_python_work(place: Path) -> None:
     code = "\n".join(blocks(ROOT / "docs" / "python.md", "python"))
@@ -209,8 +217,9 @@ def test_the_examples_of_python_work(place: Path) -> None:
 assert result.state == "done" and trainer.state.global_step == 4
 assert all(seen["labels"].shape == seen["input_ids"].shape for seen in [finetune.PackedCollator()(rows[:3])])
 """
-    # Of other pages: the run's adapter in plain peft, and answers from Python.
-    others = blocks(ROOT / "docs" / "run_folder.md", "python") + blocks(ROOT / "docs" / "chat_and_serve.md", "python")[1:]
+    run_command(shell_lines(ROOT / "docs" / "pretraining_data.md")[0], place)
+    # Of other pages: the run's adapter in plain peft, answers from Python, and token files.
+    others = [text for name in OF_PYTHON for text in blocks(ROOT / "docs" / name, "python") if "OpenAI" not in text]
     (place / "example.py").write_text("\n".join([code, checks, *others]), encoding="utf-8")
     output = run_block("python example.py", place)
     assert "step 1" in output and "end 2" in output
