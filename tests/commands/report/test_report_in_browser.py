@@ -37,7 +37,7 @@ def test_nothing_sticks_out(page: Page, width: int) -> None:
 def test_labels_of_charts_can_be_read_on_a_phone(page: Page) -> None:
     page.size(360, 700, phone=True)
     heights = page.run("[...document.querySelectorAll('svg text')].map((node) => node.getBoundingClientRect().height)")
-    assert heights and min(heights) >= 11  # of the line; the letters have about 10 pixels
+    assert heights and min(heights) >= 11  # of the line; its letters have 10 pixels
     inside = page.run(
         "[...document.querySelectorAll('svg text')].every((node) => { const t = node.getBoundingClientRect(), "
         "s = node.ownerSVGElement.getBoundingClientRect(); return t.left >= s.left - 1 && t.right <= s.right + 1; })"
