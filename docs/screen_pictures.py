@@ -1,7 +1,7 @@
 """Pictures of what the programs show: `python docs/screen_pictures.py runs/demo-TIME`, the folder of a `make demo`.
 
-Trains a run for two minutes, stops it once and resumes it, so that monitor and report have something to show; serves the
-demo's adapter. Needs chromium. Into docs/images/: demo.png, monitor.png, report.png, chat.png.
+Trains a run for two minutes, stops it once and resumes it, so that monitor and report have something to show; serves
+the demo's adapter. Needs chromium. Into docs/images/: demo.png, monitor.png, report.png, chat.png.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ def draw_chat(page: Page, folder: Path) -> None:
                     phone = language == "zh"
                     page.size(*((360, 760) if phone else (1200, 760)), phone=phone, dark=phone)
                     page.call("Page.navigate", url=url)
-                    page.wait("document.readyState === 'complete' && typeof state === 'object' && state.model !== null", 120)
+                    page.wait(
+                        "document.readyState === 'complete' && typeof state === 'object' && state.model !== null", 120
+                    )
                     page.run(f"speak({language!r}); byId('temperature').value = '0'; beginAnew()")
                     for question in questions:
                         page.run("byId('question').focus()")

@@ -350,7 +350,7 @@ def _rank(
 def run_module(
     module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str], folder: Path = ROOT
 ) -> tuple[int, str]:
-    """`python -m MODULE ARGUMENTS` in a folder, forked from the server that has imported everything; exit code, output."""
+    """`python -m MODULE ARGUMENTS` in a folder, forked from the server that has imported all; exit code, output."""
     process = _fork_context().Process(
         target=_rank, args=(dict(environment), list(arguments), str(log), os.chdir, (folder,), module), daemon=False
     )

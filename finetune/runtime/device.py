@@ -41,15 +41,17 @@ class DeviceKind:
     visible_variable: str  # environment variable that selects devices; empty where there is none
     fused_adamw: bool  # whether torch.optim.AdamW(fused=True) is right here
     pinned_copies: bool  # whether copies from page-locked host memory, and only those, run beside the computation
-    # What a process holds beside a model, for the plan. On a CPU measured (455 MiB after all imports, 20 to 120 more in
-    # training: benchmarks/plan_memory.py), else assumed: public reports have a context of driver and libraries of 1 GiB.
+    # What a process holds beside a model, for the plan. On a CPU measured (455 MiB after all imports, 20 to 120 more
+    # in training: benchmarks/plan_memory.py), else assumed: a context of driver and libraries is 1 GiB by public reports.
     host_bytes: int
     context_bytes: int  # of the device
 
 
 # By torch's device type, in order of preference.
 DEVICE_KINDS = {
-    "npu": DeviceKind("hccl", "ASCEND_RT_VISIBLE_DEVICES", False, True, host_bytes=3072 * MIB, context_bytes=1024 * MIB),
+    "npu": DeviceKind(
+        "hccl", "ASCEND_RT_VISIBLE_DEVICES", False, True, host_bytes=3072 * MIB, context_bytes=1024 * MIB
+    ),
     "cuda": DeviceKind("nccl", "CUDA_VISIBLE_DEVICES", True, True, host_bytes=3072 * MIB, context_bytes=1024 * MIB),
     "mps": DeviceKind("gloo", "", False, False, host_bytes=1024 * MIB, context_bytes=0),
     "cpu": DeviceKind("gloo", "", True, False, host_bytes=550 * MIB, context_bytes=0),

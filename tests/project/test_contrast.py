@@ -45,7 +45,9 @@ def test_the_ratio_is_that_of_wcag() -> None:
 @pytest.mark.parametrize("sheet", PAIRS, ids=lambda sheet: sheet.parent.name)
 def test_every_theme_can_be_read(sheet: Path) -> None:
     css = sheet.read_text(encoding="utf-8")
-    blocks = [dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block)) for block in re.findall(r":root[^{]*\{([^}]*)\}", css)]
+    blocks = [
+        dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block)) for block in re.findall(r":root[^{]*\{([^}]*)\}", css)
+    ]
     themes = [block for block in blocks if "ink" in block]
     assert len(themes) >= 2, "light and dark"
     for theme in themes:

@@ -1,7 +1,7 @@
 """Every command of every page is run here, for two steps, or its page says what it needs.
 
-Commands that can be run anywhere stand in ```bash blocks. The others stand in blocks without a language, below words that
-say what they need or how long they take. The README is a page like the others.
+Commands that can be run anywhere stand in ```bash blocks. The others stand in blocks without a language, below words
+that say what they need or how long they take. The README is a page like the others.
 """
 
 from __future__ import annotations
@@ -128,7 +128,9 @@ CODES = {"timeout ": (0, 124), "finetune clean": (0, 1)}
 # What the output of a command with these words must be.
 CHECKS: dict[str, Callable[[str, Path], object]] = {
     "cmp ": lambda said, at: largest_relative_difference(losses(at / "runs/one"), losses(at / "runs/two")) < 1e-5,
-    "tail ": lambda said, at: {"step", "loss", "learning_rate", "grad_norm", "tokens_per_second"} <= set(json.loads(said)),
+    "tail ": lambda said, at: (
+        {"step", "loss", "learning_rate", "grad_norm", "tokens_per_second"} <= set(json.loads(said))
+    ),
     "cat runs": lambda said, at: (json.loads(said)["state"], json.loads(said)["exit_code"]) == ("done", 0),
     "finetune.pretrain": lambda said, at: "[SUCCESS] done: 2 steps" in said,
     "finetune.dpo": lambda said, at: "[SUCCESS] done: 2 steps" in said,

@@ -60,7 +60,9 @@ def test_the_data_example_is_a_record() -> None:
 
     (record,) = map(json.loads, blocks(ENGLISH, "json"))
     assert detect_format(record) == "alpaca"
-    assert to_conversation(record, "alpaca", ("explain", "reasoning", "topology")).messages[-1].content == "TCP port 179."
+    assert (
+        to_conversation(record, "alpaca", ("explain", "reasoning", "topology")).messages[-1].content == "TCP port 179."
+    )
 
 
 def test_the_curriculum_example_is_a_configuration() -> None:
