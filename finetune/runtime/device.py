@@ -42,7 +42,7 @@ class DeviceKind:
     fused_adamw: bool  # whether torch.optim.AdamW(fused=True) is right here
     pinned_copies: bool  # whether copies from page-locked host memory, and only those, run beside the computation
     # What a process holds beside a model, for the plan. On a CPU measured (455 MiB after all imports, 20 to 120 more
-    # in training: benchmarks/plan_memory.py), else assumed: a context of driver and libraries is 1 GiB by public reports.
+    # in training: benchmarks/plan_memory.py), else assumed: a context of driver and libraries of 1 GiB.
     host_bytes: int
     context_bytes: int  # of the device
 
