@@ -36,6 +36,7 @@ def trains(line: str) -> bool:
 
 def small(line: str, folder: Path) -> str:
     """The same command for two steps, without validation, in `folder` instead of runs/ and the user's cache."""
+    cache = f" --cache-dir {shlex.quote(str(folder / 'cache'))}"
     if trains(line):
         if "--output-dir" not in line:
             line += " --output-dir runs/" + re.search(r"--config (?:ds_configs/)?(\w+)[.]", line)[1]
@@ -43,7 +44,7 @@ def small(line: str, folder: Path) -> str:
     if "--eval-steps" in line:
         line = re.sub(r"--eval-steps \d+ --eval-generate \d+", "--eval-steps 1 --eval-generate 2", line)
     if "finetune.dpo" in line:
-        line += f" --max-steps 2 --device-type cpu --cache-dir {shlex.quote(str(folder / 'cache'))}"
+        line += " --max-steps 2 --device-type cpu"
     if "finetune.pretrain" in line:
         line += " --num-iterations 2 --device-type cpu --report-to none"
     if "finetune serve" in line:
@@ -52,9 +53,8 @@ def small(line: str, folder: Path) -> str:
         line += " --max-new-tokens 4" if " chat " in line else " --generate 2 --max-new-tokens 4"
     if "finetune merge" in line:  # of two steps so little was learned that 16 bits would lose it, which merge refuses
         line += " --dtype float32"
-    if trains(line) or "finetune inspect" in line:
-        line += f" --cache-dir {shlex.quote(str(folder / 'cache'))}"
-    return line.replace("runs/", f"{folder}/")
+    caches = trains(line) or "finetune inspect" in line or "finetune.dpo" in line
+    return line.replace("runs/", f"{folder}/") + (cache if caches else "")
 
 
 def run_together(
@@ -100,7 +100,7 @@ def run_line(
     `python -m finetune...` is forked instead of started: what it imports takes several times what it does.
     """
     words = shlex.split(line)
-    if words[:2] == ["python", "-m"]:
+    if words[:2] == ["python", "-m"] and "*" not in line:
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / f"output-{time.monotonic_ns()}.txt"
         code, output = run_helpers.run_module(words[2], words[3:], log, variables or {}, cwd)
