@@ -39,7 +39,7 @@ TESTS := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tes
 test: $(READY)
 	$(TESTS) -m "not slow"
 
-# Real launchers, several nodes, whole demos and every command of the README. CI runs both.
+# Real launchers, several nodes, whole demos and every command of the pages. CI runs both.
 test-slow: $(READY)
 	$(TESTS) -m slow
 

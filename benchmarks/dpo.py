@@ -287,7 +287,7 @@ def speed_lines(results: dict[str, list[dict[str, Any]]]) -> list[str]:
         "column of ratios. Peak: of the process.",
         "",
         "| contender | rounds | pairs a CPU second | ours is so many times as fast (each round) | by the clock "
-        "| tokens computed | peak, GB | ours takes |",
+        "| tokens computed | peak, GB | our peak, as a share of it |",
         "|---|---|---|---|---|---|---|---|",
     ]
     rates, by_clock = (

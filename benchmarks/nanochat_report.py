@@ -115,8 +115,9 @@ def make_document(tables: str, options: argparse.Namespace) -> str:
 
 Written by `benchmarks/nanochat.py`: nanochat ({COMMIT}, [source](https://github.com/karpathy/nanochat)) and this
 package, one after another on the same machine, from the same windows of tokens.
+Needs nanochat's code, and takes an hour or so:
 
-```bash
+```
 git clone https://github.com/karpathy/nanochat && git -C nanochat checkout {COMMIT}
 python benchmarks/nanochat.py --nanochat nanochat --work-dir runs/nanochat --tokens {options.tokens} \\
     --only {",".join(options.only)} --write-doc

@@ -25,7 +25,9 @@ HEAD = """# Fine-tuning beside TRL and LLaMA-Factory
 
 Written by `make bench` (`benchmarks/sft.py`); do not edit.
 
-```bash
+Needs a quiet machine, and the time that is said here:
+
+```
 make bench PART=fp32               # fp32, bf16 or vocab: a round of all its contenders, within 9 minutes
 make bench                         # all parts; ends within 9 minutes, and goes on when called again, to three rounds
 make bench BENCH="--minutes 60"    # all of it at once
@@ -65,13 +67,15 @@ TAIL = """
 """
 DEVICE_HEAD = f"""{ON_A_DEVICE}
 
-```bash
+Needs one card of 80 GB:
+
+```
 python benchmarks/sft.py --device cuda --peers PEERS --work-dir FOLDER   # 16 GB of weights go into the folder
 cp FOLDER/device/results.json benchmarks/results/sft_NAME.json
 python benchmarks/sft_document.py                                        # writes this section
 ```
 
-For one card of 80 GB: a model of Qwen3-8B's shape with random weights in bfloat16. PEERS/trl/bin/python and
+The model has Qwen3-8B's shape, with random weights in bfloat16. PEERS/trl/bin/python and
 PEERS/llamafactory/bin/python are what runs the peers, of environments or of scripts; their torch is for the device.
 
 - Steps are timed by the device's own events, so that the host need not wait; the first two are not counted. What enters

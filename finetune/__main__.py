@@ -45,6 +45,8 @@ COMMANDS = {
     ),
     "checkpoints": ("finetune.commands.checkpoints.command", "list a run's checkpoints and whether they are valid"),
 }
+# What other tools call them.
+_ELSEWHERE = {"train": "sft", "export": "merge", "infer": "chat", "api": "serve", "rlhf": "dpo"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         from finetune.config.names import nearest
 
-        known = nearest(name, COMMANDS)
+        known = _ELSEWHERE.get(name) or nearest(name, COMMANDS)
         hint = f"; did you mean {known}?" if known else ""
         print(f"[ERROR] unknown command {name!r}{hint}\n\n{_help()}", file=sys.stderr)
         return int(ExitCode.REFUSED)

@@ -58,11 +58,14 @@ def train(output_dir: Path) -> None:
     run([*launch, "-m", "finetune.sft", *own])
 
 
-def evaluate(output_dir: Path) -> tuple[list[dict[str, Any]], list[list[Row]]]:
+def evaluate(output_dir: Path) -> None:
+    asked = ["--model", str(output_dir), "--base", "--data", VALID, "--device-type", "cpu", *ANSWERS]
+    run([sys.executable, "-m", "finetune", "eval", *asked, "--output", str(output_dir / "evaluation")])
+
+
+def read_evaluation(output_dir: Path) -> tuple[list[dict[str, Any]], list[list[Row]]]:
     """Figures of base and adapter, and what each of them answered to every held-out record, in the records' order."""
     folder = output_dir / "evaluation"
-    asked = ["--model", str(output_dir), "--base", "--data", VALID, "--device-type", "cpu", *ANSWERS]
-    run([sys.executable, "-m", "finetune", "eval", *asked, "--output", str(folder)])
     models = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))["models"]
     given = read_rows(folder / "generations.jsonl")
     by_row = [sorted((g for g in given if g["model"] == model["name"]), key=lambda g: g["row"]) for model in models]
@@ -159,7 +162,8 @@ def main() -> None:
     output_dir = Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     os.chdir(ROOT)
     train(output_dir)
-    models, given = evaluate(output_dir)
+    evaluate(output_dir)
+    models, given = read_evaluation(output_dir)
     records, training = read_rows(Path(VALID)), read_rows(Path(TRAIN))
     console = Console() if sys.stdout.isatty() else Console(width=140)
     console.print(answers_table(given, records))

@@ -33,7 +33,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Files that take longest, first: a long one that begins last has every other process wait for it.
 LONGEST_FIRST = [
-    "test_readme.py",
+    "test_pages.py",
     "test_two_nodes.py",
     "test_launchers.py",
     "test_pretrain_demo.py",
@@ -67,7 +67,7 @@ LONGEST_FIRST = [
 ]
 
 
-# Real launchers, several nodes, whole demos, the README's commands: what `make test-slow` runs. What they start is
+# Real launchers, several nodes, whole demos, the pages' commands: what `make test-slow` runs. What they start is
 # tested without them too. File -> beginnings of the names of its tests.
 SLOW = {
     "test_configs.py": ("test_two_nodes_of_eight",),
@@ -85,7 +85,6 @@ SLOW = {
     "test_parent_watchdog.py": ("test_no_worker_trains_on",),
     "test_pretrain.py": ("test_every_way_of_starting",),
     "test_pretrain_demo.py": ("test_",),
-    "test_readme.py": ("test_every_command_works", "test_every_python_example_works"),
     "test_signals.py": ("test_sigterm_to_torchrun",),
     "test_two_nodes.py": ("test_",),
 }

@@ -515,8 +515,8 @@ FAULTS = (
     Fault(
         "the rejected answer before the chosen one",
         "training/preferences/objective.py",
-        "pair = (each[0::2], each[1::2])",
-        "pair = (each[1::2], each[0::2])",
+        "in (part[0::2], part[1::2]))",
+        "in (part[1::2], part[0::2]))",
         "modeling/test_preference_loss.py",
     ),
     Fault(

@@ -347,10 +347,12 @@ def _rank(
         os._exit(code)
 
 
-def run_module(module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> tuple[int, str]:
-    """`python -m MODULE ARGUMENTS` forked from the server that has imported everything; the exit code and output."""
+def run_module(
+    module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str], folder: Path = ROOT
+) -> tuple[int, str]:
+    """`python -m MODULE ARGUMENTS` in a folder, forked from the server that has imported all; exit code, output."""
     process = _fork_context().Process(
-        target=_rank, args=(dict(environment), list(arguments), str(log), None, (), module), daemon=False
+        target=_rank, args=(dict(environment), list(arguments), str(log), os.chdir, (folder,), module), daemon=False
     )
     process.start()
     process.join(PATIENCE_SECONDS)

@@ -24,23 +24,27 @@ def blocks(document: Path, language: str) -> list[str]:
 
 def shell_lines(document: Path) -> list[str]:
     """The commands of all shell blocks, in order, without their comments."""
-    lines = [line.partition("  # ")[0].strip() for block in blocks(document, "bash") for line in block.splitlines()]
+    joined = (block.replace("\\\n", "") for block in blocks(document, "bash"))
+    lines = [line.partition("  # ")[0].strip() for block in joined for line in block.splitlines()]
     return [line for line in lines if line and not line.startswith("#")]
 
 
 def trains(line: str) -> bool:
-    starts = ("finetune.sft", "finetune launch", "launchers/")
+    starts = ("finetune.sft", "finetune sft", "finetune launch", "launchers/")
     return any(start in line for start in starts) and "--print-config" not in line
 
 
 def small(line: str, folder: Path) -> str:
     """The same command for two steps, without validation, in `folder` instead of runs/ and the user's cache."""
+    cache = f" --cache-dir {shlex.quote(str(folder / 'cache'))}"
     if trains(line):
         if "--output-dir" not in line:
-            line += " --output-dir runs/" + re.search(r"ds_configs/(\w+)[.]json", line)[1]
+            line += " --output-dir runs/" + re.search(r"--config (?:ds_configs/)?(\w+)[.]", line)[1]
         line += " --data data_samples/train.jsonl --max-steps 2 --device-type cpu"
+    if "--eval-steps" in line:
+        line = re.sub(r"--eval-steps \d+ --eval-generate \d+", "--eval-steps 1 --eval-generate 2", line)
     if "finetune.dpo" in line:
-        line += f" --max-steps 2 --device-type cpu --cache-dir {shlex.quote(str(folder / 'cache'))}"
+        line += " --max-steps 2 --device-type cpu"
     if "finetune.pretrain" in line:
         line += " --num-iterations 2 --device-type cpu --report-to none"
     if "finetune serve" in line:
@@ -49,9 +53,8 @@ def small(line: str, folder: Path) -> str:
         line += " --max-new-tokens 4" if " chat " in line else " --generate 2 --max-new-tokens 4"
     if "finetune merge" in line:  # of two steps so little was learned that 16 bits would lose it, which merge refuses
         line += " --dtype float32"
-    if trains(line) or "finetune inspect" in line:
-        line += f" --cache-dir {shlex.quote(str(folder / 'cache'))}"
-    return line.replace("runs/", f"{folder}/")
+    caches = trains(line) or "finetune inspect" in line or "finetune.dpo" in line
+    return line.replace("runs/", f"{folder}/") + (cache if caches else "")
 
 
 def run_together(
@@ -59,6 +62,7 @@ def run_together(
     folder: Path,
     variables: dict[str, str] | None = None,
     timeout_seconds: float = PATIENCE_SECONDS,
+    cwd: Path = ROOT,
 ) -> list[tuple[int, str]]:
     """Run shell lines at the same time (as on several nodes); the exit code and output of each."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -72,7 +76,7 @@ def run_together(
             with log.open("wb") as file:
                 words = ["bash", "-c", line]
                 started.append(
-                    subprocess.Popen(words, cwd=ROOT, env=env, stdout=file, stderr=file, start_new_session=True)
+                    subprocess.Popen(words, cwd=cwd, env=env, stdout=file, stderr=file, start_new_session=True)
                 )
         deadline = time.monotonic() + timeout_seconds
         codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in started]
@@ -84,17 +88,23 @@ def run_together(
     return [(code, log.read_text(errors="replace")) for code, log in zip(codes, logs, strict=True)]
 
 
-def run_line(line: str, folder: Path, variables: dict[str, str] | None = None, codes: Sequence[int] = (0,)) -> str:
+def run_line(
+    line: str,
+    folder: Path,
+    variables: dict[str, str] | None = None,
+    codes: Sequence[int] = (0,),
+    cwd: Path = ROOT,
+) -> str:
     """Run one shell line; its output. Fails unless the exit code is one of `codes`.
 
     `python -m finetune...` is forked instead of started: what it imports takes several times what it does.
     """
     words = shlex.split(line)
-    if words[:2] == ["python", "-m"]:
+    if words[:2] == ["python", "-m"] and "*" not in line:
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / f"output-{time.monotonic_ns()}.txt"
-        code, output = run_helpers.run_module(words[2], words[3:], log, variables or {})
+        code, output = run_helpers.run_module(words[2], words[3:], log, variables or {}, cwd)
     else:
-        ((code, output),) = run_together([line], folder, variables)
+        ((code, output),) = run_together([line], folder, variables, cwd=cwd)
     assert code in codes, f"{line}\nexit code {code}\n{output}"
     return output

@@ -6,6 +6,7 @@ are in them, stand in modeling/preference_loss.py).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -27,21 +28,43 @@ from finetune.config.rules import RULES_FOR_FINE_TUNING, note_unused
 from finetune.config.run_config import RunConfig
 
 PreferenceLossName = Literal["dpo", "ipo", "orpo", "simpo", "kto"]
-LOSSES_WITH_REFERENCE = ("dpo", "ipo", "kto")
-_SMOOTHED = ("dpo", "simpo")
-# DPO, IPO and KTO: 0.1 in the papers and in TRL; ORPO: 0.1 in its paper and in TRL; SimPO: 2.0 to 2.5 in its paper.
-_BETAS = {"dpo": 0.1, "ipo": 0.1, "orpo": 0.1, "simpo": 2.0, "kto": 0.1}
-# Of full training: 5e-7 in Zephyr's recipe (arXiv 2310.16944), in KTO's paper, and within SimPO's 3e-7 to 1e-6; 8e-6 in
-# ORPO's. Adapters take ten times that, as Zephyr's own recipe for adapters does.
-_FULL_RATES = {"orpo": 8e-6}
-_ADAPTER_RATES = {"orpo": 8e-5}
+
+
+@dataclass(frozen=True)
+class LossKind:
+    """What a loss compares, and its defaults: beta as in its paper and in TRL.
+
+    Rates of full training: 5e-7 in Zephyr's recipe (arXiv 2310.16944), in KTO's paper, and within SimPO's 3e-7 to 1e-6.
+    Adapters take ten times that, as Zephyr's own recipe for adapters does.
+    """
+
+    by_token: bool  # means over an answer's tokens instead of sums
+    reference: bool  # beside the model as it was before the run
+    beta: float = 0.1
+    sft_weight: float = 0.0
+    full_rate: float = 5e-7
+    adapter_rate: float = 5e-6
+    smoothed: bool = False  # takes label_smoothing
+
+
+LOSSES: dict[PreferenceLossName, LossKind] = {
+    "dpo": LossKind(by_token=False, reference=True, smoothed=True),
+    "ipo": LossKind(by_token=True, reference=True),
+    "orpo": LossKind(by_token=True, reference=False, sft_weight=1.0, full_rate=8e-6, adapter_rate=8e-5),  # its paper's
+    "simpo": LossKind(by_token=True, reference=False, beta=2.0, smoothed=True),  # 2.0 to 2.5 in its paper
+    "kto": LossKind(by_token=False, reference=True),
+}
 _preference_setting = partial(setting, group="preferences")
 Weight = Annotated[float, Field(ge=0)]
 
 
+def _kind(values: dict[str, Any]) -> LossKind:
+    return LOSSES[values.get("loss", "dpo")]
+
+
 def _learning_rate(values: dict[str, Any]) -> float:
-    loss = values.get("loss", "dpo")
-    return _FULL_RATES.get(loss, 5e-7) if values.get("finetuning") == "full" else _ADAPTER_RATES.get(loss, 5e-6)
+    kind = _kind(values)
+    return kind.full_rate if values.get("finetuning") == "full" else kind.adapter_rate
 
 
 class PreferenceSettings(Strict):
@@ -51,7 +74,7 @@ class PreferenceSettings(Strict):
         "dpo", "What compares the answers; kto takes single answers with a label, the others pairs."
     )
     beta: float = _preference_setting(
-        default_factory=lambda values: _BETAS[values.get("loss", "dpo")],
+        default_factory=lambda values: _kind(values).beta,
         description="Strength of the loss: its beta, ipo's tau, orpo's lambda.",
         gt=0,
         depends_on="loss",
@@ -61,13 +84,13 @@ class PreferenceSettings(Strict):
         0.0, "dpo and simpo: the probability that a pair is the wrong way round.", ge=0, lt=0.5
     )
     simpo_gamma: Weight = _preference_setting(
-        default_factory=lambda values: 0.5 * values.get("beta", _BETAS["simpo"]),
+        default_factory=lambda values: 0.5 * values.get("beta", LOSSES["simpo"].beta),
         description="simpo: the margin that the chosen answer's reward is to have.",
         depends_on="beta",
         shown_default="half of beta",
     )
     sft_weight: Weight = _preference_setting(
-        default_factory=lambda values: 1.0 if values.get("loss") == "orpo" else 0.0,
+        default_factory=lambda values: _kind(values).sft_weight,
         description="Adds so much of the chosen answers' cross-entropy, by token.",
         depends_on="loss",
         shown_default="0.0, 1.0 for orpo",
@@ -82,7 +105,7 @@ def note_unused_by_loss(resolution: Resolution) -> None:
     note_unused(
         resolution,
         (
-            (("label_smoothing",), loss not in _SMOOTHED, f"loss is {loss}"),
+            (("label_smoothing",), not LOSSES[loss].smoothed, f"loss is {loss}"),
             (("simpo_gamma",), loss != "simpo", f"loss is {loss}"),
             (("desirable_weight", "undesirable_weight"), loss != "kto", f"loss is {loss}"),
         ),
@@ -123,7 +146,12 @@ class PreferenceConfig(RunConfig, PreferenceSettings):
     @property
     def needs_reference(self) -> bool:
         """Whether the loss compares with the model as it was before the run."""
-        return self.loss in LOSSES_WITH_REFERENCE
+        return LOSSES[self.loss].reference
+
+    @property
+    def by_token(self) -> bool:
+        """Whether the loss takes means over an answer's tokens; else it takes sums."""
+        return LOSSES[self.loss].by_token
 
     @property
     def preference_form(self) -> Literal["pairs", "labels"]:

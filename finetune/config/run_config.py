@@ -55,6 +55,7 @@ from finetune.config.sources import (
     weighted,
     with_columns,
 )
+from finetune.runtime.device import DeviceType
 from finetune.runtime.language import _
 from finetune.runtime.npu_tuning import npu_variables
 
@@ -90,9 +91,7 @@ class BaseConfig(Strict):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = device_setting(
         "auto", "Number format of the forward pass; auto takes the device's best."
     )
-    device_type: Literal["auto", "npu", "cuda", "mps", "cpu"] = device_setting(
-        "auto", "Device; auto takes the first there is of npu, cuda, mps, cpu."
-    )
+    device_type: DeviceType = device_setting("auto", "Device; auto takes the first there is of npu, cuda, mps, cpu.")
     gradient_checkpointing: Recompute = device_setting(
         "auto", "Recompute activations in the backward pass instead of keeping them; auto by the memory there is."
     )

@@ -73,9 +73,10 @@ class ProblemLog:
         more = self.total - len(self.lines)
         listed = "\n".join(f"    {line}" for line in self.lines)
         rest = f"\n    ... and {more} more" if more else ""
+        named = "name their keys (--columns prompt=question,response=answer), " if self.counts["unknown format"] else ""
         raise DataError(
             f"{self.total} of {records_read} records cannot be trained on ({_by_kind(self.counts)}):\n{listed}{rest}",
-            fix="correct these records, or pass --on-bad-row drop to train without them (they are counted)",
+            fix=f"{named}correct these records, or pass --on-bad-row drop to train without them (they are counted)",
         )
 
     def _shorten(self) -> None:

@@ -8,8 +8,8 @@ from pydantic import Field
 
 from finetune.config.fields import Text, setting
 from finetune.config.options import Options
+from finetune.runtime.device import DeviceType
 
-DeviceType = Literal["auto", "npu", "cuda", "mps", "cpu"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 Count = Annotated[int, Field(ge=1)]
 

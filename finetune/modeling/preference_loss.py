@@ -7,7 +7,7 @@ one, sigma the logistic function. Log-probabilities of an answer are sums over i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -80,18 +80,18 @@ def orpo_losses(chosen: torch.Tensor, rejected: torch.Tensor, *, beta: float) ->
 
 
 def simpo_losses(
-    chosen: torch.Tensor, rejected: torch.Tensor, *, beta: float, gamma: float, label_smoothing: float = 0.0
+    chosen: torch.Tensor, rejected: torch.Tensor, *, beta: float, simpo_gamma: float, label_smoothing: float = 0.0
 ) -> torch.Tensor:
     """Simple preference optimization: Meng et al. 2024, arXiv 2405.14734, equation 6.
 
         -log sigma(beta log pi(y_w) / |y_w| - beta log pi(y_l) / |y_l| - gamma)
 
-    gamma is `simpo_gamma` in TRL (experimental/cpo) too; label smoothing as for DPO.
+    gamma is `simpo_gamma`, in TRL (experimental/cpo) too; label smoothing as for DPO.
 
     Args:
         chosen, rejected: `(pairs,)`, mean log-probabilities.
     """
-    return _smoothed(beta * (chosen - rejected) - gamma, label_smoothing)
+    return _smoothed(beta * (chosen - rejected) - simpo_gamma, label_smoothing)
 
 
 def kto_losses(
@@ -118,6 +118,16 @@ def kto_losses(
     good = desirable_weight * (1 - torch.sigmoid(beta * (log_ratios - reference_point)))
     bad = undesirable_weight * (1 - torch.sigmoid(beta * (reference_point - log_ratios)))
     return torch.where(desirable, good, bad)
+
+
+# The losses of pairs by name. Arguments by position are log-probabilities: the model's of the chosen and the rejected
+# answers, then the reference's where the loss has one; those by keyword are settings of the run.
+PAIR_LOSSES: dict[str, Callable[..., torch.Tensor]] = {
+    "dpo": dpo_losses,
+    "ipo": ipo_losses,
+    "orpo": orpo_losses,
+    "simpo": simpo_losses,
+}
 
 
 def _smoothed(logits: torch.Tensor, label_smoothing: float) -> torch.Tensor:

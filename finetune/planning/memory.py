@@ -13,14 +13,10 @@ from dataclasses import dataclass
 from finetune.planning.activations import Moment, moments, most_targets_of_whole_chunks
 from finetune.planning.state import state_terms
 from finetune.planning.workload import PHASES, STEP, TRAINING, Cluster, Location, Phase, Term, Workload
+from finetune.runtime.device import DEVICE_KINDS
 
 MIB = 2**20
 
-# What a process holds beside a model: on a CPU measured (455 MiB after all imports, 20 to 120 more in training:
-# benchmarks/plan_memory.py), else assumed. Accelerators have a context of driver and libraries, about 1 GiB by public
-# reports.
-FRAMEWORK_HOST_BYTES = {"cpu": 550 * MIB, "cuda": 3072 * MIB, "npu": 3072 * MIB, "mps": 1024 * MIB}
-FRAMEWORK_DEVICE_BYTES = {"cpu": 0, "cuda": 1024 * MIB, "npu": 1024 * MIB, "mps": 0}
 SHARD_BYTES = 5 * 10**9
 ONLY_SAVE: tuple[Phase, ...] = ("save",)
 WORKER_BYTES = 300 * MIB  # a loader process shares the rest with its parent
@@ -116,7 +112,7 @@ def _surroundings(work: Workload) -> list[Term]:
     # before they go to a device.
     mapped = min(file, SHARD_BYTES) if accelerator else 0 if work.mapped else file
     moved = accelerator and work.sharding.stage != 3 and weight_bytes != work.file_bytes and not work.quantised
-    context, libraries = FRAMEWORK_DEVICE_BYTES[kind], FRAMEWORK_HOST_BYTES[kind]
+    context, libraries = DEVICE_KINDS[kind].context_bytes, DEVICE_KINDS[kind].host_bytes
     measured = "assumed" if accelerator else "measured: benchmarks/plan_memory.py"
     workers = WORKER_BYTES * work.loader_workers
     return [

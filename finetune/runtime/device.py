@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from finetune.errors import ConfigError
 from finetune.runtime.host import peak_host_bytes, usable_cores
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("finetune")
 
 
+MIB = 2**20
+DeviceType = Literal["auto", "npu", "cuda", "mps", "cpu"]
+
+
 @dataclass(frozen=True)
 class DeviceKind:
     """One entry of the device table."""
@@ -37,14 +41,20 @@ class DeviceKind:
     visible_variable: str  # environment variable that selects devices; empty where there is none
     fused_adamw: bool  # whether torch.optim.AdamW(fused=True) is right here
     pinned_copies: bool  # whether copies from page-locked host memory, and only those, run beside the computation
+    # What a process holds beside a model, for the plan. On a CPU measured (455 MiB after all imports, 20 to 120 more
+    # in training: benchmarks/plan_memory.py), else assumed: a context of driver and libraries of 1 GiB.
+    host_bytes: int
+    context_bytes: int  # of the device
 
 
 # By torch's device type, in order of preference.
 DEVICE_KINDS = {
-    "npu": DeviceKind("hccl", "ASCEND_RT_VISIBLE_DEVICES", fused_adamw=False, pinned_copies=True),
-    "cuda": DeviceKind("nccl", "CUDA_VISIBLE_DEVICES", fused_adamw=True, pinned_copies=True),
-    "mps": DeviceKind("gloo", "", fused_adamw=False, pinned_copies=False),
-    "cpu": DeviceKind("gloo", "", fused_adamw=True, pinned_copies=False),
+    "npu": DeviceKind(
+        "hccl", "ASCEND_RT_VISIBLE_DEVICES", False, True, host_bytes=3072 * MIB, context_bytes=1024 * MIB
+    ),
+    "cuda": DeviceKind("nccl", "CUDA_VISIBLE_DEVICES", True, True, host_bytes=3072 * MIB, context_bytes=1024 * MIB),
+    "mps": DeviceKind("gloo", "", False, False, host_bytes=1024 * MIB, context_bytes=0),
+    "cpu": DeviceKind("gloo", "", True, False, host_bytes=550 * MIB, context_bytes=0),
 }
 
 LEAST_LOCKED_BYTES = 1 << 30  # what a process must be allowed to page-lock before offload is pinned

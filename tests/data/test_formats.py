@@ -290,6 +290,13 @@ def test_a_file_given_twice_is_said(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert "read more than once" in caplog.text
 
 
+def test_other_keys_are_answered_with_the_flag_that_names_them() -> None:
+    log = ProblemLog()
+    log.add((0, 1), "a.jsonl:1", RecordProblem("unknown format", "keys are answer, question"))
+    with pytest.raises(DataError, match="--columns prompt=question,response=answer"):
+        log.refuse(1)
+
+
 def test_the_log_lists_the_first_ten_in_order_whatever_the_order_of_finding() -> None:
     log = ProblemLog()
     for line in reversed(range(1, 301)):

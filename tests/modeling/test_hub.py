@@ -220,3 +220,13 @@ def test_a_plan_reads_the_sizes_of_the_revision(cache, tmp_path, monkeypatch):
             width(unknown)
     shutil.rmtree(cache / "refs")
     assert width(NAME) in (64, 96)
+
+
+def test_a_name_that_is_nearly_a_folders_is_answered_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "mymodel").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError) as caught:
+        load_model_config("mymodle")
+    assert caught.value.where == "mymodle, which is no folder here; did you mean 'mymodel'?"

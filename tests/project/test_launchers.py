@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from launching import PATIENCE_SECONDS, ROOT, environment
 from run_helpers import events, sample_ids, status
-from shell_blocks import run_together, shell_lines, small
+from shell_blocks import run_together, small
 
 from finetune.runtime.device import free_port
 
@@ -149,8 +149,9 @@ def test_missing_variables_are_said_together(tmp_path: Path) -> None:
 
 
 def test_two_nodes_and_one_runs_out_of_memory(tmp_path: Path) -> None:
-    """The README's two lines on this machine: both nodes' workers are restarted, with smaller rows and the same run."""
-    lines = [line for line in shell_lines(ROOT / "README.md") if "multi_node.sh" in line]
+    """The page's two lines on this machine: both nodes' workers are restarted, with smaller rows and the same run."""
+    page = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
+    lines = [line for line in page.splitlines() if line.startswith("NODE_RANK=")]
     assert [line.split()[0] for line in lines] == ["NODE_RANK=0", "NODE_RANK=1"]
     address = f"MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()} NPROC_PER_NODE=1"
     tiny = " --model data_samples/tiny-qwen3 --micro-batch-size 2 --global-batch-size 16 --log-samples --report-to none"

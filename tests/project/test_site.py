@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from launching import ROOT, environment
-from shell_blocks import blocks, run_together
 
 sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "docs" / "site")]
 import build_site  # noqa: E402
@@ -114,56 +113,3 @@ def test_it_builds_in_both_languages() -> None:
         assert len(pages) > sum(map(len, build_site.PAGES.values()))
     chinese = (build_site.OUT / "zh" / "index.html").read_text(encoding="utf-8")
     assert "概念" in chinese and '<html class="no-js" lang="zh-CN"' in chinese and "../en/index.html" in chinese
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Stands for a checkout in which a reader works."""
-    folder = tmp_path_factory.mktemp("reader")
-    for name in ("data_samples", "ds_configs", "launchers", "docs"):
-        (folder / name).symlink_to(ROOT / name)
-    return folder
-
-
-def run_block(text: str, place: Path) -> str:
-    ((code, output),) = run_together([f"cd {place} && set -e\n{text}"], place / "outputs")
-    assert code == 0, f"{text}\n{output}"
-    return output
-
-
-@pytest.mark.slow
-def test_the_tutorial_does_what_it_shows(place: Path) -> None:
-    page = ROOT / "docs" / "tutorial.md"
-    said = [run_block(text, place) for text in blocks(page, "bash")]
-    shown = "\n".join(blocks(page, "text"))
-    for line in (
-        "464 (longest sample 53)",
-        "record 0  34 tokens, 13 trained",
-        "[SUCCESS] done: 60 steps, output in runs/mine",
-        "Printers are in VLAN 55.",
-        "The maintenance window is Sunday, 02:00 to 04:00 UTC.",
-        "[INFO] this run is finished: runs/mine holds its output",
-        "runs/mine  done  step 60/60 (100%)",
-        "runs/mine/report.html",
-    ):
-        assert line in shown and line in "\n".join(said), line
-
-
-@pytest.mark.slow
-def test_the_commands_without_a_mark_work(place: Path) -> None:
-    for name in ("start.md", "concepts.md", "from_other_tools.md"):
-        for text in blocks(ROOT / "docs" / name, "bash"):
-            short = text.replace("--output-dir", "--max-steps 2 --output-dir") if " sft " in text else text
-            run_block(short.replace("--max-steps 20", "--max-steps 2"), place)
-
-
-@pytest.mark.slow
-def test_the_examples_of_python_work(place: Path) -> None:
-    code = "\n".join(blocks(ROOT / "docs" / "python.md", "python"))
-    checks = """
-assert result.state == "done" and trainer.state.global_step == 4
-assert all(seen["labels"].shape == seen["input_ids"].shape for seen in [finetune.PackedCollator()(rows[:3])])
-"""
-    (place / "example.py").write_text(code + checks, encoding="utf-8")
-    output = run_block("python example.py", place)
-    assert "step 1" in output and "end 2" in output

@@ -1,7 +1,7 @@
 """One run, executed in different ways, is one training: the same samples, losses, gradients and adapter.
 
-The launchers are real, in processes of their own; `python -m finetune.sft` and torchrun are started by the README's
-commands (tests/project/test_readme.py), which are compared there.
+The launchers are real, in processes of their own; `python -m finetune.sft` and torchrun are started by the commands
+of docs/promises.md (tests/project/test_pages.py), which are compared there.
 """
 
 from __future__ import annotations

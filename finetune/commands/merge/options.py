@@ -7,7 +7,8 @@ from typing import ClassVar, Literal
 
 from finetune.config.fields import PathOption, Text, setting
 from finetune.config.options import Options
-from finetune.inference.options import DeviceType, Dtype
+from finetune.inference.options import Dtype
+from finetune.runtime.device import DeviceType
 
 option = partial(setting, group="options")
 

@@ -14,7 +14,7 @@ from finetune.runs.text_chart import Curve, averaged, value_range
 from finetune.runtime.language import _
 
 WIDTH, HEIGHT = 480, 230
-LEFT, RIGHT, TOP, BOTTOM = 56, 12, 12, 26
+LEFT, RIGHT, TOP, BOTTOM = 66, 12, 12, 26
 MOST_POINTS = 240  # drawn as they are; more become means of intervals, with the span between least and greatest
 MOST_TEXTS = 3  # of marks on one pixel
 SERIES_COLOURS = 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 
 import numpy as np
 import torch
@@ -135,21 +136,13 @@ class PreferenceObjective:
 
     def _losses(self, log_probs: torch.Tensor, counts: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
         """`(pairs,)`."""
-        config = self.config
-        by_token = config.loss != "dpo"
-        each = log_probs / counts if by_token else log_probs
-        pair = (each[0::2], each[1::2])
-        if config.loss == "orpo":
-            return losses_of.orpo_losses(*pair, beta=config.beta)
-        if config.loss == "simpo":
-            gamma, smoothing = config.simpo_gamma, config.label_smoothing
-            return losses_of.simpo_losses(*pair, beta=config.beta, gamma=gamma, label_smoothing=smoothing)
-        assert reference is not None, f"{config.loss} compares with a reference"
-        before = reference / counts if by_token else reference
-        pairs = (*pair, before[0::2], before[1::2])
-        if config.loss == "ipo":
-            return losses_of.ipo_losses(*pairs, beta=config.beta)
-        return losses_of.dpo_losses(*pairs, beta=config.beta, label_smoothing=config.label_smoothing)
+        loss = losses_of.PAIR_LOSSES[self.config.loss]
+        parts = [log_probs] if reference is None else [log_probs, reference]
+        if self.config.by_token:
+            parts = [part / counts for part in parts]
+        pairs = (answers for part in parts for answers in (part[0::2], part[1::2]))
+        settings = [name for name, one in signature(loss).parameters.items() if one.kind is one.KEYWORD_ONLY]
+        return loss(*pairs, **{name: getattr(self.config, name) for name in settings})
 
 
 def preference_facts(sums: Sequence[float], groups: LossGroups, config: PreferenceConfig) -> dict[str, float]:

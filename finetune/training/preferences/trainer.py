@@ -34,7 +34,7 @@ class PreferenceTrainer(SFTTrainer):
     """Trains on preferences, with or without LoRA.
 
     Args:
-        saved_references: where the log-probabilities of the model before the run are kept, by side ("train", "valid");
+        saved_references: where the log-probabilities of the model before the run are kept, "train" and "valid";
             none where they are not needed, or asked of the model with its adapter off.
     """
 

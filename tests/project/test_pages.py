@@ -1,0 +1,232 @@
+"""Every command of every page is run here, for two steps, or its page says what it needs.
+
+Commands that can be run anywhere stand in ```bash blocks. The others stand in blocks without a language, below words
+that say what they need or how long they take. The README is a page like the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from converted_runs import EXAMPLE, INFO
+from launching import BIN, PATIENCE_SECONDS, ROOT, environment
+from run_helpers import events, largest_relative_difference, losses, wait_for
+from shell_blocks import blocks, run_line, run_together, shell_lines, small, trains
+
+from finetune.commands.diagnose.command import diagnose_logs
+
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+WITH_COMMANDS = [page for page in PAGES if blocks(page, "bash") and page.stem != "tutorial"]
+COMMAND = re.compile(r"^(python|make|bash|torchrun|accelerate|docker|sbatch|git|pip|uv|source|[A-Z_]+=\S+ \w+) ", re.M)
+BASE = "data_samples/tiny-qwen3"
+RECORD = {"instruction": "Which port does BGP use?", "output": "TCP port 179.", "difficulty": "explain"}
+PAIR = {"prompt": "Which port?", "chosen": "Port 179.", "rejected": "None."}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_command_that_is_not_run_says_what_it_needs(page: Path) -> None:
+    parts = re.split(r"^```(\w*)\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for before, language, block in zip(parts[::3], parts[1::3], parts[2::3], strict=False):
+        if language != "bash" and COMMAND.search(block):
+            paragraph = re.split(r"\n#+ ", before)[-1]
+            assert re.search(r"\b(needs?|takes)\b", paragraph, re.IGNORECASE), f"{page.name}: {block}"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout in which a reader works, with the files that the pages take to be there, under their names."""
+    folder = tmp_path_factory.mktemp("reader")
+    for name in ("data_samples", "ds_configs", "accelerate_configs", "launchers", "docs", "README.md"):
+        (folder / name).symlink_to(ROOT / name)
+    for name, target in {"BASE": ROOT / BASE, "MODEL": ROOT / BASE, "TEXTS": ROOT / "docs"}.items():
+        (folder / name).symlink_to(target)
+    for name in ("logs", "held_out", "books", "code", "examples/train_lora", "data"):
+        (folder / name).mkdir(parents=True)
+    for name, row in {
+        "own.jsonl": RECORD,
+        "train.jsonl": RECORD,
+        "labels.jsonl": {"prompt": "Which port?", "completion": "Port 179.", "label": True},
+        "pairs.jsonl": PAIR,
+        "articles.jsonl": {"text": "A hub repeats."},
+        "web.jsonl": {"text": "A router chooses a way."},
+    }.items():
+        (folder / name).write_text((json.dumps(row) + "\n") * 8)
+    for name in ("valid.jsonl", "held_out/rows.jsonl"):
+        shutil.copy(ROOT / "data_samples" / "valid.jsonl", folder / name)
+    (folder / "question.txt").write_text("What is BGP?")
+    (folder / "book.txt").write_text("A hub repeats what it hears.")
+    shutil.copy(ROOT / "data_samples" / "networks_facts.txt", folder / "books")
+    shutil.copy(ROOT / "data_samples" / "graphs.py", folder / "code")
+    (folder / "examples/train_lora/qwen3_lora_sft.yaml").write_text(yaml.safe_dump(EXAMPLE))
+    (folder / "data/dataset_info.json").write_text(json.dumps(INFO))
+    for name in ("identity.json", "alpaca_en_demo.json"):
+        (folder / "data" / name).write_text(json.dumps([RECORD] * 8))
+    pairs = {"model_name_or_path": BASE, "dataset_name": "pairs.jsonl", "output_dir": "runs/pairs", "use_peft": True}
+    (folder / "dpo.yaml").write_text(yaml.safe_dump(pairs))
+    line = small("python -m finetune.sft --config ds_configs/zero3.json", folder / "runs")
+    console = run_line(line, folder / "outputs", cwd=folder)
+    for name in ("my-run", "a", "b/checkpoint-200"):
+        shutil.copytree(folder / "runs/zero3", folder / "runs" / name)
+    for name in ("train.log", "logs/20260101-120000-1.log"):
+        (folder / name).write_text(console)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.stem)
+def test_the_commands_of_a_page(page: Path, place: Path) -> None:
+    for line in shell_lines(page):
+        run_command(line, place)
+
+
+def run_command(line: str, place: Path) -> None:
+    """One command in the reader's folder, and what it must have done."""
+    if line.startswith("make "):
+        assert f"\n{line.split()[1]}: $(READY)" in (ROOT / "Makefile").read_text()
+        return
+    if line.startswith("source "):
+        assert line == "source .venv/bin/activate" and "VENV   := .venv\n" in (ROOT / "Makefile").read_text()
+        return
+    if "runs/demo-TIME" in line:
+        return  # tests/commands/evaluate/test_tasks.py
+    if "--output-dir tokens/" in line and (place / "tokens").exists():
+        return  # done for the example of Python
+    if "finetune verify" in line and not (place / "models/my-model").exists():
+        run_command(shell_lines(ROOT / "docs" / "merging.md")[0], place)
+    words = small(line, place / "runs")
+    if "--config run.yaml" in line:
+        words += f" --model {BASE} --cutoff-len 256"
+    if "finetune serve" in line:
+        return check_server(words, place)
+    codes = next((codes for part, codes in CODES.items() if part in line), (0,))
+    variables = {"NPROC_PER_NODE": "1", "FINETUNE_LOG_DIR": str(place / "logs")}
+    output = run_line(words, place / "outputs", variables, codes, cwd=place)
+    if "torchrun" in line or "accelerate launch" in line:
+        (place / "console.log").write_text(output)
+        assert diagnose_logs([place / "console.log"]) == [], "a launcher's own words are taken for a failure"
+    if trains(line) and "--dry-run" not in line:
+        check_run(line, words)
+    for part, check in CHECKS.items():
+        if part in line:
+            assert check(output, place), f"{line}\n{output}"
+
+
+# What else than 0 a command may end with: its time is over; something is left of a run.
+CODES = {"timeout ": (0, 124), "finetune clean": (0, 1)}
+# What the output of a command with these words must be.
+CHECKS: dict[str, Callable[[str, Path], object]] = {
+    "cmp ": lambda said, at: largest_relative_difference(losses(at / "runs/one"), losses(at / "runs/two")) < 1e-5,
+    "tail ": lambda said, at: (
+        {"step", "loss", "learning_rate", "grad_norm", "tokens_per_second"} <= set(json.loads(said))
+    ),
+    "cat runs": lambda said, at: (json.loads(said)["state"], json.loads(said)["exit_code"]) == ("done", 0),
+    "finetune.pretrain": lambda said, at: "[SUCCESS] done: 2 steps" in said,
+    "finetune.dpo": lambda said, at: "[SUCCESS] done: 2 steps" in said,
+    "finetune checkpoints": lambda said, at: re.fullmatch(r"checkpoint-2  step 2 .* valid\n", said),
+    "--audit": lambda said, at: "near duplicates" in said and "shared with the validation data" in said,
+    "--rows 2": lambda said, at: said.count("\nrecord ") == 2 and "[[" in said,
+    "--rows 3": lambda said, at: said.count("\nrecord ") == 3 and "[[" in said,
+    "curriculum show": lambda said, at: "80.0%" in said and "passes" in said,
+    "finetune doctor": lambda said, at: "[OK]" in said and "[ERROR]" not in said,
+    "finetune plan --config": lambda said, at: "it fits" in said,
+    "finetune diagnose runs": lambda said, at: "no failure" in said.lower(),
+    "monitor runs/mine": lambda said, at: "2/2" in said,
+    "--once --json": lambda said, at: json.loads(said)["step"] == 2,
+    "finetune report": lambda said, at: "report.html" in said,
+    "finetune chat": lambda said, at: said.strip(),
+    "finetune eval": lambda said, at: said.startswith(("| measure | of |", "| difficulty |")),
+    "finetune verify": lambda said, at: "the deployment answers as the trained model" in said,
+    "--print-config": lambda said, at: re.search(r"^micro_batch_size +4 +ds_configs/zero3.json$", said, re.MULTILINE),
+}
+
+
+def check_run(line: str, words: str) -> None:
+    """The run is done, and was what the line says."""
+    output_dir = Path(re.search(r"--output-dir (\S+)", words)[1])
+    processes = 2 if re.search("nproc_per_node 2|nproc 2|cpu_2", line) else 1
+    named = re.search(r"--config \S*zero(\d)", line)
+    stage = 0 if "--deepspeed none" in line or named is None else int(named[1])
+    assert json.loads((output_dir / "status.json").read_text())["state"] == "done"
+    start = events(output_dir, "start")
+    if not (output_dir.name == "zero2" and len(start) == 1):  # stopped after 20 seconds, or done before that
+        assert (start[-1]["world_size"], start[-1]["zero_stage"]) == (processes, stage)
+
+
+def check_server(line: str, place: Path) -> None:
+    """It says where it listens, answers there, and ends on Ctrl-C."""
+    env = environment({"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "HF_HOME": str(place / "hf")})
+    words = ["bash", "-c", f"exec {line}"]
+    with subprocess.Popen(words, cwd=place, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as server:
+        try:
+            said = map(bytes.decode, iter(server.stdout.readline, b""))
+            address = next(found[0] for line in said if (found := re.search(r"http://127\.0\.0\.1:\d+", line)))
+            wait_for(lambda: answers(f"{address}/health"), PATIENCE_SECONDS, what="a worker that answers")
+            client = blocks(ROOT / "docs" / "chat_and_serve.md", "python")[0].replace("http://127.0.0.1:8000", address)
+            name = re.search(r"--model \S*/(\S+)", line)[1]
+            (place / "client.py").write_text(client.replace('"my-run"', f'"{name}"'), encoding="utf-8")
+            run_block("python client.py", place)
+        finally:
+            server.send_signal(signal.SIGINT)
+            server.communicate(timeout=PATIENCE_SECONDS)
+    assert server.returncode == 0
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=60) as reply:
+            return reply.status == 200
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_the_tutorial_does_what_it_shows(place: Path) -> None:
+    page = ROOT / "docs" / "tutorial.md"
+    said = "\n".join(run_block(text, place) for text in blocks(page, "bash"))
+    shown = "\n".join(blocks(page, "text"))
+    for line in (
+        "464 (longest sample 53)",
+        "record 0  34 tokens, 13 trained",
+        "[SUCCESS] done: 60 steps, output in runs/mine",
+        "Printers are in VLAN 55.",
+        "The maintenance window is Sunday, 02:00 to 04:00 UTC.",
+        "[INFO] this run is finished: runs/mine holds its output",
+        "runs/mine  done  step 60/60 (100%)",
+        "runs/mine/report.html",
+    ):
+        assert line in shown and line in said, line
+
+
+OF_PYTHON = ("run_folder.md", "chat_and_serve.md", "pretraining_data.md")
+
+
+@pytest.mark.slow
+def test_the_examples_of_python_work(place: Path) -> None:
+    code = "\n".join(blocks(ROOT / "docs" / "python.md", "python"))
+    checks = """
+assert result.state == "done" and trainer.state.global_step == 4
+assert all(seen["labels"].shape == seen["input_ids"].shape for seen in [finetune.PackedCollator()(rows[:3])])
+"""
+    run_command(shell_lines(ROOT / "docs" / "pretraining_data.md")[0], place)
+    # Of other pages: the run's adapter in plain peft, answers from Python, and token files.
+    others = [text for name in OF_PYTHON for text in blocks(ROOT / "docs" / name, "python") if "OpenAI" not in text]
+    (place / "example.py").write_text("\n".join([code, checks, *others]), encoding="utf-8")
+    output = run_block("python example.py", place)
+    assert "step 1" in output and "end 2" in output
+
+
+def run_block(text: str, place: Path) -> str:
+    ((code, output),) = run_together([f"set -e\n{text}"], place / "outputs", cwd=place)
+    assert code == 0, f"{text}\n{output}"
+    return output
