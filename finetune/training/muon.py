@@ -39,9 +39,11 @@ class BatchedMuon(torch.optim.Muon):
     Attributes:
         found_inf: 1 where the next step is to be empty, 0 where not, on the device; None: not. As torch's fused AdamW
             has it.
+        dtype: of the products, and of what the ranks send each other.
     """
 
     found_inf: torch.Tensor | None = None
+    dtype = torch.bfloat16
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -102,13 +104,13 @@ class BatchedMuon(torch.optim.Muon):
         return changed.add_(direction, alpha=-rate * scale)
 
     def _directions(self, update: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """Updates `(matrices, rows, columns)` orthogonalised, in bfloat16; each rank computes some, and gets all."""
+        """Updates `(matrices, rows, columns)` orthogonalised; each rank computes some, and gets all."""
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         if ranks == 1:
             return self._orthogonalised(update, group)
         share = -(-len(update) // ranks)
         mine = update[dist.get_rank() * share :][:share]
-        part = update.new_zeros((share, *update.shape[1:]), dtype=torch.bfloat16)
+        part = update.new_zeros((share, *update.shape[1:]), dtype=self.dtype)
         if len(mine):
             part[: len(mine)] = self._orthogonalised(mine, group)
         gathered = part.new_empty((ranks * share, *update.shape[1:]))
@@ -117,7 +119,7 @@ class BatchedMuon(torch.optim.Muon):
 
     def _orthogonalised(self, matrices: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         """Newton-Schulz iteration of each of `(n, rows, columns)`, as torch.optim.Muon does it for one."""
-        found = matrices.bfloat16()
+        found = matrices.to(self.dtype)
         found = found / found.norm(dim=(1, 2), keepdim=True).clamp(min=group["eps"])
         return _iterated(found, [group["ns_coefficients"]] * group["ns_steps"])
 
@@ -132,7 +134,16 @@ class NorMuon(BatchedMuon):
       norm (Li et al. 2025, arXiv:2510.05491).
     - Weights decay only where the update goes the same way (Chen et al. 2025, arXiv:2510.12402), and the factor on the
       rate of tall matrices is on their decay too.
+
+    Args:
+        dtype: bfloat16, where the model computes in 16 bits; float32 keeps runs of it as near to one another on other
+            numbers of processes as their gradients are: bfloat16 would make small singular values' rounding large.
+        arguments, settings: of torch.optim.Muon.
     """
+
+    def __init__(self, *arguments: Any, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.dtype = dtype
 
     def _changed(
         self,
@@ -164,7 +175,7 @@ class NorMuon(BatchedMuon):
     def _orthogonalised(self, matrices: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         lengths = matrices.norm(dim=2, keepdim=True)
         mean = matrices.norm(dim=(1, 2), keepdim=True) / math.sqrt(matrices.shape[1])
-        found = (matrices * (mean / lengths.clamp(min=1e-6))).bfloat16()
+        found = (matrices * (mean / lengths.clamp(min=1e-6))).to(self.dtype)
         found = found / (found.norm(dim=(1, 2), keepdim=True) * POLAR_MARGIN + 1e-6)
         return _iterated(found, POLAR_EXPRESS)
 

@@ -32,7 +32,7 @@ HORIZON_POWER = 0.32
 LARGEST_HORIZON_FACTOR = 4.0  # of a run of a seventy-sixth of the tokens; shorter ones were not measured
 EMBEDDING_BETA2 = 0.995
 EMBEDDING_DECAY, HEAD_DECAY = 0.001, 0.01
-MUONS: dict[str, type[BatchedMuon]] = {"muon": BatchedMuon, "normuon": NorMuon}
+MUONS = ("normuon", "muon")
 MOMENTUM_START, MOMENTUM_TOP, MOMENTUM_END, MOMENTUM_STEPS = 0.85, 0.97, 0.90, 400
 
 
@@ -101,11 +101,19 @@ def parameter_kinds(model: PreTrainedModel) -> dict[str, list[tuple[str, torch.n
     return kinds
 
 
-def make_optimizer(model: PreTrainedModel, config: PretrainConfig, rates: Rates, *, fused: bool) -> JointOptimizer:
+def make_optimizer(
+    model: PreTrainedModel,
+    config: PretrainConfig,
+    rates: Rates,
+    *,
+    fused: bool,
+    compute_dtype: torch.dtype = torch.bfloat16,
+) -> JointOptimizer:
     """The optimizer of a pretraining run. The model is where it will be trained.
 
     Args:
         fused: whether AdamW's fused kernels are right on this device.
+        compute_dtype: of the model's products.
     """
     kinds = {kind: [p for _, p in members] for kind, members in parameter_kinds(model).items()}
     beta1, beta2 = config.adam_beta1, config.adam_beta2
@@ -117,8 +125,12 @@ def make_optimizer(model: PreTrainedModel, config: PretrainConfig, rates: Rates,
     parts: list[torch.optim.Optimizer] = []
     if config.optimizer in MUONS:
         matrices = {"params": kinds["matrix"], "kind": "matrix"}
-        muon = MUONS[config.optimizer]
-        parts.append(muon([matrices], lr=rates.matrix, weight_decay=rates.decay, momentum=MOMENTUM_START))
+        settings: dict[str, Any] = {"lr": rates.matrix, "weight_decay": rates.decay, "momentum": MOMENTUM_START}
+        if config.optimizer == "normuon":
+            dtype = torch.float32 if compute_dtype == torch.float32 else torch.bfloat16
+            parts.append(NorMuon([matrices], dtype=dtype, **settings))
+        else:
+            parts.append(BatchedMuon([matrices], **settings))
     else:
         groups = {"matrix": {"lr": rates.matrix, "betas": (beta1, beta2), "weight_decay": rates.decay}} | groups
     adamw = [{"params": kinds[kind], "kind": kind, **group} for kind, group in groups.items() if kinds[kind]]
