@@ -118,14 +118,14 @@ class PretrainConfig(BaseConfig):
         "filled with documents, the longest that fits first, and one is cut only where none fits.",
     )
     document_aligned: bool = batch_setting(False, "The same as --windows document.")
-    optimizer: Literal["muon", "adamw"] = optimizer_setting(
-        "muon", "For the matrices of the blocks; everything else has AdamW."
+    optimizer: Literal["normuon", "muon", "adamw"] = optimizer_setting(
+        "normuon", "For the matrices of the blocks; everything else has AdamW."
     )
     matrix_lr: Rate = optimizer_setting(
         default_factory=lambda values: 3e-3 if values.get("optimizer") == "adamw" else 0.02,
         description="Learning rate of the blocks' matrices.",
         depends_on="optimizer",
-        shown_default="0.02 for muon, 0.003 for adamw",
+        shown_default="0.02, for adamw 0.003",
     )
     embedding_lr: Rate = optimizer_setting(0.3, "Learning rate of the embedding.")
     unembedding_lr: Rate = optimizer_setting(0.008, "Learning rate of the output head and of vectors.")

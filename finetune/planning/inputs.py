@@ -28,6 +28,7 @@ from finetune.runtime.device import DEVICE_KINDS
 from finetune.runtime.npu_tuning import hccl_buffer_bytes
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+MUONS = ("muon", "normuon")
 
 
 def shape_for(config: BaseConfig, model_config: Path | None = None) -> ModelShape:
@@ -158,8 +159,8 @@ def fine_tuning_workload(config: RunConfig, shape: ModelShape, cluster: Cluster)
         targets=tokens,
         longest=config.cutoff_len,
         microbatches=max(1, ceil(config.samples_per_step / (config.samples_per_microbatch * cluster.devices))),
-        muon=config.optimizer == "muon",
-        optimizer="adamw" if config.optimizer == "muon" else config.optimizer,
+        muon=config.optimizer in MUONS,
+        optimizer="adamw" if config.optimizer in MUONS else config.optimizer,
         # The others go from tensor to tensor.
         fused=DEVICE_KINDS[cluster.device_type].fused_adamw or config.optimizer != "adamw",
         device_type=cluster.device_type,
@@ -228,7 +229,7 @@ def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Clu
         targets=tokens,
         longest=config.max_seq_len,
         microbatches=config.gradient_accumulation_steps or 1,
-        muon=config.optimizer == "muon",
+        muon=config.optimizer in MUONS,
         fused=DEVICE_KINDS[cluster.device_type].fused_adamw,
         device_type=cluster.device_type,
         file_bytes=size if config.model else 0,

@@ -84,7 +84,7 @@ def _plain(work: Workload) -> list[Term]:
         terms.append(Term("buffers", 4 * trained, "device", formula, "torch.optim.AdamW(foreach=True)", ("update",)))
     if work.muon:
         largest = max(matrix.numbers for matrix, _count in work.shape.in_blocks)
-        terms.append(Term("buffers", 14 * largest, "device", "14 B x largest matrix", "torch.optim.Muon", ("update",)))
+        terms.append(Term("buffers", 14 * largest, "device", "14 B x largest matrix", "ours: training/muon.py", ("update",)))
     if work.processes > 1:
         # LoRA's gradients are summed flat, after all microbatches; DDP's buckets are made all the same, untouched.
         if not (work.adapter and work.device_type == "cpu"):

@@ -86,7 +86,8 @@ def build_trainer(
     trainer_class: type[TextTrainer] = PretrainTrainer if rates is not None else ContinuedTrainer
     own: dict[str, Any] = {"lora": lora, "compute_dtype": dtype, "state_form": "whole" if lora else "parts"}
     if rates is not None:
-        own = {"rates": rates, "fused": devices.DEVICE_KINDS[device_type].fused_adamw}
+        fused = devices.DEVICE_KINDS[device_type].fused_adamw
+        own = {"rates": rates, "fused": fused, "compute_dtype": DTYPES[dtype]}
     trainer = make_trainer(
         trainer_class,
         config,

@@ -2,9 +2,7 @@
 those of full fine-tuning beside AdamW.
 
 Which parameter is trained how, with which rate, follows nanochat (karpathy/nanochat, gpt.py setup_optimizer and
-base_train.py); Muon itself is torch.optim.Muon (Jordan et al. 2024), its matrices of one shape at once. With several
-processes every rank holds all gradients after DDP's sum, and all weights and moments: only the orthogonalisation is
-shared out, and gathered again.
+base_train.py); Muon itself is in muon.py.
 """
 
 from __future__ import annotations
@@ -15,11 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.optimization import Adafactor
 
-from finetune.planning.traffic import MUON_AT_ONCE
+from finetune.training.muon import BatchedMuon, NorMuon
 
 if TYPE_CHECKING:
     from finetune.config.pretrain_config import PretrainConfig
@@ -35,6 +32,7 @@ HORIZON_POWER = 0.32
 LARGEST_HORIZON_FACTOR = 4.0  # of a run of a seventy-sixth of the tokens; shorter ones were not measured
 EMBEDDING_BETA2 = 0.995
 EMBEDDING_DECAY, HEAD_DECAY = 0.001, 0.01
+MUONS = ("normuon", "muon")
 MOMENTUM_START, MOMENTUM_TOP, MOMENTUM_END, MOMENTUM_STEPS = 0.85, 0.97, 0.90, 400
 
 
@@ -73,7 +71,7 @@ def scaled_rates(config: PretrainConfig, *, width: int, worth_tokens: float, run
         decay = min(LARGEST_DECAY_FACTOR, batch * REFERENCE_TOKENS / max(worth_tokens, run_tokens))
     adamw = scale * width_factor
     return Rates(
-        matrix=matrix * (scale if config.optimizer == "muon" else adamw),
+        matrix=matrix * (scale if config.optimizer in MUONS else adamw),
         embedding=embedding * adamw,
         head=head * adamw,
         vector=head * adamw,
@@ -103,11 +101,19 @@ def parameter_kinds(model: PreTrainedModel) -> dict[str, list[tuple[str, torch.n
     return kinds
 
 
-def make_optimizer(model: PreTrainedModel, config: PretrainConfig, rates: Rates, *, fused: bool) -> JointOptimizer:
+def make_optimizer(
+    model: PreTrainedModel,
+    config: PretrainConfig,
+    rates: Rates,
+    *,
+    fused: bool,
+    compute_dtype: torch.dtype = torch.bfloat16,
+) -> JointOptimizer:
     """The optimizer of a pretraining run. The model is where it will be trained.
 
     Args:
         fused: whether AdamW's fused kernels are right on this device.
+        compute_dtype: of the model's products.
     """
     kinds = {kind: [p for _, p in members] for kind, members in parameter_kinds(model).items()}
     beta1, beta2 = config.adam_beta1, config.adam_beta2
@@ -117,9 +123,14 @@ def make_optimizer(model: PreTrainedModel, config: PretrainConfig, rates: Rates,
         "vector": {"lr": rates.vector, "betas": (beta1, beta2), "weight_decay": 0.0},
     }
     parts: list[torch.optim.Optimizer] = []
-    if config.optimizer == "muon":
+    if config.optimizer in MUONS:
         matrices = {"params": kinds["matrix"], "kind": "matrix"}
-        parts.append(BatchedMuon([matrices], lr=rates.matrix, weight_decay=rates.decay, momentum=MOMENTUM_START))
+        settings: dict[str, Any] = {"lr": rates.matrix, "weight_decay": rates.decay, "momentum": MOMENTUM_START}
+        if config.optimizer == "normuon":
+            dtype = torch.float32 if compute_dtype == torch.float32 else torch.bfloat16
+            parts.append(NorMuon([matrices], dtype=dtype, **settings))
+        else:
+            parts.append(BatchedMuon([matrices], **settings))
     else:
         groups = {"matrix": {"lr": rates.matrix, "betas": (beta1, beta2), "weight_decay": rates.decay}} | groups
     adamw = [{"params": kinds[kind], "kind": kind, **group} for kind, group in groups.items() if kinds[kind]]
@@ -185,96 +196,6 @@ def restored_state(
     elif state:
         state["step"] = step_count(step, optimizer, parameter)
     return state
-
-
-class BatchedMuon(torch.optim.Muon):
-    """torch.optim.Muon with the matrices of one shape stacked, and each rank orthogonalising a part of them.
-
-    torch takes them one by one: 23 kernels for each. Sharing the work over ranks is that of Keller Jordan's distributed
-    Muon and nanochat's; here moments and weights stay whole on every rank, so that a checkpoint is the same for any
-    number of ranks, and its names are torch's. The result is torch's up to the rounding of its bfloat16 products.
-
-    Attributes:
-        found_inf: 1 where the next step is to be empty, 0 where not, on the device; None: not. As torch's fused AdamW
-            has it.
-    """
-
-    found_inf: torch.Tensor | None = None
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """A step; `closure` as in torch."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            shapes: dict[torch.Size, list[torch.nn.Parameter]] = {}
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    shapes.setdefault(parameter.shape, []).append(parameter)
-            for shape, members in shapes.items():
-                count = max(1, MUON_AT_ONCE // shape.numel())
-                for start in range(0, len(members), count):
-                    self._update(members[start : start + count], group)
-        return loss
-
-    def _update(self, members: list[torch.nn.Parameter], group: dict[str, Any]) -> None:
-        """Momentum and weights of matrices of one shape."""
-        rate, momentum = float(group["lr"]), group["momentum"]
-        gradient = torch.stack([parameter.grad for parameter in members if parameter.grad is not None])
-        for parameter in members:
-            if "momentum_buffer" not in self.state[parameter]:
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        buffers = [self.state[parameter]["momentum_buffer"] for parameter in members]
-        moment, weight = torch.stack(buffers), torch.stack([p.detach() for p in members])
-        skip = None if self.found_inf is None else self.found_inf.to(torch.bool)
-        if skip is not None:
-            # A gradient that is the moment leaves it as it is, exactly; and what follows is finite.
-            gradient = torch.where(skip, moment, gradient)
-        moment.lerp_(gradient, 1 - momentum)
-        direction = self._directions(gradient.lerp_(moment, momentum) if group["nesterov"] else moment, group)
-        rows, columns = weight.shape[1:]
-        changed = weight * (1 - rate * group["weight_decay"])
-        like_adamw = group["adjust_lr_fn"] == "match_rms_adamw"
-        scale = 0.2 * math.sqrt(max(rows, columns)) if like_adamw else math.sqrt(max(1.0, rows / columns))
-        changed.add_(direction, alpha=-rate * scale)
-        if skip is not None:
-            changed = torch.where(skip, weight, changed)
-        torch._foreach_copy_(buffers, list(moment.unbind()))
-        torch._foreach_copy_([p.detach() for p in members], list(changed.unbind()))
-
-    def _directions(self, update: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """Updates `(matrices, rows, columns)` orthogonalised, in bfloat16; each rank computes some, and gets all."""
-        settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        if ranks == 1:
-            return orthogonalised(update, *settings)
-        share = -(-len(update) // ranks)
-        mine = update[dist.get_rank() * share :][:share]
-        part = update.new_zeros((share, *update.shape[1:]), dtype=torch.bfloat16)
-        if len(mine):
-            part[: len(mine)] = orthogonalised(mine, *settings)
-        gathered = part.new_empty((ranks * share, *update.shape[1:]))
-        dist.all_gather_into_tensor(gathered, part)
-        return gathered[: len(update)]
-
-
-def orthogonalised(
-    matrices: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
-) -> torch.Tensor:
-    """Newton-Schulz iteration of each of `(n, rows, columns)`, in bfloat16, as torch.optim.Muon does it for one."""
-    a, b, c = coefficients
-    found = matrices.bfloat16()
-    tall = matrices.shape[1] > matrices.shape[2]
-    if tall:
-        found = found.mT
-    found = found / found.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
-    for _ in range(steps):
-        gram = found @ found.mT
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        found = torch.baddbmm(found, polynomial, found, beta=a)
-    return found.mT if tall else found
 
 
 def skip_where(optimizer: torch.optim.Optimizer, nonfinite: torch.Tensor) -> bool:

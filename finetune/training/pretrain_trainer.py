@@ -109,17 +109,20 @@ class PretrainTrainer(TextTrainer):
     Args:
         rates: learning rates and decay, scaled.
         fused: whether AdamW's fused kernels are right on this device.
+        compute_dtype: of the model's products.
     """
 
-    def __init__(self, *, rates: Rates, fused: bool, **arguments: Any) -> None:
-        self.rates, self.fused = rates, fused
+    def __init__(self, *, rates: Rates, fused: bool, compute_dtype: torch.dtype, **arguments: Any) -> None:
+        self.rates, self.fused, self.compute_dtype = rates, fused, compute_dtype
         super().__init__(state_form="parts", **arguments)
 
     # ------------------------------------------------------------------ optimizer
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            self.optimizer = make_optimizer(self.model, self.settings, self.rates, fused=self.fused)
+            self.optimizer = make_optimizer(
+                self.model, self.settings, self.rates, fused=self.fused, compute_dtype=self.compute_dtype
+            )
         return self.optimizer
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:

@@ -18,6 +18,10 @@ GOLDEN = Path(__file__).with_name("golden.json")
 LOSS_TOLERANCE = 2e-5
 COMMON = "--device-type cpu --dtype float32 --report-to none --log-samples --logging-steps 1"
 SFT = "--model data_samples/tiny-qwen3 --data data_samples/train.jsonl --global-batch-size 12 --max-steps 6"
+PRETRAIN = (
+    "--train-data-path {tokens} --depth 2 --max-seq-len 64 --device-batch-size 2 --total-batch-size 512 "
+    "--num-iterations 6 --warmup-steps 2 --sample-every 0"
+)
 RUNS = {
     "lora, curriculum, packed": (
         "finetune.sft",
@@ -28,11 +32,8 @@ RUNS = {
         f"{SFT} --finetuning full --learning-rate 2e-5 --use-curriculum false --packing false --micro-batch-size 3 "
         "--cutoff-len 128",
     ),
-    "pretraining, muon": (
-        "finetune.pretrain",
-        "--train-data-path {tokens} --depth 2 --max-seq-len 64 --device-batch-size 2 --total-batch-size 512 "
-        "--num-iterations 6 --warmup-steps 2 --sample-every 0",
-    ),
+    "pretraining, muon": ("finetune.pretrain", f"{PRETRAIN} --optimizer muon"),
+    "pretraining, normuon": ("finetune.pretrain", f"{PRETRAIN} --optimizer normuon"),
 }
 
 

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.schedules import ScheduleSettings, learning_rate_schedule
 from finetune.modeling.scratch import make_model, scratch_config
+from finetune.training.muon import POLAR_EXPRESS, SECOND_MOMENT, BatchedMuon, NorMuon
 from finetune.training.optimizers import (
     REFERENCE_TOKENS,
-    BatchedMuon,
     JointOptimizer,
     Rates,
     decay_factor,
@@ -94,7 +94,7 @@ def test_who_is_trained_by_what(arch: str):
     assert sum(len(members) for members in kinds.values()) == len(list(model.parameters()))
     optimizer = make_optimizer(model, config(), RATES, fused=False)
     muon, adamw = optimizer.parts
-    assert (type(muon), type(adamw)) == (BatchedMuon, torch.optim.AdamW)
+    assert (type(muon), type(adamw)) == (NorMuon, torch.optim.AdamW)
     assert [id(p) for p in muon.param_groups[0]["params"]] == [id(p) for _, p in kinds["matrix"]]
     assert [group["kind"] for group in adamw.param_groups] == [k for k in ("head", "embedding", "vector") if kinds[k]]
     alone = make_optimizer(model, config(optimizer="adamw"), RATES, fused=False)
@@ -110,7 +110,7 @@ def test_a_tied_head_is_an_embedding():
 
 def test_the_joint_optimizer_is_both_run_apart():
     joint_model, apart_model = tiny("qwen3"), tiny("qwen3")
-    joint = make_optimizer(joint_model, config(), RATES, fused=False)
+    joint = make_optimizer(joint_model, config(optimizer="muon"), RATES, fused=False)
     kinds = {kind: [p for _, p in members] for kind, members in parameter_kinds(apart_model).items()}
     muon = torch.optim.Muon(kinds["matrix"], lr=0.02, weight_decay=0.28, momentum=0.85)
     adamw = torch.optim.AdamW(
@@ -312,7 +312,7 @@ def test_batched_muon_is_as_near_to_float64_as_torchs(monkeypatch):
     truth, before = muon_in_float64(4, 0.05, 0.1, 0.9), matrices()
     errors, moments = {}, {}
     for kind, at_once in ((torch.optim.Muon, 0), (BatchedMuon, 2**25), (BatchedMuon, 2 * 24 * 24)):
-        monkeypatch.setattr("finetune.training.optimizers.MUON_AT_ONCE", at_once)
+        monkeypatch.setattr("finetune.training.muon.MUON_AT_ONCE", at_once)
         parameters = matrices()
         optimizer = kind(parameters, **settings)
         for step in range(4):
@@ -325,6 +325,57 @@ def test_batched_muon_is_as_near_to_float64_as_torchs(monkeypatch):
         assert all(torch.equal(*pair) for pair in zip(moments[at_once], moments[0], strict=True))
         for ours, theirs in zip(errors[at_once], errors[0], strict=True):
             assert ours < 1.1 * theirs + 1e-4 < 0.05
+
+
+def normuon_in_float64(steps: int, rate: float, decay: float, momentum: float) -> list[torch.Tensor]:
+    """The algorithm a matrix at a time, from the papers that NorMuon names, without bfloat16."""
+    weights = [parameter.detach().double() for parameter in matrices()]
+    buffers = [torch.zeros_like(weight) for weight in weights]
+    neurons: list[Any] = [0.0] * len(weights)
+    for step in range(steps):
+        give_gradients(given := matrices(), step)
+        for number, parameter in enumerate(given):
+            gradient, weight = parameter.grad.double(), weights[number]
+            buffers[number] = momentum * buffers[number] + (1 - momentum) * gradient
+            x = (1 - momentum) * gradient + momentum * buffers[number]
+            rows, columns = x.shape
+            x = x * (x.norm() / rows**0.5) / x.norm(dim=1, keepdim=True)
+            x = x / (1.01 * x.norm())
+            for a, b, c in POLAR_EXPRESS:
+                x = a * x + b * (x @ x.T @ x) + c * (x @ x.T @ x @ x.T @ x)
+            x = x * min(rows, columns) ** 0.5 / x.norm()
+            mean = x.square().mean(dim=int(rows >= columns), keepdim=True)
+            neurons[number] = 0.9 * neurons[number] + 0.1 * mean
+            even = x / neurons[number].sqrt()
+            even = even * x.norm() / even.norm()
+            step_rate = rate * max(1, rows / columns) ** 0.5
+            weights[number] = weight - step_rate * (even + decay * weight * (weight * even >= 0))
+    return weights
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
+def test_normuon_is_its_definition(dtype: torch.dtype, tolerance: float):
+    """bfloat16 rounds the products of five iterations: some percent of an update, as of torch's own Muon."""
+    truth, before, parameters = normuon_in_float64(6, 0.05, 0.1, 0.9), matrices(), matrices()
+    optimizer = NorMuon(parameters, lr=0.05, weight_decay=0.1, momentum=0.9, dtype=dtype)
+    for step in range(6):
+        give_gradients(parameters, step)
+        optimizer.step()
+    for ours, wanted, start in zip(parameters, truth, before, strict=True):
+        assert float((ours.detach() - wanted).norm() / (wanted - start.detach()).norm()) < tolerance
+        assert optimizer.state[ours][SECOND_MOMENT].numel() == max(ours.shape)
+
+
+def test_polar_express_comes_nearer_to_one_than_one_polynomial_five_times():
+    """What the coefficients are for, of singular values from 0.005 to 1."""
+
+    def farthest(coefficients: Any) -> float:
+        x = torch.logspace(-2.3, 0, 500, dtype=torch.float64)
+        for a, b, c in coefficients:
+            x = a * x + b * x**3 + c * x**5
+        return float((x - 1).abs().max())
+
+    assert farthest(POLAR_EXPRESS) < 0.15 < 0.3 < farthest([(3.4445, -4.7750, 2.0315)] * 5)
 
 
 class Calls(TorchDispatchMode):
@@ -351,7 +402,7 @@ def test_muons_matrices_of_a_shape_take_one_product_together():
     assert products(BatchedMuon) == 15 * len(set(MATRIX_SHAPES))
 
 
-@pytest.mark.parametrize("kind", ["muon", "adamw"])
+@pytest.mark.parametrize("kind", ["normuon", "muon", "adamw"])
 def test_a_step_is_empty_where_the_device_says_so(kind: str):
     """Weights, moments and step count to the bit, though every gradient is NaN; the next is as if it had not been."""
     plain, skipping = tiny("qwen3"), tiny("qwen3")
