@@ -84,7 +84,8 @@ def _plain(work: Workload) -> list[Term]:
         terms.append(Term("buffers", 4 * trained, "device", formula, "torch.optim.AdamW(foreach=True)", ("update",)))
     if work.muon:
         largest = max(matrix.numbers for matrix, _count in work.shape.in_blocks)
-        terms.append(Term("buffers", 14 * largest, "device", "14 B x largest matrix", "ours: training/muon.py", ("update",)))
+        source = "ours: training/muon.py"
+        terms.append(Term("buffers", 14 * largest, "device", "14 B x largest matrix", source, ("update",)))
     if work.processes > 1:
         # LoRA's gradients are summed flat, after all microbatches; DDP's buckets are made all the same, untouched.
         if not (work.adapter and work.device_type == "cpu"):

@@ -1,4 +1,4 @@
-"""Muon with the matrices of one shape at once, as torch.optim.Muon computes it, and with what was found since (NorMuon).
+"""Muon with the matrices of one shape at once, as torch.optim.Muon computes it; and NorMuon, with what was found since.
 
 With several processes every rank holds all gradients after DDP's sum, and all weights and moments: only the
 orthogonalisation is shared out, and gathered again. Sharing the work over ranks is that of Keller Jordan's distributed

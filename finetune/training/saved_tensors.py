@@ -20,7 +20,8 @@ from finetune.storage import durable_files
 from finetune.training.muon import SECOND_MOMENT
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's
-# And Muon's and NorMuon's; Adafactor's; those of bitsandbytes' AdamW in 8 bits, which are numbers of 0 to 255 with a scale for 256.
+# And those of Muon, NorMuon, Adafactor; of bitsandbytes' AdamW in 8 bits, which are numbers of 0 to 255 with a scale
+# for 256 of them.
 SCALES = ("absmax1", "absmax2")
 OF_OTHER_SHAPE = ("exp_avg_sq_row", "exp_avg_sq_col", SECOND_MOMENT, *SCALES)  # than their parameter's
 ALL_MOMENTS = (*MOMENTS, "momentum_buffer", "state1", "state2", *OF_OTHER_SHAPE)
