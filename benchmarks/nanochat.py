@@ -42,7 +42,7 @@ from nanochat_report import (
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "benchmarks_pretraining.md"
 NANOCHAT_RATES = {"matrix-lr": 0.02, "embedding-lr": 0.3, "unembedding-lr": 0.008}  # its defaults
-USUAL = ("nanochat", "nanochat-plain", "ours-fp32", "ours-bf16")
+USUAL = ("nanochat", "nanochat-plain", "nanochat-our-rates", "nanochat-plain-our-rates", "ours-fp32", "ours-bf16")
 STEP_LINE = re.compile(r"^step (\d+)/\d+ .*\| dt: ([\d.]+)ms")
 
 
