@@ -105,7 +105,7 @@ def note_unused_by_loss(resolution: Resolution) -> None:
     note_unused(
         resolution,
         (
-            (("label_smoothing",), not LOSSES[loss].smoothed, f"loss is {loss}"),
+            (("label_smoothing",), loss in LOSSES and not LOSSES[loss].smoothed, f"loss is {loss}"),
             (("simpo_gamma",), loss != "simpo", f"loss is {loss}"),
             (("desirable_weight", "undesirable_weight"), loss != "kto", f"loss is {loss}"),
         ),

@@ -120,7 +120,7 @@ def test_nobody_else_lists_the_kinds():
     allowed = {"sft.py", "pretrain.py", "dpo.py", "__main__.py", "config/kinds.py"}
     allowed |= {"training/prepare_sft.py", "training/prepare_pretrain.py", "training/preferences/prepare.py"}
     # "dpo" is also the loss that its kind is named after.
-    allowed |= {"config/preference_config.py", "training/preferences/objective.py"}
+    allowed |= {"config/preference_config.py", "modeling/preference_loss.py", "training/preferences/objective.py"}
     # What other tools call their kinds of run is a fact about them.
     tools = ("axolotl", "axolotl_preferences", "llama_factory", "ms_swift", "preferences", "trl")
     allowed |= {f"commands/convert/{tool}.py" for tool in tools}
