@@ -145,7 +145,7 @@ CHECKS: dict[str, Callable[[str, Path], object]] = {
     "--once --json": lambda said, at: json.loads(said)["step"] == 2,
     "finetune report": lambda said, at: "report.html" in said,
     "finetune chat": lambda said, at: said.strip(),
-    "finetune eval": lambda said, at: said.startswith(("| measure | of |", "| difficulty |")),
+    "finetune eval": lambda said, at: "| measure | of |" in said or "| difficulty |" in said,
     "finetune verify": lambda said, at: "the deployment answers as the trained model" in said,
     "--print-config": lambda said, at: re.search(r"^micro_batch_size +4 +ds_configs/zero3.json$", said, re.MULTILINE),
 }
