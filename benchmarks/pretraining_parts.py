@@ -39,6 +39,7 @@ from finetune.training.muon import (
     NorMuon,
     _iterated,
 )
+from finetune.training.optimizers import JointOptimizer
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "pretraining_parts.jsonl"
@@ -46,7 +47,7 @@ SEQUENCE, VOCABULARY, TRAIN_WINDOWS, MICROBATCH = 512, 4096, 8192, 8
 PLAIN = "ve,smear,resid,x0,backout"
 # Words that leave a part out (with a plus: put one in); of "arch=" transformers' own models.
 VARIANTS = (
-    *("", PLAIN, f"{PLAIN},qk,muon", "arch=nanochat", "arch=nanochat,muon", "arch=qwen3"),
+    *("", PLAIN, f"{PLAIN},qk,muon", "arch=nanochat", "arch=nanochat,muon"),
     *("ve", "gate", "smear", "resid,x0", "backout", "qk", "softcap", "init", "+windows", "+zloss"),
     *("polar,equal", "neuron", "cautious", "equal", "renorm", "aspect"),
 )
@@ -100,28 +101,35 @@ def prepare(work: Path) -> SimpleNamespace:
 
 def train(off: frozenset[str], depth: int, seed: int, corpus: Any, options: Any) -> dict[str, Any]:
     """One run to its end: bits per byte of the validation windows, and what it took."""
-    from finetune.training.optimizers import decay_factor, momentum_at
+    from finetune.config.pretrain_config import PretrainConfig
+    from finetune.config.schedules import ScheduleSettings, learning_rate_schedule
+    from finetune.training.optimizers import make_optimizer, scaled_rates, set_matrix_schedule
 
     steps, windows = options.tokens // options.total_batch_size, options.total_batch_size // SEQUENCE
-    width = 64 * depth
-    worth = 12 * (12 * depth * width**2 + VOCABULARY * width)
-    batch = math.sqrt(options.total_batch_size / 2**19)
-    rate = batch * min(4.0, max(1.0, worth / options.tokens) ** 0.32)
-    decay = 0.28 * min(10.0, batch * 12 * (12 * 12 * 768**2 + 32768 * 768) / max(worth, options.tokens))
-    model = (
-        transformers_model(off, depth, seed) if any("arch=" in word for word in off) else own_model(off, depth, seed)
+    config = PretrainConfig(
+        train_data_path="x",
+        output_dir="x",
+        total_batch_size=options.total_batch_size,
+        optimizer="muon" if "muon" in off else "normuon",
     )
-    muon, adamw = optimizers(model, off, rate, decay)
-    peaks = [(group, group["lr"]) for part in (muon, adamw) for group in part.param_groups]
-    order, warm_up, warm_down = np.random.default_rng(seed).permutation(len(corpus.train)), 40, round(0.65 * steps)
+    width = 64 * depth
+    worth = config.target_param_data_ratio * (12 * depth * width**2 + VOCABULARY * width)
+    rates = scaled_rates(config, width=width, worth_tokens=worth, run_tokens=options.tokens)
+    if any("arch=" in word for word in off):
+        model = transformers_model(off, depth, seed)
+        optimizer: Any = make_optimizer(model.inner, config, rates, fused=True)
+    else:
+        model = own_model(off, depth, seed)
+        optimizer = own_optimizer(model, off, rates, rates.matrix / config.matrix_lr)
+    peaks = [(group, group["lr"]) for group in optimizer.param_groups]
+    settings = ScheduleSettings(steps, min(40, steps // 4), warmdown_ratio=0.65, final_fraction=0.05)
+    factor = learning_rate_schedule("warmdown", settings)
+    order = np.random.default_rng(seed).permutation(len(corpus.train))
     began = time.perf_counter()
     for step in range(steps):
-        left = min(1.0, (steps - step) / warm_down)
-        factor = min((step + 1) / max(1, min(warm_up, steps // 4)), left + (1 - left) * 0.05)
         for group, peak in peaks:
-            group["lr"] = peak * factor
-        for group in muon.param_groups:
-            group["momentum"], group["weight_decay"] = momentum_at(step, steps, 0.65), decay * decay_factor(step, steps)
+            group["lr"] = peak * factor(step)
+        set_matrix_schedule(optimizer, step, total_steps=steps, warmdown_ratio=0.65, decay=rates.decay)
         ids = order[np.arange(step * windows, (step + 1) * windows) % len(order)]
         for part in np.array_split(ids, max(1, windows // MICROBATCH)):
             block = torch.from_numpy(corpus.train[part])
@@ -129,8 +137,7 @@ def train(off: frozenset[str], depth: int, seed: int, corpus: Any, options: Any)
             loss.backward()
         if step == 0 and not float(sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None)) > 0:
             raise SystemExit(f"{sorted(off)}: the gradient is nothing")
-        muon.step()
-        adamw.step()
+        optimizer.step()
         model.zero_grad(set_to_none=True)
     facts = {"tokens": options.tokens, "batch": options.total_batch_size, "bpb": bits_per_byte(model, corpus)}
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -198,16 +205,12 @@ def own_model(off: frozenset[str], depth: int, seed: int) -> Any:
     return model
 
 
-def transformers_model(off: frozenset[str], depth: int, seed: int) -> Any:
-    """transformers' NanoChat or Qwen3 with our start, Qwen3 with nanochat's factor on queries and keys."""
+def transformers_model(off: frozenset[str], depth: int, seed: int) -> Causal:
+    """A model of transformers with our start."""
     from finetune.modeling.scratch import make_model, scratch_config
 
     name = next(word[5:] for word in off if word.startswith("arch="))
-    found = make_model(scratch_config(name, depth, vocab_size=VOCABULARY, max_seq_len=SEQUENCE), seed=seed)
-    for parameter_name, parameter in found.named_parameters():
-        if parameter_name.endswith(("q_norm.weight", "k_norm.weight")):
-            parameter.data.fill_(1.2)
-    return Causal(found)
+    return Causal(make_model(scratch_config(name, depth, vocab_size=VOCABULARY, max_seq_len=SEQUENCE), seed=seed))
 
 
 class Causal(torch.nn.Module):
@@ -225,36 +228,17 @@ class Causal(torch.nn.Module):
 # ---------------------------------------------------------------------- optimizers
 
 
-def optimizers(model: Any, off: frozenset[str], rate: float, decay: float) -> tuple[Any, Any]:
-    """NorMuon without what is named (or Muon), and AdamW, of nanochat's groups with its rates times `rate`."""
-    if isinstance(model, Causal):
-        groups = groups_of(model.inner, rate)
-    else:
-        names = {"unembedding_lr": 0.008, "embedding_lr": 0.3, "scalar_lr": 0.5, "matrix_lr": 0.02}
-        scaled = {name: value * rate for name, value in names.items()}
-        groups = model.setup_optimizer(weight_decay=decay, **scaled).param_groups
-    muon = [{"params": group["params"], "lr": group["lr"]} for group in groups if group["kind"] == "muon"]
-    wanted = ("params", "lr", "betas", "eps", "weight_decay")
+def own_optimizer(model: Any, off: frozenset[str], rates: Any, scale: float) -> JointOptimizer:
+    """NorMuon without what is named (or Muon), and AdamW, of nanochat's groups with its rates times `scale`."""
+    names = {"unembedding_lr": 0.008, "embedding_lr": 0.3, "scalar_lr": 0.5, "matrix_lr": 0.02}
+    groups = model.setup_optimizer(
+        weight_decay=0.0, **{name: value * scale for name, value in names.items()}
+    ).param_groups
+    muon = [{"params": g["params"], "lr": g["lr"], "kind": "matrix"} for g in groups if g["kind"] == "muon"]
+    wanted = ("kind", "params", "lr", "betas", "eps", "weight_decay")
     adamw = [{name: group[name] for name in wanted} for group in groups if group["kind"] == "adamw"]
     kind: Any = BatchedMuon if "muon" in off else partial(PartOfNorMuon, off)
-    return kind(muon, lr=1.0, weight_decay=decay), torch.optim.AdamW(adamw, lr=1.0, fused=True)
-
-
-def groups_of(model: Any, rate: float) -> list[dict[str, Any]]:
-    from finetune.training.optimizers import parameter_kinds
-
-    kinds = {kind: [p for _, p in members] for kind, members in parameter_kinds(model).items()}
-    width = (model.config.hidden_size / 768) ** -0.5
-    found = [{"kind": "muon", "params": kinds["matrix"], "lr": 0.02 * rate}]
-    for kind, peak, beta2, decay in (
-        ("head", 0.008 * width, 0.96, 0.01),
-        ("embedding", 0.3 * width, 0.995, 0.001),
-        ("vector", 0.008, 0.95, 0.0),
-    ):
-        if kinds[kind]:
-            settings = {"betas": (0.8, beta2), "eps": 1e-10, "weight_decay": decay}
-            found.append({"kind": "adamw", "params": kinds[kind], "lr": peak * rate, **settings})
-    return found
+    return JointOptimizer([kind(muon, weight_decay=rates.decay), torch.optim.AdamW(adamw, fused=True)])
 
 
 class PartOfNorMuon(NorMuon):

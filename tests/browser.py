@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+import pytest
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+NEEDS_CHROMIUM = pytest.mark.skipif(CHROMIUM is None, reason="chromium not installed")
 _FLAGS = (
     "--headless=new",
     "--no-sandbox",

@@ -23,12 +23,12 @@ from finetune.planning.activations import Computing
 from finetune.planning.adapters import adapter_numbers
 from finetune.planning.shapes import KNOWN_MODELS, ModelShape, known_config, read_shape, shape_of_config, shape_of_model
 from finetune.planning.token_data import document_bytes, stream_vocabulary
+from finetune.planning.traffic import MUONS
 from finetune.planning.workload import Cluster, Sharding, Workload
 from finetune.runtime.device import DEVICE_KINDS
 from finetune.runtime.npu_tuning import hccl_buffer_bytes
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-MUONS = ("muon", "normuon")
 
 
 def shape_for(config: BaseConfig, model_config: Path | None = None) -> ModelShape:

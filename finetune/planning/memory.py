@@ -14,8 +14,7 @@ from finetune.planning.activations import Moment, moments, most_targets_of_whole
 from finetune.planning.state import state_terms
 from finetune.planning.workload import PHASES, STEP, TRAINING, Cluster, Location, Phase, Term, Workload
 from finetune.runtime.device import DEVICE_KINDS
-
-MIB = 2**20
+from finetune.runtime.smi_report import MIB
 
 SHARD_BYTES = 5 * 10**9
 ONLY_SAVE: tuple[Phase, ...] = ("save",)

@@ -15,6 +15,7 @@ from finetune.planning.workload import Cluster, Workload
 # Share of the peak that training reaches. Published for dense models: 33-50% (torchtitan Llama-3.1-8B 33-39% on H100;
 # nanochat d24 50%; QwenLM 72B LoRA with ZeRO-3 33-38%).
 EFFICIENCY = 0.4
+MUONS = ("normuon", "muon")  # values of --optimizer
 # Numbers of the matrices that Muon takes at once: 128 MiB in float32, a few times over.
 MUON_AT_ONCE = 32 * 2**20
 

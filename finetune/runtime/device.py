@@ -22,6 +22,7 @@ from finetune.errors import ConfigError
 from finetune.runtime.host import peak_host_bytes, usable_cores
 from finetune.runtime.peak_flops import peak_flops
 from finetune.runtime.ports import free_port
+from finetune.runtime.smi_report import MIB
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("finetune")
 
 
-MIB = 2**20
 DeviceType = Literal["auto", "npu", "cuda", "mps", "cpu"]
 
 

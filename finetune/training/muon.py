@@ -48,10 +48,7 @@ class BatchedMuon(torch.optim.Muon):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """A step; `closure` as in torch."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for group in self.param_groups:
             shapes: dict[torch.Size, list[torch.nn.Parameter]] = {}
             for parameter in group["params"]:
@@ -178,6 +175,14 @@ class NorMuon(BatchedMuon):
         found = (matrices * (mean / lengths.clamp(min=1e-6))).to(self.dtype)
         found = found / (found.norm(dim=(1, 2), keepdim=True) * POLAR_MARGIN + 1e-6)
         return _iterated(found, POLAR_EXPRESS)
+
+
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """What the closure of an optimizer's step returns, computed with gradients; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def _iterated(matrices: torch.Tensor, coefficients: Sequence[tuple[float, float, float]]) -> torch.Tensor:

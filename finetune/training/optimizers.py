@@ -16,7 +16,8 @@ import torch
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.optimization import Adafactor
 
-from finetune.training.muon import BatchedMuon, NorMuon
+from finetune.planning.traffic import MUONS
+from finetune.training.muon import BatchedMuon, NorMuon, evaluated
 
 if TYPE_CHECKING:
     from finetune.config.pretrain_config import PretrainConfig
@@ -32,7 +33,6 @@ HORIZON_POWER = 0.32
 LARGEST_HORIZON_FACTOR = 4.0  # of a run of a seventy-sixth of the tokens; shorter ones were not measured
 EMBEDDING_BETA2 = 0.995
 EMBEDDING_DECAY, HEAD_DECAY = 0.001, 0.01
-MUONS = ("normuon", "muon")
 MOMENTUM_START, MOMENTUM_TOP, MOMENTUM_END, MOMENTUM_STEPS = 0.85, 0.97, 0.90, 400
 
 
@@ -247,10 +247,7 @@ class JointOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """A step of every part."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for part in self.parts:
             part.step()
         return loss

@@ -26,6 +26,7 @@ from finetune.errors import FinetuneError
 from finetune.runtime.language import _
 
 if TYPE_CHECKING:
+    from finetune.data.corpus.windows import JoinedWindows, Windows
     from finetune.data.sources import DataFile
 
 LARGE_BYTES = 32 << 20
@@ -115,23 +116,24 @@ def probe_pretrain(config: PretrainConfig) -> Iterator[Check]:
         vocabulary = vocabulary_of(tokenizer)
         yield ok("tokenizer", _("{tokens:,} tokens").format(tokens=vocabulary))
         known = {"vocab_size": config.vocab_size or vocabulary, "tokenizer_hash": tokenizer_hash(tokenizer)}
-    for name in ("train", "valid") if config.valid_data_path else ("train",):
-        windows = (
-            training_windows(config, **known)
-            if name == "train"
-            else Windows(TokenShards(config.valid_data_path, split="val", **known), config.max_seq_len, name=name)
-        )
+    windows = training_windows(config, **known)
+    if len(windows) < config.global_batch_size:
         values = {"tokens": windows.tokens, "windows": len(windows)}
-        if name == "train" and len(windows) < config.global_batch_size:
-            what = _(
-                "{tokens:,} tokens, {windows:,} windows, fewer than the {needed:,} of one step (--train-data-path)"
-            )
-            fix = _("give more data, or a --total-batch-size of at most {most}")
-            fix = fix.format(most=len(windows) * config.max_seq_len)
-            yield fail("data", what.format(needed=config.global_batch_size, **values), fix)
-            return
-        what = _("{split}: {tokens:,} tokens, {windows:,} windows, {cut:.1%} of the tokens cut")
-        yield ok("data", what.format(split=name, cut=windows.cut_tokens / windows.tokens, **values), **values)
+        what = _("{tokens:,} tokens, {windows:,} windows, fewer than the {needed:,} of one step (--train-data-path)")
+        fix = _("give more data, or a --total-batch-size of at most {most}")
+        fix = fix.format(most=len(windows) * config.max_seq_len)
+        yield fail("data", what.format(needed=config.global_batch_size, **values), fix)
+        return
+    yield _counted("train", windows)
+    if config.valid_data_path:
+        shards = TokenShards(config.valid_data_path, split="val", **known)
+        yield _counted("valid", Windows(shards, config.max_seq_len, name="valid"))
+
+
+def _counted(split: str, windows: Windows | JoinedWindows) -> Check:
+    values = {"tokens": windows.tokens, "windows": len(windows)}
+    what = _("{split}: {tokens:,} tokens, {windows:,} windows, {cut:.1%} of the tokens cut")
+    return ok("data", what.format(split=split, cut=windows.cut_tokens / windows.tokens, **values), **values)
 
 
 def probe(kind: str, module: str, arguments: Sequence[str], world_size: int) -> list[dict[str, Any]]:

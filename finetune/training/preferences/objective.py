@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from inspect import signature
 
 import numpy as np
@@ -141,8 +142,12 @@ class PreferenceObjective:
         if self.config.by_token:
             parts = [part / counts for part in parts]
         pairs = (answers for part in parts for answers in (part[0::2], part[1::2]))
-        settings = [name for name, one in signature(loss).parameters.items() if one.kind is one.KEYWORD_ONLY]
-        return loss(*pairs, **{name: getattr(self.config, name) for name in settings})
+        return loss(*pairs, **{name: getattr(self.config, name) for name in _settings_of(loss)})
+
+
+@cache
+def _settings_of(loss: Callable[..., torch.Tensor]) -> tuple[str, ...]:
+    return tuple(name for name, one in signature(loss).parameters.items() if one.kind is one.KEYWORD_ONLY)
 
 
 def preference_facts(sums: Sequence[float], groups: LossGroups, config: PreferenceConfig) -> dict[str, float]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from browser import CHROMIUM, Page, browser
+from browser import NEEDS_CHROMIUM, Page, browser
 from fake_runs import make_run
 
 from finetune.__main__ import main as finetune
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium not installed")
+pytestmark = NEEDS_CHROMIUM
 
 
 @pytest.fixture(scope="module")

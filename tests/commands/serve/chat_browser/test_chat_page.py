@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from browser import CHROMIUM, Page, browser
+from browser import NEEDS_CHROMIUM, Page, browser
 from serve_helpers import Served, stub_server
 from xss_corpus import CORPUS, GROWING, HEAVY
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium not installed")
+pytestmark = NEEDS_CHROMIUM
 
 
 @pytest.fixture(scope="module")
