@@ -43,12 +43,17 @@ def test_a_command_that_is_not_run_says_what_it_needs(page: Path) -> None:
             assert re.search(r"\b(needs?|takes)\b", paragraph, re.IGNORECASE), f"{page.name}: {block}"
 
 
+def checkout(folder: Path) -> Path:
+    """`folder`, with what a reader of the pages has around."""
+    for name in ("data_samples", "ds_configs", "accelerate_configs", "launchers", "docs", "README.md"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkout in which a reader works, with the files that the pages take to be there, under their names."""
-    folder = tmp_path_factory.mktemp("reader")
-    for name in ("data_samples", "ds_configs", "accelerate_configs", "launchers", "docs", "README.md"):
-        (folder / name).symlink_to(ROOT / name)
+    folder = checkout(tmp_path_factory.mktemp("reader"))
     for name, target in {"BASE": ROOT / BASE, "MODEL": ROOT / BASE, "TEXTS": ROOT / "docs"}.items():
         (folder / name).symlink_to(target)
     for name in ("logs", "held_out", "books", "code", "examples/train_lora", "data"):
@@ -191,19 +196,19 @@ def answers(url: str) -> bool:
 
 
 @pytest.mark.slow
-def test_the_tutorial_does_what_it_shows(place: Path) -> None:
-    page = ROOT / "docs" / "tutorial.md"
+def test_the_tutorial_does_what_it_shows(tmp_path: Path) -> None:
+    place, page = checkout(tmp_path), ROOT / "docs" / "tutorial.md"
     said = "\n".join(run_block(text, place) for text in blocks(page, "bash"))
     shown = "\n".join(blocks(page, "text"))
     for line in (
         "464 (longest sample 53)",
         "record 0  34 tokens, 13 trained",
-        "[SUCCESS] done: 60 steps, output in runs/mine",
+        "[SUCCESS] done: 60 steps, output in runs/office",
         "Printers are in VLAN 55.",
         "The maintenance window is Sunday, 02:00 to 04:00 UTC.",
-        "[INFO] this run is finished: runs/mine holds its output",
-        "runs/mine  done  step 60/60 (100%)",
-        "runs/mine/report.html",
+        "[INFO] this run is finished: runs/office holds its output",
+        "runs/office  done  step 60/60 (100%)",
+        "runs/office/report.html",
     ):
         assert line in shown and line in said, line
 
