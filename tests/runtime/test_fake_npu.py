@@ -231,15 +231,15 @@ def test_16_bits_take_npu_attention_with_the_ends_of_documents(run):
     assert npu.logged("loss") == pytest.approx(cpu.logged("loss"), rel=5e-3)
 
 
-def test_fused_layers_of_npus_are_used_where_they_agree(run):
+@pytest.mark.parametrize("key", [("npu", 1, "full"), pytest.param(("auto", 2), marks=pytest.mark.slow)])
+def test_fused_layers_of_npus_are_used_where_they_agree(run, key):
     """Compared with the plain operations at the start, then used for every layer; the losses are the CPU's (above)."""
-    for key in (("npu", 1, "full"), ("auto", 2)):
-        found = run(*key)
-        assert found.start["fused_layers"].startswith("npu: ") and "not used" not in found.printed
-        assert found.start["fused_layers"].endswith(FUSED), found.start["fused_layers"]
-        calls = found.observed()["fused_calls"]
-        assert set(calls) == {"npu_rms_norm", "npu_rotary_mul", "npu_swiglu"} and min(calls.values()) > STEPS
-    assert run("cpu").start["fused_layers"] == "none"
+    found = run(*key)
+    assert found.start["fused_layers"].startswith("npu: ") and "not used" not in found.printed
+    assert found.start["fused_layers"].endswith(FUSED), found.start["fused_layers"]
+    calls = found.observed()["fused_calls"]
+    assert set(calls) == {"npu_rms_norm", "npu_rotary_mul", "npu_swiglu"} and min(calls.values()) > STEPS
+    assert run("cpu", 1, "full").start["fused_layers"] == "none"
 
 
 def test_a_whole_model_in_16_bits_says_so(run):

@@ -8,7 +8,7 @@ import pytest
 from crash import KINDS, KINDS_BEHIND, Crashes
 
 
-@pytest.mark.parametrize(("finetuning", "layout"), [KINDS[1], KINDS[2]], ids="-".join)
+@pytest.mark.parametrize(("finetuning", "layout"), [KINDS[1], KINDS[2]], ids=lambda part: part)
 def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path, finetuning: str, layout: str) -> None:
     crashes = Crashes(tmp_path, seed=3)
     kill = crashes.kill(1, finetuning, layout)

@@ -54,7 +54,14 @@ CASES: dict[str, tuple[int, dict[str, Any], tuple]] = {
 }
 
 
-@pytest.mark.parametrize(("processes", "changes", "spoiled"), CASES.values(), ids=CASES.keys())
+# What others of them have too, in another combination.
+MORE = ("no clipping, ZeRO-2", "DDP, full", "ZeRO-3, full, only gradients")
+
+
+@pytest.mark.parametrize(
+    ("processes", "changes", "spoiled"),
+    [pytest.param(*case, id=name, marks=pytest.mark.slow if name in MORE else ()) for name, case in CASES.items()],
+)
 def test_the_step_is_skipped_on_all_ranks_and_training_goes_on(materials, tmp_path, processes, changes, spoiled):
     output_dir = tmp_path / "run"
     ranks = run_helpers.train(
@@ -129,7 +136,7 @@ def test_a_checkpoint_before_the_first_good_step_is_saved(materials, tmp_path, l
     assert run_helpers.status(output_dir)["state"] == "done"
 
 
-@pytest.mark.parametrize(("processes", "layout"), [(1, "plain"), (2, "zero3")])
+@pytest.mark.parametrize(("processes", "layout"), [(1, "plain"), pytest.param(2, "zero3", marks=pytest.mark.slow)])
 def test_at_the_limit_the_run_stops_and_names_the_last_good_checkpoint(materials, tmp_path, processes, layout):
     output_dir = tmp_path / "run"
     steps = NONFINITE_LIMIT + 6

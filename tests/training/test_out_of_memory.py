@@ -60,7 +60,7 @@ def record_lengths(materials: Materials) -> np.ndarray:
     ("processes", "on_rank", "packing", "where", "finetuning"),
     [
         (2, 1, True, "forward", "lora"),
-        (2, 0, True, "backward", "lora"),
+        pytest.param(2, 0, True, "backward", "lora", marks=pytest.mark.slow),
         (2, 1, False, "backward", "lora"),
         (1, 0, True, "backward", "full"),
     ],

@@ -63,7 +63,12 @@ def assert_same_run(output_dir: Path, other: Path) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "on_rank", "number"),
-    [("ddp", 0, signal.SIGINT), ("ddp", 1, signal.SIGTERM), ("zero3", 0, signal.SIGTERM), ("zero3", 1, signal.SIGINT)],
+    [
+        pytest.param("ddp", 0, signal.SIGINT, marks=pytest.mark.slow),
+        ("ddp", 1, signal.SIGTERM),
+        ("zero3", 0, signal.SIGINT),
+        pytest.param("zero3", 1, signal.SIGTERM, marks=pytest.mark.slow),
+    ],
 )
 def test_one_rank_is_told_and_all_stop_at_the_same_step(materials, uninterrupted, tmp_path, layout, on_rank, number):
     output_dir = tmp_path / "run"
