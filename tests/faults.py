@@ -536,7 +536,7 @@ def caught_by(fault: Fault, folder: Path) -> str:
     assert fault.right in source, f"{fault.name}: {fault.file} has changed"
     path.write_text(source.replace(fault.right, fault.wrong, 1), encoding="utf-8")
     tests = [f"tests/{name}" for name in fault.tests.split()]
-    words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *tests]
     words += ["-k", fault.only] if fault.only else []
     try:
         done = subprocess.run(
@@ -575,7 +575,7 @@ def main() -> int:
             lines.append(f"| {fault.name} | `{fault.file}` | {f'`{test}`' if test else '**not caught**'} |")
             print(lines[-1], flush=True)
     if len(chosen) == len(FAULTS):
-        head = "# Deliberate faults\n\nEach was put into the core, and a test failed: "
+        head = "# Deliberate faults\n\nEach was put into the core, and a test of `make test` failed: "
         head += f"**{len(chosen) - missed} of {len(chosen)} "
         head += "caught**. `make faults` makes this page.\n\n"
         head += "| fault | in | first test that failed |\n|---|---|---|\n"
