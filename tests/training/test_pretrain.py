@@ -276,7 +276,7 @@ def test_the_result_is_fine_tuned(one: Path, tiny_data: Path, tmp_path: Path):
     assert any("mlp.fc1.lora_B" in name and tensor.any() for name, tensor in adapter.items())
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "llama"])
+@pytest.mark.parametrize("arch", ["qwen3", "llama", "lfm2"])
 def test_other_architectures_and_optimizers(arch: str, settings: dict, tmp_path: Path):
     changes = {"arch": arch, "optimizer": "adamw", "learning_rate": 3e-3, "lr_scheduler": "cosine", "save_steps": 0}
     output = train(settings, tmp_path / arch, **changes, num_iterations=4, document_aligned=True, max_grad_norm=1.0)
