@@ -33,8 +33,8 @@ STEPS = 20
 LOSS_LIMIT, WEIGHT_LIMIT = 1e-5, 1e-3
 # dtype -> the same limits; in bfloat16 three times what was seen on a CPU, or more.
 LIMITS = {"float32": (LOSS_LIMIT, WEIGHT_LIMIT), "bfloat16": (1e-2, 0.15)}
-# What makes all directions of a gradient equally long follows rounding in those that have next to nothing, which no loss
-# sees; Muon's iterations are in bfloat16 besides. About five times what was seen.
+# What makes all directions of a gradient equally long follows rounding in those that have next to nothing, which no
+# loss sees; Muon's iterations are in bfloat16 besides. About five times what was seen.
 ORTHOGONAL_LIMITS = {"normuon": (LOSS_LIMIT, 5e-3), "muon": (LOSS_LIMIT, 0.05)}
 
 
@@ -299,8 +299,10 @@ def table(outcomes: list[Outcome], seconds: float) -> str:
         f"{WEIGHT_LIMIT:g} by",
         f"norm(difference) / norm(update): **{held} of {len(outcomes)} hold** ({seconds:.0f} s on 2 cores).",
         "",
-        "With dropout, each way of execution draws its own: samples and rates are the same. NorMuon's matrices may differ by",
-        f"{ORTHOGONAL_LIMITS['normuon'][1]:g}, Muon's by {ORTHOGONAL_LIMITS['muon'][1]:g}: they follow rounding where a gradient has next to nothing.",
+        "With dropout, each way of execution draws its own: samples and rates are the same. Of pretraining, weights",
+        f"may differ by {ORTHOGONAL_LIMITS['normuon'][1]:g} with NorMuon, {ORTHOGONAL_LIMITS['muon'][1]:g} with Muon: "
+        "they follow rounding where",
+        "a gradient has next to nothing.",
         "",
     ]
     return "\n".join([*lines, *rows(outcomes), ""])
