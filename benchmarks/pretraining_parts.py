@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,11 +48,11 @@ SEQUENCE, VOCABULARY, TRAIN_WINDOWS, MICROBATCH = 512, 4096, 8192, 8
 PLAIN = "ve,smear,resid,x0,backout"
 # Words that leave a part out (with a plus: put one in); of "arch=" transformers' own models.
 VARIANTS = (
-    *("", PLAIN, f"{PLAIN},qk,muon", "arch=nanochat", "arch=nanochat,muon"),
+    *("", PLAIN, f"{PLAIN},qk,muon", "arch=nanochat", "arch=nanochat,muon", "arch=qwen3", "arch=lfm2"),
     *("ve", "gate", "smear", "resid,x0", "backout", "qk", "softcap", "init", "+windows", "+zloss"),
     *("polar,equal", "neuron", "cautious", "equal", "renorm", "aspect"),
 )
-KEY = ("variant", "depth", "seed", "tokens")
+KEY = ("variant", "depth", "seed", "tokens", "rate")
 
 
 def main() -> None:
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument("--depths", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--variants", nargs="+", default=VARIANTS)
+    parser.add_argument("--rates", type=float, nargs="+", default=[1.0], help="factors on all learning rates")
     parser.add_argument("--tokens", type=int, default=2**19)
     parser.add_argument("--total-batch-size", type=int, default=4096, help="tokens")
     options = parser.parse_args()
@@ -69,13 +71,11 @@ def main() -> None:
     torch.set_num_threads(1)
     corpus = prepare(options.work_dir)
     done = [tuple(run[name] for name in KEY) for run in records(RESULTS)] if RESULTS.exists() else []
-    for seed in options.seeds:
-        for depth in options.depths:
-            for variant in options.variants:
-                if (variant, depth, seed, options.tokens) not in done:
-                    run = train(frozenset(variant.split(",")) - {""}, depth, seed, corpus, options)
-                    with RESULTS.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps({"variant": variant, "depth": depth, "seed": seed, **run}) + "\n")
+    for seed, depth, rate, variant in product(options.seeds, options.depths, options.rates, options.variants):
+        if (variant, depth, seed, options.tokens, rate) not in done:
+            run = train(frozenset(variant.split(",")) - {""}, depth, seed, rate, corpus, options)
+            with RESULTS.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"variant": variant, "depth": depth, "seed": seed, "rate": rate, **run}) + "\n")
 
 
 def prepare(work: Path) -> SimpleNamespace:
@@ -99,7 +99,7 @@ def prepare(work: Path) -> SimpleNamespace:
     )
 
 
-def train(off: frozenset[str], depth: int, seed: int, corpus: Any, options: Any) -> dict[str, Any]:
+def train(off: frozenset[str], depth: int, seed: int, rate: float, corpus: Any, options: Any) -> dict[str, Any]:
     """One run to its end: bits per byte of the validation windows, and what it took."""
     from finetune.config.pretrain_config import PretrainConfig
     from finetune.config.schedules import ScheduleSettings, learning_rate_schedule
@@ -111,6 +111,7 @@ def train(off: frozenset[str], depth: int, seed: int, corpus: Any, options: Any)
         output_dir="x",
         total_batch_size=options.total_batch_size,
         optimizer="muon" if "muon" in off else "normuon",
+        lr_scale=rate,
     )
     width = 64 * depth
     worth = config.target_param_data_ratio * (12 * depth * width**2 + VOCABULARY * width)

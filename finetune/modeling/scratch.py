@@ -36,9 +36,10 @@ HEAD_STD = 0.001
 MLP_INPUT_FACTOR = 0.4
 ROPE_THETA = 100_000.0
 QUERY_KEY_SCALE = 1.2
-# The last three names of each are LFM2's: its convolution, attention and MLP.
+CONVOLUTION_TAPS = 4
+# The last two are LFM2's: of its convolution and attention, and of its MLP.
 RESIDUAL_OUTPUTS = ("o_proj.weight", "fc2.weight", "down_proj.weight", "out_proj.weight", "w2.weight")
-MLP_INPUTS = ("fc1.weight", "gate_proj.weight", "up_proj.weight", "w1.weight", "w3.weight")
+MLP_INPUTS = ("fc1.weight", "gate_proj.weight", "up_proj.weight")
 QUERY_KEY_NORMS = ("q_norm.weight", "k_norm.weight", "q_layernorm.weight", "k_layernorm.weight")
 
 
@@ -106,8 +107,8 @@ def scratch_config(
     if arch == "lfm2":
         # Attention last, so that every depth has some.
         kinds = ["full_attention" if (depth - layer) % 2 else "conv" for layer in range(depth)]
-        norm = {"norm_eps": common.pop("rms_norm_eps"), "block_auto_adjust_ff_dim": False}
-        return Lfm2Config(layer_types=kinds, **norm, **common)
+        own = {"norm_eps": common.pop("rms_norm_eps"), "block_auto_adjust_ff_dim": False}
+        return Lfm2Config(layer_types=kinds, conv_L_cache=CONVOLUTION_TAPS, **own, **common)
     raise ValueError(f"unknown architecture {arch!r}: nanochat, qwen3, llama and lfm2 are known")
 
 

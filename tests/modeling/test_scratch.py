@@ -89,8 +89,8 @@ def test_the_start_is_nanochats(model):
             assert not parameter.any(), name
             seen.add("output")
         else:
-            factor = 0.4 if re.search(r"\.(fc1|gate_proj|up_proj|w1|w3)\.", name) else 1.0
-            inputs = 3 if name.endswith("conv.conv.weight") else width  # taps of a channel
+            factor = 0.4 if re.search(r"\.(fc1|gate_proj|up_proj)\.", name) else 1.0
+            inputs = 4 if name.endswith("conv.conv.weight") else width  # taps of a channel
             assert deviation == pytest.approx(factor / math.sqrt(inputs), rel=0.06), name
             bound = factor * math.sqrt(3 / inputs)
             assert bound * 0.99 < parameter.detach().abs().max().item() <= bound * (1 + 1e-6), name
@@ -171,7 +171,7 @@ def test_flops_of_a_convolution_do_not_grow_with_the_sequence():
     """Depth 4 of LFM2: two layers attend; a tap of the convolution is a number that a token passes."""
     empty = make_empty_model(scratch_config("lfm2", 4, vocab_size=8192, max_seq_len=512))
     assert empty.config.layer_types == ["conv", "full_attention"] * 2
-    assert matrix_parameters(empty) == 4 * (4 * 256**2 + 3 * 256 * 704) + 2 * 3 * 256 + 8192 * 256
+    assert matrix_parameters(empty) == 4 * (4 * 256**2 + 3 * 256 * 704) + 2 * 4 * 256 + 8192 * 256
     assert flops_per_token(empty, 512) == 6 * matrix_parameters(empty) + 12 * 2 * 256 * 512
 
 
