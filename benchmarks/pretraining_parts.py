@@ -2,6 +2,7 @@
 
     git clone https://github.com/karpathy/nanochat && git -C nanochat checkout 92d63d4
     python benchmarks/pretraining_parts.py --nanochat nanochat --work-dir runs/parts --depths 2 4 --seeds 1 2 3
+    python benchmarks/pretraining_parts_page.py    # docs/pretraining_parts.md from the results
 
 A bare loop, not compiled, one thread: nanochat's own model from its checkout with parts left out, or a model of
 transformers with the same start; NorMuon or Muon as here (finetune/training/muon.py). All read the same windows in the
@@ -30,6 +31,7 @@ import numpy as np
 import torch
 from dpo import records
 from nanochat import _library
+from pretraining_parts_page import RESULTS, VARIANTS
 from torch.nn.functional import cross_entropy
 
 from finetune.training.muon import (
@@ -43,15 +45,7 @@ from finetune.training.muon import (
 from finetune.training.optimizers import JointOptimizer
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "pretraining_parts.jsonl"
 SEQUENCE, VOCABULARY, TRAIN_WINDOWS, MICROBATCH = 512, 4096, 8192, 8
-PLAIN = "ve,smear,resid,x0,backout"
-# Words that leave a part out (with a plus: put one in); of "arch=" transformers' own models.
-VARIANTS = (
-    *("", PLAIN, f"{PLAIN},qk,muon", "arch=nanochat", "arch=nanochat,muon", "arch=qwen3", "arch=lfm2"),
-    *("ve", "gate", "smear", "resid,x0", "backout", "qk", "softcap", "init", "+windows", "+zloss"),
-    *("polar,equal", "neuron", "cautious", "equal", "renorm", "aspect"),
-)
 KEY = ("variant", "depth", "seed", "tokens", "rate")
 
 
@@ -61,7 +55,7 @@ def main() -> None:
     parser.add_argument("--work-dir", type=Path, required=True)
     parser.add_argument("--depths", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--variants", nargs="+", default=VARIANTS)
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0], help="factors on all learning rates")
     parser.add_argument("--tokens", type=int, default=2**19)
     parser.add_argument("--total-batch-size", type=int, default=4096, help="tokens")
