@@ -2,6 +2,7 @@
 
     git clone https://github.com/karpathy/nanochat && git -C nanochat checkout 92d63d4
     python benchmarks/pretraining_parts.py --nanochat nanochat --work-dir runs/parts --depths 2 4 --seeds 1 2 3
+    python benchmarks/pretraining_parts_page.py    # docs/pretraining_parts.md from the results
 
 A bare loop, not compiled, one thread: nanochat's own model from its checkout with parts left out, or a model of
 transformers with the same start; NorMuon or Muon as here (finetune/training/muon.py). All read the same windows in the
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +31,7 @@ import numpy as np
 import torch
 from dpo import records
 from nanochat import _library
+from pretraining_parts_page import RESULTS, VARIANTS
 from torch.nn.functional import cross_entropy
 
 from finetune.training.muon import (
@@ -42,16 +45,8 @@ from finetune.training.muon import (
 from finetune.training.optimizers import JointOptimizer
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "pretraining_parts.jsonl"
 SEQUENCE, VOCABULARY, TRAIN_WINDOWS, MICROBATCH = 512, 4096, 8192, 8
-PLAIN = "ve,smear,resid,x0,backout"
-# Words that leave a part out (with a plus: put one in); of "arch=" transformers' own models.
-VARIANTS = (
-    *("", PLAIN, f"{PLAIN},qk,muon", "arch=nanochat", "arch=nanochat,muon"),
-    *("ve", "gate", "smear", "resid,x0", "backout", "qk", "softcap", "init", "+windows", "+zloss"),
-    *("polar,equal", "neuron", "cautious", "equal", "renorm", "aspect"),
-)
-KEY = ("variant", "depth", "seed", "tokens")
+KEY = ("variant", "depth", "seed", "tokens", "rate")
 
 
 def main() -> None:
@@ -60,7 +55,8 @@ def main() -> None:
     parser.add_argument("--work-dir", type=Path, required=True)
     parser.add_argument("--depths", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--variants", nargs="+", default=VARIANTS)
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
+    parser.add_argument("--rates", type=float, nargs="+", default=[1.0], help="factors on all learning rates")
     parser.add_argument("--tokens", type=int, default=2**19)
     parser.add_argument("--total-batch-size", type=int, default=4096, help="tokens")
     options = parser.parse_args()
@@ -69,13 +65,11 @@ def main() -> None:
     torch.set_num_threads(1)
     corpus = prepare(options.work_dir)
     done = [tuple(run[name] for name in KEY) for run in records(RESULTS)] if RESULTS.exists() else []
-    for seed in options.seeds:
-        for depth in options.depths:
-            for variant in options.variants:
-                if (variant, depth, seed, options.tokens) not in done:
-                    run = train(frozenset(variant.split(",")) - {""}, depth, seed, corpus, options)
-                    with RESULTS.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps({"variant": variant, "depth": depth, "seed": seed, **run}) + "\n")
+    for seed, depth, rate, variant in product(options.seeds, options.depths, options.rates, options.variants):
+        if (variant, depth, seed, options.tokens, rate) not in done:
+            run = train(frozenset(variant.split(",")) - {""}, depth, seed, rate, corpus, options)
+            with RESULTS.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"variant": variant, "depth": depth, "seed": seed, "rate": rate, **run}) + "\n")
 
 
 def prepare(work: Path) -> SimpleNamespace:
@@ -99,7 +93,7 @@ def prepare(work: Path) -> SimpleNamespace:
     )
 
 
-def train(off: frozenset[str], depth: int, seed: int, corpus: Any, options: Any) -> dict[str, Any]:
+def train(off: frozenset[str], depth: int, seed: int, rate: float, corpus: Any, options: Any) -> dict[str, Any]:
     """One run to its end: bits per byte of the validation windows, and what it took."""
     from finetune.config.pretrain_config import PretrainConfig
     from finetune.config.schedules import ScheduleSettings, learning_rate_schedule
@@ -111,6 +105,7 @@ def train(off: frozenset[str], depth: int, seed: int, corpus: Any, options: Any)
         output_dir="x",
         total_batch_size=options.total_batch_size,
         optimizer="muon" if "muon" in off else "normuon",
+        lr_scale=rate,
     )
     width = 64 * depth
     worth = config.target_param_data_ratio * (12 * depth * width**2 + VOCABULARY * width)

@@ -29,12 +29,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Parts of the standard library's folder that are no library, or that some systems leave out.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip", "__pycache__"}
-MODEL = ("--arch", "nanochat", "--depth", "2", "--max-seq-len", "256")
+MODEL = ("--arch", "lfm2", "--depth", "2", "--max-seq-len", "256")
 BATCH = ("--device-batch-size", "16", "--total-batch-size", "8192")
 # The law of learning rates is for batches of half a million tokens; these are for the few thousand of a demo.
 RATES = ("--lr-scaling", "false", "--matrix-lr", "0.01", "--embedding-lr", "0.05", "--unembedding-lr", "0.004")
 # The base model has never seen a chat token, so its head has nothing to tell one from another: LoRA on the head too.
-LORA = ("--lora-target-modules", "q_proj,k_proj,v_proj,o_proj,fc1,fc2,lm_head", "--lora-r", "64")
+LORA = ("--lora-target-modules", "q_proj,k_proj,v_proj,in_proj,out_proj,w1,w2,w3,lm_head", "--lora-r", "64")
 TUNING = ("--learning-rate", "4e-3", "--micro-batch-size", "8", "--global-batch-size", "32")
 PROMPTS = ("def __init__(self", "import os\n", "class Error(Exception):\n")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")

@@ -1,5 +1,5 @@
 """The equivalence grid: one run, executed in 64 ways, against one of them; runs of other models in eight each; runs on
-preferences.
+preferences; and pretraining.
 
     python tests/grid.py              # all cells, the table into docs/equivalence_grid.md (`make grid`)
     python tests/grid.py 4            # every 32nd cell or so: four of them, printed only
@@ -26,12 +26,16 @@ from typing import Any
 import preference_rows
 import run_helpers as runs
 import run_patches
+from pretraining_cells import PRETRAINING, pretraining_settings, pretraining_start
 
 TABLE = runs.ROOT / "docs" / "equivalence_grid.md"
 STEPS = 20
 LOSS_LIMIT, WEIGHT_LIMIT = 1e-5, 1e-3
 # dtype -> the same limits; in bfloat16 three times what was seen on a CPU, or more.
 LIMITS = {"float32": (LOSS_LIMIT, WEIGHT_LIMIT), "bfloat16": (1e-2, 0.15)}
+# What makes all directions of a gradient equally long follows rounding in those that have next to nothing, which no
+# loss sees; Muon's iterations are in bfloat16 besides. About five times what was seen.
+ORTHOGONAL_LIMITS = {"normuon": (LOSS_LIMIT, 5e-3), "muon": (LOSS_LIMIT, 0.05)}
 
 
 SIZES = {
@@ -91,6 +95,7 @@ class Cell:
     mixed: bool = False  # two sources by weight
     quantization: str = "none"
     loss: str = ""  # of preferences; else fine-tuning
+    pretraining: str = ""  # one of PRETRAINING; micro-batches are windows then
 
     @property
     def name(self) -> str:
@@ -98,6 +103,7 @@ class Cell:
         own = "".join(f"-{part}".replace(" ", "_") for part in (self.model, self.dropout) if part)
         own += ("" if self.fused_lora else "-peft") + ("-mixed" if self.mixed else "")
         own += f"-{self.loss}" if self.loss else ""
+        own += f"-{self.pretraining}".replace(" ", "_") if self.pretraining else ""
         others = (
             (self.quantization, "none"),
             (self.dtype, "float32"),
@@ -111,11 +117,19 @@ class Cell:
     def run(self) -> Cell:
         """The reference: the same run on one process without DeepSpeed; in float32 on the CPU."""
         same = {"model": self.model, "dropout": self.dropout, "dtype": self.dtype, "mixed": self.mixed}
-        same |= {"quantization": self.quantization, "loss": self.loss}
+        same |= {"quantization": self.quantization, "loss": self.loss, "pretraining": self.pretraining}
         reference = Cell(self.finetuning, "plain", 1, True, 1, **same)
         return reference if self.dtype == "float32" else replace(reference, device=self.device)
 
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Of losses and of weights."""
+        return ORTHOGONAL_LIMITS.get(self.pretraining.rpartition(" ")[2], LIMITS[self.dtype])
+
     def settings(self, materials: runs.Materials, folder: Path) -> dict[str, Any]:
+        if self.pretraining:
+            own = {"windows": self.micro_batch_size, "steps": STEPS}
+            return pretraining_settings(self.pretraining, folder / self.name, materials.folder, **own)
         model = materials.folder / self.model if self.model else materials.model
         sources: dict[str, Any] = {}
         if self.mixed:
@@ -176,7 +190,12 @@ def cells() -> list[Cell]:
     of_pairs = itertools.product(("lora", "full"), runs.LAYOUTS, (1, 2), (True, False), (4,))
     preferences = [Cell(*way, loss="dpo") for way in of_pairs]
     preferences += [Cell("lora", *way, loss=loss) for loss in ("ipo", "orpo", "simpo", "kto") for way in others]
-    return [Cell(*way) for way in ways] + of_models + of_adapters + preferences
+    # One process holding all windows of a step, and two holding one, two and all of theirs.
+    pretraining_ways = ((1, 8), (2, 1), (2, 2), (2, 4))
+    pretraining = [
+        Cell("full", "plain", n, True, m, pretraining=kind) for kind in PRETRAINING for n, m in pretraining_ways
+    ]
+    return [Cell(*way) for way in ways] + of_models + of_adapters + preferences + pretraining
 
 
 def starting_weights(cell: Cell, materials: runs.Materials, folder: Path) -> dict[str, Any]:
@@ -188,6 +207,8 @@ def starting_weights(cell: Cell, materials: runs.Materials, folder: Path) -> dic
     from finetune.modeling.pretrained import add_adapter, load_model
     from finetune.training.state import trainable
 
+    if cell.pretraining:
+        return pretraining_start(cell.pretraining)
     settings = cell.settings(materials, folder)
     kind = PreferenceConfig if cell.loss else RunConfig
     config = kind(**settings | {"report_to": (settings["report_to"],)})
@@ -223,7 +244,7 @@ class Grid:
             float((found_weights[name] - weights[name]).norm() / (weights[name] - start[name]).norm().clamp(min=1e-12))
             for name in start
         )
-        loss_limit, weight_limit = LIMITS[cell.dtype]
+        loss_limit, weight_limit = cell.limits
         wrong = []
         if found_ids != ids:
             wrong.append("other samples")
@@ -259,7 +280,7 @@ class Grid:
         settings = cell.settings(self.materials, self.folder)
         run = Path(settings["output_dir"])
         if not run.exists():
-            module = "finetune.dpo" if cell.loss else "finetune.sft"
+            module = "finetune.dpo" if cell.loss else "finetune.pretrain" if cell.pretraining else "finetune.sft"
             runs.train(settings, cell.processes, patch=run_patches.true_float32, module=module)
         return runs.sample_ids(run), runs.losses(run), trained_weights(run, names)
 
@@ -278,7 +299,10 @@ def table(outcomes: list[Outcome], seconds: float) -> str:
         f"{WEIGHT_LIMIT:g} by",
         f"norm(difference) / norm(update): **{held} of {len(outcomes)} hold** ({seconds:.0f} s on 2 cores).",
         "",
-        "With dropout, each way of execution draws its own: samples and rates are the same.",
+        "With dropout, each way of execution draws its own: samples and rates are the same. Of pretraining, weights",
+        f"may differ by {ORTHOGONAL_LIMITS['normuon'][1]:g} with NorMuon, {ORTHOGONAL_LIMITS['muon'][1]:g} with Muon: "
+        "they follow rounding where",
+        "a gradient has next to nothing.",
         "",
     ]
     return "\n".join([*lines, *rows(outcomes), ""])
@@ -301,6 +325,7 @@ def rows(outcomes: list[Outcome]) -> list[str]:
             "two sources, 3 to 1" if cell.mixed else "",
             "" if cell.quantization == "none" else f"base in {cell.quantization}",
             cell.loss,
+            f"{cell.pretraining}, from scratch" if cell.pretraining else "",
             "" if cell.dtype == "float32" else cell.dtype,
             "" if cell.fused_layers == "off" else f"layers by {cell.fused_layers}",
         )

@@ -47,7 +47,15 @@ PAGES = {
         *("reference/commands", "reference/events", "reference/exit_codes", "reference/symptoms", "reference/python"),
     ],
     "How it holds up": [
-        *("promises", "compare", "limits", "benchmarks_sft", "benchmarks_packing", "benchmarks_pretraining"),
+        *(
+            "promises",
+            "compare",
+            "limits",
+            "benchmarks_sft",
+            "benchmarks_packing",
+            "benchmarks_pretraining",
+            "pretraining_parts",
+        ),
         *("defaults_benchmark", "peers_settings_benchmark", "preferences_benchmark", "curriculum_benchmark"),
         *("equivalence_grid", "equivalence_grid_cuda"),
         *("crash_table", "fault_table", "roofline", "scale"),

@@ -63,7 +63,7 @@ def find_limits(model: Any, device: torch.device, max_batch: int, context_tokens
     wanted = max(context, max_batch * min(context, DEFAULT_CACHE_TOKENS_PER_ANSWER))
     affordable = int(_free_bytes(device) * MEMORY_SHARE / _cache_bytes_per_token(config, model.dtype))
     cache_tokens = min(wanted, affordable)
-    if cache_tokens < 64:
+    if affordable < 64:
         raise ConfigError(
             "there is no memory left for the key-value cache", str(device), "use a smaller model, or a free device"
         )

@@ -2,8 +2,8 @@
 
 Shapes and start follow nanochat (karpathy/nanochat, gpt.py and base_train.py): one dial, the depth; width 64 x depth,
 heads of 128; normal embeddings of 0.8, a head near zero, uniform projections, and outputs of attention and MLP that
-start at zero, so that every block starts as the identity. Llama and Qwen3 get the same start, because the learning
-rates belong to it.
+start at zero, so that every block starts as the identity. Llama, Qwen3 and LFM2 get the same start, because the
+learning rates belong to it; where queries and keys have scales, those start at nanochat's factor of 1.2.
 
 Three traps of transformers' NanoChat, each with a test: its default `pad_token_id=1` makes token 1 a `padding_idx`
 that never trains; its own start is normal 0.02; its MLP is `fc1`, `fc2`, which LoRA target lists for Llama do not name.
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Lfm2Config,
     LlamaConfig,
     NanoChatConfig,
     PretrainedConfig,
@@ -34,8 +35,12 @@ EMBEDDING_STD = 0.8
 HEAD_STD = 0.001
 MLP_INPUT_FACTOR = 0.4
 ROPE_THETA = 100_000.0
-RESIDUAL_OUTPUTS = ("o_proj.weight", "fc2.weight", "down_proj.weight")
+QUERY_KEY_SCALE = 1.2
+CONVOLUTION_TAPS = 4
+# The last two are LFM2's: of its convolution and attention, and of its MLP.
+RESIDUAL_OUTPUTS = ("o_proj.weight", "fc2.weight", "down_proj.weight", "out_proj.weight", "w2.weight")
 MLP_INPUTS = ("fc1.weight", "gate_proj.weight", "up_proj.weight")
+QUERY_KEY_NORMS = ("q_norm.weight", "k_norm.weight", "q_layernorm.weight", "k_layernorm.weight")
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,7 @@ def scratch_config(
     """The transformers configuration of an architecture at a depth.
 
     Args:
-        arch: nanochat, qwen3 or llama.
+        arch: nanochat, qwen3, llama or lfm2 (every second layer attends; the others have a short convolution).
         vocab_size: ids of the tokenizer; the model gets as many, rounded up to a multiple of 64.
 
     Raises:
@@ -94,12 +99,17 @@ def scratch_config(
     if arch == "nanochat":
         return NanoChatConfig(intermediate_size=4 * shape.width, **common)
     # As many numbers as nanochat's two matrices of 4 x width, in the three of a gated MLP.
-    gated: dict[str, Any] = {"intermediate_size": math.ceil(8 * shape.width / 3 / 64) * 64, "head_dim": shape.head_dim}
+    common["intermediate_size"] = math.ceil(8 * shape.width / 3 / 64) * 64
     if arch == "qwen3":
-        return Qwen3Config(**gated, **common)
+        return Qwen3Config(head_dim=shape.head_dim, **common)
     if arch == "llama":
-        return LlamaConfig(**gated, **common)
-    raise ValueError(f"unknown architecture {arch!r}: nanochat, qwen3 and llama are known")
+        return LlamaConfig(head_dim=shape.head_dim, **common)
+    if arch == "lfm2":
+        # Attention last, so that every depth has some.
+        kinds = ["full_attention" if (depth - layer) % 2 else "conv" for layer in range(depth)]
+        own = {"norm_eps": common.pop("rms_norm_eps"), "block_auto_adjust_ff_dim": False}
+        return Lfm2Config(layer_types=kinds, conv_L_cache=CONVOLUTION_TAPS, **own, **common)
+    raise ValueError(f"unknown architecture {arch!r}: nanochat, qwen3, llama and lfm2 are known")
 
 
 def make_model(config: PretrainedConfig, *, seed: int, attention: str = "sdpa") -> PreTrainedModel:
@@ -148,12 +158,13 @@ def initialise(model: PreTrainedModel, seed: int) -> None:
             elif parameter is model.get_output_embeddings().weight:
                 parameter.copy_(_normal(parameter.shape, HEAD_STD, seed, name))
             elif parameter.ndim < 2:
-                parameter.fill_(1.0)  # scales of norms; these architectures have no biases
+                # Scales of norms; these architectures have no biases.
+                parameter.fill_(QUERY_KEY_SCALE if name.endswith(QUERY_KEY_NORMS) else 1.0)
             elif name.endswith(RESIDUAL_OUTPUTS):
                 parameter.zero_()
             else:
-                # Uniform with standard deviation 1 / sqrt(width): its bound is sqrt(3) times that.
-                bound = math.sqrt(3 / parameter.shape[1]) * (MLP_INPUT_FACTOR if name.endswith(MLP_INPUTS) else 1.0)
+                # Uniform with standard deviation 1 / sqrt(inputs): its bound is sqrt(3) times that.
+                bound = math.sqrt(3 / parameter[0].numel()) * (MLP_INPUT_FACTOR if name.endswith(MLP_INPUTS) else 1.0)
                 generator = _generator(seed, name)
                 parameter.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
 

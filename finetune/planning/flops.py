@@ -1,8 +1,8 @@
 """How much arithmetic a token costs, and what share of a device's peak that is (MFU).
 
 Counted as in the PaLM paper (Chowdhery et al. 2022, appendix B) and nanochat: 6 floating-point operations per number of
-every matrix that a token passes (2 forward, 4 backward), and 12 x layers x width x sequence for attention, causality
-not deducted. Recomputed activations are not counted: they are not progress.
+every matrix that a token passes (2 forward, 4 backward), and 12 x layers that attend x width x sequence for attention,
+causality not deducted. Recomputed activations are not counted: they are not progress.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ def flops_per_token(model: PreTrainedModel, sequence_tokens: int) -> int:
     """Training operations per token in sequences of this length."""
     config: PretrainedConfig = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_dim * sequence_tokens
+    kinds = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
+    attending = sum("attention" in kind and kind != "linear_attention" for kind in kinds)
+    attention = 12 * attending * config.num_attention_heads * head_dim * sequence_tokens
     return 6 * matrix_parameters(model) + attention
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from finetune.modeling.model_config import check_targets, linear_names
 from finetune.modeling.scratch import make_empty_model, make_model, scratch_config, shape_of
 from finetune.planning.flops import flops_per_token, flops_utilisation, matrix_parameters
 
-ARCHITECTURES = ("nanochat", "qwen3", "llama")
+ARCHITECTURES = ("nanochat", "qwen3", "llama", "lfm2")
 
 # depth: width, heads, head_dim. From 2 heads of 128 on as nanochat's base_train; d12, d20, d24 and d26 are its own.
 SHAPES = {
@@ -76,20 +77,22 @@ def test_the_start_is_nanochats(model):
     for name, parameter in model.named_parameters():
         deviation = parameter.detach().float().std().item()
         if parameter.ndim < 2:
-            assert (parameter == 1).all(), name
+            factor = 1.2 if re.search(r"\.[qk]_(layer)?norm\.", name) else 1.0
+            assert (parameter == factor).all(), name
         elif "embed_tokens" in name:
             assert deviation == pytest.approx(0.8, rel=0.03)
             seen.add("embedding")
         elif "lm_head" in name:
             assert deviation == pytest.approx(0.001, rel=0.03)
             seen.add("head")
-        elif name.endswith(("o_proj.weight", "fc2.weight", "down_proj.weight")):
+        elif name.endswith(("o_proj.weight", "out_proj.weight", "fc2.weight", "down_proj.weight", "w2.weight")):
             assert not parameter.any(), name
             seen.add("output")
         else:
-            factor = 0.4 if name.endswith(("fc1.weight", "gate_proj.weight", "up_proj.weight")) else 1.0
-            assert deviation == pytest.approx(factor / math.sqrt(width), rel=0.03), name
-            bound = factor * math.sqrt(3 / width)
+            factor = 0.4 if re.search(r"\.(fc1|gate_proj|up_proj)\.", name) else 1.0
+            inputs = 4 if name.endswith("conv.conv.weight") else width  # taps of a channel
+            assert deviation == pytest.approx(factor / math.sqrt(inputs), rel=0.06), name
+            bound = factor * math.sqrt(3 / inputs)
             assert bound * 0.99 < parameter.detach().abs().max().item() <= bound * (1 + 1e-6), name
             seen.add("input")
     assert seen == {"embedding", "head", "output", "input"}
@@ -129,9 +132,9 @@ FROZEN = [
 
 def test_lora_names(model):
     """Trap: q, k, v, o, gate, up, down would silently skip NanoChat's MLP. Ours refuses, and all-linear finds all."""
-    gated = model.config.model_type != "nanochat"
-    names = ("gate_proj", "up_proj", "down_proj") if gated else ("fc1", "fc2")
-    absent = ("fc1", "fc2") if gated else ("gate_proj", "up_proj", "down_proj")
+    mlps = {"nanochat": ("fc1", "fc2"), "lfm2": ("w1", "w2", "w3")}
+    names = mlps.get(model.config.model_type, ("gate_proj", "up_proj", "down_proj"))
+    absent = ("fc1", "fc2") if "fc1" not in names else ("gate_proj", "up_proj", "down_proj")
     check_targets(linear_names(model), list(names))
     with pytest.raises(ConfigError, match=absent[0]):
         check_targets(linear_names(model), list(absent))
@@ -140,7 +143,8 @@ def test_lora_names(model):
     adapters = {
         name.split(".lora_A")[0].rsplit(".", 1)[1] for name, _ in adapted.named_parameters() if "lora_A" in name
     }
-    assert adapters == {"q_proj", "k_proj", "v_proj", "o_proj", *names}
+    output = "out_proj" if model.config.model_type == "lfm2" else "o_proj"
+    assert adapters == {"q_proj", "k_proj", "v_proj", output, *names}
 
 
 def test_saved_and_loaded_again_it_is_the_same(model, tmp_path: Path):
@@ -152,7 +156,7 @@ def test_saved_and_loaded_again_it_is_the_same(model, tmp_path: Path):
 
 
 def test_an_unknown_architecture():
-    with pytest.raises(ValueError, match="nanochat, qwen3 and llama"):
+    with pytest.raises(ValueError, match="nanochat, qwen3, llama and lfm2"):
         scratch_config("gpt5", 2, vocab_size=64, max_seq_len=8)
 
 
@@ -163,7 +167,15 @@ def test_flops_of_a_token_by_hand():
     assert flops_per_token(empty, 512) == 6 * (4 * 12 * 256**2 + 8192 * 256) + 12 * 4 * 256 * 512 == 37_748_736
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "llama"])
+def test_flops_of_a_convolution_do_not_grow_with_the_sequence():
+    """Depth 4 of LFM2: two layers attend; a tap of the convolution is a number that a token passes."""
+    empty = make_empty_model(scratch_config("lfm2", 4, vocab_size=8192, max_seq_len=512))
+    assert empty.config.layer_types == ["conv", "full_attention"] * 2
+    assert matrix_parameters(empty) == 4 * (4 * 256**2 + 3 * 256 * 704) + 2 * 4 * 256 + 8192 * 256
+    assert flops_per_token(empty, 512) == 6 * matrix_parameters(empty) + 12 * 2 * 256 * 512
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "llama", "lfm2"])
 def test_gated_models_are_about_as_large(arch: str):
     empty = make_empty_model(scratch_config(arch, 12, vocab_size=32768, max_seq_len=512))
     assert matrix_parameters(empty) == pytest.approx(12 * 12 * 768**2 + 32768 * 768, rel=0.01)

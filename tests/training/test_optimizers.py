@@ -80,6 +80,23 @@ ASSIGNMENT = {
 ASSIGNMENT["llama"] = ASSIGNMENT["qwen3"] | {
     "vector": {name for name in ASSIGNMENT["qwen3"]["vector"] if "self_attn" not in name}
 }
+ASSIGNMENT["lfm2"] = {
+    "matrix": {
+        *(f"self_attn.{name}_proj.weight" for name in ("q", "k", "v", "out")),
+        *(f"conv.{name}_proj.weight" for name in ("in", "out")),
+        *(f"feed_forward.w{number}.weight" for number in (1, 2, 3)),
+    },
+    "head": {"lm_head.weight"},
+    "embedding": {"model.embed_tokens.weight"},
+    "vector": {
+        "conv.conv.weight",
+        "self_attn.q_layernorm.weight",
+        "self_attn.k_layernorm.weight",
+        "operator_norm.weight",
+        "ffn_norm.weight",
+        "model.embedding_norm.weight",
+    },
+}
 
 
 @pytest.mark.parametrize("arch", ASSIGNMENT)

@@ -259,9 +259,15 @@ def test_the_result_is_an_ordinary_model(one: Path):
 
 
 def test_the_result_is_fine_tuned(one: Path, tiny_data: Path, tmp_path: Path):
+    adapter = fine_tuned(one, tiny_data, tmp_path)
+    assert any("mlp.fc1.lora_B" in name and tensor.any() for name, tensor in adapter.items())
+
+
+def fine_tuned(model: Path, data: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a LoRA adapter after three steps."""
     settings = {
-        "model": str(one),
-        "data": str(tiny_data),
+        "model": str(model),
+        "data": str(data),
         "output_dir": str(tmp_path / "sft"),
         "cutoff_len": 256,
         "global_batch_size": 4,
@@ -272,11 +278,34 @@ def test_the_result_is_fine_tuned(one: Path, tiny_data: Path, tmp_path: Path):
         "cache_dir": str(tmp_path / "cache"),
     }
     run_helpers.train(settings)
-    adapter = run_helpers.result_weights(tmp_path / "sft")
-    assert any("mlp.fc1.lora_B" in name and tensor.any() for name, tensor in adapter.items())
+    return run_helpers.result_weights(tmp_path / "sft")
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "llama"])
+@pytest.mark.slow
+def test_short_convolutions_go_the_whole_way(settings: dict, tiny_data: Path, tmp_path: Path):
+    """Killed, resumed on two processes, loaded by transformers alone, asked, fine-tuned."""
+    settings = {**settings, "arch": "lfm2", "depth": 2, "async_save": False}
+    whole, killed = train(settings, tmp_path / "whole"), tmp_path / "killed"
+    patch = {"patch": kill_self, "patch_arguments": (0, KILLED), "module": "finetune.pretrain"}
+    ranks = run_helpers.start({**settings, "output_dir": str(killed)}, **patch)
+    assert ranks.wait() == [-signal.SIGKILL], ranks.output()
+    train(settings, killed, processes=2, device_batch_size=4)
+    assert [event["step"] for event in run_helpers.events(killed, "resume")] == [SAVED]
+    assert run_helpers.sample_ids(killed) == run_helpers.sample_ids(whole)
+    assert run_helpers.losses(killed)[-1] == pytest.approx(run_helpers.losses(whole)[-1], rel=1e-4)
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(whole), AutoTokenizer.from_pretrained(whole)
+    assert type(model).__name__ == "Lfm2ForCausalLM" and not model.config.tie_word_embeddings
+    ids = tokenizer("router: ", return_tensors="pt").input_ids
+    made = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    result = run_cli(["chat", "--model", whole, "--device-type", "cpu", "--prompt", "router"], module="finetune")
+    assert made.shape[1] > ids.shape[1] and result.returncode == 0, said(result)
+    adapter = fine_tuned(whole, tiny_data, tmp_path)
+    for name in ("conv.in_proj.lora_B", "self_attn.q_proj.lora_B", "feed_forward.w2.lora_B"):
+        assert any(name in key and tensor.any() for key, tensor in adapter.items()), name
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "llama", "lfm2"])
 def test_other_architectures_and_optimizers(arch: str, settings: dict, tmp_path: Path):
     changes = {"arch": arch, "optimizer": "adamw", "learning_rate": 3e-3, "lr_scheduler": "cosine", "save_steps": 0}
     output = train(settings, tmp_path / arch, **changes, num_iterations=4, document_aligned=True, max_grad_norm=1.0)

@@ -131,7 +131,7 @@ def test_a_row_of_windows():
     assert row.keep is None and "logits_to_keep" not in row.model_inputs(torch.device("cpu"))
 
 
-@pytest.mark.parametrize("arch", ["nanochat", "qwen3"])
+@pytest.mark.parametrize("arch", ["nanochat", "qwen3", "lfm2"])
 def test_loss_and_gradients_of_a_global_batch_are_those_of_the_definition(arch: str):
     """Each window alone, the mean over all targets; rows of 2, 2 and 1 windows, the head in chunks, and compiled."""
     model = make_model(scratch_config(arch, 1, vocab_size=256, max_seq_len=16), seed=0).double()

@@ -1,0 +1,103 @@
+"""docs/pretraining_parts.md from the runs of benchmarks/pretraining_parts.py.
+
+python benchmarks/pretraining_parts_page.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "pretraining_parts.jsonl"
+PAGE = ROOT / "docs" / "pretraining_parts.md"
+PLAIN = "ve,smear,resid,x0,backout"
+# Words that leave a part out (with a plus: put one in); of "arch=" transformers' own models. What the page calls them.
+VARIANTS = {
+    "": "nanochat as it is",
+    PLAIN: "all extras off",
+    f"{PLAIN},qk,muon": "all extras and the factor on q and k off, Muon for NorMuon",
+    "arch=nanochat": "ours, `--arch nanochat`",
+    "arch=nanochat,muon": "ours, `--arch nanochat --optimizer muon`",
+    "arch=qwen3": "ours, `--arch qwen3`",
+    "arch=lfm2": "ours, `--arch lfm2`",
+    "ve": "no value embeddings",
+    "gate": "their gate constant",
+    "smear": "no smear",
+    "resid,x0": "no residual and embedding scalars",
+    "backout": "no backout",
+    "qk": "no factor on q and k",
+    "softcap": "no softcap",
+    "init": "no 0.4 in the start of the MLP",
+    "+windows": "windows SSSL",
+    "+zloss": "with a z-loss of 1e-4",
+    "polar,equal": "Newton-Schulz for Polar Express, rows as they are",
+    "neuron": "no second moment of neurons",
+    "cautious": "decay everywhere",
+    "equal": "rows as they are",
+    "renorm": "norm as it comes out",
+    "aspect": "one rate for all shapes",
+}
+
+
+def page(runs: list[dict[str, Any]]) -> str:
+    """Means over seeds; differences to nanochat of the same depth, rate and seed."""
+    found = {(run["variant"], run["depth"], run["rate"], run["seed"]): run["bpb"] for run in runs}
+
+    def cell(variant: str, depth: int, rate: float) -> str:
+        seeds = [seed for seed in range(1, 9) if (variant, depth, rate, seed) in found]
+        if not seeds:
+            return ""
+        bits = [found[variant, depth, rate, seed] for seed in seeds]
+        base = [found.get(("", depth, rate, seed)) for seed in seeds]
+        more = [100 * (own / other - 1) for own, other in zip(bits, base, strict=True) if other]
+        spread = f" ± {(max(more) - min(more)) / 2:.2f}" if len(more) > 1 else ""
+        beside = f" ({sum(more) / len(more):+.2f}%{spread})" if variant and more else ""
+        return f"{sum(bits) / len(bits):.4f}{beside}" + (f", {len(seeds)} seeds" if len(seeds) > 1 else "")
+
+    depths = sorted({run["depth"] for run in runs})
+    rates = sorted({run["rate"] for run in runs})
+    tried = [variant for variant in VARIANTS if any((variant, 4, rate, 1) in found for rate in rates if rate != 1)]
+    parts = [[VARIANTS[variant], *(cell(variant, depth, 1.0) for depth in depths)] for variant in VARIANTS]
+    grid = [[VARIANTS[variant], *(cell(variant, 4, rate) for rate in rates)] for variant in tried]
+    return TEXT.format(
+        parts=table(["", *(f"depth {depth}" for depth in depths)], parts),
+        rates=table(["depth 4, all rates times", *(f"{rate:g}" for rate in rates)], grid),
+    )
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+
+
+TEXT = """# What each part of a pretraining gives
+
+nanochat's model (github.com/karpathy/nanochat, 92d63d4) without one part at a time, and models of transformers with our
+start. Bits per byte after 524,288 tokens, 4,096 a step, vocabulary 4,096, sequence 512, CPython's standard library,
+float32, in a bare loop: the same windows in the same order, and for both the rates (nanochat's, with our factor for
+short runs), schedule and groups of this package. Differences are to nanochat as it is, of the same seed; ± is half of
+the range over seeds. **Where no number of seeds stands there was one**: less than half a percent says nothing there.
+
+{parts}
+
+Both sides with all rates times a factor:
+
+{rates}
+
+Needs a checkout of nanochat, and takes hours:
+
+```
+git clone https://github.com/karpathy/nanochat && git -C nanochat checkout 92d63d4
+python benchmarks/pretraining_parts.py --nanochat nanochat --work-dir runs/parts --depths 2 4 --seeds 1 2 3
+python benchmarks/pretraining_parts.py --nanochat nanochat --work-dir runs/parts --depths 4 --seeds 1 \\
+  --rates 0.7 1.4 --variants "" arch=lfm2
+python benchmarks/pretraining_parts_page.py
+```
+
+The runs are far shorter than twelve tokens per parameter, and the models tiny: what wins here need not win there.
+"""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page([json.loads(line) for line in RESULTS.read_text().splitlines()]), encoding="utf-8")
