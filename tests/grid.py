@@ -56,6 +56,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "scaled logits": ("cohere", {"logit_scale": 0.5}),
     "experts": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "vision part": ("gemma3", {}),
+    "short convolutions": ("lfm2", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
 }
 
 

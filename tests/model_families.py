@@ -228,7 +228,6 @@ FAMILIES = (
         "lfm2",
         "chatml after bos",
         changes={"layer_types": ["conv", "full_attention"]},
-        hybrid=True,
         ends=("<|startoftext|>", "<|im_end|>", "<|pad|>"),
     ),  # fmt: skip
 )

@@ -56,6 +56,7 @@ TINY: dict[str, Any] = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
     "hidden_size_per_layer_input": 8,
+    "block_auto_adjust_ff_dim": False,
 }
 # Multi-head latent attention has as many key heads as query heads.
 LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3"}
@@ -67,6 +68,8 @@ def tiny_config(model_type: str, **changes: Any) -> PretrainedConfig:
     sizes = {name: value for name, value in TINY.items() if hasattr(default, name)}
     if model_type in LATENT:
         sizes |= {"num_key_value_heads": 4}
+    if model_type == "lfm2":
+        sizes |= {"layer_types": ["conv", "full_attention"] * 2}
     return config_class(**{**sizes, **changes})
 
 

@@ -31,7 +31,7 @@ from finetune.inference.loading import check_fit, end_ids, find_source, load_tok
 from finetune.inference.sampling import Sampling, default_sampling
 from finetune.inference.static_engine import StaticEngine
 from finetune.inference.tool_calls import CallForm, CallReader, find_form, shown_tokens
-from finetune.modeling.attention import can_pack
+from finetune.modeling.attention import can_pack, only_attends
 from finetune.modeling.model_config import padding_id
 from finetune.runtime.device import choose_device_type, choose_dtype
 
@@ -84,7 +84,10 @@ class Generator:
         if continuous is None:
             # Where it is tested; its cache has one width for keys and values, which latent attention's are not of.
             continuous = (
-                can_pack(model.config) and device.type in ("cpu", "cuda") and not has_latent_cache(model.config)
+                can_pack(model.config)
+                and only_attends(model.config)
+                and device.type in ("cpu", "cuda")
+                and not has_latent_cache(model.config)
             )
         engine_class = ContinuousEngine if continuous else StaticEngine
         self.engine: Engine = engine_class(

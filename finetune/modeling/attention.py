@@ -30,6 +30,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig
 
 from finetune.modeling.npu_attention import npu_attention, npu_takes
+from finetune.modeling.short_convolution import keep_documents_apart
 from finetune.runtime.device import capabilities
 
 ISOLATED = "finetune_isolated"
@@ -41,9 +42,9 @@ BY_DOCUMENT = "finetune_by_document"  # the same without kernels of ours
 _TESTED = """
     afmoe apertus arcee bitnet cohere cohere2 cwm deepseek_v2 deepseek_v3 diffllama ernie4_5 ernie4_5_moe exaone4
     exaone_moe flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox granite
-    granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe internlm3 jetmoe llama longcat_flash minicpm3
-    minimax_m2 ministral ministral3 mistral mixtral nanochat olmo olmo2 olmo3 olmoe opt persimmon phi phi3 qwen2 qwen3
-    qwen3_moe seed_oss smollm3 starcoder2
+    granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe internlm3 jetmoe lfm2 llama longcat_flash
+    minicpm3 minimax_m2 ministral ministral3 mistral mixtral nanochat olmo olmo2 olmo3 olmoe opt persimmon phi phi3
+    qwen2 qwen3 qwen3_moe seed_oss smollm3 starcoder2
 """
 ISOLATED_MODEL_TYPES = frozenset(_TESTED.split())
 FLASH_WIDEST_HEAD = 256  # of torch's kernels
@@ -65,13 +66,19 @@ def choose_attention(config: PretrainedConfig) -> str | None:
     # a packed sequence is what ours exists to do without. Registering twice does no harm.
     AttentionInterface.register(ISOLATED, isolated_attention)
     AttentionInterface.register(BY_DOCUMENT, partial(isolated_attention, kernels=False))
+    if config.model_type == "lfm2":
+        keep_documents_apart()
     return ISOLATED
 
 
 def can_pack(config: PretrainedConfig) -> bool:
-    """Whether documents are known to stay apart when packed: a tested model type with attention layers only."""
-    layer_types = getattr(config, "layer_types", None) or ()
-    return config.model_type in ISOLATED_MODEL_TYPES and set(layer_types) <= ATTENTION_LAYER_TYPES
+    """Whether documents are known to stay apart when packed: a tested model type, with layers that are known."""
+    return config.model_type in ISOLATED_MODEL_TYPES and (only_attends(config) or config.model_type == "lfm2")
+
+
+def only_attends(config: PretrainedConfig) -> bool:
+    """Whether every layer is attention, so that all that a token leaves to later ones are its keys and values."""
+    return set(getattr(config, "layer_types", None) or ()) <= ATTENTION_LAYER_TYPES
 
 
 def shortest_window(config: PretrainedConfig) -> int | None:

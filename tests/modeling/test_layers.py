@@ -68,6 +68,7 @@ FUSABLE = {
     "hunyuan_v1_moe": (17, 4, 4),
     "internlm3": (9, 4, 4),
     "jetmoe": (9, 4, 0),
+    "lfm2": (13, 2, 0),
     "llama": (9, 4, 4),
     "longcat_flash": (17, 0, 4),
     "minicpm3": (17, 4, 4),
