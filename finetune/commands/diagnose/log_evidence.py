@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from finetune.commands.diagnose.log_facts import FACT_WORDS, facts_in
+from finetune.commands.diagnose.log_facts import FACT_WORDS, facts_in, holder_in
 from finetune.commands.diagnose.log_reading import SURVIVED_STEPS, LineKind, LogFile, LogLine, Moment
 from finetune.commands.diagnose.log_words import (
     BOILERPLATE,
@@ -48,7 +48,7 @@ from finetune.commands.diagnose.log_words import (
     TRAINED,
 )
 from finetune.commands.diagnose.symptoms.base import Kind, Symptom
-from finetune.commands.diagnose.symptoms.rules import ENDED_BADLY, EXPLAINED_BY_RUN, UNEXPLAINED, possible
+from finetune.commands.diagnose.symptoms.rules import BROKEN_OFF, ENDED_BADLY, EXPLAINED_BY_RUN, UNEXPLAINED, possible
 
 # Of one symptom on one rank in one attempt the first lines are kept and the others counted.
 KEPT_LINES = 3
@@ -128,6 +128,8 @@ def scan_log(file: LogFile) -> LogEvidence:
     for line in file.lines(scan.kind_of):
         scan.take(line)
     scan.found.steps, scan.found.trained_until = file.steps, file.trained_until()
+    if file.broken_off is not None and scan.found.done is None:
+        scan.found.evidence.append(Evidence(BROKEN_OFF, file.broken_off, {}, scan.attempt))
     if not scan.of_a_run:
         scan.found.evidence.clear()
     return scan.found
@@ -142,7 +144,7 @@ class _Scan:
         self._processes: dict[tuple[str, int | None], _Process] = defaultdict(_Process)
         self._kept: dict[tuple[object, ...], list[Evidence]] = defaultdict(list)
         self._killed_by_launcher: set[str] = set()
-        self._attempt = 0
+        self.attempt = 0
         self._summary_rank: int | None = None
         self._in_diagnosis = False
 
@@ -156,6 +158,8 @@ class _Scan:
     def take(self, line: LogLine) -> None:
         """Take what a line tells."""
         text, process = line.text, self._process_of(line)
+        if holder := holder_in(text):
+            self.found.facts.setdefault("holder", holder)
         if OTHER_PROGRAM.search(text) or _is_data(process, line):
             return
         for name, value in facts_in(text).items():
@@ -177,7 +181,7 @@ class _Scan:
         if trained or restarted or ENDED_WELL.search(text):
             self.found.ended = len(self.found.evidence)
         if restarted:
-            self._attempt += 1
+            self.attempt += 1
             self._processes.clear()
         elif finished:
             return
@@ -236,7 +240,7 @@ class _Scan:
         else:
             return
         process.failed = True
-        self._keep(process, Evidence(symptom, line, values, self._attempt, quiet=quiet))
+        self._keep(process, Evidence(symptom, line, values, self.attempt, quiet=quiet))
 
     def _drop_torn(self, last: Evidence | None, line: LogLine) -> None:
         """Drop an error that was only the beginning of this line, written twice by processes that share the log."""
@@ -325,6 +329,8 @@ def line_kind(text: str) -> LineKind:
     if _matching_symptom(text) is not None or _is_failure(text) or any(form.search(text) for form in STRUCTURE):
         return "line"
     lowered = text.lower()
+    if holder_in(text):
+        return "line"
     return "line" if any(word in lowered for word in FACT_WORDS) and facts_in(text) else ""
 
 

@@ -29,6 +29,18 @@ _FACT = re.compile(
     re.IGNORECASE,
 )
 
+# `| 0  0 | 771204 | VLLMEngineCor | 58720 |` of npu-smi, `|  0  N/A  N/A  771204  C  vllm  58720MiB |` of nvidia-smi.
+_HOLDER = re.compile(
+    r"^\| +\d+ +(?:\d+ +\| +|N/A +N/A +)(?P<pid>\d{2,}) +(?:\| +|[CGM+]+ +)(?!\S*(?:[Pp]ython|pt_main))(?P<name>\S+)"
+    r" +(?:\| +)?(?P<memory>\d{4,})(?: *MiB)? +\|$"
+)
+
+
+def holder_in(text: str) -> str | None:
+    """The process that a row of npu-smi or nvidia-smi shows to hold GiB of a device's memory, Python's left out."""
+    match = _HOLDER.match(text) if text.startswith("|") else None
+    return match and f"{match['pid']} ({match['name']}) has {match['memory']} MiB"
+
 
 def facts_in(text: str) -> dict[str, str]:
     """Settings that a line mentions, by the name of their placeholder."""

@@ -108,11 +108,13 @@ class LogFile:
 
     Attributes:
         steps: logged training steps so far, by rank.
+        broken_off: the last line, where it is a step's line up to the middle of a word.
     """
 
     def __init__(self, source: str, file: BinaryIO, *, rank: int | None = None) -> None:
         self.source, self.rank = source, rank
         self.steps: dict[int | None, int] = {}
+        self.broken_off: LogLine | None = None
         self._file, self._year = file, time.localtime().tm_year  # for times that have none
         self._shapes: dict[bytes, tuple[LineKind, Clock]] = {}
         self._timed: bytes | None = None  # the last line with a time
@@ -122,6 +124,7 @@ class LogFile:
     def lines(self, kind_of: Callable[[str], LineKind]) -> Iterator[LogLine]:
         """The lines to look at. Lines that differ in digits only are classified once, unless they speak of errors."""
         waiting: list[LogLine] = []
+        number, raw, steps_seen = 0, b"", deque([b""], maxlen=2)
         for number, raw in raw_lines(self._file):
             kind, clock = self._classified(raw, kind_of)
             if clock:
@@ -138,6 +141,7 @@ class LogFile:
             text, rank, node = strip_prefixes(decode(raw))
             rank = self.rank if rank is None else rank
             if kind == "step":
+                steps_seen.append(raw)
                 self.steps[rank] = self.steps.get(rank, 0) + 1
                 times = self._step_times.setdefault(rank, deque(maxlen=SURVIVED_STEPS))
                 times.append((self._timed, self._dated))
@@ -149,6 +153,10 @@ class LogFile:
             else:
                 waiting.append(line)
         yield from (_placed(line, None) for line in waiting)
+        if _is_cut(raw, steps_seen[0] if raw is steps_seen[-1] else steps_seen[-1]):
+            text, rank, node = strip_prefixes(decode(raw))
+            seconds, steps = self._time(self._timed, self._dated), dict(self.steps)
+            self.broken_off = LogLine(self.source, number, text, rank, seconds, steps, node)
 
     def _classified(self, raw: bytes, kind_of: Callable[[str], LineKind]) -> tuple[LineKind, Clock]:
         key = raw if _digits_matter(raw) else raw.translate(None, b"0123456789")
@@ -190,6 +198,14 @@ def _placed(line: LogLine, until: float | None, *, goes_on: bool = False) -> Log
         return replace(line, bounds=(since, since + UNTIMED_SECONDS))
     nearer = until if goes_on and line.rank is not None else since
     return replace(line, seconds=nearer, bounds=(min(since, until), max(since, until)))
+
+
+def _is_cut(line: bytes, whole: bytes) -> bool:
+    """Whether a line is the beginning of another, digits aside, and ends within a word of it."""
+    shape, of_whole = (re.sub(rb"\d+", b"0", raw.rstrip()) for raw in (line, whole))
+    if not shape[-1:].isalnum() or len(shape) < 8:
+        return False
+    return of_whole.startswith(shape) and not of_whole[len(shape) :][:1].isspace() and len(shape) < len(of_whole)
 
 
 def _digits_matter(raw: bytes) -> bool:

@@ -14,6 +14,7 @@ NOT_A_NUMBER = re.compile(r"\b(?:nan|inf)\b(?! (?:iteration|step|batch|count))",
 FINISHED = re.compile(
     r"^\[SUCCESS\] done: |['\"]?train_runtime['\"]?\s*[:=]|Training completed\. Do not forget to share"
     r"|worker group successfully finished|^Training[\w ]*: 100%\|"
+    r"|^=+ (?!.*\b(?:failed|errors?)\b).*\d+ passed\b.* in [\d.]+s\b"  # tests of failures
 )
 # The same as other trainers say it, and scripts that do not look. What stands around these words may deny it.
 _NOT_BADLY = r"(?! (?:\w+ing\b|with (?:err|fail|ex)|un|ab|by\b|prem|early|due|because))"

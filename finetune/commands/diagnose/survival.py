@@ -37,6 +37,8 @@ def _survived_here(evidence: Evidence, number: int, log: LogEvidence) -> bool:
     after_its_end = 0 <= log.trained <= number and log.steps
     if after_its_end and evidence.symptom.kind in AFTER_THE_END and (number < log.ended or not _is_an_end(evidence)):
         return True
+    if after_its_end and evidence.symptom.by_order:  # someone ended what was left of it
+        return True
     return number < log.finished or (most > 0 and number < log.ended)
 
 

@@ -111,9 +111,25 @@ SYMPTOMS = (
     ),
     Symptom(
         "torch_npu_missing_or_mismatch",
+        (r"lib(?:ascend_hal|drvdsmi|dcmi|drvhdc|drvmem|drvdevmm)\w*\.so\S*: cannot open shared object file",),
+        N_(
+            "The NPU driver's libraries are not there: the driver is not installed, or not mounted into this container."
+        ),
+        N_(
+            "`npu-smi info` must work in the same shell or container. Start the container with the driver and the "
+            "chips (-v /usr/local/Ascend/driver:/usr/local/Ascend/driver -v /usr/local/dcmi:/usr/local/dcmi --device "
+            "/dev/davinciN --device /dev/davinci_manager --device /dev/devmm_svm --device /dev/hisi_hdc), and have "
+            "/usr/local/Ascend/driver/lib64/driver in LD_LIBRARY_PATH (CANN's set_env.sh does that)."
+        ),
+        confidence=0.94,
+        source=SOURCE,
+        explains=("missing_package", "package_mismatch", "device_not_visible"),
+    ),
+    Symptom(
+        "torch_npu_missing_or_mismatch",
         (
             r"No module named 'torch_npu'|Failed to load the backend extension: torch_npu",
-            r"lib(?:hccl|ascendcl|ascend_hal|ge_\w+|graph|acl_\w+|msprofiler|profapi|atb|opapi|nnopbase|runtime"
+            r"lib(?:hccl|ascendcl|ge_\w+|graph|acl_\w+|msprofiler|profapi|atb|opapi|nnopbase|runtime"
             r"|c_sec|mmpa"
             r"|drv\w+)\w*\.so\S*: cannot open shared object file",
             r"libtorch_npu\.so: undefined symbol|torch_npu is installed but cannot be loaded",

@@ -15,6 +15,13 @@ _PLOG_FIX = N_(
     "The first line with [ERROR] in ~/ascend/log/debug/plog/plog-PID_*.log of this process names the call; later ones "
     "follow from it."
 )
+_INNER = N_(
+    "CANN reports an internal error[[ on rank {rank}]] and not what kind: an operator, the driver or the network."
+)
+_INNER_FIX = N_(
+    "Read the lines of its TraceBack, from the first on: they name the call that failed and its reason. If it has "
+    "none: ASCEND_LAUNCH_BLOCKING=1 shows the Python line, and ASCEND_PROCESS_LOG_PATH where the device's logs go."
+)
 
 SYMPTOMS = (
     Symptom(
@@ -53,6 +60,24 @@ SYMPTOMS = (
             "shows the Python line."
         ),
         confidence=0.84,
+        source=SOURCE,
+    ),
+    Symptom(
+        "npu_op_exception",
+        (
+            r"(?:\bEZ\d{4}|AclNN_Parameter_Error|\b16100[12])\b(?!.*DT_).{0,90}"
+            r"(?i:\bshapes?\b|k-axis|\bdim(?:s|ensions?)?\b|\baxis\b|\bbroadcast)",
+        ),
+        N_(
+            "An operator was given tensors whose shapes do not fit it or one another[[ on rank {rank}]]; the evidence "
+            "says which."
+        ),
+        N_(
+            "Compare the two shapes in the evidence with the Python line of the traceback (ASCEND_LAUNCH_BLOCKING=1 "
+            "makes it the right one): a weight and the hidden size of the configuration, or a mask whose shape the "
+            "kernel's mode does not take (npu_fusion_attention with sparse_mode 2 to 4 wants 2048 x 2048)."
+        ),
+        confidence=0.86,
         source=SOURCE,
     ),
     Symptom(
@@ -180,17 +205,21 @@ SYMPTOMS = (
         source=SOURCE,
     ),
     Symptom(
+        "unknown",
+        (r"(?<!\w)E[1-9A-Z]9999(?!\w)", r"Inner_?Error|Inner Error!"),
+        _INNER,
+        _INNER_FIX,
+        more_fix=_PLOG_FIX,
+        kind=Kind.CASCADE,
+        confidence=0.45,
+        in_warnings=True,
+        source=SOURCE,
+    ),
+    Symptom(
         "npu_op_exception",
-        (
-            r"(?<!\w)E[1-9A-Z]9999(?!\w)",
-            r"Inner_?Error|Inner Error!",
-            r"(?:NPU|HCCL|OPS|GRAPH) function error|The Inner error is reported as above|ACL stream synchronize failed",
-        ),
-        N_(
-            "CANN reports an internal error[[ on rank {rank}]] and not what kind: an operator, the driver or the "
-            "network."
-        ),
-        N_("Read the lines of its TraceBack, from the first on: they name the call that failed and its reason."),
+        (r"(?:NPU|HCCL|OPS|GRAPH) function error|The Inner error is reported as above|ACL stream synchronize failed",),
+        _INNER,
+        _INNER_FIX,
         more_fix=_PLOG_FIX,
         kind=Kind.CASCADE,
         confidence=0.5,

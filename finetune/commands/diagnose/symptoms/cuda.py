@@ -10,6 +10,11 @@ _CUDA_BUILD_FIX = N_(
     'print(torch.version.cuda)"`; install the torch build for that CUDA, or a newer driver. After a driver '
     "upgrade, reboot or reload the modules. Start containers with --gpus all."
 )
+_FABRIC_FIX = N_(
+    "`systemctl status nvidia-fabricmanager` on the machine: install the fabric manager of exactly the driver's "
+    "version (`nvidia-smi` shows that), `systemctl enable --now nvidia-fabricmanager`, and start again. Containers "
+    "need nothing: it runs on the host."
+)
 _DEVICE_FIX = N_(
     "Look at `dmesg -T | grep -i xid` and `nvidia-smi -q -d ECC` (on NPUs `npu-smi info -t ecc`): with Xid 48, "
     "63, 74, 79, 94, 95 or ECC counts the device is faulty: take it out of CUDA_VISIBLE_DEVICES and have it "
@@ -38,7 +43,7 @@ SYMPTOMS = (
             r"Unexpected error from cudaGetDeviceCount|unsupported display driver / cuda driver combination",
             r"no kernel image is available for execution on the device",
             r"forward compatibility was attempted on non supported HW",
-            r"system not yet initialized|CUDA unknown error - this may be due to an incorrectly set up environment",
+            r"CUDA unknown error - this may be due to an incorrectly set up environment",
             r"CUDA initialization: |CUDA driver initialization failed|cuInit.{0,40}(?:fail|error)"
             r"|PTX was compiled with an unsupported",
             r"CUDA_ERROR_(?:SYSTEM_DRIVER_MISMATCH|NO_BINARY_FOR_GPU|UNSUPPORTED_PTX_VERSION|COMPAT_NOT_SUPPORTED)",
@@ -55,6 +60,21 @@ SYMPTOMS = (
         _CUDA_BUILD_FIX,
         confidence=0.92,
         source="torch, CUDA runtime, NVML",
+        explains=("package_mismatch",),
+    ),
+    Symptom(
+        "cuda_driver_mismatch",
+        (
+            r"system not yet initialized|CUDA_ERROR_SYSTEM_NOT_READY|Error 802\b",
+            r"[Ff]abric ?[Mm]anager\b.{0,90}(?:don't match|do(?:es)? not match|mismatch|not running|is not|fail)",
+        ),
+        N_(
+            "The NVSwitch machine's fabric manager does not run, or is of another version than the driver: no GPU of "
+            "the machine can be used until it does."
+        ),
+        _FABRIC_FIX,
+        confidence=0.93,
+        source="CUDA runtime, NVIDIA fabric manager",
         explains=("package_mismatch",),
     ),
     Symptom(
@@ -153,6 +173,24 @@ SYMPTOMS = (
         in_warnings=True,
         reported_late=True,
         source="CUDA runtime, NVIDIA kernel driver",
+    ),
+    Symptom(
+        "illegal_memory_or_ecc",
+        (
+            r"NVRM: Xid \([^)]*\): (?P<xid>61|62|119|120)\b",
+            r"waiting for RPC response from GPU\d* ?GSP|GSP (?:RPC )?(?:timeout|error)|failed to (?:load|boot) GSP",
+        ),
+        N_("A GPU's own firmware (GSP) stopped answering the driver[[ (Xid {xid})]]: calls to it hang or fail."),
+        N_(
+            "Reset the GPU (`nvidia-smi --gpu-reset -i N` with nothing running on it) or reboot the machine, then "
+            "start the same command again: the run resumes from its last checkpoint. If it comes back: update the "
+            "driver, or load it with NVreg_EnableGpuFirmware=0, and have the GPU checked."
+        ),
+        kind=Kind.MACHINE,
+        confidence=0.91,
+        in_warnings=True,
+        reported_late=True,
+        source="NVIDIA kernel driver",
     ),
     Symptom(
         "illegal_memory_or_ecc",

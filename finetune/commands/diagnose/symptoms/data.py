@@ -46,6 +46,36 @@ SYMPTOMS = (
         source="this package, datasets, Python",
     ),
     Symptom(
+        "chat_template_mismatch",
+        (
+            r"(?P<reason>[Cc]onversation roles must alternate.*|.*roles must alternate user/assistant.*)",
+            r"TemplateError: (?P<reason>.*\b(?:roles?|messages?|conversations?)\b.*)",
+        ),
+        N_("A conversation in the data does not fit the chat template[[: {reason}]]."),
+        N_(
+            "Give conversations the order that the template wants: an optional system message, then user and assistant "
+            "in turn, each with text. `python -m finetune inspect` shows a record as it is trained."
+        ),
+        confidence=0.86,
+        source="chat templates of model families",
+    ),
+    Symptom(
+        "dataset_empty",
+        (
+            r"num_samples should be a positive integer value, but got num_samples=0",
+            r"(?:Error|Exception): .*(?:dataset|[Dd]ataloader|data loader) (?:is empty|has (?:no|0"
+            r"|zero) (?:samples|length))",
+            r"[Nn]o (?:samples|examples|records) (?:were |are )?(?:left|found|remain)|len\(dataset\) (?:is|==) 0",
+        ),
+        N_("No record is left to train on: the data are empty, or all were filtered out."),
+        N_(
+            "`wc -l` the data files, and print the number of records after each step of preparation: the filter by "
+            "length (--cutoff-len), the split and the mapping of columns are the usual places."
+        ),
+        confidence=0.86,
+        source="torch.utils.data",
+    ),
+    Symptom(
         "dataset_bad_json",
         (
             rf"{_BAD_RECORDS}\((?=.*(?:broken JSON|not UTF-8))(?P<kinds>[^)]*)\)",
@@ -58,7 +88,7 @@ SYMPTOMS = (
             r"|ValueError: (?:Expected object or value|Trailing data|Unmatched"
             r"|Unexpected character found when decoding)",
             r"Failed to (?:load|read) JSON (?:from )?file",
-            r"UnicodeDecodeError: 'utf-8' codec can't decode",
+            r"UnicodeDecodeError: '\S+' codec can't decode",
         ),
         N_("A data file is not valid JSON[[: {reason}]][[: {bad_records} of {records} records ({kinds})]]."),
         N_(

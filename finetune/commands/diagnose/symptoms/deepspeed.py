@@ -83,6 +83,21 @@ SYMPTOMS = (
     Symptom(
         "zero3_empty_or_size_mismatch",
         (
+            r"(?:Missing|Unexpected) key\(s\) in state_dict: \"(?P<parameter>[\w.]+)",
+            r"loaded state dict contains a parameter group that doesn't match",
+        ),
+        N_("The weights or optimizer state that are loaded belong to a model with other parameters[[ ({parameter})]]."),
+        N_(
+            "Compare the names: `module.` or `base_model.` before them comes from DDP or PEFT (save the inner model), "
+            "others from another architecture, LoRA target or freezing. Build the model as it was when it was saved, "
+            "or load the weights without the optimizer."
+        ),
+        confidence=0.8,
+        source="torch",
+    ),
+    Symptom(
+        "zero3_empty_or_size_mismatch",
+        (
             r"size mismatch for (?P<parameter>[\w.]+): copying a param with shape "
             r"(?P<saved>torch\.Size\(\[[\d, ]*\]\)) from checkpoint, the shape in current model is "
             r"(?P<now>torch\.Size\(\[[\d, ]*\]\))",

@@ -23,6 +23,17 @@ SYMPTOMS = (
         source="wandb",
     ),
     Symptom(
+        "wandb_login",
+        (r"wandb\S*(?:Error|ERROR)\b.*(?:timed out|[Nn]etwork|[Cc]onnection)",),
+        N_("wandb's server cannot be reached from here[[ (rank {rank})]]."),
+        N_(
+            "WANDB_MODE=offline (and `wandb sync` later where there is a network), or --report-to none; WANDB_BASE_URL "
+            "for a server of your own, HTTPS_PROXY behind a proxy."
+        ),
+        confidence=0.93,
+        source="wandb",
+    ),
+    Symptom(
         "disk_full",
         (
             r"No space left on device(?:.*?'(?P<path>[^']+)')?",
@@ -69,7 +80,7 @@ SYMPTOMS = (
         ),
         confidence=0.91,  # surer than what a broken read makes of a weights file
         source="Linux, NFS, Lustre, FUSE",
-        explains=("checkpoint_corrupt", "dataloader_worker_killed_shm"),
+        explains=("checkpoint_corrupt", "dataloader_worker_killed_shm", "permission_denied"),
         restart_cures=False,
     ),
     Symptom(
@@ -112,7 +123,7 @@ SYMPTOMS = (
             r"python\S*: can't open file '(?P<file>[^']+)'|^\S+: No module named (?P<package__>\S+)$",
             r"(?P<package>\w+): command not found|requires? (?:the )?[`'\"]?(?P<package_>[\w-]+)[`'\"]? (?:package"
             r"|library)? ?(?:to be|but it was not|which is not) ?(?:installed|found)?",
-            r"(?:pip|conda) install [`'\"]?(?P<package>[\w\[\]-]+).{0,40}$"
+            r"(?:pip|conda) install (?:-\S+ )*[`'\"]?(?P<package>\w[\w\[\]-]*).{0,40}$"
             r"|PackageNotFoundError: (?:No package metadata was found for )?(?P<package_>\S+)",
         ),
         N_("Python cannot find[[ the package {package}]][[ the file {file}]] in the active environment."),
@@ -122,6 +133,66 @@ SYMPTOMS = (
         ),
         confidence=0.8,
         source="Python",
+        explains=("npu_driver_cann_mismatch", "npu_op_exception"),  # CANN compiles operators with Python packages
+    ),
+    Symptom(
+        "missing_package",
+        (r"requires? the latest version of [`'\"]?(?P<package>\w[\w-]*)",),
+        N_("A package[[ ({package})]] is not installed here, or is older than what uses it needs."),
+        N_("`pip install -U[[ {package}]]` in the environment of the run, on every node; `pip check` afterwards."),
+        confidence=0.82,
+        source="transformers",
+    ),
+    Symptom(
+        "package_mismatch",
+        (
+            r"model type [`'\"]?(?P<model>[\w.-]+)[`'\"]? but Transformers does not recognize",
+            r"does not recognize this architecture|Transformers does not recognize|Unrecognized configuration class",
+            r"KeyError: '(?P<model>(?:qwen|llama|mistral|mixtral|gemma|phi|deepseek|internlm|chatglm|glm"
+            r"|baichuan|cohere|olmo"
+            r"|granite|minicpm|exaone|falcon|gpt_oss)\w*)'$",
+        ),
+        N_("The installed transformers does not know this model's architecture[[ ({model})]]: it is too old for it."),
+        N_(
+            "`pip install -U transformers` to the version that config.json names (`transformers_version`) or a newer "
+            "one; a model with code of its own (*.py in its folder) needs trust_remote_code=True instead."
+        ),
+        confidence=0.85,
+        source="transformers",
+        explains=("missing_package",),
+    ),
+    Symptom(
+        "package_mismatch",
+        (
+            r"Weights only load failed|weights_only=True.{0,60}(?:unsupported|fail)"
+            r"|was not an allowed global by default",
+        ),
+        N_(
+            "This torch (2.6 or newer) loads only weights from pickled files, and the file holds other objects: it was "
+            "written by an older program."
+        ),
+        N_(
+            "If the file is your own: torch.serialization.add_safe_globals([...]) for the classes that the message "
+            "names, or weights_only=False where the program loads it (this runs code of the file). Best save it again "
+            "as safetensors. The versions that wrote it read it too."
+        ),
+        confidence=0.91,
+        source="torch.load",
+    ),
+    Symptom(
+        "package_mismatch",
+        (
+            r"numpy\.(?:dtype|ndarray) size changed|compiled using NumPy 1\.x cannot be run in|_ARRAY_API not found"
+            r"|multiarray failed to import",
+        ),
+        N_("A compiled package here was built for another NumPy than the one that is installed."),
+        N_(
+            "`pip install 'numpy<2'`, or newer builds of the packages that the traceback names (pandas, scipy, "
+            "pyarrow)."
+        ),
+        kind=Kind.VAGUE,
+        confidence=0.78,
+        source="NumPy 2.0 migration guide",
     ),
     Symptom(
         "package_mismatch",
@@ -144,16 +215,11 @@ SYMPTOMS = (
             r"|VersionConflict",
             r"(?P<library>\w+)(?: version)? [\d.]+\S* (?:is required|or newer|or later|or higher).{0,60}(?:but|found"
             r"|installed|got)",
-            r"numpy\.(?:dtype|ndarray) size changed|compiled using NumPy 1\.x cannot be run in|_ARRAY_API not found"
-            r"|multiarray failed to import",
-            r"KeyError: '(?P<name>(?:qwen|llama|mistral|mixtral|gemma|phi|deepseek|internlm|chatglm|glm|baichuan"
-            r"|cohere|olmo"
-            r"|granite|minicpm|exaone|falcon|gpt_oss)\w*)'$",
             r"AttributeError: '(?P<name>\w*(?:Cache|AdamW|Accelerator|AcceleratorState|Trainer|TrainingArguments"
             r"|TokenizerFast|Tokenizer))' object has no attribute",
             r"[Nn]um[Pp]y is not available|did not match any variant of untagged enum"
             r"|is required,? but found|is incompatible with (?P<library>[\w-]+)[<>=]",
-            r"does not recognize this architecture|Transformers does not recognize|Unrecognized configuration class",
+            r"Tokenizer class \w+ does not exist or is not currently imported",
             r"requires? [`'\"]?(?P<library>[\w-]+)(?:\[\w+\])? ?[><=~!]=? ?\d|[Uu]pgrad(?:e"
             r"|ing) (?:your )?[`'\"]?(?P<library_>\w[\w-]+)[`'\"]? (?:version|package|to\b|>=)",
             r"[Ff]ound an incompatible version of (?P<library>\w+)|requires (?:a different"

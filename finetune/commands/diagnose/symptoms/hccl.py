@@ -96,6 +96,22 @@ SYMPTOMS = (
     ),
     Symptom(
         "hccl_config",
+        (r"HCCL_SOCKET_IFNAME\W{1,3}(?P<variable>(?:docker|virbr|veth|br-)\w*)",),
+        N_(
+            "HCCL_SOCKET_IFNAME names an interface that ends at this machine ({variable}): other nodes cannot reach it."
+        ),
+        N_(
+            "Set HCCL_SOCKET_IFNAME (and GLOO_SOCKET_IFNAME) to the interface with the address that the other nodes "
+            "use (`ip -br addr` lists them), on every node, or unset it."
+        ),
+        confidence=0.9,
+        in_warnings=True,
+        source=SOURCE,
+        needs=("hccl_connect_timeout", "rendezvous_timeout"),
+        explains=("hccl_connect_timeout", "rendezvous_timeout"),
+    ),
+    Symptom(
+        "hccl_config",
         (_hccl("[126]|10"),),
         N_("HCCL refused what it was called with: a setting, an address or the arguments of a collective."),
         _CONFIG_FIX,

@@ -6,9 +6,11 @@ from finetune.commands.diagnose.symptoms.base import OURS, Kind, Symptom, cann, 
 from finetune.runtime.language import N_
 
 _DEVICE_OOM_FIX = N_(
-    "Lower --micro-batch-size[[ (now {micro_batch_size}; try {half_micro_batch_size})]]: the global batch stays the "
-    "same, split into more micro-steps. Then, one at a time: --gradient-checkpointing true, a smaller --cutoff-len[[ "
-    "(now {cutoff_len}; try {half_cutoff_len})]], ZeRO-3 with offload (--config ds_configs/zero3.json). Against "
+    "[[Process {holder} of the device's memory: if it is not this run's, stop it or take another device first. ]]"
+    "Lower "
+    "--micro-batch-size[[ (now {micro_batch_size}; try {half_micro_batch_size})]]: the global batch stays the same, "
+    "split into more micro-steps. Then, one at a time: --gradient-checkpointing true, a smaller --cutoff-len[[ (now "
+    "{cutoff_len}; try {half_cutoff_len})]], ZeRO-3 with offload (--config ds_configs/zero3.json). Against "
     "fragmentation: expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF or PYTORCH_NPU_ALLOC_CONF. A sharded run of "
     "this package resumes with smaller microbatches when the same command is started again[[ ({oom_old} did not fit)]]."
 )
@@ -30,6 +32,7 @@ SYMPTOMS = (
         (
             r"(?:CUDA|NPU|XPU|HIP) out of memory\.(?: Tried to allocate (?P<wanted>[\d.]+ ?\w+))?(?:.*?total capacity "
             r"of (?P<capacity>[\d.]+ ?\w+)|.*?; (?P<capacity_>[\d.]+ ?\w+) total capacity)?",
+            r"(?:CUDA|NPU|HIP) out of memory\..*?Process (?P<holder>\d+ has [\d.]+ [KMG]iB) memory in use",
             r"MPS backend out of memory(?: \(MPS allocated: (?P<used>[\d.]+ ?\w+))?",
             r"(?:CUDA|HIP|CUDA driver) error: out of memory|(?:CUBLAS|CUDNN|CUSOLVER|NVRTC)_STATUS_ALLOC_FAILED"
             r"|CUDA_ERROR_OUT_OF_MEMORY",
@@ -141,7 +144,6 @@ SYMPTOMS = (
             r"is killed by signal: Bus error|insufficient shared memory \(shm\)",
             r"unable to (?:open|write|resize|allocate|mmap).{0,40}(?:shared memory|</?(?:dev/shm/)?torch_)",
             r"NCCL WARN Error while creating shared memory segment (?P<path>\S+)",
-            *ended_by(7, "SIGBUS"),
             r"^Bus error\b",
             r"/dev/shm\b.*No space left on device|No space left on device.*/dev/shm\b",
         ),
@@ -153,6 +155,23 @@ SYMPTOMS = (
         confidence=0.96,
         source="torch.utils.data, NCCL",
         explains=("disk_full", "nccl_version_or_system", "dataloader_worker_killed_shm"),
+    ),
+    Symptom(
+        "unknown",
+        ended_by(7, "SIGBUS"),
+        N_(
+            "A process[[ ({pid})]][[ of rank {rank}]] was ended by a bus error (SIGBUS), and nothing here says why: "
+            "shared memory (/dev/shm) may have run out, or a file that it had mapped was cut short or lies on a full "
+            "or failing disk."
+        ),
+        N_(
+            "`df -h /dev/shm` and the container's --shm-size first, then `df -h` for data, checkpoints and TMPDIR, and "
+            "`dmesg -T | grep -i -E 'bus|i/o error|memory failure|nfs|lustre'` on that machine."
+        ),
+        kind=Kind.VAGUE,
+        confidence=0.55,
+        source="torch elastic, MPI, containers",
+        explains=("peer_died",),
     ),
     Symptom(
         "dataloader_worker_killed_shm",

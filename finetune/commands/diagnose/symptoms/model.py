@@ -27,7 +27,7 @@ SYMPTOMS = (
             r"|[Nn]o such (?:model|repo|repository)\b|modelscope\S*: .*(?:not exist|not found)",
             r"[Uu]nrecognized model in (?P<model>\S+?)\. Should have a `model_type`|EntryNotFoundError"
             r"|RevisionNotFoundError",
-            r"(?:401|403|404) Client Error.*huggingface|Cannot access gated repo"
+            r"HfHubHTTPError: 40[134]\b|(?:401|403|404) Client Error.*huggingface|Cannot access gated repo"
             r"|Access to model (?P<model>\S+) is restricted",
             r"No such file or directory: '(?P<model>[^']*(?:config\.json|model\S*\.safetensors|pytorch_model\S*\.bin"
             r"|tokenizer\S*|\.safetensors\.index\.json))'",
@@ -93,7 +93,7 @@ SYMPTOMS = (
             r"Error while deserializing header",
             r"SafetensorError: (?P<reason>.*)",
             r"[Ii]ncompleteMetadata|MetadataIncompleteBuffer|InvalidHeader|HeaderTooLarge|HeaderTooSmall|file not "
-            r"fully covered|Can't find a valid checkpoint at|No valid checkpoint found|git-lfs\.github\.com/spec",
+            r"fully covered|git-lfs\.github\.com/spec",
             r"unexpected EOF, expected|file might be corrupted|truncated file: eof|CheckpointReadError"
             r"|Corrupt\w* checkpoint",
             r"Unable to load weights from (?:pytorch )?checkpoint file|[Cc]hecksum (?:mismatch|does not match)"
@@ -116,6 +116,26 @@ SYMPTOMS = (
             "has room."
         ),
         source="safetensors, torch.load, this package",
+    ),
+    Symptom(
+        "checkpoint_corrupt",
+        (
+            r"Can't find a valid checkpoint at (?P<path>\S+)",
+            r"No valid checkpoint(?: was)? found(?: in (?:output directory )?\(?(?P<path>[^\s)]+))?",
+            r"(?:Error|Exception): .*checkpoint.{0,40}(?:does not exist|(?:was )?not found)",
+            r"[Nn]o checkpoint (?:was )?found (?:in|at) (?P<path>\S+)",
+        ),
+        N_(
+            "There is no checkpoint to resume from[[ at {path}]]: the folder is empty or another one, or what it holds "
+            "is not whole."
+        ),
+        N_(
+            "`ls[[ {path}]]` on every node: give the folder of one checkpoint (.../checkpoint-N, with DeepSpeed also "
+            "its `latest` file), or leave resuming out to start anew. `python -m finetune checkpoints RUN` shows which "
+            "are valid; `--resume auto` takes the newest valid one."
+        ),
+        confidence=0.91,
+        source="transformers, DeepSpeed",
     ),
     Symptom(
         "nan_loss",
@@ -244,7 +264,8 @@ SYMPTOMS = (
         ),
         N_(
             "This package sets use_reentrant=False, which DDP and ZeRO take, so look at custom code: no random or "
-            "data-dependent branches and no autocast change inside a checkpointed layer. To verify: "
+            "data-dependent branches and no autocast change inside a checkpointed layer. Shapes [0] in the evidence "
+            "are ZeRO-3's partitioned weights: there use_reentrant=True, or a newer DeepSpeed. To verify: "
             "--gradient-checkpointing false."
         ),
         confidence=0.92,

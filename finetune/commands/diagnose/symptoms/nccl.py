@@ -18,6 +18,14 @@ _NCCL_FIX = N_(
     "grep nccl`)."
 )
 
+_LINK_FIX = N_(
+    "First see whether the process at the other end failed earlier: pass its log and `dmesg` too. If it did not, the "
+    "network did: `ibstat` and `ibv_devinfo` show the ports, `dmesg -T | grep -i -E 'mlx5|link'` when one went down: "
+    "check its cable, optics and switch port (RoCE: flow control, PFC) at both ends. NCCL_IB_TIMEOUT=22 and "
+    "NCCL_IB_RETRY_CNT bridge short interruptions, and NCCL_IB_HCA leaves a bad port out. Then start the same command "
+    "again: the run resumes from its last checkpoint."
+)
+
 # What processes see of one that listens where they cannot reach it.
 _UNREACHED = ("rendezvous_timeout", "collective_timeout", "peer_died")
 
@@ -26,11 +34,9 @@ SYMPTOMS = (
         "nccl_network_interface",
         (
             r"Bootstrap : no socket interface found",
-            r"NET/IB ?: (?:Unable to open|No device|Async fatal event|Got async event ?: port error)"
-            r"|wrong type \d+ != \d+",
+            r"NET/IB ?: (?:Unable to open|No device)|wrong type \d+ != \d+",
             r"no NCCL_SOCKET_IFNAME interface found|No interface found in the same subnet",
             r"with family \d+ is neither AF_INET\(2\) nor AF_INET6\(10\)",
-            r"NET/IB : Got completion from peer .* with (?:status=|error )(?P<status>\d+)",
             r"NCCL WARN .*ibv_\w+ failed|Call to ibv_\w+ failed",
             r"[Uu]nable to find (?:address|interface) for: ?\[?(?P<interface>[^\s\]]+)"
             r"|NET/\w+ : No (?:usable )?(?:interface|device) found",
@@ -45,10 +51,48 @@ SYMPTOMS = (
     ),
     Symptom(
         "nccl_network_interface",
-        (r"Unable to resolve hostname to a \(local\) address|Using the loopback address as fallback",),
+        (
+            r"NET/IB ?: .*Got completion (?:from peer (?P<peer>[^\s<]+)\S* )?with (?:status=|error )(?P<status>\d+)",
+            r"NET/IB ?: (?P<port>\S+:\d+ )?(?:Async fatal event|Got async (?:error )?event ?: (?:port|GID|QP|device))",
+            r"(?:IBV_WC|ibv_wc)_(?:RETRY_EXC|RNR_RETRY|WR_FLUSH)\w*|transport retry counter exceeded",
+        ),
         N_(
-            "gloo found no address for the name of this machine and listens at the loopback address, where other "
-            "machines cannot reach it."
+            "InfiniBand or RoCE packets were not answered although they were sent again and again[[ (peer {peer})]][[, "
+            "status {status}]]: the link, its port or the switch failed, or the process at the other end had ended "
+            "before."
+        ),
+        _LINK_FIX,
+        kind=Kind.PEER_LOST,
+        reported_late=True,
+        confidence=0.91,
+        source="NCCL",
+        explains=("peer_died",),
+    ),
+    Symptom(
+        "nccl_network_interface",
+        (
+            r"mlx[45]_\w+\b.{0,60}\b[Ll]ink (?:is )?(?:DOWN|[Dd]own)\b|\bPort: \d+ Link DOWN",
+            r"\b(?:ib\d+|bond\d+|eth\d+|en[ops]\w+|bnxt_en|ice|i40e)\b.{0,60}[Ll]ink (?:is )?(?:DOWN|[Dd]own)\b",
+        ),
+        N_("The link of a network adapter went down: connections through it break or time out."),
+        _LINK_FIX,
+        kind=Kind.MACHINE,
+        reported_late=True,
+        confidence=0.92,
+        in_warnings=True,
+        source="Linux kernel, mlx5",
+        needs=(*_UNREACHED, "nccl_network_interface", "nccl_version_or_system"),
+        explains=("nccl_version_or_system", "peer_died"),
+    ),
+    Symptom(
+        "nccl_network_interface",
+        (
+            r"Unable to resolve hostname to a \(local\) address|Using the loopback address as fallback",
+            r"(?:NCCL|GLOO)_SOCKET_IFNAME\W{1,3}(?:docker|virbr|veth)\w*",
+        ),
+        N_(
+            "A process listens where other machines cannot reach it: at the loopback address, because the name of this "
+            "machine has no address, or at an interface that ends at this machine."
         ),
         _INTERFACE_FIX,
         confidence=0.9,
@@ -103,10 +147,31 @@ SYMPTOMS = (
     Symptom(
         "nccl_version_or_system",
         (
+            r"Mismatched? collective|(?:Detected|Found) mismatch(?:ed)? .{0,20}(?:collective|rank)",
+            r"CollectiveFingerPrint\(|[Cc]ollectives? (?:differ|are different|do not match)",
+            r"Input tensor at index \d+ has invalid shape .*expected|[Tt]ensor list must have the same (?:size|shape)",
+        ),
+        N_(
+            "The ranks called different collectives, or the same one with different sizes or types: they did not take "
+            "the same path through the program, or hold tensors of different shapes."
+        ),
+        N_(
+            "Compare the two calls in the evidence. Bring tensors to one shape before they are gathered "
+            "(accelerator.pad_across_processes, or pad to the longest over all ranks), give every rank equally many "
+            "batches (drop the last one), and make no collective inside `if rank == 0`. TORCH_DISTRIBUTED_DEBUG=DETAIL "
+            "names the first call that differs."
+        ),
+        confidence=0.85,
+        source="torch ProcessGroupWrapper",
+        explains=("collective_timeout",),
+    ),
+    Symptom(
+        "nccl_version_or_system",
+        (
             r"undefined symbol: nccl\w+",
             r"Duplicate GPU detected : rank (?P<rank>\d+)",
             r"NCCL (?:library )?version (?:mismatch|is incompatible)|NCCL version .* mismatch",
-            r"Mismatched? (?:collective|in NCCL version)|(?:Detected|Found) mismatch(?:ed)? .{0,20}(?:collective|rank)",
+            r"Mismatch(?:ed)? in NCCL version",
             r"NCCL WARN .*(?:[Vv]ersion .{0,20}(?:mismatch|differ)|Cuda failure .*(?:not supported|invalid device))",
             r"invalid usage \(run with NCCL_|invalid argument \(run with NCCL_",
         ),

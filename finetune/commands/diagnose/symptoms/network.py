@@ -35,6 +35,26 @@ SYMPTOMS = (
     Symptom(
         "rendezvous_timeout",
         (
+            r"(?:Error|Exception): .*\((?P<master_addr>[^\s,()]+), (?P<master_port>\d+)\) cannot be retrieved",
+            r"(?:Error|Exception): .*gai ?error: -\d+",
+        ),
+        N_(
+            "The name of the machine that the processes meet at[[ ({master_addr})]] has no address here: it is "
+            "misspelt, or the name service does not know it (yet)."
+        ),
+        N_(
+            "`getent hosts[[ {master_addr}]]` on every node must show the same address. Correct MASTER_ADDR or give "
+            "the address itself; in Kubernetes check the headless service and that the pod of rank 0 runs; otherwise "
+            "add the name to DNS or /etc/hosts."
+        ),
+        kind=Kind.TIMEOUT,
+        confidence=0.93,
+        source="torch c10d",
+        restart_cures=True,
+    ),
+    Symptom(
+        "rendezvous_timeout",
+        (
             r"The client socket has timed out after .{1,20} while trying to connect to \((?P<master_addr>[^,]+), "
             r"(?P<master_port>\d+)\)",
             r"The client socket has failed to connect to any network address of \((?P<master_addr>[^,]+), "
@@ -50,8 +70,6 @@ SYMPTOMS = (
             r"|DistNetworkError: .*(?:time|connect)",
             r"(?:connect|connection) to \(?\[?(?P<master_addr>[\w.:-]+?)\]?(?:, "
             r"|:)(?P<master_port>\d+)\)? (?:timed out|failed|refused)",
-            r"The (?:IPv[46] )?network addresses of \((?P<master_addr>[^,]+), (?P<master_port>\d+)\) cannot be "
-            r"retrieved.*DistNetworkError|DistNetworkError: .*cannot be retrieved",
         ),
         N_(
             "Not all processes joined the rendezvous[[ at {master_addr}]][[, port {master_port}]][[: {joined} of "

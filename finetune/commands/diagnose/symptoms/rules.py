@@ -17,11 +17,12 @@ from finetune.commands.diagnose.symptoms import (
     nccl,
     network,
     processes,
+    programs,
 )
 from finetune.commands.diagnose.symptoms.base import SHORTEST_WORD, Kind, Symptom, fixed_words
 from finetune.runtime.language import N_
 
-_GROUPS = (memory, network, processes, ascend, hccl, cann, nccl, cuda, data, model, deepspeed, environment)
+_GROUPS = (memory, network, processes, ascend, hccl, cann, nccl, cuda, data, model, deepspeed, environment, programs)
 SYMPTOMS: tuple[Symptom, ...] = tuple(symptom for group in _GROUPS for symptom in group.SYMPTOMS)
 
 _EXPLANATION = N_("The run failed[[ on rank {rank}]], and no rule knows this message: {line}")
@@ -31,6 +32,22 @@ _FIX = N_(
 )
 UNEXPLAINED = Symptom("unknown", (), _EXPLANATION, _FIX, kind=Kind.UNEXPLAINED, confidence=0.3)
 ENDED_BADLY = Symptom("unknown", (), _EXPLANATION, _FIX, kind=Kind.CASCADE, confidence=0.2)
+# A log whose last line is the beginning of one that it wrote often.
+BROKEN_OFF = Symptom(
+    "unknown",
+    (),
+    N_(
+        "The log breaks off in the middle of a line, and nothing in it says why: the process still runs, or it was "
+        "ended together with what wrote its log (SIGKILL, the machine or its disk gone)."
+    ),
+    N_(
+        "See whether it still runs (`ps`, `squeue`, `kubectl get pod`). If not: `dmesg -T | tail`, the scheduler's "
+        "record (`sacct -j JOB`, `kubectl describe pod`), `df -h` where the log lies, and the logs of the other ranks "
+        "and nodes."
+    ),
+    kind=Kind.CASCADE,
+    confidence=0.2,
+)
 # An error of this package that no other rule knows: it says itself what is wrong, where, and what to do.
 EXPLAINED_BY_RUN = Symptom(
     "explained_by_run",
