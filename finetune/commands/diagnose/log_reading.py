@@ -201,11 +201,11 @@ def _placed(line: LogLine, until: float | None, *, goes_on: bool = False) -> Log
 
 
 def _is_cut(line: bytes, whole: bytes) -> bool:
-    """Whether a line is the beginning of another, digits aside, and ends within a word of it."""
+    """Whether a line is the beginning of another, digits aside, and ends within a word or an early number of it."""
     shape, of_whole = (re.sub(rb"\d+", b"0", raw.rstrip()) for raw in (line, whole))
-    if not shape[-1:].isalnum() or len(shape) < 8:
+    if not of_whole.startswith(shape) or len(shape) < 8 or of_whole[len(shape) :][:1] in (b"", b" "):
         return False
-    return of_whole.startswith(shape) and not of_whole[len(shape) :][:1].isspace() and len(shape) < len(of_whole)
+    return shape[-1:].isalpha() or (shape[-1:].isdigit() and len(shape) <= len(of_whole) // 2)
 
 
 def _digits_matter(raw: bytes) -> bool:

@@ -14,6 +14,7 @@ SYMPTOMS = (
             r"'DeepSpeedCPUAdam' object has no attribute 'ds_opt_adam'|CUDAMismatchException",
             r"MissingCUDAException|CUDA_HOME (?:does not exist|environment variable is not set)|^FAILED: \S+\.o\b"
             r"|ninja: build stopped",
+            r"detected CUDA version \((?P<cuda>[\d.]+)\) mismatches the version that was used to compile",
             r"Ninja is required to load C\+\+ extensions|fatal error: Python\.h: No such file",
             r"No such file or directory: '(?P<compiler>c\+\+|g\+\+|gcc|clang\+\+|ninja)'",
             r"Command '\['(?P<compiler>[^']+)', '(?:-v|--version)'\]' returned non-zero",

@@ -67,6 +67,7 @@ SYMPTOMS = (
             r"|BeeGFS\S* .*(?:rror|timed out)",
             r"nfs: server (?P<path>\S+) not responding|(?:Lustre|ceph|gpfs|EXT4-fs|XFS)\S*.{0,60}(?:error|evict"
             r"|timed out|shutdown)",
+            r"Buffer I/O error on dev|nvme\w*: .*(?:timeout, (?:aborting|reset)|controller is down|I/O Error)",
             r"blk_update_request: I/O error|I/O error, dev (?P<path>\w+)|[Uu]nable to (?:lock"
             r"|mmap) file.{0,40}(?:No locks|I/O)|\[Errno 37\]",
         ),
@@ -94,6 +95,91 @@ SYMPTOMS = (
         ),
         confidence=0.97,  # surer than the shared memory that could not be opened for it
         source="Linux, torch.multiprocessing",
+    ),
+    Symptom(
+        "process_limit",
+        (
+            r"can't start new thread|pthread_create.{0,50}(?:failed|Resource temporarily unavailable)",
+            r"fork: (?:retry: )?Resource temporarily unavailable|\[Errno 11\] Resource temporarily unavailable$",
+            r"cgroup: fork rejected by pids controller|pids\.max",
+        ),
+        N_(
+            "No more processes or threads may be started here[[ (rank {rank})]]: a limit of the user or container is "
+            "reached."
+        ),
+        N_(
+            "Compare `ulimit -u`, the container's --pids-limit and `cat /sys/fs/cgroup/pids.max` with `ps -eLf | wc "
+            "-l`; raise the limit, end left-over processes, set OMP_NUM_THREADS=1 (each process starts as many threads "
+            "as cores otherwise), and lower --dataloader-num-workers[[ (now {dataloader_num_workers})]]."
+        ),
+        confidence=0.92,
+        source="Linux, Python, OpenBLAS",
+    ),
+    Symptom(
+        "host_hardware_fault",
+        (
+            r"Memory failure: .*(?:Sending SIGBUS|Killing|hardware memory corruption)|EDAC \S+: \d+ UE\b",
+            r"(?:mce|MCE|Hardware Error)\b.*(?:[Uu]ncorrect|[Ff]atal|context corrupt)|Machine [Cc]heck Exception",
+            r"Kernel panic|soft lockup - CPU|[Hh]ard LOCKUP|NMI watchdog: .*LOCKUP",
+        ),
+        N_(
+            "The machine itself failed: its memory or processor reports errors that cannot be corrected, or its kernel "
+            "stood."
+        ),
+        N_(
+            "Take the machine out of service: `dmesg -T | grep -i -E 'mce|edac|memory failure|lockup|panic'` and its "
+            "management controller's log (`ipmitool sel list`) are for its administrator. Start the same command again "
+            "on another: the run resumes from its last checkpoint."
+        ),
+        kind=Kind.MACHINE,
+        confidence=0.92,
+        in_warnings=True,
+        reported_late=True,
+        source="Linux kernel",
+        explains=("dataloader_worker_killed_shm",),
+    ),
+    Symptom(
+        "storage_error",
+        (
+            r"task \S+:\d+ blocked for more than \d+ seconds|hung_task_timeout_secs",
+            r"FailedMount|MountVolume\.\w+ failed|[Uu]nable to attach or mount volumes",
+        ),
+        N_("A process waits for a file system that does not answer, or a volume could not be mounted."),
+        N_(
+            "`dmesg -T | grep -i -E 'blocked for|nfs|lustre|nvme'`, `ls` on data, checkpoint and cache folders (which "
+            "one hangs?), and in Kubernetes `kubectl describe pod` and `kubectl get pvc`: have that file system "
+            "mended, then start the same command again."
+        ),
+        kind=Kind.VAGUE,
+        confidence=0.85,
+        in_warnings=True,
+        needs=(
+            "collective_timeout",
+            "hccl_connect_timeout",
+            "rendezvous_timeout",
+            "peer_died",
+            "unknown",
+            "file_not_found",
+        ),
+        explains=("collective_timeout", "file_not_found"),
+        source="Linux kernel, Kubernetes",
+    ),
+    Symptom(
+        "permission_denied",
+        (
+            r"NoCredentialsError|Unable to locate credentials|DefaultCredentialsError|InvalidAccessKeyId"
+            r"|SignatureDoesNotMatch",
+            r"\(AccessDenied\)|\b(?:Access ?Denied|Forbidden)\b.{0,60}(?:Operation|operation|bucket|object|s3)"
+            r"|stat:403",
+        ),
+        N_("The object store refuses: no credentials here, wrong ones, or none for this bucket."),
+        N_(
+            "List the path with the store's own command in the same shell or container (`aws s3 ls`, `obsutil ls`, "
+            "`gsutil ls`); give the run's processes the credentials (environment variables, a mounted file, the "
+            "service account's role), and check the endpoint and region."
+        ),
+        confidence=0.87,
+        source="boto3, obs, google-cloud",
     ),
     Symptom(
         "permission_denied",
@@ -213,6 +299,7 @@ SYMPTOMS = (
             r"|AttributeError: module '(?P<library_>[\w.]+)' has no attribute",
             r"(?P<library>[\w.-]+)(?:>=|==|<=|<|>|!=|~=)[\w.*,<>=!~ ]+ is required for a normal functioning"
             r"|VersionConflict",
+            r"ImportError: (?P<library>[\w.-]+) ?[><=!~]=? ?[\d.]+\S* is required",
             r"(?P<library>\w+)(?: version)? [\d.]+\S* (?:is required|or newer|or later|or higher).{0,60}(?:but|found"
             r"|installed|got)",
             r"AttributeError: '(?P<name>\w*(?:Cache|AdamW|Accelerator|AcceleratorState|Trainer|TrainingArguments"

@@ -98,7 +98,7 @@ SYMPTOMS = (
         "hccl_config",
         (r"HCCL_SOCKET_IFNAME\W{1,3}(?P<variable>(?:docker|virbr|veth|br-)\w*)",),
         N_(
-            "HCCL_SOCKET_IFNAME names an interface that ends at this machine ({variable}): other nodes cannot reach it."
+            "HCCL_SOCKET_IFNAME names an interface that ends at this machine[[ ({variable})]]: other nodes cannot reach it."
         ),
         N_(
             "Set HCCL_SOCKET_IFNAME (and GLOO_SOCKET_IFNAME) to the interface with the address that the other nodes "
@@ -229,7 +229,7 @@ SYMPTOMS = (
         (
             cann("EI0013", "EI0018"),
             r"[Ee]rror cqe(?: status| Occurred|\b.{0,20}abort)|(?:status\[|Error )ERROR CQE"
-            r"|retransmission .{0,30}exceed",
+            r"|retransmission .{0,30}exceed|HCCL OP RETRY FAILED",
         ),
         N_(
             "An NPU's network packets were not answered although it sent them again and again[[ (rank {rank})]]: the "
@@ -279,6 +279,7 @@ SYMPTOMS = (
         (
             r"Heartbeat Lost Occurred|(?<![\d])[1-9]\d* abnormal device\(s\)"
             r"|HCCL heartbeat (?:lost|event)|status\[LOST\]",
+            r"SUSPECT REMOTE ERROR|\bFORCE STOP\b",
             r"crimer rank \[(?P<peer>[^\]]+)\] status\[(?!STUCK|ERROR)",
             returned("507057") + "|" + _hccl("21"),
         ),

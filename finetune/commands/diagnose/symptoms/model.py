@@ -207,6 +207,17 @@ SYMPTOMS = (
         source="torch",
     ),
     Symptom(
+        "dtype_mismatch",
+        (r"\"?\w+\"? not implemented for '(?P<found>(?!BFloat16)[A-Z]\w+)'",),
+        N_("An operator is not made for tensors of this type[[ ({found})]] on this device[[ (rank {rank})]]."),
+        N_(
+            "Half precision on a CPU: --dtype float32 (or bfloat16). Labels and ids must be int64 (.long()). Otherwise "
+            "convert the tensor before the operator that the evidence names."
+        ),
+        confidence=0.86,
+        source="torch",
+    ),
+    Symptom(
         "bf16_unsupported",
         (
             r"[Yy]our setup doesn't support bf16|device has no bfloat16",

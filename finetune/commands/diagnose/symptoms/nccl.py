@@ -103,6 +103,22 @@ SYMPTOMS = (
     ),
     Symptom(
         "nccl_network_interface",
+        (r"ibv_\w+ failed.{0,40}Cannot allocate memory|ibv_reg_mr\w*.{0,60}(?:ENOMEM|Cannot allocate memory)",),
+        N_(
+            "The network adapter could not lock memory: the limit for locked memory (memlock) of these processes is "
+            "too low."
+        ),
+        N_(
+            "`ulimit -l` in the shell of the run must say unlimited: in containers --ulimit memlock=-1 (and --cap-add="
+            "IPC_LOCK), in Slurm PropagateResourceLimitsExcept=MEMLOCK and LimitMEMLOCK=infinity for slurmd. "
+            "NCCL_IB_DISABLE=1 does without InfiniBand."
+        ),
+        confidence=0.96,  # surer than a host that has no memory
+        source="NCCL, libibverbs",
+        explains=("nccl_version_or_system", "host_oom"),
+    ),
+    Symptom(
+        "nccl_network_interface",
         (
             r"Connect to (?P<peer>\S+) failed ?: (?:Software caused connection abort|Connection (?:refused"
             r"|timed out)|No route to "

@@ -103,6 +103,8 @@ SYMPTOMS = (
             r"|PREEMPT|OWNER)\b",
             r"\b(?P<reason>Preempted) (?: *pod/\S+ +)?(?:Preempted )?by\b|walltime \S+ exceeded limit|PBS: job killed"
             r"|[Ww]all ?(?:time|clock)\b.{0,20}exceeded|exceeded (?:hard )?wall ?(?:time|clock)",
+            r"(?P<reason>DeadlineExceeded)\b|was active longer than specified deadline"
+            r"|failed (?P<reason_>liveness probe)",
             r"node .{0,60}(?P<reason>NotReady|unreachable|shutdown|preempted)\b.*(?:pod|taint|evict|terminat)",
         ),
         _STOPPED,

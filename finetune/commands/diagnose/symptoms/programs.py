@@ -22,6 +22,7 @@ SYMPTOMS = (
             r"^(?:\w+\.)*\w*(?:Error|Exception): (?P<reason>[`'\"]?--\w[\w-]* (?:requires|must|can ?not|is not"
             r"|and)\b.*)",
             r"^(?:\w+\.)*\w*(?:Error|Exception): (?P<reason>.*\b(?:not|be) (?:evenly )?divisible by\b.*)",
+            r"(?P<reason>Output directory .* already exists and is not empty.*)",
             r"(?P<reason>Target modules .* not found in the base model|No modules were targeted for adaptation.*)",
             r"^(?:\w+\.)*\w*Error: (?P<reason>.*\bis not a valid \w+, please select one of\b.*)",
         ),
@@ -221,7 +222,7 @@ SYMPTOMS = (
             r"|submission failed).*)",
             r"(?:srun|sbatch|salloc): error: .*(?P<reason>(?:Invalid|Requested) .*)",
             r"slurmstepd: error: execve\(\): (?P<reason>.*)",
-            r"FailedScheduling.*(?P<reason>\d+/\d+ nodes are available.*)|(?P<reason_>ErrImagePull|ImagePullBackOff)\b",
+            r"(?P<reason>\d+/\d+ nodes are available: .*Insufficient.*)|(?P<reason_>ErrImagePull|ImagePullBackOff)\b",
         ),
         N_("The scheduler did not start the job[[: {reason}]]."),
         N_(
