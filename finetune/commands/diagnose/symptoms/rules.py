@@ -7,6 +7,7 @@ from collections import defaultdict
 from finetune.commands.diagnose.symptoms import (
     ascend,
     cann,
+    checkpoints,
     cuda,
     data,
     deepspeed,
@@ -16,13 +17,32 @@ from finetune.commands.diagnose.symptoms import (
     model,
     nccl,
     network,
+    npu_devices,
+    packages,
     processes,
     programs,
 )
 from finetune.commands.diagnose.symptoms.base import SHORTEST_WORD, Kind, Symptom, fixed_words
 from finetune.runtime.language import N_
 
-_GROUPS = (memory, network, processes, ascend, hccl, cann, nccl, cuda, data, model, deepspeed, environment, programs)
+_GROUPS = (
+    memory,
+    network,
+    processes,
+    ascend,
+    hccl,
+    cann,
+    npu_devices,
+    nccl,
+    cuda,
+    data,
+    model,
+    checkpoints,
+    deepspeed,
+    environment,
+    packages,
+    programs,
+)
 SYMPTOMS: tuple[Symptom, ...] = tuple(symptom for group in _GROUPS for symptom in group.SYMPTOMS)
 
 _EXPLANATION = N_("The run failed[[ on rank {rank}]], and no rule knows this message: {line}")

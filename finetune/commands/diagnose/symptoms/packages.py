@@ -1,0 +1,145 @@
+"""Packages of Python and libraries of the system: there, and of versions that belong together."""
+
+from __future__ import annotations
+
+from finetune.commands.diagnose.symptoms.base import Kind, Symptom
+from finetune.runtime.language import N_
+
+SYMPTOMS = (
+    Symptom(
+        "missing_package",
+        (
+            r"ModuleNotFoundError: No module named '(?P<package>[\w.]+)'",
+            r"^\[ERROR\] (?:rank \d+: )?(?P<package>[\w.-]+) is not installed",
+            r"ImportError: (?P<package>[\w-]+) is required|ImportError: .*requires the (?P<package_>[\w-]+) library",
+            r"[Pp]lease install (?:the )?[`'\"]?(?P<package>[\w-]+)"
+            r"|need to have (?P<package_>[\w-]+)(?: or \w+)? installed",
+            r"python\S*: can't open file '(?P<file>[^']+)'|^\S+: No module named (?P<package__>\S+)$",
+            r"(?P<package>\w+): command not found|requires? (?:the )?[`'\"]?(?P<package_>[\w-]+)[`'\"]? (?:package"
+            r"|library)? ?(?:to be|but it was not|which is not) ?(?:installed|found)?",
+            r"(?:pip|conda) install (?:-\S+ )*[`'\"]?(?P<package>\w[\w\[\]-]*).{0,40}$"
+            r"|PackageNotFoundError: (?:No package metadata was found for )?(?P<package_>\S+)",
+        ),
+        N_("Python cannot find[[ the package {package}]][[ the file {file}]] in the active environment."),
+        N_(
+            "Make sure that the right environment is active on every node (`which python`), then `pip install[[ "
+            "{package}]]`."
+        ),
+        confidence=0.8,
+        source="Python",
+        explains=("npu_driver_cann_mismatch", "npu_op_exception"),  # CANN compiles operators with Python packages
+    ),
+    Symptom(
+        "missing_package",
+        (r"requires? the latest version of [`'\"]?(?P<package>\w[\w-]*)",),
+        N_("A package[[ ({package})]] is not installed here, or is older than what uses it needs."),
+        N_("`pip install -U[[ {package}]]` in the environment of the run, on every node; `pip check` afterwards."),
+        confidence=0.82,
+        source="transformers",
+    ),
+    Symptom(
+        "package_mismatch",
+        (
+            r"model type [`'\"]?(?P<model>[\w.-]+)[`'\"]? but Transformers does not recognize",
+            r"does not recognize this architecture|Transformers does not recognize|Unrecognized configuration class",
+            r"KeyError: '(?P<model>(?:qwen|llama|mistral|mixtral|gemma|phi|deepseek|internlm|chatglm|glm"
+            r"|baichuan|cohere|olmo"
+            r"|granite|minicpm|exaone|falcon|gpt_oss)\w*)'$",
+        ),
+        N_("The installed transformers does not know this model's architecture[[ ({model})]]: it is too old for it."),
+        N_(
+            "`pip install -U transformers` to the version that config.json names (`transformers_version`) or a newer "
+            "one; a model with code of its own (*.py in its folder) needs trust_remote_code=True instead."
+        ),
+        confidence=0.85,
+        source="transformers",
+        explains=("missing_package",),
+    ),
+    Symptom(
+        "package_mismatch",
+        (
+            r"Weights only load failed|weights_only=True.{0,60}(?:unsupported|fail)"
+            r"|was not an allowed global by default",
+        ),
+        N_(
+            "This torch (2.6 or newer) loads only weights from pickled files, and the file holds other objects: it was "
+            "written by an older program."
+        ),
+        N_(
+            "If the file is your own: torch.serialization.add_safe_globals([...]) for the classes that the message "
+            "names, or weights_only=False where the program loads it (this runs code of the file). Best save it again "
+            "as safetensors. The versions that wrote it read it too."
+        ),
+        confidence=0.91,
+        source="torch.load",
+    ),
+    Symptom(
+        "package_mismatch",
+        (
+            r"numpy\.(?:dtype|ndarray) size changed|compiled using NumPy 1\.x cannot be run in|_ARRAY_API not found"
+            r"|multiarray failed to import",
+        ),
+        N_("A compiled package here was built for another NumPy than the one that is installed."),
+        N_(
+            "`pip install 'numpy<2'`, or newer builds of the packages that the traceback names (pandas, scipy, "
+            "pyarrow)."
+        ),
+        kind=Kind.VAGUE,
+        confidence=0.78,
+        source="NumPy 2.0 migration guide",
+    ),
+    Symptom(
+        "package_mismatch",
+        (r"was removed in the NumPy (?P<version>\d[\d.]*) release",),
+        N_("A package here is older than NumPy[[ {version}]], which no longer has what it uses."),
+        N_("pip install 'numpy<2', or a newer version of the package whose file the traceback names last."),
+        confidence=0.9,
+        source="NumPy 2.0 migration guide",
+        explains=("npu_driver_cann_mismatch", "npu_op_exception"),
+    ),
+    Symptom(
+        "package_mismatch",
+        (
+            r"version [`'](?P<library>(?:GLIBCXX|GLIBC|CXXABI|GCC)_[\d.]+)' not found",
+            r"(?P<library>[\w.+-]+\.so\S*): undefined symbol|symbol lookup error|undefined symbol: \w+",
+            r"(?P<library>lib\S+\.so\S*): cannot open shared object file",
+            r"cannot import name '(?P<name>\w+)' from '(?P<library>[\w.]+)'"
+            r"|AttributeError: module '(?P<library_>[\w.]+)' has no attribute",
+            r"(?P<library>[\w.-]+)(?:>=|==|<=|<|>|!=|~=)[\w.*,<>=!~ ]+ is required for a normal functioning"
+            r"|VersionConflict",
+            r"ImportError: (?P<library>[\w.-]+) ?[><=!~]=? ?[\d.]+\S* is required",
+            r"(?P<library>\w+)(?: version)? [\d.]+\S* (?:is required|or newer|or later|or higher).{0,60}(?:but|found"
+            r"|installed|got)",
+            r"AttributeError: '(?P<name>\w*(?:Cache|AdamW|Accelerator|AcceleratorState|Trainer|TrainingArguments"
+            r"|TokenizerFast|Tokenizer))' object has no attribute",
+            r"[Nn]um[Pp]y is not available|did not match any variant of untagged enum"
+            r"|is required,? but found|is incompatible with (?P<library>[\w-]+)[<>=]",
+            r"Tokenizer class \w+ does not exist or is not currently imported",
+            r"requires? [`'\"]?(?P<library>[\w-]+)(?:\[\w+\])? ?[><=~!]=? ?\d|[Uu]pgrad(?:e"
+            r"|ing) (?:your )?[`'\"]?(?P<library_>\w[\w-]+)[`'\"]? (?:version|package|to\b|>=)",
+            r"[Ff]ound an incompatible version of (?P<library>\w+)|requires (?:a different"
+            r"|newer) (?:version of )?(?P<library_>\w+)",
+            r"TypeError: .*got an unexpected keyword argument '(?P<name>\w+)'"
+            r"|Detected that PyTorch and (?P<library>\w+) were compiled with different CUDA",
+            r"RuntimeError: operator torchvision::nms does not exist|ImportError: .*(?:partially initialized"
+            r"|incompatible|DLL load)",
+        ),
+        N_(
+            "Installed packages do not fit one another, or the system's libraries are too old for them[[: "
+            "{library}]][[ "
+            "({name})]]."
+        ),
+        N_(
+            "`pip check` and `pip list | grep -i -E 'torch|transformers|accelerate|deepspeed|peft|numpy'` show what is "
+            "installed. Install again in a fresh environment what the evidence names, in the versions that belong "
+            "together "
+            "(`python -m finetune doctor` shows them); packages with compiled code (flash-attn, torchvision, "
+            "bitsandbytes) "
+            "have to be built for this torch. For GLIBCXX: `conda install -c conda-forge libstdcxx-ng`, or unset an "
+            "LD_LIBRARY_PATH that puts older libraries first."
+        ),
+        kind=Kind.VAGUE,
+        confidence=0.75,
+        source="Python, dynamic linker, transformers",
+    ),
+)
