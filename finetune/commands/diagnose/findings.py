@@ -195,7 +195,7 @@ def _finding(group: _Group, facts: dict[str, str]) -> Finding:
     clearest = group.clearest
     symptom, others = clearest.symptom, [e for e in group.evidence if e is not clearest]
     elsewhere = {name: value for e in reversed(others) for name, value in e.values.items() if name != "rank"}
-    values = with_next_values(facts | elsewhere | clearest.values)
+    values = with_next_values(facts | elsewhere | clearest.values | _differing_calls(group.evidence))
     explanation, fix = (fill(text, values) for text in symptom.texts())
     if "error_fix" in values and symptom is not EXPLAINED_BY_RUN:
         fix += " " + _("The run itself advises: {fix}").format(fix=values["error_fix"])
@@ -208,6 +208,15 @@ def _finding(group: _Group, facts: dict[str, str]) -> Finding:
         mask_secrets(fix),
         None if rank is None else int(rank),
     )
+
+
+def _differing_calls(evidence: Sequence[Evidence]) -> dict[str, str]:
+    """The operations that ranks waited in under one number, where they are not the same."""
+    calls: dict[str, set[str]] = {}
+    for piece in evidence:
+        if "operation" in piece.values and "PG ID" not in piece.line.text:
+            calls.setdefault(piece.values.get("sequence", ""), set()).add(piece.values["operation"])
+    return next(({"calls": ", ".join(sorted(names))} for names in calls.values() if len(names) > 1), {})
 
 
 def _quote(evidence: Evidence) -> str:

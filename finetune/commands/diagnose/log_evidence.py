@@ -45,6 +45,7 @@ from finetune.commands.diagnose.log_words import (
     STRUCTURE,
     SUMMARY_RANK,
     TABLE_ROW,
+    TESTS_PASSED,
     TRAINED,
 )
 from finetune.commands.diagnose.symptoms.base import Kind, Symptom
@@ -96,6 +97,7 @@ class LogEvidence:
         done: when it, or a script around it, said so; None where none did.
         trained: how many came before it said so; -1 where nothing did.
         ended: how many came before anything in it said that something ended or went on well; -1 where nothing did.
+        left: how many came before a process, of a run that had said it was done, ended well; -1 where none did.
     """
 
     evidence: list[Evidence] = field(default_factory=list)
@@ -106,6 +108,7 @@ class LogEvidence:
     done: Moment | None = None
     trained: int = -1
     ended: int = -1
+    left: int = -1
 
 
 class _Process:
@@ -113,6 +116,7 @@ class _Process:
 
     def __init__(self) -> None:
         self.in_frame = self.in_boilerplate = self.ignored = False
+        self.frame_indent = 0
         self.frame_at = -TRACEBACK_LINES  # the line of the last frame of a traceback
         self.last: Evidence | None = None  # what a following where or fix belongs to
         self.failed = False  # a failure of this process in this attempt was seen
@@ -170,6 +174,9 @@ class _Scan:
         self._in_diagnosis = bool(quoted or DIAGNOSIS_TITLE.match(text))
         if self._in_diagnosis:
             return
+        if TESTS_PASSED.search(text):
+            self._forget()
+            return
         finished, said = FINISHED.search(text), TRAINED.search(text)
         trained = finished or (said and not DENIED.search(text, 0, said.start()))
         if trained:
@@ -178,8 +185,11 @@ class _Scan:
         if finished:
             self.found.finished = len(self.found.evidence)
         restarted = RESTART.search(text) is not None and _matching_symptom(text) is None
-        if trained or restarted or ENDED_WELL.search(text):
+        ended_well = ENDED_WELL.search(text) is not None
+        if trained or restarted or ended_well:
             self.found.ended = len(self.found.evidence)
+        if ended_well and self.found.trained >= 0:
+            self.found.left = len(self.found.evidence)
         if restarted:
             self.attempt += 1
             self._processes.clear()
@@ -195,6 +205,13 @@ class _Scan:
             process.ignored = True
         elif text := _relevant_part(process, line):
             self._match(process, line, text)
+
+    def _forget(self) -> None:
+        """Drop all evidence so far: it was of tests."""
+        self.found.evidence.clear()
+        self._kept.clear()
+        self._processes.clear()
+        self.found.finished, self.found.trained, self.found.ended, self.found.left = 0, -1, -1, -1
 
     def _process_of(self, line: LogLine) -> _Process:
         """What its process has been about; nothing any more where training has gone on since."""
@@ -217,7 +234,9 @@ class _Scan:
                 process.ignored = False
                 return
             # A trailing _ lets several alternatives of one pattern name the same value.
-            values = {name.rstrip("_"): value for name, value in match.groupdict().items() if value is not None}
+            values = {
+                name.rstrip("_"): value.rstrip(". ") for name, value in match.groupdict().items() if value is not None
+            }
             process.ignored = False
             if process.chained in self.found.evidence:
                 self.found.evidence.remove(process.chained)
@@ -309,10 +328,11 @@ def _is_data(process: _Process, line: LogLine) -> bool:
 def _relevant_part(process: _Process, line: LogLine) -> str:
     """The part of the line that is about this failure: no quoted source code, no fixed advice."""
     text = line.text
+    indent = len(text) - len(text.lstrip())
     if FRAME.match(text):
-        process.in_frame, process.frame_at = True, line.number
+        process.in_frame, process.frame_at, process.frame_indent = True, line.number, indent
         return ""
-    if process.in_frame and text.startswith("    "):
+    if process.in_frame and indent > process.frame_indent:
         return ""
     process.in_frame = False
     if process.in_boilerplate and not LEAVES_BOILERPLATE.search(text):

@@ -64,7 +64,14 @@ def with_next_values(facts: Mapping[str, str]) -> dict[str, str]:
         number = facts.get(name, "")
         if number.isdigit() and int(number) > 1:
             made[f"half_{name}"] = str(int(number) // 2)
+    if (own := _gib(facts.get("allocated", ""))) and own < _gib(facts.get("capacity", "")) / 3:
+        made["own_share"] = f"{facts['allocated']} of {facts['capacity']}"
     port = facts.get("port") or facts.get("master_port", "")
     if port.isdigit() and int(port) < 65535:
         made["next_port"] = str(int(port) + 1)
     return made
+
+
+def _gib(text: str) -> float:
+    number, _, unit = text.partition(" ")
+    return float(number) * {"GiB": 1.0, "MiB": 2.0**-10}.get(unit, 0.0) if number else 0.0

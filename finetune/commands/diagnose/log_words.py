@@ -14,8 +14,10 @@ NOT_A_NUMBER = re.compile(r"\b(?:nan|inf)\b(?! (?:iteration|step|batch|count))",
 FINISHED = re.compile(
     r"^\[SUCCESS\] done: |['\"]?train_runtime['\"]?\s*[:=]|Training completed\. Do not forget to share"
     r"|worker group successfully finished|^Training[\w ]*: 100%\|"
-    r"|^=+ (?!.*\b(?:failed|errors?)\b).*\d+ passed\b.* in [\d.]+s\b"  # tests of failures
+    r"|(?<!not )\btraining (?:finished|completed|done) (?:normally|successfully)\b"
 )
+# Tests, of failures too, that all passed.
+TESTS_PASSED = re.compile(r"^(?:=+ )?(?!.*\b(?:failed|errors?)\b)(?:\d+ \w+, )*\d+ passed\b.* in [\d.]+s\b")
 # The same as other trainers say it, and scripts that do not look. What stands around these words may deny it.
 _NOT_BADLY = r"(?! (?:\w+ing\b|with (?:err|fail|ex)|un|ab|by\b|prem|early|due|because))"
 TRAINED = re.compile(
@@ -93,6 +95,8 @@ FAILURE = re.compile(
     r"^\[?F\d{3,4} \d\d:\d\d:|^Segmentation fault|^Fatal Python error|core dumped|^Aborted|^terminate called"
     r"|^Bus error|^\S+: error: "
     r"|^bash: .*(?:not found|denied)|^\S+: can't open file|^srun: error: .*[Ee]xited|^ +exitcode +: -?[1-9]"
+    r"|\b(?:script|job|program|command) (?:returned|terminated|exited|ended)(?: with)?(?: a)? "
+    r"(?:non-zero )?(?:exit )?(?:status|code)\W{1,3}[1-9]"
     r"|exits with return code = -?[1-9]|\bERR\d\d\d\d\d\b|\bE[A-Z0-9]\d\d\d\d(?::|\))|failed \(exitcode: -?[1-9]"
 )
 
@@ -118,6 +122,8 @@ DATA = re.compile(
     r"|generated(?: text)?|generation|prediction|reference|target|sample|example|user|assistant|human"
     r"|提示词?|回答|参考|问题|答案|指令|输入|输出|样本|用户|助手|预测)"
     r"(?: ?#?\d+)?[\"']? ?[:=|：].*\w|[\"'](?:role|messages|conversations|instruction)[\"']: "
+    # Results of tasks that a program under test failed or did not.
+    r"|^\S.{0,80} \.\.\. (?:FAIL|ERROR|ok|PASS)\w*\b|^(?:SFT )?sample: *\{"
     # Quoted text, comments of source code that is printed, templates, and what was looked for and not found.
     r"|^(?:>|#|//) \S|\{\{ ?[$.\w]|[:=] *0 (?:lines?|times|events?|hits|matches|found|occurrences|errors?)\W*$",
     re.IGNORECASE,
@@ -151,7 +157,7 @@ SERVICE = re.compile(
 
 # What tells how to read other lines.
 STRUCTURE = (
-    *(FRAME, BOILERPLATE, FINISHED, TRAINED, ENDED_WELL, RESTART, SUMMARY_RANK, IGNORED, DIAGNOSIS_TITLE),
+    *(FRAME, BOILERPLATE, FINISHED, TESTS_PASSED, TRAINED, ENDED_WELL, RESTART, SUMMARY_RANK, IGNORED, DIAGNOSIS_TITLE),
     *(FORCED_KILL, CHAINED, CHAT_BEGINS, CHAT_ENDS, ENDS_TRACEBACK, FENCE, HEADING),
     re.compile(f"TraceBack|^{OWN_WHERE}|^{OWN_FIX}"),
 )

@@ -39,6 +39,8 @@ def _survived_here(evidence: Evidence, number: int, log: LogEvidence) -> bool:
         return True
     if after_its_end and evidence.symptom.by_order:  # someone ended what was left of it
         return True
+    if 0 <= log.left <= number and evidence.symptom.cause == "preempted":  # of a job whose program had ended well
+        return True
     return number < log.finished or (most > 0 and number < log.ended)
 
 

@@ -155,4 +155,31 @@ SYMPTOMS = (
         source=SOURCE,
         explains=("missing_package", "package_mismatch"),
     ),
+    Symptom(
+        "npu_busy_or_owned",
+        (r"resource\[(?:notify|stream|event|queue)\]|no (?:notify|stream|event) resource",),
+        N_(
+            "The NPU has no notifies, streams or events left: this run made more communicators (process groups) than "
+            "the chip has room for."
+        ),
+        N_(
+            "Make fewer groups: one per dimension of parallelism instead of one per combination, and reuse them; "
+            "destroy those that are no longer used. `npu-smi info` shows whether other processes use the chip as well."
+        ),
+        confidence=0.91,
+        source=SOURCE,
+        explains=("device_oom",),
+    ),
+    Symptom(
+        "torch_npu_missing_or_mismatch",
+        (r"libatb\w*\.so\S*: cannot open shared object file",),
+        N_("The operators for transformers (ATB, of the package nnal) are not there, or their environment is not set."),
+        N_(
+            "`source /usr/local/Ascend/nnal/atb/set_env.sh` after CANN's own set_env.sh in the shell that starts the "
+            "run; if the folder is missing, install Ascend-cann-nnal of CANN's version."
+        ),
+        confidence=0.94,
+        source=SOURCE,
+        explains=("missing_package", "package_mismatch"),
+    ),
 )

@@ -67,6 +67,7 @@ SYMPTOMS = (
         (
             r"(?:\bEZ\d{4}|AclNN_Parameter_Error|\b16100[12])\b(?!.*DT_).{0,90}"
             r"(?i:\bshapes?\b|k-axis|\bdim(?:s|ensions?)?\b|\baxis\b|\bbroadcast)",
+            r"\[FUNC:InferShape\w*|[Ii]nfer[Ss]hape\w* for node\b.{0,60}failed",
         ),
         N_(
             "An operator was given tensors whose shapes do not fit it or one another[[ on rank {rank}]]; the evidence "
@@ -225,5 +226,23 @@ SYMPTOMS = (
         confidence=0.5,
         in_warnings=True,
         source=SOURCE,
+    ),
+    Symptom(
+        "npu_op_exception",
+        (
+            r"(?:E40021|E40024|[Ff]ailed to compile|[Cc]ompile).{0,300}(?:json file|kernel_meta"
+            r"|cache)\b.{0,100}(?:is empty|empty \(|corrupt|broken|truncated)",
+        ),
+        N_(
+            "CANN's compile cache holds a file that is empty or cut short: several processes wrote the same folder, or "
+            "one was ended while writing."
+        ),
+        N_(
+            "Remove the kernel_meta folder and the cache, and give each node (better each rank) a local one: "
+            "ASCEND_CACHE_PATH and ASCEND_WORK_PATH on a local disk, not on a shared file system."
+        ),
+        confidence=0.9,
+        source=SOURCE,
+        explains=("dataset_bad_json", "npu_driver_cann_mismatch"),
     ),
 )

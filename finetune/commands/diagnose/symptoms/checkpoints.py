@@ -56,4 +56,22 @@ SYMPTOMS = (
         confidence=0.91,
         source="transformers, DeepSpeed",
     ),
+    Symptom(
+        "checkpoint_corrupt",
+        (
+            r"No such file or directory: '(?P<path>[^']*(?:\.distcp|/\.metadata|_optim_states\.pt"
+            r"|_model_states\.pt|/model_optim_rng\.pt|rng_state\w*\.pth|optimizer\.pt|scheduler\.pt"
+            r"|trainer_state\.json))'",
+        ),
+        N_(
+            "A file of the checkpoint is missing[[: {path}]]: saving or copying it was cut off, or it was written by "
+            "another number of processes."
+        ),
+        N_(
+            "Resume from an earlier checkpoint that has all its files (`ls` in both; `python -m finetune checkpoints "
+            "RUN` shows which are valid). Leave a checkpoint alone until it is written, and copy whole folders."
+        ),
+        confidence=0.91,
+        source="torch.distributed.checkpoint, DeepSpeed, Megatron-LM, transformers",
+    ),
 )

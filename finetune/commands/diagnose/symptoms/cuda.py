@@ -199,7 +199,7 @@ SYMPTOMS = (
             rf"NVRM: Xid \([^)]*\): (?P<xid>\d+)(?!.*\bname=(?!{OURS}))",
             r"CUDA error: (?:unspecified launch failure|misaligned address|an illegal instruction"
             r"|invalid program counter|unknown error)|Invalid access of peer GPU memory",
-            r"(?:CUBLAS|CUDNN|CUSOLVER|CUFFT)_STATUS_(?:EXECUTION_FAILED|INTERNAL_ERROR|MAPPING_ERROR|NOT_INITIALIZED)",
+            r"(?:CUBLAS|CUDNN|CUSOLVER|CUFFT)_STATUS_(?:EXECUTION_FAILED|INTERNAL_ERROR|MAPPING_ERROR)",
             r"the launch timed out and was terminated",
         ),
         N_(
@@ -221,7 +221,27 @@ SYMPTOMS = (
             "tokens than the model; if it is the loss, a label is out of range."
         ),
         kind=Kind.VAGUE,
-        confidence=0.6,
+        confidence=0.66,
         source="CUDA runtime",
+        explains=("device_oom",),  # what libraries that cannot start after it are taken for
+    ),
+    Symptom(
+        "cuda_driver_mismatch",
+        (
+            r"(?P<library>lib(?:cudnn|cublas|cusparse|cusolver|cufft|nvJitLink|cudart)\w*\.so\S*): undefined symbol",
+            r"[Cc]ould not load library (?P<library>libcudnn\S+?)\.? "
+            r"|Unable to load any of \{?(?P<library_>libcudnn[^,}]*)",
+        ),
+        N_(
+            "CUDA libraries of two versions are mixed[[ ({library})]]: the system's are found before those that came "
+            "with torch."
+        ),
+        N_(
+            "Unset LD_LIBRARY_PATH (torch's wheels bring their own CUDA libraries), or take the folders of cuDNN and "
+            "CUDA out of it; then `pip check` for the nvidia-*-cu* packages that this torch wants."
+        ),
+        confidence=0.94,
+        source="cuDNN, dynamic linker",
+        explains=("package_mismatch", "native_crash"),
     ),
 )

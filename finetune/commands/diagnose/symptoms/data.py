@@ -60,6 +60,17 @@ SYMPTOMS = (
         source="chat templates of model families",
     ),
     Symptom(
+        "dataset_bad_json",
+        (r"UnicodeDecodeError: '(?P<codec>\S+)' codec can't decode",),
+        N_("A text file is in another encoding than it is read in[[ ({codec})]]."),
+        N_(
+            "`file -i FILE` guesses the encoding; convert it once (`iconv -f GB18030 -t UTF-8 FILE`), or read it with "
+            "encoding='gb18030' (Chinese), 'cp1252' and the like."
+        ),
+        confidence=0.89,
+        source="Python",
+    ),
+    Symptom(
         "dataset_empty",
         (
             r"num_samples should be a positive integer value, but got num_samples=0",
@@ -88,7 +99,6 @@ SYMPTOMS = (
             r"|ValueError: (?:Expected object or value|Trailing data|Unmatched"
             r"|Unexpected character found when decoding)",
             r"Failed to (?:load|read) JSON (?:from )?file",
-            r"UnicodeDecodeError: '\S+' codec can't decode",
         ),
         N_("A data file is not valid JSON[[: {reason}]][[: {bad_records} of {records} records ({kinds})]]."),
         N_(
@@ -118,7 +128,6 @@ SYMPTOMS = (
             r"\S*\W.{0,40}(?:size mismatch|MISMATCH|shape mismatch|found shape|ckpt: torch\.Size)",
             r"vocab(?:ulary)?[_ ]?size\W.{0,60}(?:mismatch|differ|not (?:match|equal))"
             r"|IndexKernel.*index out of bounds",
-            r"Assertion `?t >= 0 && t < n_classes`? failed|Target (?P<highest>\d+) is out of bounds",
             r"the file has ids up to (?P<highest>\d+), and the model a vocabulary of (?P<embeddings>\d+)",
             r"token \d+ is (?P<highest>\d+), and the vocabulary has (?P<embeddings>\d+) ids",
             r"the file was made with another tokenizer",
@@ -134,5 +143,42 @@ SYMPTOMS = (
         ),
         source="torch, transformers, this package",
         explains=("illegal_memory_or_ecc", "zero3_empty_or_size_mismatch"),
+    ),
+    Symptom(
+        "data_corrupt",
+        (
+            r"bad header, cannot read|Index doesn\'t match expected format|(?:cannot mmap|mmap\w*) an empty file",
+            r"Tried reading schema message, was null or length 0|Parquet magic bytes not found"
+            r"|Not an Arrow file|Invalid flatbuffers",
+            r"Arrow(?:Invalid|IOError): .*(?:[Ff]ile is too small|[Ee]xpected to (?:be able to )?read|truncated"
+            r"|[Cc]orrupt)",
+            r"BadGzipFile|Compressed file ended before|zlib\.error|zstd\S*Error|tarfile\.\w*ReadError"
+            r"|unexpected end of (?:stream|archive)",
+            r"IndexError: index \d{7,} is out of bounds for axis 0 with size \d{7,}|UnidentifiedImageError",
+        ),
+        N_("A prepared data file is cut short, empty, or not what its index says."),
+        N_(
+            "Compare its size with the source, remove it together with its index and cache, and prepare it again "
+            "(`python -m finetune prepare`, preprocess_data.py, save_to_disk), by one process and with room on the "
+            "disk; then start again."
+        ),
+        confidence=0.88,
+        source="Megatron-LM, pyarrow, Python",
+    ),
+    Symptom(
+        "tokenizer_vocab_mismatch",
+        (r"Assertion `?t >= 0 && t < n_classes`? failed|Target (?P<highest>-?\d+) is out of bounds",),
+        N_(
+            "A label[[ ({highest})]] is outside of what the model's output can be: 0 to the number of classes (or the "
+            "vocabulary) less one."
+        ),
+        N_(
+            "Print the labels' minimum and maximum: number classes from 0, set num_labels to their count, and mark "
+            "what is to be ignored with -100. In a language model the tokenizer has more tokens than the output layer: "
+            "use the model's own, or resize_token_embeddings."
+        ),
+        confidence=0.91,
+        source="torch",
+        explains=("illegal_memory_or_ecc",),
     ),
 )

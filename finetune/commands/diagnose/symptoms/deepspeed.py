@@ -62,6 +62,20 @@ SYMPTOMS = (
         source="DeepSpeed, this package",
     ),
     Symptom(
+        "deepspeed_batch_assert",
+        (r"When using DeepSpeed, `?accelerate\.prepare.{0,200}train_micro_batch_size_per_gpu",),
+        N_(
+            "DeepSpeed is not told the micro-batch size: its file has none, and no data loader was prepared that shows "
+            "it."
+        ),
+        N_(
+            'Write train_micro_batch_size_per_gpu as a number into DeepSpeed\'s file ("auto" is filled in by a '
+            "trainer only), or pass the data loader to accelerator.prepare together with model and optimizer."
+        ),
+        confidence=0.95,
+        source="accelerate",
+    ),
+    Symptom(
         "zero3_world_size_changed",
         (
             r"used a DP world size of (?P<saved>\d+) but the current world size is (?P<now>\d+)",
@@ -126,5 +140,22 @@ SYMPTOMS = (
         ),
         confidence=0.85,
         source="torch, transformers, DeepSpeed, this package",
+    ),
+    Symptom(
+        "zero3_module_order",
+        (
+            r"still have inflight params",
+            r"tracing error at step \d+|expected the next \d+ parameters in the parameter fetch queue",
+        ),
+        N_(
+            "ZeRO-3 expects the same modules in the same order in every step, and this model runs others (experts of a "
+            "mixture, branches)."
+        ),
+        N_(
+            "deepspeed.utils.set_z3_leaf_modules(model, [the mixture's class]) makes ZeRO-3 fetch it as one; or let "
+            "every step run every module, or use ZeRO-2."
+        ),
+        confidence=0.93,
+        source="DeepSpeed ZeRO-3",
     ),
 )

@@ -185,7 +185,7 @@ SYMPTOMS = (
         "permission_denied",
         (
             r"PermissionError: \[Errno \d+\] [^:]*: '(?P<path>[^']+)'",
-            r"\[Errno 13\]|PermissionError\b|[Pp]ermission denied(?! \(publickey)",
+            r"\[Errno 13\]|PermissionError\b|[Pp]ermission denied(?! \(publickey|, please try)",
             r"\[Errno 30\]|Read-only file system|\bERR0[0-4]012\b|\b(?:EACCES|EROFS|EPERM)\b"
             r"|\[Errno 1\] Operation not permitted",
             r"os error (?:13|30)\b",
@@ -197,5 +197,21 @@ SYMPTOMS = (
         ),
         confidence=0.88,
         source="Linux, Python",
+    ),
+    Symptom(
+        "permission_denied",
+        (
+            r"Permission denied \(publickey|Permission denied, please try again|Host key verification failed",
+            r"ssh: connect to host \S+ port \d+: Connection refused",
+        ),
+        N_("The launcher cannot log in to a node by ssh without a password."),
+        N_(
+            "From the node that starts the run `ssh NODE true` must work for every node: install the key "
+            "(ssh-copy-id), accept host keys once (ssh-keyscan), and in containers run sshd at the port that the host "
+            "file names. torchrun and `python -m finetune launch`, started on every node, need no ssh."
+        ),
+        confidence=0.92,
+        source="OpenSSH, pdsh",
+        explains=("rendezvous_timeout",),
     ),
 )

@@ -98,7 +98,8 @@ SYMPTOMS = (
         "hccl_config",
         (r"HCCL_SOCKET_IFNAME\W{1,3}(?P<variable>(?:docker|virbr|veth|br-)\w*)",),
         N_(
-            "HCCL_SOCKET_IFNAME names an interface that ends at this machine[[ ({variable})]]: other nodes cannot reach it."
+            "HCCL_SOCKET_IFNAME names an interface that ends at this machine[[ ({variable})]]: other nodes cannot "
+            "reach it."
         ),
         N_(
             "Set HCCL_SOCKET_IFNAME (and GLOO_SOCKET_IFNAME) to the interface with the address that the other nodes "
@@ -279,7 +280,6 @@ SYMPTOMS = (
         (
             r"Heartbeat Lost Occurred|(?<![\d])[1-9]\d* abnormal device\(s\)"
             r"|HCCL heartbeat (?:lost|event)|status\[LOST\]",
-            r"SUSPECT REMOTE ERROR|\bFORCE STOP\b",
             r"crimer rank \[(?P<peer>[^\]]+)\] status\[(?!STUCK|ERROR)",
             returned("507057") + "|" + _hccl("21"),
         ),
@@ -300,6 +300,35 @@ SYMPTOMS = (
         confidence=0.86,
         in_warnings=True,
         source=SOURCE,
+        restart_cures=True,
+    ),
+    Symptom(
+        "hccl_config",
+        (r"(?P<variable>HCCL_BUFFSIZE) is too (?i:small)(?:.*?= ?(?P<needed>\d+) ?MB)?",),
+        N_("HCCL's buffer is too small for this operator[[: it needs {needed} MB]]."),
+        N_(
+            "export HCCL_BUFFSIZE[[={needed}]] (MB, a multiple of 2 that is no less) with the same value on all nodes; "
+            "it takes that much of each NPU's memory per communicator. Fewer tokens or experts at a time need less."
+        ),
+        confidence=0.93,
+        source=SOURCE,
+        explains=("npu_op_exception",),
+    ),
+    Symptom(
+        "peer_died",
+        (r"SUSPECT REMOTE ERROR|\bFORCE STOP\b",),
+        N_(
+            "This process was stopped because a device or a process elsewhere had failed[[; rank {rank} only noticed "
+            "it]]."
+        ),
+        N_(
+            "The reason is in the logs of the other ranks and nodes, or of what manages the cluster: pass them all to "
+            "one `diagnose`, and look for the earliest error."
+        ),
+        confidence=0.87,
+        source=SOURCE,
+        kind=Kind.PEER_LOST,
+        reported_late=True,
         restart_cures=True,
     ),
 )

@@ -6,13 +6,14 @@ from finetune.commands.diagnose.symptoms.base import OURS, Kind, Symptom, cann, 
 from finetune.runtime.language import N_
 
 _DEVICE_OOM_FIX = N_(
-    "[[Process {holder} of the device's memory: if it is not this run's, stop it or take another device first. ]]"
-    "Lower "
-    "--micro-batch-size[[ (now {micro_batch_size}; try {half_micro_batch_size})]]: the global batch stays the same, "
-    "split into more micro-steps. Then, one at a time: --gradient-checkpointing true, a smaller --cutoff-len[[ (now "
-    "{cutoff_len}; try {half_cutoff_len})]], ZeRO-3 with offload (--config ds_configs/zero3.json). Against "
-    "fragmentation: expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF or PYTORCH_NPU_ALLOC_CONF. A sharded run of "
-    "this package resumes with smaller microbatches when the same command is started again[[ ({oom_old} did not fit)]]."
+    "[[Process {holder} of the device's memory: if it is not this run's, stop it or take another device first. "
+    "]][[Only {own_share} of the device is this process's: end what else is on it, and give every rank a device of its "
+    "own (set_device(LOCAL_RANK), not a fixed number). ]]Lower --micro-batch-size[[ (now {micro_batch_size}; try "
+    "{half_micro_batch_size})]]: the global batch stays the same, split into more micro-steps. Then, one at a time: "
+    "--gradient-checkpointing true, a smaller --cutoff-len[[ (now {cutoff_len}; try {half_cutoff_len})]], ZeRO-3 with "
+    "offload (--config ds_configs/zero3.json). Against fragmentation: expandable_segments:True in "
+    "PYTORCH_CUDA_ALLOC_CONF or PYTORCH_NPU_ALLOC_CONF. A sharded run of this package resumes with smaller "
+    "microbatches when the same command is started again[[ ({oom_old} did not fit)]]."
 )
 _HOST_OOM_FIX = N_(
     "Check how much memory the host has (`free -g`; in a container its cgroup limit; `dmesg | grep -i oom`). Lower "
@@ -30,17 +31,19 @@ SYMPTOMS = (
     Symptom(
         "device_oom",
         (
+            r"(?:CUDA|NPU|HIP) out of memory\. Tried to allocate (?P<wanted>[\d.]+ ?\w+) \(\w+ \d+; "
+            r"(?P<capacity>[\d.]+ ?\w+) total capacity; (?P<allocated>[\d.]+ ?\w+) already allocated",
+            r"(?:CUDA|NPU|HIP) out of memory\. Tried to allocate (?P<wanted>[\d.]+ ?\w+)\..*?total capacity of "
+            r"(?P<capacity>[\d.]+ ?\w+).*?Process (?P<holder>\d+ has [\d.]+ [KMG]iB) memory in use",
             r"(?:CUDA|NPU|XPU|HIP) out of memory\.(?: Tried to allocate (?P<wanted>[\d.]+ ?\w+))?(?:.*?total capacity "
             r"of (?P<capacity>[\d.]+ ?\w+)|.*?; (?P<capacity_>[\d.]+ ?\w+) total capacity)?",
-            r"(?:CUDA|NPU|HIP) out of memory\..*?Process (?P<holder>\d+ has [\d.]+ [KMG]iB) memory in use",
             r"MPS backend out of memory(?: \(MPS allocated: (?P<used>[\d.]+ ?\w+))?",
             r"(?:CUDA|HIP|CUDA driver) error: out of memory|(?:CUBLAS|CUDNN|CUSOLVER|NVRTC)_STATUS_ALLOC_FAILED"
             r"|CUDA_ERROR_OUT_OF_MEMORY",
             r"[Cc]uda failure '?(?:2 )?'?out of memory|cudaErrorMemoryAllocation|hipErrorOutOfMemory"
             r"|RESOURCE_EXHAUSTED: Out of memory",
             r"^\[ERROR\] (?:rank \d+: )?out of memory (?:at step (?P<step>\d+)|with (?:rows|microbatches) that cannot)",
-            r"would exceed allowed memory|No available memory for the cache blocks"
-            r"|is larger than the available KV cache",
+            r"would exceed allowed memory",
             r"\b(?:torch|cuda|npu|acc)\.OutOfMemoryError\b|\bOutOfMemoryError: (?:CUDA|NPU|HIP|XPU)",
         ),
         N_(
@@ -68,10 +71,47 @@ SYMPTOMS = (
             "An NPU ran out of memory (HBM)[[ on rank {rank}]][[: {wanted_bytes} bytes were requested]]. Other "
             "processes on the same chip use the same memory."
         ),
-        N_("Check with `npu-smi info` whether another process holds memory on the chip, and stop it if it is yours."),
+        N_(
+            "Check with `npu-smi info` whether another process holds memory on the chip, and stop it if it is yours. "
+            "Each communicator of HCCL takes twice HCCL_BUFFSIZE (200 MB): lower it where it was raised."
+        ),
         more_fix=_DEVICE_OOM_FIX,
         source="CANN error codes (EL0004, 207001); public threads",
         explains=("npu_busy_or_owned",),
+    ),
+    Symptom(
+        "device_oom",
+        (r"(?:CUBLAS|CUDNN|CUSOLVER|CUFFT)_STATUS_NOT_INITIALIZED",),
+        N_(
+            "A library of CUDA could not start[[ on rank {rank}]]: nearly always because the device's memory was used "
+            "up, by this process or by another one."
+        ),
+        N_(
+            "`nvidia-smi` shows who holds memory: stop it or take another device. Otherwise lower --micro-batch-size[[ "
+            "(now {micro_batch_size}; try {half_micro_batch_size})]]. If memory is free, compare driver and CUDA "
+            "libraries (LD_LIBRARY_PATH unset), and look for ids out of range before it with CUDA_LAUNCH_BLOCKING=1."
+        ),
+        confidence=0.85,
+        source="cuBLAS, cuDNN",
+        kind=Kind.VAGUE,
+    ),
+    Symptom(
+        "device_oom",
+        (
+            r"No available memory for the cache blocks|is larger than the (?:available KV"
+            r"|maximum number of tokens that can be stored in KV) cache",
+        ),
+        N_(
+            "The inference engine found no device memory for its cache of keys and values: weights, the trainer's "
+            "state or other processes took it."
+        ),
+        N_(
+            "Raise gpu_memory_utilization, or lower max_model_len and the number of sequences; where a trainer shares "
+            "the device, offload its weights and optimizer while the engine generates, or give the engine devices of "
+            "its own (more tensor parallelism)."
+        ),
+        confidence=0.96,
+        source="vLLM",
     ),
     Symptom(
         "host_oom",
@@ -96,7 +136,7 @@ SYMPTOMS = (
         ),
         _HOST_OOM_FIX,
         source="Linux kernel, Slurm, torch, Python",
-        explains=("dataloader_worker_killed_shm",),
+        explains=("dataloader_worker_killed_shm", "npu_driver_cann_mismatch"),
     ),
     Symptom(
         "host_oom",

@@ -124,7 +124,7 @@ SYMPTOMS = (
     Symptom(
         "nan_loss",
         (
-            r"\bloss['\"]?\s*[:= ]\s*['\"]?-?(?i:nan|inf)\b",
+            r"^(?!.*(?:\b0 samples|\bempty|ignored))(?:.*\W)?loss['\"]?\s*[:= ]\s*['\"]?-?(?i:nan|inf)\b",
             r"(?i:\bgrad[_ ]?norm)['\"]?\s*[:= ]\s*['\"]?(?i:nan)\b",
         ),
         _NAN_TEXT,
@@ -265,5 +265,22 @@ SYMPTOMS = (
         ),
         confidence=0.94,
         source="torch DDP",
+    ),
+    Symptom(
+        "fp8_unsupported",
+        (
+            r"required for FP8 execution|FP8 .{0,80}(?:only supported|requires|not supported)",
+            r"fp8\w* (?:is )?not supported|(?:does not|doesn\'t) support (?:FP8|fp8|float8)|FP8 .*compute capability",
+        ),
+        N_(
+            "This device has no 8-bit floating point numbers (FP8): NVIDIA GPUs have them from Ada and Hopper on "
+            "(compute capability 8.9)."
+        ),
+        N_(
+            "Use bfloat16: take fp8 out of the settings (and of the quantization of the checkpoint, or convert that to "
+            "bfloat16), or use a device that has FP8."
+        ),
+        confidence=0.9,
+        source="Transformer Engine, transformers, Triton",
     ),
 )

@@ -71,6 +71,25 @@ SYMPTOMS = (
     Symptom(
         "nccl_network_interface",
         (
+            r"ibv_modify_qp failed.*(?:GID|timed out|[Ii]nvalid|unreachable)|NCCL WARN .*(?:No|[Ii]nvalid"
+            r"|[Ww]rong) GID",
+        ),
+        N_(
+            "A RoCE connection could not be made: the address (GID) that NCCL took does not reach the peer, as a "
+            "link-local fe80:: address does not."
+        ),
+        N_(
+            "`show_gids` (or `ibv_devinfo -v`) lists the GIDs: set NCCL_IB_GID_INDEX to that of RoCE v2 with the "
+            "node's IPv4 address (often 3), or unset it (from NCCL 2.21 it is found); the same on all nodes. "
+            "NCCL_IB_HCA chooses the adapters, NCCL_IB_DISABLE=1 does without."
+        ),
+        confidence=0.93,
+        source="NCCL, libibverbs",
+        explains=("nccl_version_or_system", "peer_died"),
+    ),
+    Symptom(
+        "nccl_network_interface",
+        (
             r"mlx[45]_\w+\b.{0,60}\b[Ll]ink (?:is )?(?:DOWN|[Dd]own)\b|\bPort: \d+ Link DOWN",
             r"\b(?:ib\d+|bond\d+|eth\d+|en[ops]\w+|bnxt_en|ice|i40e)\b.{0,60}[Ll]ink (?:is )?(?:DOWN|[Dd]own)\b",
         ),
@@ -159,6 +178,31 @@ SYMPTOMS = (
         confidence=0.9,
         source="Linux",
         explains=("nccl_version_or_system", "rendezvous_timeout", "collective_timeout"),
+    ),
+    Symptom(
+        "nccl_version_or_system",
+        (r"undefined symbol: (?P<symbol>nccl\w+)",),
+        N_(
+            "Another NCCL than the one that torch was built with is loaded first: it lacks what torch calls[[ "
+            "({symbol})]]."
+        ),
+        N_(
+            "Take its folder out of LD_LIBRARY_PATH and LD_PRELOAD (`ldd` on torch's libtorch_cuda.so shows which is "
+            "found), and keep one nvidia-nccl-cu* package of the version that torch wants (`pip list | grep nccl`)."
+        ),
+        confidence=0.93,
+        source="dynamic linker",
+    ),
+    Symptom(
+        "nccl_version_or_system",
+        (r"transport/nvls\.cc:\d+ NCCL WARN|Fabric State\s*: (?!Completed|N/A)",),
+        N_("NCCL could not set up NVLink SHARP (NVLS): the NVSwitch fabric of this machine is not ready."),
+        N_(
+            "`nvidia-smi -q | grep -A2 Fabric` must say Completed: restart nvidia-fabricmanager (of the driver's "
+            "version) and wait. Until then NCCL_NVLS_ENABLE=0."
+        ),
+        confidence=0.9,
+        source="NCCL",
     ),
     Symptom(
         "nccl_version_or_system",

@@ -8,7 +8,9 @@ from finetune.runtime.language import N_
 TIMEOUT_FIX = N_(
     "Look for the first error on any rank: pass the logs of all ranks and nodes to one `diagnose`. If there is none, a "
     "rank was merely slow (data, evaluation, saving) or the ranks made different calls: raise --timeout-seconds[[ (now "
-    "{timeout_seconds})]], prepare data before training, and make sure that all nodes have the same files and settings."
+    "{timeout_seconds})]], prepare data before training, and make sure that all nodes have the same files and "
+    "settings. Where the ranks name different operations or sizes, one took another path: no collective inside `if`, "
+    "and equally many batches on every rank."
 )
 
 SYMPTOMS = (
@@ -88,6 +90,22 @@ SYMPTOMS = (
         restart_cures=True,
     ),
     Symptom(
+        "rendezvous_timeout",
+        (r"(?:timed out|failed to connect).{0,90}\((?P<master_addr>localhost|127\.0\.0\.1), (?P<master_port>\d+)\)",),
+        N_(
+            "Nobody listens at[[ {master_addr}]][[, port {master_port}]]: with several nodes the address must be that "
+            "of node 0, and this name means each node itself."
+        ),
+        N_(
+            "Set MASTER_ADDR on every node to node 0's own address (`hostname -I` there), not to localhost. On one "
+            "machine only: rank 0 did not start or ended: look at its log."
+        ),
+        confidence=0.9,
+        source="torch c10d",
+        kind=Kind.TIMEOUT,
+        restart_cures=True,
+    ),
+    Symptom(
         "collective_timeout",
         (
             r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<sequence>\d+), "
@@ -108,7 +126,8 @@ SYMPTOMS = (
         ),
         N_(
             "A collective operation[[ ({operation})]] timed out[[ after {timeout_ms} ms]][[ on rank {rank}]][[: ranks "
-            "{missing} did not arrive]]. This is what the other ranks see when one has died, hangs or is slow."
+            "{missing} did not arrive]]. [[The ranks wait in different operations ({calls}): one took another path "
+            "through the program. ]]This is what the other ranks see when one has died, hangs or is slow."
         ),
         TIMEOUT_FIX,
         kind=Kind.TIMEOUT,

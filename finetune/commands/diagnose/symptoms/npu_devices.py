@@ -109,4 +109,20 @@ SYMPTOMS = (
         confidence=0.7,
         source=SOURCE,
     ),
+    Symptom(
+        "illegal_memory_or_ecc",
+        (
+            r"silent check abnormal|Feature detection detects abnormal|[Ss]ilent data corruption",
+            r"stress test\b.{0,40}\bFAIL|matmul compare mismatch",
+        ),
+        N_("A device computes wrong results without reporting an error (silent data corruption)[[ (rank {rank})]]."),
+        N_(
+            "Take that device out of service and have it tested (npu-smi's or dcgm's stress test for minutes). Start "
+            "the same command again without it, from a checkpoint that was written before the first wrong step."
+        ),
+        confidence=0.9,
+        source="torch_npu, npu-smi",
+        in_warnings=True,
+        kind=Kind.MACHINE,
+    ),
 )

@@ -9,13 +9,14 @@ SYMPTOMS = (
     Symptom(
         "missing_package",
         (
-            r"ModuleNotFoundError: No module named '(?P<package>[\w.]+)'",
+            r"ModuleNotFoundError: No module named '(?P<package>\w+)[\w.]*'",
             r"^\[ERROR\] (?:rank \d+: )?(?P<package>[\w.-]+) is not installed",
             r"ImportError: (?P<package>[\w-]+) is required|ImportError: .*requires the (?P<package_>[\w-]+) library",
             r"[Pp]lease install (?:the )?[`'\"]?(?P<package>[\w-]+)"
             r"|need to have (?P<package_>[\w-]+)(?: or \w+)? installed",
             r"python\S*: can't open file '(?P<file>[^']+)'|^\S+: No module named (?P<package__>\S+)$",
-            r"(?P<package>\w+): command not found|requires? (?:the )?[`'\"]?(?P<package_>[\w-]+)[`'\"]? (?:package"
+            r"(?<![\w-])(?P<package>(?!n\w+-smi)\w[\w-]*): command not found"
+            r"|requires? (?:the )?[`'\"]?(?P<package_>[\w-]+)[`'\"]? (?:package"
             r"|library)? ?(?:to be|but it was not|which is not) ?(?:installed|found)?",
             r"(?:pip|conda) install (?:-\S+ )*[`'\"]?(?P<package>\w[\w\[\]-]*).{0,40}$"
             r"|PackageNotFoundError: (?:No package metadata was found for )?(?P<package_>\S+)",
@@ -100,7 +101,7 @@ SYMPTOMS = (
     Symptom(
         "package_mismatch",
         (
-            r"version [`'](?P<library>(?:GLIBCXX|GLIBC|CXXABI|GCC)_[\d.]+)' not found",
+            r"version [`'](?P<library>(?:GLIBCXX|CXXABI|GCC)_[\d.]+)' not found",
             r"(?P<library>[\w.+-]+\.so\S*): undefined symbol|symbol lookup error|undefined symbol: \w+",
             r"(?P<library>lib\S+\.so\S*): cannot open shared object file",
             r"cannot import name '(?P<name>\w+)' from '(?P<library>[\w.]+)'"
@@ -119,7 +120,7 @@ SYMPTOMS = (
             r"|ing) (?:your )?[`'\"]?(?P<library_>\w[\w-]+)[`'\"]? (?:version|package|to\b|>=)",
             r"[Ff]ound an incompatible version of (?P<library>\w+)|requires (?:a different"
             r"|newer) (?:version of )?(?P<library_>\w+)",
-            r"TypeError: .*got an unexpected keyword argument '(?P<name>\w+)'"
+            r"got an unexpected keyword argument '(?P<name>\w+)'"
             r"|Detected that PyTorch and (?P<library>\w+) were compiled with different CUDA",
             r"RuntimeError: operator torchvision::nms does not exist|ImportError: .*(?:partially initialized"
             r"|incompatible|DLL load)",
@@ -141,5 +142,78 @@ SYMPTOMS = (
         kind=Kind.VAGUE,
         confidence=0.75,
         source="Python, dynamic linker, transformers",
+    ),
+    Symptom(
+        "package_mismatch",
+        (
+            r"Descriptors can(?:not|\'t) (?:not )?be created directly|google\.protobuf.{0,60}(?:cannot import"
+            r"|has no attribute)",
+        ),
+        N_("protobuf is newer than the generated code of a package here takes."),
+        N_(
+            "`pip install 'protobuf<=3.20.3'`, or a newer version of the package that the traceback names "
+            "(sentencepiece, onnx, tensorboard); PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION=python works too, slowly."
+        ),
+        confidence=0.88,
+        source="protobuf",
+    ),
+    Symptom(
+        "package_mismatch",
+        (
+            r"(?P<library>lib(?!cud|cublas|cufft|curand|cusparse|cusolver|nv|hccl|ascend|torch"
+            r"|c10)[\w.+-]+\.so[\d.]*): cannot open shared object file",
+        ),
+        N_("A library of the system is not installed here[[: {library}]]."),
+        N_(
+            "Install the system's package that holds it on every node or in the image (`apt-file search[[ "
+            "{library}]]`, `dnf provides`; libxml2 is in libxml2, libGL.so.1 in libgl1, libgomp.so.1 in libgomp1); if "
+            "it is there, LD_LIBRARY_PATH has to name its folder."
+        ),
+        confidence=0.78,
+        source="dynamic linker",
+        kind=Kind.VAGUE,
+    ),
+    Symptom(
+        "missing_package",
+        (
+            r"(?P<file>/\S*/(?:python[\d.]*|torchrun|accelerate|deepspeed)): (?:No such file or directory"
+            r"|not found|command not found)",
+        ),
+        N_("The environment of Python is not there on this machine[[: {file}]]."),
+        N_(
+            "Install the same environment under the same path on every node (or put it on a shared file system or into "
+            "the image); `ls -l[[ {file}]]` on each node shows which lacks it."
+        ),
+        confidence=0.92,
+        source="bash",
+        explains=("rendezvous_timeout",),
+    ),
+    Symptom(
+        "package_mismatch",
+        (r"version [`'](?P<library>GLIBC_[\d.]+)' not found",),
+        N_("The system's C library is older than a compiled package here needs[[: {library}]]."),
+        N_(
+            "Use a newer base image or system (`ldd --version` shows its C library), build the package here (`pip "
+            "install --no-binary :all: NAME`), or take a wheel that was built for older systems (manylinux2014)."
+        ),
+        confidence=0.78,
+        source="dynamic linker",
+        kind=Kind.VAGUE,
+    ),
+    Symptom(
+        "package_mismatch",
+        (r"TypeError: (?P<function>[\w.]+)\(\) got an unexpected keyword argument '(?P<name>\w+)'",),
+        N_(
+            "A function[[, {function},]] does not take the argument[[ {name}]] in the version that is installed here: "
+            "the program was written for another one."
+        ),
+        N_(
+            "Look the argument up in the release notes of its package and rename it (tokenizer is processing_class "
+            "now, evaluation_strategy eval_strategy, use_flash_attention_2 attn_implementation, torch_dtype dtype), or "
+            "install the version that the program names."
+        ),
+        confidence=0.79,
+        source="Python, transformers, trl",
+        kind=Kind.VAGUE,
     ),
 )

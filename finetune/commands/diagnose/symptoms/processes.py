@@ -210,4 +210,16 @@ SYMPTOMS = (
         source="Linux, Python, torch elastic",
         explains=("unknown",),
     ),
+    Symptom(
+        "unknown",
+        (r"client_loop: send disconnect|error reading from error stream|^Connection to \S+ closed by remote host",),
+        N_("The connection through which this log was shown broke off: what became of the run is not in it."),
+        N_(
+            "Look at the run itself: its own log, `ps` or `squeue` on the node, `kubectl get pod` and `kubectl logs`. "
+            "A run started in a session of ssh ends with it (SIGHUP): start it with nohup, tmux, or as a job."
+        ),
+        confidence=0.3,
+        source="OpenSSH, kubectl",
+        kind=Kind.CASCADE,
+    ),
 )

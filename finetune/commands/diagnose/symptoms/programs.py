@@ -23,7 +23,8 @@ SYMPTOMS = (
             r"|and)\b.*)",
             r"^(?:\w+\.)*\w*(?:Error|Exception): (?P<reason>.*\b(?:not|be) (?:evenly )?divisible by\b.*)",
             r"(?P<reason>Output directory .* already exists and is not empty.*)",
-            r"(?P<reason>Target modules .* not found in the base model|No modules were targeted for adaptation.*)",
+            r"(?P<reason>Could not find the transformer layer class .*)|Could not override '(?P<reason_>[^']+)",
+            r"(?P<reason>Key '\S+' is not in struct)|(?P<reason_>Could not find a version of the config .*)",
             r"^(?:\w+\.)*\w*Error: (?P<reason>.*\bis not a valid \w+, please select one of\b.*)",
         ),
         N_("The settings are not what the program takes[[: {reason}]]."),
@@ -232,5 +233,31 @@ SYMPTOMS = (
         ),
         confidence=0.86,
         source="Slurm, Kubernetes",
+    ),
+    Symptom(
+        "invalid_settings",
+        (
+            r"(?P<reason>\w+ value from checkpoint \(.*?\) is not equal to the input argument value \(.*?\))",
+            r"(?P<reason>(?:checkpoint|saved)\b.{0,60}\b(?:hidden_size|num_layers|num_attention_heads"
+            r"|tensor_model_parallel\w*)\b.{0,60}(?:differ|mismatch|not equal).*)",
+        ),
+        N_("The settings are not those that the checkpoint was written with[[: {reason}]]."),
+        N_(
+            "Give the run the checkpoint's own settings (layers, hidden size, heads, vocabulary, parallel sizes), let "
+            "it read them (Megatron-LM: --use-checkpoint-args), or take the checkpoint of this model."
+        ),
+        confidence=0.9,
+        source="Megatron-LM",
+    ),
+    Symptom(
+        "invalid_settings",
+        (r"(?P<reason>Target modules .* not found in the base model|No modules were targeted for adaptation.*)",),
+        N_("LoRA's target modules are not in this model[[: {reason}]]."),
+        N_(
+            "`[name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]` lists the names: "
+            "families differ (q_proj, query_key_value, c_attn, W_pack); target_modules='all-linear' takes all."
+        ),
+        confidence=0.9,
+        source="peft",
     ),
 )
