@@ -9,8 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import ClassVar
 
+from finetune.commands.diagnose.evidence import LogEvidence
 from finetune.commands.diagnose.findings import Finding, rank_findings
-from finetune.commands.diagnose.log_evidence import LogEvidence, scan_log
+from finetune.commands.diagnose.log_evidence import scan_log
 from finetune.commands.diagnose.log_reading import LogFile, rank_in_name
 from finetune.commands.diagnose.run_evidence import RunFolder
 from finetune.commands.diagnose.symptoms.rules import RESTART_CURES

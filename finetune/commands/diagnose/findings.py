@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from finetune.commands.diagnose.log_evidence import Evidence, LogEvidence
+from finetune.commands.diagnose.evidence import Evidence, LogEvidence
 from finetune.commands.diagnose.log_facts import with_next_values
 from finetune.commands.diagnose.survival import CLOCK_SLACK_SECONDS, nearest_year, standing_evidence
 from finetune.commands.diagnose.symptoms.base import Kind, fill

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 
+from finetune.commands.diagnose.evidence import Evidence, LogEvidence
 from finetune.commands.diagnose.log_facts import FACT_WORDS, facts_in, holder_in
+from finetune.commands.diagnose.log_process import TRACEBACK_LINES, Process, is_data, relevant_part
 from finetune.commands.diagnose.log_reading import SURVIVED_STEPS, LineKind, LogFile, LogLine, Moment
 from finetune.commands.diagnose.log_words import (
-    BOILERPLATE,
     CASCADE_EXCEPTIONS,
     CHAINED,
-    CHAT_BEGINS,
-    CHAT_ENDS,
-    CODE_ONLY,
-    DATA,
     DENIED,
     DIAGNOSIS_LINE,
     DIAGNOSIS_TITLE,
@@ -24,14 +19,10 @@ from finetune.commands.diagnose.log_words import (
     ENDS_TRACEBACK,
     EXCEPTION,
     FAILURE,
-    FENCE,
     FINISHED,
     FORCED_KILL,
     FOREIGN,
-    FRAME,
-    HEADING,
     IGNORED,
-    LEAVES_BOILERPLATE,
     NOT_A_NUMBER,
     OTHER_PROGRAM,
     OWN_ERROR,
@@ -44,7 +35,6 @@ from finetune.commands.diagnose.log_words import (
     STEP,
     STRUCTURE,
     SUMMARY_RANK,
-    TABLE_ROW,
     TESTS_PASSED,
     TRAINED,
 )
@@ -53,77 +43,6 @@ from finetune.commands.diagnose.symptoms.rules import BROKEN_OFF, ENDED_BADLY, E
 
 # Of one symptom on one rank in one attempt the first lines are kept and the others counted.
 KEPT_LINES = 3
-# A conversation in training data that is not closed is taken to be over after as many lines.
-CHAT_LINES = 60
-HEADED_LINES = 4  # of an example, under its heading
-# Lines, of other processes too, between the last frame of a traceback and what it ends with.
-TRACEBACK_LINES = 60
-
-
-@dataclass
-class Evidence:
-    """A line that shows a symptom.
-
-    Attributes:
-        values: for placeholders: what the line says, the rank, and of an error of this package where and fix.
-        attempt: 0 for the log's first start, one more after every restart in it.
-        count: lines like it on this rank.
-        quiet: its line calls itself a warning or information.
-    """
-
-    symptom: Symptom
-    line: LogLine
-    values: dict[str, str]
-    attempt: int
-    count: int = 1
-    quiet: bool = False
-
-    @property
-    def code_only(self) -> bool:
-        """Whether the line tells a call and the number that it returned, not why."""
-        return CODE_ONLY.search(self.line.text) is not None
-
-
-@dataclass
-class LogEvidence:
-    """What one log tells.
-
-    Attributes:
-        evidence: in the order of the log.
-        facts: settings and sizes that the log mentions: the run's own numbers.
-        steps: logged training steps, by rank.
-        trained_until: since when each rank logged as many steps as show that it survived what came before.
-        finished: how many of `evidence` came before the run reported that it was done.
-        done: when it, or a script around it, said so; None where none did.
-        trained: how many came before it said so; -1 where nothing did.
-        ended: how many came before anything in it said that something ended or went on well; -1 where nothing did.
-        left: how many came before a process, of a run that had said it was done, ended well; -1 where none did.
-    """
-
-    evidence: list[Evidence] = field(default_factory=list)
-    facts: dict[str, str] = field(default_factory=dict)
-    steps: Mapping[int | None, int] = field(default_factory=dict)
-    trained_until: Mapping[int | None, Moment] = field(default_factory=dict)
-    finished: int = 0
-    done: Moment | None = None
-    trained: int = -1
-    ended: int = -1
-    left: int = -1
-
-
-class _Process:
-    """What the lines of one process have been about so far."""
-
-    def __init__(self) -> None:
-        self.in_frame = self.in_boilerplate = self.ignored = False
-        self.frame_indent = 0
-        self.frame_at = -TRACEBACK_LINES  # the line of the last frame of a traceback
-        self.last: Evidence | None = None  # what a following where or fix belongs to
-        self.failed = False  # a failure of this process in this attempt was seen
-        self.chained: Evidence | None = None  # an unknown error that the next one is said to come from
-        self.chat_until = 0  # the line up to which a conversation is quoted
-        self.fence_until = 0  # and what stands between ``` and ```
-        self.steps: Mapping[int | None, int] = {}  # logged before its last line
 
 
 def scan_log(file: LogFile) -> LogEvidence:
@@ -145,7 +64,7 @@ class _Scan:
     def __init__(self) -> None:
         self.found = LogEvidence()
         self.of_a_run = False
-        self._processes: dict[tuple[str, int | None], _Process] = defaultdict(_Process)
+        self._processes: dict[tuple[str, int | None], Process] = defaultdict(Process)
         self._kept: dict[tuple[object, ...], list[Evidence]] = defaultdict(list)
         self._killed_by_launcher: set[str] = set()
         self.attempt = 0
@@ -164,7 +83,7 @@ class _Scan:
         text, process = line.text, self._process_of(line)
         if holder := holder_in(text):
             self.found.facts.setdefault("holder", holder)
-        if OTHER_PROGRAM.search(text) or _is_data(process, line):
+        if OTHER_PROGRAM.search(text) or is_data(process, line):
             return
         for name, value in facts_in(text).items():
             self.found.facts.setdefault(name, value)
@@ -203,7 +122,7 @@ class _Scan:
             process.chained = process.last if process.last and process.last.symptom is UNEXPLAINED else None
         elif IGNORED.match(text):
             process.ignored = True
-        elif text := _relevant_part(process, line):
+        elif text := relevant_part(process, line):
             self._match(process, line, text)
 
     def _forget(self) -> None:
@@ -213,15 +132,15 @@ class _Scan:
         self._processes.clear()
         self.found.finished, self.found.trained, self.found.ended, self.found.left = 0, -1, -1, -1
 
-    def _process_of(self, line: LogLine) -> _Process:
+    def _process_of(self, line: LogLine) -> Process:
         """What its process has been about; nothing any more where training has gone on since."""
         process = self._processes[line.node, line.rank]
         if line.steps_since(process.steps) >= SURVIVED_STEPS:
-            process = self._processes[line.node, line.rank] = _Process()
+            process = self._processes[line.node, line.rank] = Process()
         process.steps = line.steps_before
         return process
 
-    def _match(self, process: _Process, line: LogLine, text: str) -> None:
+    def _match(self, process: Process, line: LogLine, text: str) -> None:
         quiet = QUIET_LEVEL.search(text) is not None
         service = SERVICE.search(text) is not None
         within, process.frame_at = line.number - process.frame_at < TRACEBACK_LINES, -TRACEBACK_LINES
@@ -271,7 +190,7 @@ class _Scan:
         ):
             self.found.evidence.remove(last)
 
-    def _keep(self, process: _Process, evidence: Evidence) -> None:
+    def _keep(self, process: Process, evidence: Evidence) -> None:
         rank = evidence.line.rank if self._summary_rank is None else self._summary_rank
         evidence.values.setdefault("line", evidence.line.text.strip())
         if rank is not None:
@@ -296,7 +215,7 @@ def _continues(line: LogLine, piece: LogLine) -> bool:
     return len(piece.text) < len(line.text) and line.text.startswith(piece.text.rstrip())
 
 
-def _add_error_detail(process: _Process, text: str) -> None:
+def _add_error_detail(process: Process, text: str) -> None:
     """Take where an error of this package was, or its fix, from the lines after it."""
     last = process.last
     if last is None:
@@ -307,39 +226,6 @@ def _add_error_detail(process: _Process, text: str) -> None:
     if name == "error_fix" and own and last.symptom in (UNEXPLAINED, ENDED_BADLY):
         last.symptom = EXPLAINED_BY_RUN
         last.values.setdefault("error", own["error"])
-
-
-def _is_data(process: _Process, line: LogLine) -> bool:
-    """Whether the line quotes training data or generated text rather than reporting anything."""
-    within = line.number <= max(process.chat_until, process.fence_until)
-    if FENCE.match(line.text):
-        process.fence_until = 0 if line.number <= process.fence_until else line.number + CHAT_LINES
-        return True
-    if HEADING.match(line.text):
-        process.chat_until = max(process.chat_until, line.number + HEADED_LINES)
-        return True
-    if CHAT_ENDS.search(line.text):
-        process.chat_until = 0
-    if (begins := list(CHAT_BEGINS.finditer(line.text))) and not CHAT_ENDS.search(line.text, begins[-1].end()):
-        process.chat_until = line.number + CHAT_LINES
-    return within or bool(begins) or bool(TABLE_ROW.match(line.text) or DATA.search(line.text))
-
-
-def _relevant_part(process: _Process, line: LogLine) -> str:
-    """The part of the line that is about this failure: no quoted source code, no fixed advice."""
-    text = line.text
-    indent = len(text) - len(text.lstrip())
-    if FRAME.match(text):
-        process.in_frame, process.frame_at, process.frame_indent = True, line.number, indent
-        return ""
-    if process.in_frame and indent > process.frame_indent:
-        return ""
-    process.in_frame = False
-    if process.in_boilerplate and not LEAVES_BOILERPLATE.search(text):
-        return ""
-    cut = BOILERPLATE.search(text)
-    process.in_boilerplate = cut is not None
-    return text[: cut.start()] if cut else text
 
 
 def line_kind(text: str) -> LineKind:

@@ -12,7 +12,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from finetune.commands.diagnose.log_evidence import LogEvidence, scan_log
+from finetune.commands.diagnose.evidence import LogEvidence
+from finetune.commands.diagnose.log_evidence import scan_log
 from finetune.commands.diagnose.log_facts import facts_of_config
 from finetune.commands.diagnose.log_reading import LogFile
 from finetune.errors import DataError, StateError

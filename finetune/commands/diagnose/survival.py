@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from finetune.commands.diagnose.log_evidence import Evidence, LogEvidence
+from finetune.commands.diagnose.evidence import Evidence, LogEvidence
 from finetune.commands.diagnose.log_reading import SURVIVED_STEPS, LogLine, Moment
 from finetune.commands.diagnose.log_words import EXCEPTION
 from finetune.commands.diagnose.symptoms.base import Kind

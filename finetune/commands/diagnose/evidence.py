@@ -1,0 +1,61 @@
+"""What is taken from logs: lines that show symptoms, and what one log tells as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from finetune.commands.diagnose.log_reading import LogLine, Moment
+from finetune.commands.diagnose.log_words import CODE_ONLY
+from finetune.commands.diagnose.symptoms.base import Symptom
+
+
+@dataclass
+class Evidence:
+    """A line that shows a symptom.
+
+    Attributes:
+        values: for placeholders: what the line says, the rank, and of an error of this package where and fix.
+        attempt: 0 for the log's first start, one more after every restart in it.
+        count: lines like it on this rank.
+        quiet: its line calls itself a warning or information.
+    """
+
+    symptom: Symptom
+    line: LogLine
+    values: dict[str, str]
+    attempt: int
+    count: int = 1
+    quiet: bool = False
+
+    @property
+    def code_only(self) -> bool:
+        """Whether the line tells a call and the number that it returned, not why."""
+        return CODE_ONLY.search(self.line.text) is not None
+
+
+@dataclass
+class LogEvidence:
+    """What one log tells.
+
+    Attributes:
+        evidence: in the order of the log.
+        facts: settings and sizes that the log mentions: the run's own numbers.
+        steps: logged training steps, by rank.
+        trained_until: since when each rank logged as many steps as show that it survived what came before.
+        finished: how many of `evidence` came before the run reported that it was done.
+        done: when it, or a script around it, said so; None where none did.
+        trained: how many came before it said so; -1 where nothing did.
+        ended: how many came before anything in it said that something ended or went on well; -1 where nothing did.
+        left: how many came before a process, of a run that had said it was done, ended well; -1 where none did.
+    """
+
+    evidence: list[Evidence] = field(default_factory=list)
+    facts: dict[str, str] = field(default_factory=dict)
+    steps: Mapping[int | None, int] = field(default_factory=dict)
+    trained_until: Mapping[int | None, Moment] = field(default_factory=dict)
+    finished: int = 0
+    done: Moment | None = None
+    trained: int = -1
+    ended: int = -1
+    left: int = -1

@@ -1,0 +1,73 @@
+"""What the lines of one process have been about: a traceback, fixed advice, quoted data, an error before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from finetune.commands.diagnose.evidence import Evidence
+from finetune.commands.diagnose.log_reading import LogLine
+from finetune.commands.diagnose.log_words import (
+    BOILERPLATE,
+    CHAT_BEGINS,
+    CHAT_ENDS,
+    DATA,
+    FENCE,
+    FRAME,
+    HEADING,
+    LEAVES_BOILERPLATE,
+    TABLE_ROW,
+)
+
+# A conversation in training data that is not closed is taken to be over after as many lines.
+CHAT_LINES = 60
+HEADED_LINES = 4  # of an example, under its heading
+# Lines, of other processes too, between the last frame of a traceback and what it ends with.
+TRACEBACK_LINES = 60
+
+
+class Process:
+    """What the lines of one process have been about so far."""
+
+    def __init__(self) -> None:
+        self.in_frame = self.in_boilerplate = self.ignored = False
+        self.frame_indent = 0
+        self.frame_at = -TRACEBACK_LINES  # the line of the last frame of a traceback
+        self.last: Evidence | None = None  # what a following where or fix belongs to
+        self.failed = False  # a failure of this process in this attempt was seen
+        self.chained: Evidence | None = None  # an unknown error that the next one is said to come from
+        self.chat_until = 0  # the line up to which a conversation is quoted
+        self.fence_until = 0  # and what stands between ``` and ```
+        self.steps: Mapping[int | None, int] = {}  # logged before its last line
+
+
+def is_data(process: Process, line: LogLine) -> bool:
+    """Whether the line quotes training data or generated text rather than reporting anything."""
+    within = line.number <= max(process.chat_until, process.fence_until)
+    if FENCE.match(line.text):
+        process.fence_until = 0 if line.number <= process.fence_until else line.number + CHAT_LINES
+        return True
+    if HEADING.match(line.text):
+        process.chat_until = max(process.chat_until, line.number + HEADED_LINES)
+        return True
+    if CHAT_ENDS.search(line.text):
+        process.chat_until = 0
+    if (begins := list(CHAT_BEGINS.finditer(line.text))) and not CHAT_ENDS.search(line.text, begins[-1].end()):
+        process.chat_until = line.number + CHAT_LINES
+    return within or bool(begins) or bool(TABLE_ROW.match(line.text) or DATA.search(line.text))
+
+
+def relevant_part(process: Process, line: LogLine) -> str:
+    """The part of the line that is about this failure: no quoted source code, no fixed advice."""
+    text = line.text
+    indent = len(text) - len(text.lstrip())
+    if FRAME.match(text):
+        process.in_frame, process.frame_at, process.frame_indent = True, line.number, indent
+        return ""
+    if process.in_frame and indent > process.frame_indent:
+        return ""
+    process.in_frame = False
+    if process.in_boilerplate and not LEAVES_BOILERPLATE.search(text):
+        return ""
+    cut = BOILERPLATE.search(text)
+    process.in_boilerplate = cut is not None
+    return text[: cut.start()] if cut else text
