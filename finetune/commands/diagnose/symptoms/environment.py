@@ -124,7 +124,7 @@ SYMPTOMS = (
         ),
         N_(
             "The machine itself failed: its memory or processor reports errors that cannot be corrected, or its kernel "
-            "stood."
+            "hung."
         ),
         N_(
             "Take the machine out of service: `dmesg -T | grep -i -E 'mce|edac|memory failure|lockup|panic'` and its "

@@ -7,7 +7,7 @@ from finetune.runtime.language import N_
 
 _DEVICE_OOM_FIX = N_(
     "[[Process {holder} of the device's memory: if it is not this run's, stop it or take another device first. "
-    "]][[Only {own_share} of the device is this process's: end what else is on it, and give every rank a device of its "
+    "]][[This process itself holds only {own_share}: end what else is on it, and give every rank a device of its "
     "own (set_device(LOCAL_RANK), not a fixed number). ]]Lower --micro-batch-size[[ (now {micro_batch_size}; try "
     "{half_micro_batch_size})]]: the global batch stays the same, split into more micro-steps. Then, one at a time: "
     "--gradient-checkpointing true, a smaller --cutoff-len[[ (now {cutoff_len}; try {half_cutoff_len})]], ZeRO-3 with "
