@@ -15,7 +15,7 @@ from launching import ROOT, environment
 
 from finetune.commands.diagnose.command import diagnose_logs, main, render_findings
 from finetune.commands.diagnose.document import renewed
-from finetune.commands.diagnose.log_facts import facts_in, with_next_values
+from finetune.commands.diagnose.log_facts import facts_in, holder_in, with_next_values
 from finetune.commands.diagnose.symptoms.base import Symptom, fill, fixed_words
 from finetune.commands.diagnose.symptoms.rules import CAUSES, EXPLAINED_BY_RUN, RESTART_CURES, SYMPTOMS, UNEXPLAINED
 from finetune.errors import ConfigError, DataError, ExitCode, FinetuneError
@@ -270,6 +270,50 @@ def test_facts():
     }
     assert facts_in("'lr': 2e-05, max_seq_len 2048.") == {"learning_rate": "2e-05", "cutoff_len": "2048"}
     assert facts_in("learning rates matter") == {}
+
+
+@pytest.mark.parametrize(
+    ("row", "holder"),
+    [
+        (
+            "| 0       0                 | 771204        | VLLMEngineCor | 58720      |",
+            "771204 (VLLMEngineCor) has 58720 MiB",
+        ),
+        ("|    0   N/A  N/A      771204      C   ollama_llama     58720MiB |", "771204 (ollama_llama) has 58720 MiB"),
+        ("| 0       0                 | 771204        | python3.11    | 58720      |", None),
+        ("|    0   N/A  N/A        2042      G   /usr/lib/xorg/Xorg    4MiB |", None),
+        ("| 0       0                 | step          | loss          | 2.1        |", None),
+    ],
+)
+def test_who_holds_memory_is_read_from_the_tables_of_smi(row, holder, tmp_path):
+    assert holder_in(row) == holder
+    log = tmp_path / "x.log"
+    log.write_text(f"{row}\n[rank0]: {OOM}\n")
+    assert ("771204" in diagnose_logs([log])[0].fix) is (holder is not None)
+
+
+def test_a_device_that_others_fill_is_said(tmp_path):
+    log = tmp_path / "x.log"
+    for own, said in (("8.02 GiB", True), ("512.00 MiB", True), ("58.02 GiB", False)):
+        text = (
+            f"NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 60.97 GiB total capacity; {own} already allocated;"
+        )
+        log.write_text(f"[rank5]: RuntimeError: {text} 0 bytes free)\n")
+        assert (f"only {own} of 60.97 GiB" in diagnose_logs([log])[0].fix) is said
+
+
+def test_ranks_that_wait_in_different_operations_are_told(tmp_path):
+    late = (
+        "[rank{0}]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum={1}, OpType={2}, Timeout(ms)=6) ran\n"
+    )
+    log = tmp_path / "x.log"
+    for calls, told in (
+        ((5, "ALLREDUCE", 5, "BROADCAST"), True),
+        ((5, "ALLREDUCE", 6, "BROADCAST"), False),
+        ((5, "ALLREDUCE", 5, "ALLREDUCE"), False),
+    ):
+        log.write_text(late.format(0, *calls[:2]) + late.format(1, *calls[2:]))
+        assert ("ALLREDUCE, BROADCAST" in diagnose_logs([log])[0].explanation) is told
 
 
 @pytest.mark.parametrize("kind", [FinetuneError, ConfigError, DataError])

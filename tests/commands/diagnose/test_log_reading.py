@@ -206,3 +206,20 @@ def test_times_without_a_year_are_of_the_year_of_the_others(tmp_path):
     )
     early.write_text(f"[W1121 13:00:00.100000000 y.cpp:1] torch warns\n{OOM}\n")
     assert [finding.cause for finding in diagnose_logs([late, early])] == ["device_oom"]
+
+
+@pytest.mark.parametrize(
+    ("last", "cut"),
+    [
+        (b"[2026-11-21 13:10:09] iteration 30/ 900 | elapsed ti", True),
+        (b"[2026-11-21 13:1", True),
+        (b"[2026-11-21 13:10:09] iteration 30/ 900 | elapsed time: 5 | lm loss: 2.5 | grad norm: 0.7", False),
+        (b"[2026-11-21 13:10:09] iteration 30/ 900 | elapsed", False),
+        (b"[2026-11-21 13:10:09] saved", False),
+        (b"[2026", False),
+    ],
+)
+def test_a_log_that_breaks_off(last, cut):
+    step = b"[2026-11-21 13:09:0%d] iteration %d/ 900 | elapsed time: 5 | lm loss: 2.5 | grad norm: 0.75 |\n"
+    log = LogFile("x.log", io.BytesIO(step % (1, 1) + step % (2, 2) + last + b"\n"))
+    assert (scan_log(log).evidence != []) is cut

@@ -54,6 +54,8 @@ SURVIVED = {
         "run.log": OOM + "ppo step 7/40 reward 0.5\nppo step 8/40 reward 0.6\nppo step 9/40 reward 1\n"
     },
     "many steps of others": {"run.log": "[rank3]: step 1 loss 2.5\n[rank3]: " + BAD_JSON + "step 1 loss 2.5\n" * 10},
+    "tests that all passed": {"ci.log": f"python -m pytest\n{OOM}{BAD_JSON}=== 12 passed, 2 warnings in 3.1s ===\n"},
+    "a limit hit by what was left of a job": {"run.log": steps(1, 20) + "training done\nexit code: 0\n" + LIMIT},
     "comments and quoted lines": {"run.log": f"step 1 loss 2.5\n# {BAD_JSON}> {BAD_JSON}"},
     "counts of nothing": {"run.log": "cuda preflight\nXid 48 (double bit ECC error) : 0 lines\n"},
     "a try of several": {"run.log": "python fetch.py\nshard 2: Connection reset by peer, try 1 of 5, wait 2 s\n"},
@@ -68,6 +70,9 @@ FAILED = {
         {"rank0.log": steps(1, 20) + LATE, "rank1.log": steps(1, 20) + "2025-06-01 10:19:30 ERROR: out\n" + OOM},
     ),
     "a script says done": ("device_oom", {"run.log": f"{steps(1, 20)}{OOM}done\nTraining finished\nexit code 0\n"}),
+    "tests of which one failed": ("device_oom", {"ci.log": f"python -m pytest\n{OOM}1 failed, 2 passed in 3s\n"}),
+    "after tests that passed": ("disk_full", {"ci.log": f"python\n{OOM}=== 2 passed in 3s ===\n{DISK}"}),
+    "a limit, with no end told": ("preempted", {"run.log": steps(1, 20) + "training done\n" + LIMIT}),
     "after the training": ("disk_full", {"run.log": steps(1, 20) + DONE + DISK}),
     "in another log, after the training": ("device_oom", {"train.log": steps(1, 20) + DONE, "eval.log": OOM}),
     "a checkpoint saved at the limit": (
