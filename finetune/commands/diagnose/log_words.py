@@ -95,8 +95,8 @@ FAILURE = re.compile(
     r"^\[?F\d{3,4} \d\d:\d\d:|^Segmentation fault|^Fatal Python error|core dumped|^Aborted|^terminate called"
     r"|^Bus error|^\S+: error: "
     r"|^bash: .*(?:not found|denied)|^\S+: can't open file|^srun: error: .*[Ee]xited|^ +exitcode +: -?[1-9]"
-    r"|\b(?:script|job|program|command) (?:returned|terminated|exited|ended)(?: with)?(?: a)? "
-    r"(?:non-zero )?(?:exit )?(?:status|code)\W{1,3}[1-9]"
+    r"|^(?:the )?(?:train\w* )?(?:script|job|program|command) (?:returned|terminated|exited|ended)(?: with)?(?: a)? "
+    r"(?:non-zero )?(?:exit )?(?:status|code)\W{1,3}[1-9]\d*\W*$"
     r"|exits with return code = -?[1-9]|\bERR\d\d\d\d\d\b|\bE[A-Z0-9]\d\d\d\d(?::|\))|failed \(exitcode: -?[1-9]"
 )
 
@@ -123,7 +123,7 @@ DATA = re.compile(
     r"|提示词?|回答|参考|问题|答案|指令|输入|输出|样本|用户|助手|预测)"
     r"(?: ?#?\d+)?[\"']? ?[:=|：].*\w|[\"'](?:role|messages|conversations|instruction)[\"']: "
     # Results of tasks that a program under test failed or did not.
-    r"|^\S.{0,80} \.\.\. (?:FAIL|ERROR|ok|PASS)\w*\b|^(?:SFT )?sample: *\{"
+    r"|^\W*(?:tasks?|tests?|problem|case|item)[ _].{0,80} \.\.\. (?:FAIL|ERROR|ok|PASS)\w*\b|^(?:SFT )?sample: *\{"
     # Quoted text, comments of source code that is printed, templates, and what was looked for and not found.
     r"|^(?:>|#|//) \S|\{\{ ?[$.\w]|[:=] *0 (?:lines?|times|events?|hits|matches|found|occurrences|errors?)\W*$",
     re.IGNORECASE,

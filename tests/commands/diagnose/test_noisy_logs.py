@@ -2,7 +2,7 @@
 
 The logs are in `series/`: `written.txt` and `families.txt` after the published formats, `orders.txt` of what follows
 from what, `threads.txt` after logs in issues, `wordings.txt` as versions put it; `clean.txt` has no failure, one that
-nobody knows, or another program's log. `whole.jsonl` has logs as they are, of all ranks and nodes. A
+nobody knows, or another program's log; each line of `ordinary.txt` is near a rule and no failure. `whole.jsonl` has logs as they are, of all ranks and nodes. A
 head says the cause (or causes, for either is right) and `noecho` where the failure is itself what others see of one.
 """
 
@@ -20,6 +20,7 @@ from finetune.commands.diagnose.symptoms.base import Kind
 FAILURES = series("written") + series("threads") + series("families") + series("orders") + series("wordings")
 WHOLE = [json.loads(line) for line in (SERIES / "whole.jsonl").read_text(encoding="utf-8").splitlines()]
 CLEAN = series("clean")
+ORDINARY = (SERIES / "ordinary.txt").read_text(encoding="utf-8").splitlines()
 FOREIGN = "foreign: "
 
 
@@ -52,6 +53,11 @@ def test_nothing_is_invented(number, tmp_path):
         return
     for text in (quiet(lines), noisy(lines, number, echoes=False)):
         assert set(causes_of(tmp_path, text)) <= {"unknown"}, f"{head}: {text}"
+
+
+@pytest.mark.parametrize("line", ORDINARY)
+def test_an_ordinary_line_is_no_failure(line, tmp_path):
+    assert causes_of(tmp_path, f"[INFO] rank 0: epoch 1\n{line}\n{{'loss': 2.1}}\n") == []
 
 
 @pytest.mark.parametrize("number", range(len(WHOLE)))

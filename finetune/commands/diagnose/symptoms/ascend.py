@@ -132,7 +132,8 @@ SYMPTOMS = (
             r"lib(?:hccl|ascendcl|ge_\w+|graph|acl_\w+|msprofiler|profapi|atb|opapi|nnopbase|runtime"
             r"|c_sec|mmpa"
             r"|drv\w+)\w*\.so\S*: cannot open shared object file",
-            r"check that the cann package is installed|ASCEND_(?:HOME_PATH|TOOLKIT_HOME) (?:is not|does not|not) \w+",
+            r"Failed to import torch_npu|check that the cann package is installed|ASCEND_(?:HOME_PATH"
+            r"|TOOLKIT_HOME) (?:is not|does not|not) \w+",
             r"libtorch_npu\.so: undefined symbol|torch_npu is installed but cannot be loaded",
             r"[Uu]nsupported soc(?: version)?\b|soc_?version .{0,30}(?:is )?not supported",
             r"torch_npu\b.{0,60}(?:does not match|not compatible|mismatch)",

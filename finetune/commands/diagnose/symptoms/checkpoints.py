@@ -40,9 +40,9 @@ SYMPTOMS = (
         "checkpoint_corrupt",
         (
             r"Can't find a valid checkpoint at (?P<path>\S+)",
-            r"No valid checkpoint(?: was)? found(?: in (?:output directory )?\(?(?P<path>[^\s)]+))?",
+            r"(?:Error|Exception): .*[Nn]o (?:valid )?checkpoints? (?:was |were )?found"
+            r"(?: (?:in|at) (?:output directory )?\(?(?P<path>[^\s)]+))?",
             r"(?:Error|Exception): .*checkpoint.{0,40}(?:does not exist|(?:was )?not found)",
-            r"[Nn]o checkpoint (?:was )?found (?:in|at) (?P<path>\S+)",
         ),
         N_(
             "There is no checkpoint to resume from[[ at {path}]]: the folder is empty or another one, or what it holds "

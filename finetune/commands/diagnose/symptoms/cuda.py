@@ -41,7 +41,7 @@ SYMPTOMS = (
             r"[Ff]ailed to initialize NVML: Driver/library version mismatch",
             r"Found no NVIDIA driver on your system",
             r"Unexpected error from cudaGetDeviceCount|unsupported display driver / cuda driver combination",
-            r"no kernel image is available for execution on the device",
+            r"no kernel image is available for execution on the device|device kernel image is invalid",
             r"forward compatibility was attempted on non supported HW",
             r"CUDA unknown error - this may be due to an incorrectly set up environment",
             r"CUDA initialization: |CUDA driver initialization failed|cuInit.{0,40}(?:fail|error)"
@@ -131,7 +131,8 @@ SYMPTOMS = (
             r"all CUDA-capable devices are busy or unavailable|CUDA_ERROR_(?:NO_DEVICE|INVALID_DEVICE"
             r"|DEVICE_UNAVAILABLE)",
             r"(?:more|fewer|not enough) (?:processes|ranks|GPUs|devices) .{0,40}(?:than|available|visible)",
-            r"no GPUs found|only (?:\d+|one) (?:GPU|NPU|device)s?\b.{0,40}(?:process|rank|available|visible|but)",
+            r"fp16 mixed precision requires a GPU|no GPUs found|only (?:\d+|one) (?:GPU|NPU"
+            r"|device)s?\b.{0,40}(?:process|rank|available|visible|but)",
             r"Cannot access accelerator device when none|requires? (?:an NVIDIA |a )?GPU,? but none",
             r"device_count\W{1,4}0\b|CUDA_VISIBLE_DEVICES.{0,40}(?:invalid|no such|not exist)"
             r"|Default process group .{0,40}only \d+ GPU",

@@ -30,7 +30,7 @@ SYMPTOMS = (
             r"^\[ERROR\] has no column (?P<field>\S+)",
             r"^\[ERROR\] (?:rank \d+: )?no r(?:ow|ecord) is left to train on",
             r"not in the dataset\. Current columns|method that includes input_ids, but you provided"
-            r"|No columns in the dataset match|must have the same columns, but|because column names don't match",
+            r"|No columns in the dataset match",
             r"KeyError: ['\"](?P<field>chosen|rejected|completion|context|target|label|image|images)['\"]",
             r"'dict object' has no attribute '(?P<field>role|content|from|value)'"
             r"|Field \"?(?P<field_>\w+)\"? does not exist in",
@@ -44,6 +44,18 @@ SYMPTOMS = (
         ),
         _RECORDS_FIX,
         source="this package, datasets, Python",
+    ),
+    Symptom(
+        "dataset_missing_field",
+        (r"must have the same columns, but|because column names don't match|Couldn't cast array of type",),
+        N_("The data files do not have the same columns, or not the same types in them."),
+        N_(
+            "The evidence names the column: give every record of every file the same fields and types (an empty text "
+            "or [] instead of null), drop what is not needed, or load the files one by one. `python -m finetune "
+            "inspect` shows records as they are trained."
+        ),
+        confidence=0.91,
+        source="datasets",
     ),
     Symptom(
         "chat_template_mismatch",
@@ -76,7 +88,7 @@ SYMPTOMS = (
             r"num_samples should be a positive integer value, but got num_samples=0",
             r"(?:Error|Exception): .*(?:dataset|[Dd]ataloader|data loader) (?:is empty|has (?:no|0"
             r"|zero) (?:samples|length))",
-            r"[Nn]o (?:samples|examples|records) (?:were |are )?(?:left|found|remain)|len\(dataset\) (?:is|==) 0",
+            r"(?:Error|Exception): .*[Nn]o (?:samples|examples|records) (?:were |are )?(?:left|found|remain)",
         ),
         N_("No record is left to train on: the data are empty, or all were filtered out."),
         N_(
@@ -147,7 +159,7 @@ SYMPTOMS = (
     Symptom(
         "data_corrupt",
         (
-            r"bad header, cannot read|Index doesn\'t match expected format|(?:cannot mmap|mmap\w*) an empty file",
+            r"bad header, cannot read|Index doesn't match expected format|(?:cannot mmap|mmap\w*) an empty file",
             r"Tried reading schema message, was null or length 0|Parquet magic bytes not found"
             r"|Not an Arrow file|Invalid flatbuffers",
             r"Arrow(?:Invalid|IOError): .*(?:[Ff]ile is too small|[Ee]xpected to (?:be able to )?read|truncated"

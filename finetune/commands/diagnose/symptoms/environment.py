@@ -101,7 +101,7 @@ SYMPTOMS = (
         (
             r"can't start new thread|pthread_create.{0,50}(?:failed|Resource temporarily unavailable)",
             r"fork: (?:retry: )?Resource temporarily unavailable|\[Errno 11\] Resource temporarily unavailable$",
-            r"cgroup: fork rejected by pids controller|pids\.max",
+            r"cgroup: fork rejected by pids controller",
         ),
         N_(
             "No more processes or threads may be started here[[ (rank {rank})]]: a limit of the user or container is "
@@ -120,7 +120,7 @@ SYMPTOMS = (
         (
             r"Memory failure: .*(?:Sending SIGBUS|Killing|hardware memory corruption)|EDAC \S+: \d+ UE\b",
             r"(?:mce|MCE|Hardware Error)\b.*(?:[Uu]ncorrect|[Ff]atal|context corrupt)|Machine [Cc]heck Exception",
-            r"Kernel panic|soft lockup - CPU|[Hh]ard LOCKUP|NMI watchdog: .*LOCKUP",
+            r"Kernel panic - not syncing|soft lockup - CPU|[Hh]ard LOCKUP|NMI watchdog: .*LOCKUP",
         ),
         N_(
             "The machine itself failed: its memory or processor reports errors that cannot be corrected, or its kernel "

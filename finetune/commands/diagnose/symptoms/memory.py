@@ -215,7 +215,10 @@ SYMPTOMS = (
     ),
     Symptom(
         "dataloader_worker_killed_shm",
-        (r"DataLoader worker \(pid\(?s?\)? (?P<pid>\d+)[\d, ]*\) (?:exited unexpectedly|is killed by signal)",),
+        (
+            r"DataLoader worker \(pid\(?s?\)? (?P<pid>\d+)[\d, ]*\) "
+            r"(?:exited unexpectedly|is killed by signal(?!: (?:Segm|Illeg|Abort)))",
+        ),
         N_("A data loader worker exited unexpectedly (process {pid}): killed, or out of shared memory."),
         _SHM_FIX,
         kind=Kind.VAGUE,

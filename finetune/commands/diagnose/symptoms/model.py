@@ -269,8 +269,10 @@ SYMPTOMS = (
     Symptom(
         "fp8_unsupported",
         (
-            r"required for FP8 execution|FP8 .{0,80}(?:only supported|requires|not supported)",
-            r"fp8\w* (?:is )?not supported|(?:does not|doesn\'t) support (?:FP8|fp8|float8)|FP8 .*compute capability",
+            r"required for FP8 execution|fp8\w* (?:data ?type )?(?:is )?not supported (?:in|on|for)",
+            r"(?:Error|Exception): .*(?:FP8|fp8|[Ff]loat8)\b.{0,80}(?:only supported|requires?|not support"
+            r"|compute capability)",
+            r"(?:Error|Exception): .*(?:does not|doesn't) support (?:FP8|fp8|float8)",
         ),
         N_(
             "This device has no 8-bit floating point numbers (FP8): NVIDIA GPUs have them from Ada and Hopper on "

@@ -209,6 +209,7 @@ SYMPTOMS = (
         (
             r"Mismatched? collective|(?:Detected|Found) mismatch(?:ed)? .{0,20}(?:collective|rank)",
             r"CollectiveFingerPrint\(|[Cc]ollectives? (?:differ|are different|do not match)",
+            r"DDP expects same model across all ranks|not to match (?:sizes|strides) of the same param in process",
             r"Input tensor at index \d+ has invalid shape .*expected|[Tt]ensor list must have the same (?:size|shape)",
         ),
         N_(

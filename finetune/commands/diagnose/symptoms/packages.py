@@ -11,6 +11,7 @@ SYMPTOMS = (
         (
             r"ModuleNotFoundError: No module named '(?P<package>\w+)[\w.]*'",
             r"^\[ERROR\] (?:rank \d+: )?(?P<package>[\w.-]+) is not installed",
+            r"requires (?P<package>sentencepiece|tiktoken|protobuf)\b|Couldn't instantiate the backend tokenizer",
             r"ImportError: (?P<package>[\w-]+) is required|ImportError: .*requires the (?P<package_>[\w-]+) library",
             r"[Pp]lease install (?:the )?[`'\"]?(?P<package>[\w-]+)"
             r"|need to have (?P<package_>[\w-]+)(?: or \w+)? installed",
@@ -18,7 +19,8 @@ SYMPTOMS = (
             r"(?<![\w-])(?P<package>(?!n\w+-smi)\w[\w-]*): command not found"
             r"|requires? (?:the )?[`'\"]?(?P<package_>[\w-]+)[`'\"]? (?:package"
             r"|library)? ?(?:to be|but it was not|which is not) ?(?:installed|found)?",
-            r"(?:pip|conda) install (?:-\S+ )*[`'\"]?(?P<package>\w[\w\[\]-]*).{0,40}$"
+            r"(?:[Ee]rror|[Pp]lease|requir|not (?:found|installed)|need|missing|Run)\b.{0,200}(?:pip"
+            r"|conda) install (?:-\S+ )*[`'\"]?(?P<package>\w[\w\[\]-]*).{0,40}$"
             r"|PackageNotFoundError: (?:No package metadata was found for )?(?P<package_>\S+)",
         ),
         N_("Python cannot find[[ the package {package}]][[ the file {file}]] in the active environment."),

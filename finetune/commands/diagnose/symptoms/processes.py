@@ -103,7 +103,7 @@ SYMPTOMS = (
             r"|PREEMPT|OWNER)\b",
             r"\b(?P<reason>Preempted) (?: *pod/\S+ +)?(?:Preempted )?by\b|walltime \S+ exceeded limit|PBS: job killed"
             r"|[Ww]all ?(?:time|clock)\b.{0,20}exceeded|exceeded (?:hard )?wall ?(?:time|clock)",
-            r"(?P<reason>DeadlineExceeded)\b|was active longer than specified deadline"
+            r"[Rr]eason: (?P<reason>DeadlineExceeded)\b|was active longer than specified deadline"
             r"|failed (?P<reason_>liveness probe)",
             r"node .{0,60}(?P<reason>NotReady|unreachable|shutdown|preempted)\b.*(?:pod|taint|evict|terminat)",
         ),
@@ -190,6 +190,7 @@ SYMPTOMS = (
             r"(?:free|malloc|realloc|munmap_chunk|malloc_consolidate)\(\): (?:invalid|corrupted|unaligned|mismatching"
             r"|double free|memory corruption|unsorted)|double free or corruption|corrupted (?:size vs\. prev_size"
             r"|double-linked list)|\*\*\* (?:stack smashing|buffer overflow) detected|pure virtual method called",
+            r"is killed by signal: (?P<signal>Segmentation fault|Illegal instruction|Aborted)",
             r"Segfault encountered|unaligned tcache chunk|malloc\.c:\d+: |Fatal glibc error|SIGSEGV received at",
             r"^(?:Illegal instruction|Floating point exception)\b|traps: \S+ (?:general protection|trap)",
             *ended_by(11, "SIGSEGV"),

@@ -22,6 +22,7 @@ SYMPTOMS = (
             r"^(?:\w+\.)*\w*(?:Error|Exception): (?P<reason>[`'\"]?--\w[\w-]* (?:requires|must|can ?not|is not"
             r"|and)\b.*)",
             r"^(?:\w+\.)*\w*(?:Error|Exception): (?P<reason>.*\b(?:not|be) (?:evenly )?divisible by\b.*)",
+            r"(?P<reason>CPUAdam param is on .*)|(?P<reason_>Input length of input_ids is .*)",
             r"(?P<reason>Output directory .* already exists and is not empty.*)",
             r"(?P<reason>Could not find the transformer layer class .*)|Could not override '(?P<reason_>[^']+)",
             r"(?P<reason>Key '\S+' is not in struct)|(?P<reason_>Could not find a version of the config .*)",
@@ -57,8 +58,8 @@ SYMPTOMS = (
     Symptom(
         "tokenizer_incomplete",
         (
-            r"the tokenizer does not have a (?P<lacks>padding token)|(?P<lacks_>pad_token)(?:_id)? (?:is None|must be)"
-            r"|Cannot handle batch sizes > 1 if no (?P<lacks__>padding token) is defined",
+            r"the tokenizer does not have a (?P<lacks>padding token)|no (?P<lacks_>padding token) is defined",
+            r"(?:Error|Exception): .*(?P<lacks>pad_token)(?:_id)?\b.{0,20} (?:is None|must be|is not set)",
         ),
         _TOKENIZER,
         N_(
@@ -71,8 +72,8 @@ SYMPTOMS = (
     Symptom(
         "tokenizer_incomplete",
         (
-            r"(?P<lacks>chat_template) is not set|does not have a (?P<lacks_>chat[ _]template)"
-            r"|No (?P<lacks__>chat template) is defined",
+            r"(?:Error|Exception): .*(?P<lacks>chat_template) is not set",
+            r"(?:Error|Exception): .*(?:does not have a|[Nn]o) (?P<lacks>chat[ _]template)\b",
         ),
         _TOKENIZER,
         N_(
@@ -137,8 +138,9 @@ SYMPTOMS = (
             r"FileNotFoundError: (?:Unable to find|Couldn't find (?:a dataset script"
             r"|any data file) at) '?(?P<path>[^\s']+)",
             r"DataFilesNotFoundError|unable to open file <(?P<path>[^>]+)> in read-only",
-            r"DatasetNotFoundError: (?P<path>.*)",
-            r"No (?:\(supported\) )?data files? (?:were |was )?found|NotADirectoryError: .*'(?P<path>[^']+)'",
+            r"DatasetNotFoundError: (?P<path>.*)|Unknown split \"(?P<path_>\w+)\"",
+            r"(?:Error|Exception): .*No (?:\(supported\) )?data files? (?:were |was )?found"
+            r"|NotADirectoryError: .*'(?P<path>[^']+)'",
         ),
         N_("A file or data set[[ {path}]] that the run needs is not there."),
         N_(
@@ -153,7 +155,7 @@ SYMPTOMS = (
     Symptom(
         "not_launched",
         (
-            r"environment variable (?P<variable>RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR"
+            r"(?P<variable>RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR"
             r"|MASTER_PORT) expected, but not set",
             r"KeyError: '(?P<variable>LOCAL_RANK|RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT)'",
             r"Default process group has not been initialized",
@@ -251,7 +253,10 @@ SYMPTOMS = (
     ),
     Symptom(
         "invalid_settings",
-        (r"(?P<reason>Target modules .* not found in the base model|No modules were targeted for adaptation.*)",),
+        (
+            r"(?P<reason>Target modules .* not found in the base model|No modules were targeted for adaptation.*)"
+            r"|(?P<reason_>Please specify `target_modules`)",
+        ),
         N_("LoRA's target modules are not in this model[[: {reason}]]."),
         N_(
             "`[name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]` lists the names: "
