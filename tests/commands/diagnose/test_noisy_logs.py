@@ -2,8 +2,9 @@
 
 The logs are in `series/`: `written.txt` and `families.txt` after the published formats, `orders.txt` of what follows
 from what, `threads.txt` after logs in issues, `wordings.txt` as versions put it; `clean.txt` has no failure, one that
-nobody knows, or another program's log; each line of `ordinary.txt` is near a rule and no failure. `whole.jsonl` has logs as they are, of all ranks and nodes. A
-head says the cause (or causes, for either is right) and `noecho` where the failure is itself what others see of one.
+nobody knows, or another program's log; each line of `ordinary.txt` is near a rule and no failure. `whole.jsonl` has
+logs as they are, of all ranks and nodes. A head says the cause (or causes, for either is right) and `noecho` where the
+failure is itself what others see of one.
 """
 
 from __future__ import annotations
