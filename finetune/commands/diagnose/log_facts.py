@@ -66,6 +66,8 @@ def with_next_values(facts: Mapping[str, str]) -> dict[str, str]:
             made[f"half_{name}"] = str(int(number) // 2)
     if (own := _gib(facts.get("allocated", ""))) and own < _gib(facts.get("capacity", "")) / 3:
         made["own_share"] = f"{facts['allocated']} of {facts['capacity']}"
+    if (unused := _gib(facts.get("unallocated", ""))) and unused > 2 * _gib(facts.get("wanted", "")):
+        made["fragmented"] = facts["unallocated"]
     port = facts.get("port") or facts.get("master_port", "")
     if port.isdigit() and int(port) < 65535:
         made["next_port"] = str(int(port) + 1)

@@ -302,6 +302,14 @@ def test_a_device_that_others_fill_is_said(tmp_path):
         assert (f"only {own} of 60.97 GiB" in diagnose_logs([log])[0].fix) is said
 
 
+def test_memory_that_is_reserved_and_not_used_is_said(tmp_path):
+    log = tmp_path / "x.log"
+    for unused, said in (("23.44 GiB", True), ("312.50 MiB", False)):
+        text = f"CUDA out of memory. Tried to allocate 3.12 GiB. GPU 1 has a total capacity of 47.54 GiB. {unused} is"
+        log.write_text(f"torch.OutOfMemoryError: {text} reserved by PyTorch but unallocated.\n")
+        assert (f"{unused} are reserved but not in use" in diagnose_logs([log])[0].fix) is said
+
+
 def test_ranks_that_wait_in_different_operations_are_told(tmp_path):
     late = (
         "[rank{0}]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum={1}, OpType={2}, Timeout(ms)=6) ran\n"

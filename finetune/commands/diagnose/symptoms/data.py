@@ -149,9 +149,9 @@ SYMPTOMS = (
             "embedding for[[ (it has {embeddings})]][[; the weights were saved for {saved} tokens]]."
         ),
         N_(
-            "Use the tokenizer that came with these weights. If tokens were added, the embeddings must be enlarged and "
-            "trained (resize_token_embeddings and save) before this run. For prepared token files, run `python -m "
-            "finetune prepare` again with the model's tokenizer."
+            "Use the tokenizer that came with these weights (and convert weights for the same parallel sizes). If "
+            "tokens were added, the embeddings must be enlarged and trained (resize_token_embeddings and save) before "
+            "this run. For prepared token files, run `python -m finetune prepare` again with the model's tokenizer."
         ),
         source="torch, transformers, this package",
         explains=("illegal_memory_or_ecc", "zero3_empty_or_size_mismatch"),

@@ -154,7 +154,8 @@ SYMPTOMS = (
             cann("EJ0004") + r"|in the ranktable is inconsistent with the IP|ra rdev init failed",
             r"device ip family\[.*is not same with others|superDeviceId.{0,40}(?:repeat|duplicat|same)",
             r"device[_ ]?ip.{0,60}(?:conflict|duplicat|repeat|not in the same|different (?:subnet|network))",
-            r"ip address \S+ of ranktable in rank \d+ is error",
+            r"ip address \S+ of ranktable in rank \d+ is error|ip \S+ in (?:the )?rank ?table is not (?:equal"
+            r"|the same)",
         ),
         N_(
             "The addresses of the NPUs do not fit: the rank table names another address than the device has, or nodes "

@@ -7,8 +7,9 @@ from finetune.runtime.language import N_
 
 _DEVICE_OOM_FIX = N_(
     "[[Process {holder} of the device's memory: if it is not this run's, stop it or take another device first. "
-    "]][[This process itself holds only {own_share}: end what else is on it, and give every rank a device of its "
-    "own (set_device(LOCAL_RANK), not a fixed number). ]]Lower --micro-batch-size[[ (now {micro_batch_size}; try "
+    "]][[This process itself holds only {own_share}: end what else is on it, and give every rank a device of its own "
+    "(set_device(LOCAL_RANK), not a fixed number). ]][[{fragmented} are reserved but not in use, which is "
+    "fragmentation: set expandable_segments first (below). ]]Lower --micro-batch-size[[ (now {micro_batch_size}; try "
     "{half_micro_batch_size})]]: the global batch stays the same, split into more micro-steps. Then, one at a time: "
     "--gradient-checkpointing true, a smaller --cutoff-len[[ (now {cutoff_len}; try {half_cutoff_len})]], ZeRO-3 with "
     "offload (--config ds_configs/zero3.json). Against fragmentation: expandable_segments:True in "
@@ -34,9 +35,11 @@ SYMPTOMS = (
             r"(?:CUDA|NPU|HIP) out of memory\. Tried to allocate (?P<wanted>[\d.]+ ?\w+) \(\w+ \d+; "
             r"(?P<capacity>[\d.]+ ?\w+) total capacity; (?P<allocated>[\d.]+ ?\w+) already allocated",
             r"(?:CUDA|NPU|HIP) out of memory\. Tried to allocate (?P<wanted>[\d.]+ ?\w+)\..*?total capacity of "
-            r"(?P<capacity>[\d.]+ ?\w+).*?Process (?P<holder>\d+ has [\d.]+ [KMG]iB) memory in use",
+            r"(?P<capacity>[\d.]+ ?\w+).*?Process (?P<holder>\d+ has [\d.]+ [KMG]iB) memory in use"
+            r"(?:.*?(?P<unallocated>[\d.]+ ?\w+) is reserved by PyTorch but unallocated)?",
             r"(?:CUDA|NPU|XPU|HIP) out of memory\.(?: Tried to allocate (?P<wanted>[\d.]+ ?\w+))?(?:.*?total capacity "
-            r"of (?P<capacity>[\d.]+ ?\w+)|.*?; (?P<capacity_>[\d.]+ ?\w+) total capacity)?",
+            r"of (?P<capacity>[\d.]+ ?\w+)|.*?; (?P<capacity_>[\d.]+ ?\w+) total capacity)?"
+            r"(?:.*?(?P<unallocated>[\d.]+ ?\w+) is reserved by PyTorch but unallocated)?",
             r"MPS backend out of memory(?: \(MPS allocated: (?P<used>[\d.]+ ?\w+))?",
             r"(?:CUDA|HIP|CUDA driver) error: out of memory|(?:CUBLAS|CUDNN|CUSOLVER|NVRTC)_STATUS_ALLOC_FAILED"
             r"|CUDA_ERROR_OUT_OF_MEMORY",

@@ -26,6 +26,11 @@ _LINK_FIX = N_(
     "again: the run resumes from its last checkpoint."
 )
 
+_SAME_NCCL_FIX = N_(
+    '`python -c "import torch; print(torch.__version__, torch.cuda.nccl.version())"` on every node must show the same: '
+    "install the same torch everywhere (best one image), and take other NCCLs out of LD_LIBRARY_PATH and LD_PRELOAD."
+)
+
 # What processes see of one that listens where they cannot reach it.
 _UNREACHED = ("rendezvous_timeout", "collective_timeout", "peer_died")
 
@@ -181,6 +186,34 @@ SYMPTOMS = (
     ),
     Symptom(
         "nccl_version_or_system",
+        (
+            r"Message truncated : received \d+ bytes instead of|Mismatch(?:ed)? in NCCL version",
+            r"NCCL (?:library )?version (?:mismatch|is incompatible)|NCCL version .* mismatch",
+            r"NCCL WARN .*[Vv]ersion .{0,20}(?:mismatch|differ)",
+        ),
+        N_("The ranks have different versions of NCCL, which do not understand one another."),
+        _SAME_NCCL_FIX,
+        confidence=0.88,
+        source="NCCL",
+        explains=("peer_died",),
+    ),
+    Symptom(
+        "nccl_version_or_system",
+        (r"\bNCCL version (?P<version>\d+\.\d+\.\d+)\+cuda",),
+        N_(
+            "The logs show different versions of NCCL[[ ({version} is one of them)]], which do not understand one "
+            "another."
+        ),
+        _SAME_NCCL_FIX,
+        confidence=0.87,
+        in_warnings=True,
+        differs="version",
+        needs=("nccl_version_or_system",),
+        source="NCCL",
+        explains=("peer_died",),
+    ),
+    Symptom(
+        "nccl_version_or_system",
         (r"undefined symbol: (?P<symbol>nccl\w+)",),
         N_(
             "Another NCCL than the one that torch was built with is loaded first: it lacks what torch calls[[ "
@@ -231,9 +264,7 @@ SYMPTOMS = (
         (
             r"undefined symbol: nccl\w+",
             r"Duplicate GPU detected : rank (?P<rank>\d+)",
-            r"NCCL (?:library )?version (?:mismatch|is incompatible)|NCCL version .* mismatch",
-            r"Mismatch(?:ed)? in NCCL version",
-            r"NCCL WARN .*(?:[Vv]ersion .{0,20}(?:mismatch|differ)|Cuda failure .*(?:not supported|invalid device))",
+            r"NCCL WARN .*Cuda failure .*(?:not supported|invalid device)",
             r"invalid usage \(run with NCCL_|invalid argument \(run with NCCL_",
         ),
         N_("NCCL was used wrongly[[ on rank {rank}]]: two ranks on one GPU, different versions, or different calls."),
