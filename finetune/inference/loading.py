@@ -14,7 +14,6 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
-    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -204,13 +203,11 @@ def load_weights(
     *,
     trust_remote_code: bool,
     rounded: str = "none",
-    config: PretrainedConfig | None = None,
 ) -> PreTrainedModel:
     """The model in eval mode on its device, the adapter's layers inside.
 
     Args:
         rounded: nf4 or int8: the base's weights are what `--quantization` makes of them, in the dtype again.
-        config: in the place of the base's own.
 
     Raises:
         ConfigError: no safetensors weights, or an adapter that does not fit the base.
@@ -219,7 +216,7 @@ def load_weights(
     repository, revision = split_revision(source.base)
     if not sys.stderr.isatty():
         disable_progress_bar()
-    config = config or load_model_config(source.base, trust_remote_code=trust_remote_code)
+    config = load_model_config(source.base, trust_remote_code=trust_remote_code)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             repository,

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from finetune.storage import durable_files
 from finetune.storage.results import reopen
 
 if TYPE_CHECKING:
+    from finetune.commands.merge.merging import SelfTest
     from finetune.inference.loading import Source
 
 logger = logging.getLogger("finetune")
@@ -80,9 +82,9 @@ def publish(source: Source, output: Path, options: MergeOptions) -> None:
     durable_files.remove_tree(staging, missing_ok=True)
     staging.mkdir()
     try:
-        merge_into(staging, source, options, name=output.name)
+        test = merge_into(staging, source, options, name=output.name)
         if options.format == "gguf":
-            make_gguf(staging, source, options)
+            make_gguf(staging, source, options, name=output.name, test=test)
         for path in sorted(staging.iterdir()):
             durable_files.share_file(path)
             durable_files.sync_file(path)
@@ -102,8 +104,8 @@ def publish(source: Source, output: Path, options: MergeOptions) -> None:
         durable_files.remove_tree(staging, missing_ok=True)
 
 
-def make_gguf(folder: Path, source: Source, options: MergeOptions) -> None:
-    """Put a tested GGUF file and its Modelfile in the place of a merged folder's weights.
+def make_gguf(folder: Path, source: Source, options: MergeOptions, *, name: str, test: SelfTest) -> None:
+    """Put a tested GGUF file, its Modelfile and its card in the place of a merged folder's files.
 
     Raises:
         FinetuneError: the converter or the test failed.
@@ -111,16 +113,19 @@ def make_gguf(folder: Path, source: Source, options: MergeOptions) -> None:
     from transformers import AutoConfig
 
     from finetune.commands.merge import gguf
+    from finetune.commands.merge.model_card import write_card
     from finetune.commands.merge.modelfile import write_modelfile, writes_first
-    from finetune.data.render import trained_end_ids
+    from finetune.data.render import stop_token_ids, trained_end_ids
     from finetune.data.spans import ChatTemplate
     from finetune.inference.loading import load_tokenizer_of
 
     tokenizer = load_tokenizer_of(source, options.template, trust_remote_code=options.trust_remote_code)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
-    gguf.convert(folder, gguf.find_converter(options.llama_cpp), str(config.dtype).removeprefix("torch."))
     ends = set(trained_end_ids(tokenizer))
-    facts = gguf.check_gguf(folder, tokenizer, ends)
+    gguf.name_end(folder, tokenizer, ends)
+    dtype = str(config.dtype).removeprefix("torch.")
+    gguf.convert(folder, gguf.find_converter(options.llama_cpp), dtype)
+    facts, difference = gguf.check_gguf(folder, tokenizer, ends)
     begins = gguf.begins_prompts(facts) and tokenizer.bos_token is not None
     template = ChatTemplate(tokenizer)
     if begins and not writes_first(template, tokenizer.bos_token):
@@ -133,7 +138,7 @@ def make_gguf(folder: Path, source: Source, options: MergeOptions) -> None:
         file_name=gguf.FILE_NAME,
         begins=begins,
         context_tokens=_context_tokens(config, source),
-        ends=[str(tokenizer.convert_ids_to_tokens(end)) for end in sorted(ends)],
+        ends=[str(tokenizer.convert_ids_to_tokens(end)) for end in stop_token_ids(tokenizer)],
     )
     if modelfile is None:
         logger.warning(
@@ -142,6 +147,7 @@ def make_gguf(folder: Path, source: Source, options: MergeOptions) -> None:
         )
     else:
         (folder / "Modelfile").write_text(modelfile.text, encoding="utf-8")
+    write_card(folder, source, name=name, dtype=dtype, self_test=asdict(test), gguf_difference=difference)
     for path in folder.iterdir():
         if path.name not in gguf.KEPT:
             path.unlink()

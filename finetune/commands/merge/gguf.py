@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,17 +52,45 @@ def find_converter(given: Path | None) -> Path:
 
 def check_architecture(base: str, options: MergeOptions) -> None:
     """Raise ConfigError for models whose GGUF nothing here can read back."""
+    from gguf import MODEL_ARCH_NAMES
+    from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
     from finetune.modeling.model_config import load_model_config
 
     kind = load_model_config(base, trust_remote_code=options.trust_remote_code).get_text_config().model_type
-    if kind not in GGUF_SUPPORTED_ARCHITECTURES:
+    name = _plain(kind.removesuffix("_text"))
+    read_back = {_plain(known) for known in (*GGUF_SUPPORTED_ARCHITECTURES, *GGUF_CONFIG_ARCHS)}
+    written = {_plain(known) for known in MODEL_ARCH_NAMES.values()} | {"mistral"}  # which is written as a llama
+    if name not in read_back & written:
         raise ConfigError(
             f"a GGUF of a {kind} cannot be read back here, so it could not be tested",
             base,
             "merge without --format gguf, and convert the folder with llama.cpp's own tools",
         )
+
+
+def _plain(name: str) -> str:
+    """llama.cpp's qwen35moe is transformers' qwen3_5_moe."""
+    return name.replace("_", "").replace("-", "")
+
+
+def name_end(folder: Path, tokenizer: Any, ends: set[int]) -> None:
+    """Call the token that ends an answer the folder's EOS, before it is converted.
+
+    The converter takes EOS from there and no other end, and a base's own (<|endoftext|>) ends documents.
+
+    Raises:
+        FinetuneError: the chat template writes the base's EOS elsewhere.
+    """
+    if not ends or tokenizer.eos_token_id in ends:
+        return
+    if "eos_token" in tokenizer.chat_template:
+        raise _failed("its chat template writes an EOS that ends no answer")
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    settings["eos_token"] = tokenizer.convert_ids_to_tokens(min(ends))
+    path.write_text(json.dumps(settings, ensure_ascii=False), encoding="utf-8")
 
 
 def convert(folder: Path, converter: Path, dtype: str) -> Path:
@@ -100,14 +131,14 @@ def begins_prompts(facts: dict[str, Any]) -> bool:
     return bool(facts.get("tokenizer.ggml.add_bos_token", facts.get("tokenizer.ggml.model") == "llama"))
 
 
-def check_gguf(folder: Path, tokenizer: Any, ends: set[int]) -> dict[str, Any]:
-    """Compare the file with the merged model beside it: logits, template, tokens and end.
+def check_gguf(folder: Path, tokenizer: Any, ends: set[int]) -> tuple[dict[str, Any], float]:
+    """Compare the file with the merged model beside it: logits, settings, template, tokens and end.
 
     Args:
         ends: tokens that the template ends an answer with.
 
     Returns:
-        What the file says of itself: its metadata without tokens.
+        What the file says of itself, its metadata without tokens; and the distance of the logits.
 
     Raises:
         FinetuneError: one of them differs.
@@ -126,13 +157,32 @@ def check_gguf(folder: Path, tokenizer: Any, ends: set[int]) -> dict[str, Any]:
     if ends and not ends & known:
         raise _failed("it does not know the token that ends an answer")
     merged = load_written(folder)
-    prompts = self_test_prompts(merged, tokenizer)
+    _check_settings(folder / FILE_NAME, facts, merged.config.get_text_config())
+    prompts, config = self_test_prompts(merged, tokenizer), merged.config
     expected = logits(merged, prompts)
     del merged
-    apart = distance(logits(load_written(folder, gguf_file=FILE_NAME), prompts), expected)
+    # With the folder's settings: transformers does not read all that the file has, rope scaling for one.
+    apart = distance(logits(load_written(folder, gguf_file=FILE_NAME, config=config), prompts), expected)
     if not apart <= TOLERANCES["float32"]:
         raise _failed(f"its logits differ from the merged model's by {apart:.1e} of their norm")
-    return facts
+    return facts, apart
+
+
+def _check_settings(path: Path, facts: Mapping[str, Any], config: Any) -> None:
+    """Compare what the file says of sizes and positions with the merged model's settings."""
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    rope = getattr(config, "rope_parameters", None) or {}
+    own = {**config.to_dict(), "rope_theta": rope.get("rope_theta")}
+    stated = load_gguf_checkpoint(path)["config"]
+    for name in stated.keys() & own.keys():
+        value, ours = stated[name], own[name]
+        is_size = {type(value), type(ours)} <= {int, float} and not name.endswith(("_id", "vocab_size"))
+        if is_size and not math.isclose(value, ours, rel_tol=1e-6):
+            raise _failed(f"{name} is {value:g}, in the merged model {ours:g}")
+    scaled = facts.get(f"{facts['general.architecture']}.rope.scaling.type", "none")
+    if (kind := rope.get("rope_type")) in ("linear", "yarn") and scaled != kind:
+        raise _failed(f"it scales positions by {scaled}, the merged model by {kind}")
 
 
 def _metadata(path: Path) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def merge_into(folder: Path, source: Source, options: MergeOptions, *, name: str
     base = load(rounded=rounded)
     check_fit(base, tokenizer, source)
     warn_of_text_alone(base, load_model_config(source.base, trust_remote_code=trust))
-    _check_space(folder, base, DTYPES[dtype])
+    _check_space(folder, base, DTYPES[dtype], files=2 if options.format == "gguf" else 1)
     prompts = self_test_prompts(base, tokenizer)
     adapted_logits, effect = _write_merged(folder, base, tokenizer, source.adapter, prompts, DTYPES[dtype])
     del base
@@ -194,8 +194,9 @@ def _dtype_of(base: str, trust_remote_code: bool) -> str:
     return named if named in DTYPES else "float32"
 
 
-def _check_space(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
-    needed = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+def _check_space(folder: Path, model: PreTrainedModel, dtype: torch.dtype, files: int) -> None:
+    """Raise ConfigError where the weights have no room; as GGUF they are there a second time for a while."""
+    needed = files * sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     free = durable_files.free_bytes(folder)
     if needed > free:
         raise ConfigError(

@@ -38,20 +38,36 @@ inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, ret
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))
 ```
 """
+USE_GGUF = """## Use
+
+```bash
+llama-server -m model.gguf --jinja         # llama.cpp: takes the chat template that is in the file
+ollama create my-model -f Modelfile        # Ollama, where the folder has a Modelfile
+```
+"""
+GGUF_TEST = (
+    "llama.cpp's own converter made `model.gguf` of these files. Loaded again by transformers, its logits differ by "
+    "{:.1e} of their norm; its tokens, sizes, end of an answer and chat template are the same.\n"
+)
 
 
-def write_card(folder: Path, source: Source, *, name: str, dtype: str, self_test: Mapping[str, Any]) -> None:
-    """Write README.md beside a merged model."""
-    text = model_card(source, name=name, dtype=dtype, self_test=self_test)
-    durable_files.replace_file(folder / "README.md", text.encode())
+def write_card(folder: Path, source: Source, **facts: Any) -> None:
+    """Write README.md beside a merged model; the facts are `model_card`'s."""
+    durable_files.replace_file(folder / "README.md", model_card(source, **facts).encode())
 
 
-def model_card(source: Source, *, name: str, dtype: str, self_test: Mapping[str, Any]) -> str:
-    """The card as Markdown with the hub's front matter."""
+def model_card(
+    source: Source, *, name: str, dtype: str, self_test: Mapping[str, Any], gguf_difference: float | None = None
+) -> str:
+    """The card as Markdown with the hub's front matter.
+
+    Args:
+        gguf_difference: of a model in one GGUF file, by how much of their norm its logits differ from the merged ones.
+    """
     assert source.adapter is not None
     run = find_run(source.adapter)
-    base = _short(source.base)
-    front = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["lora", "merged"]}
+    base, kind = _short(source.base), "transformers" if gguf_difference is None else "gguf"
+    front = {"library_name": kind, "pipeline_tag": "text-generation", "tags": ["lora", "merged"]}
     if not Path(source.base).expanduser().exists():  # a hub id, which the hub links
         front["base_model"] = split_revision(source.base)[0]
     return "\n".join(
@@ -61,10 +77,11 @@ def model_card(source: Source, *, name: str, dtype: str, self_test: Mapping[str,
             f"---\n\n# {_cell(name)}\n",
             f"`{base}` with the LoRA adapter `{_short(str(source.adapter))}` merged into its weights, in {dtype}, by "
             f"finetune {__version__}.\n",
-            USE,
+            USE if gguf_difference is None else USE_GGUF,
             *(_unknown(source.adapter) if run is None else _training(run)),
             *([] if run is None else _metrics(run, source.adapter)),
             *_test(self_test, dtype),
+            *([] if gguf_difference is None else [GGUF_TEST.format(gguf_difference)]),
             "## Made with\n",
             ", ".join(f"{library} {version(library)}" for library in LIBRARIES) + "\n",
         ]

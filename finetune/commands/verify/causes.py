@@ -30,6 +30,11 @@ class Cause:
 # In the order in which a deployment meets them; of two that explain the same, the first is named.
 CAUSES = (
     Cause(
+        "refused",
+        N_("the deployment refuses conversations"),
+        N_("use the run's chat_template.jinja: the deployed one refuses what training has rendered"),
+    ),
+    Cause(
         "bos_missing",
         N_("the prompt lacks the token that begins it (BOS)"),
         N_("let the engine add BOS, or keep it in the template: add_bos_token, tokenizer.ggml.add_bos_token"),
@@ -132,15 +137,29 @@ CAUSES = (
     ),
     Cause(
         "dtype",
-        N_("weights or arithmetic have fewer bits than they are to have"),
+        N_("the weights have fewer bits than they are to have"),
         N_("serve with --dtype as trained, or merge again with merge --dtype"),
         changes.dtypes,
+    ),
+    Cause(
+        "arithmetic",
+        N_("the engine computes in fewer bits than it is to"),
+        N_("serve with --dtype float32, or accept its rounding: verify with --deployed-dtype as it is served"),
+        changes.arithmetic,
     ),
     Cause(
         "quantised",
         N_("the weights are quantised"),
         N_("serve unquantised weights, or accept it: this is what the quantisation changes"),
         changes.quantised,
+    ),
+    Cause(
+        "reasoning_parser",
+        N_("a reasoning parser takes text out of the answers that training has in them"),
+        N_(
+            "serve without it: no --reasoning-parser (vLLM, SGLang), --reasoning-format none (llama.cpp), think false "
+            "(Ollama)"
+        ),
     ),
     Cause(
         "end_ignored",

@@ -206,6 +206,10 @@ def scales(reference: Reference) -> Iterator[Change]:
 def dtypes(reference: Reference) -> Iterator[Change]:
     for dtype in ("bfloat16", "float16"):
         yield Change(dtype, weights=Weights(dtype=dtype))
+
+
+def arithmetic(reference: Reference) -> Iterator[Change]:
+    for dtype in ("bfloat16", "float16"):
         yield Change(dtype, weights=Weights(dtype=dtype, compute=dtype))
 
 

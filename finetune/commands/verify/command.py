@@ -9,18 +9,32 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.commands.verify.options import VerifyOptions
 from finetune.config.options import read_options
-from finetune.errors import ConfigError, ExitCode
+from finetune.errors import ConfigError, ExitCode, FinetuneError
 from finetune.plain_text import plain_lines
 from finetune.runtime.language import _
 
 if TYPE_CHECKING:
-    from finetune.commands.verify.evidence import Deployment, Finding
+    from finetune.commands.verify.evidence import Deployment, Finding, Replay
     from finetune.commands.verify.reference import Reference
+
+
+INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. 0: the deployment is right; 1: it differs, or failed; 2: refused before; 130: interrupted."""
-    options = read_options(VerifyOptions, argv)
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        return _main(words)
+    except FinetuneError as error:
+        if "--json" in words:
+            told = {"what": error.what, "where": error.where, "fix": error.fix, "exit_code": int(error.exit_code)}
+            _write({"error": told, "findings": []})
+        raise
+
+
+def _main(words: Sequence[str]) -> int:
+    options = read_options(VerifyOptions, words)
     from finetune.runtime.device import probe_torch_npu
     from finetune.storage.run_log import setup_console
 
@@ -30,12 +44,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = verify(options)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
-        return 130
+        if options.as_json:
+            _write({"error": {"what": "interrupted", "exit_code": INTERRUPTED}, "findings": []})
+        return INTERRUPTED
     if options.as_json:
-        sys.stdout.write(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+        _write(report)
     else:
         sys.stdout.write(_text(report))
     return int(ExitCode.FAILED if report["findings"] else ExitCode.DONE)
+
+
+def _write(report: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
 
 
 def verify(options: VerifyOptions) -> dict[str, Any]:
@@ -48,9 +68,9 @@ def verify(options: VerifyOptions) -> dict[str, Any]:
     import torch
 
     from finetune.commands.verify.conversations import choose, validation_files
-    from finetune.commands.verify.diagnosis import Diagnosis
+    from finetune.commands.verify.diagnosis import refusal
     from finetune.commands.verify.reference import Reference
-    from finetune.commands.verify.replaying import replay
+    from finetune.commands.verify.replaying import ask
     from finetune.inference.loading import find_source, load_tokenizer_of
     from finetune.runtime import device as devices
 
@@ -62,26 +82,47 @@ def verify(options: VerifyOptions) -> dict[str, Any]:
     reference = Reference(source, tokenizer, device, dtype, options.trust_remote_code)
     prompts = choose(files, reference.template, options.prompts, _room(options, reference))
     deployment = _deployment(options, device)
-    expected = reference.base_dtype if options.deployed_dtype == "auto" else options.deployed_dtype
-    replays = replay(reference, deployment, prompts, options.max_new_tokens)
-    diagnosis = Diagnosis(reference, replays, options.max_new_tokens, expected)
-    findings, right = diagnosis.run()
-    with_logprobs = sum(one.seen.logprobs is not None for one in replays)
+    asked = ask(deployment, prompts, options.max_new_tokens)
+    name, facts = deployment.name, deployment.facts
+    del deployment  # and a folder's model with it
+    refused = [one for one in asked if one.seen.finish == "refused"]
+    findings = [refusal(refused, facts["refused"])] if refused else []
+    report = _judged(options, reference, [one for one in asked if one not in refused])
+    findings += report.pop("findings", [])
     return {
-        "deployment": {"name": deployment.name, **deployment.facts},
+        "deployment": {"name": name, **facts},
         "model": source.name,
-        "prompts": len(replays),
+        "prompts": len(asked),
+        **report,
+        "findings": [_as_json(finding) for finding in findings],
+    }
+
+
+def _judged(options: VerifyOptions, reference: Reference, answered: Sequence[Replay]) -> dict[str, Any]:
+    """What is reported of the conversations that were answered; without one no model is loaded."""
+    if not answered:
+        return {"same": 0, "compared": {"answers": 0}}
+    from finetune.commands.verify.diagnosis import Diagnosis
+    from finetune.commands.verify.judging import Judge
+    from finetune.commands.verify.replaying import with_own
+
+    expected = reference.base_dtype if options.deployed_dtype == "auto" else options.deployed_dtype
+    replays = with_own(reference, answered, options.max_new_tokens)
+    judge = Judge(reference, replays, options.max_new_tokens, expected)
+    diagnosis = Diagnosis(judge, expected)
+    findings, right = diagnosis.run()
+    return {
         "same": sum(right.good),
         "compared": {
             "token_ids": sum(one.seen.prompt_ids is not None for one in replays),
             "prompt_lengths": sum(one.seen.prompt_tokens is not None for one in replays),
             "answers": len(replays),
-            "logprobs": with_logprobs,
+            "logprobs": sum(one.seen.logprobs is not None for one in replays),
         },
         "deployed_dtype": expected,
-        "tolerance": {"logprob": diagnosis.tolerance.logprob, "gap": diagnosis.tolerance.gap},
+        "tolerance": {"logprob": judge.tolerance.logprob, "gap": judge.tolerance.gap},
         "shows_adapter": not diagnosis.hides_adapter,
-        "findings": [_as_json(finding) for finding in findings],
+        "findings": findings,
     }
 
 
@@ -139,11 +180,14 @@ def _text(report: dict[str, Any]) -> str:
         "answers": _("greedy answers"),
         "logprobs": _("log-probabilities"),
     }
-    said = ", ".join(text for name, text in kinds.items() if compared[name])
-    lines = [_("compared on {count} conversations: {what}").format(count=total, what=said)]
+    said = ", ".join(text for name, text in kinds.items() if compared.get(name))
+    count = compared["answers"]
+    lines = [_("compared on {count} conversations: {what}").format(count=count, what=said)] if count else []
+    if report["deployment"].get("reasoning"):
+        lines.append(_("the server gives thoughts apart from answers: for this comparison they were put back"))
     if not report["findings"]:
         lines.append(_("the deployment answers as the trained model"))
-    if not report["shows_adapter"]:
+    if not report.get("shows_adapter", True):
         lines.append(_("but so would the base: the adapter changes too little here; ask more with --prompts or --data"))
     for finding in report["findings"]:
         detail = f" ({finding['detail']})" if finding["detail"] else ""

@@ -11,45 +11,21 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
 import math
-import os
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 from finetune.commands.verify.evidence import Messages, Seen
+from finetune.commands.verify.wire import PROMPT_REFUSED, Refused, Wire, mend_of
 from finetune.errors import ConfigError, FinetuneError
 
-LARGEST_ANSWER_BYTES = 64 << 20
-SHOWN_CHARACTERS = 200  # of a server's own message, or name of something
 SHOWN_MODELS = 8
-LEAST_SECRET = 8  # characters; a shorter key ("EMPTY", "x") stands for none, and its letters are in every answer
 LARGEST_ID = 2**31 - 1
-PROMPT_REFUSED = (400, 422, 500)  # what templates that raise become; all other errors are of the server or the request
 _ENGINE_FACTS = ("dtype", "quantization_level", "parameter_size", "ftype", "model_ftype", "n_ctx", "build_info")
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect would carry the key to another server."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
-class _Refused(Exception):
-    """The server answered with an error; `status` and its own words."""
-
-    def __init__(self, status: int, words: str) -> None:
-        self.status, self.words = status, words
-        self.of_access = status in (401, 403) or 300 <= status < 400
-
-
 class Endpoint:
-    """A server under its address. The key is in memory and in the requests' headers only.
+    """A server that answers conversations.
 
     Args:
         url: with or without the /v1 at its end.
@@ -60,23 +36,15 @@ class Endpoint:
     """
 
     def __init__(self, url: str, model: str | None, *, key_variable: str, timeout_seconds: float) -> None:
-        parts = urlsplit(url)
-        path = parts.path.rstrip("/").removesuffix("/v1")
-        self._root = urlunsplit((parts.scheme, parts.netloc, path, "", ""))
-        self.name = self._root
-        self._key, self._seconds = os.environ.get(key_variable, "").strip(), timeout_seconds
-        if not (self._key.isascii() and self._key.isprintable()):
-            what = f"the key in {key_variable} has characters that cannot be sent"
-            raise ConfigError(what, "--api-key-variable", "set the variable to the key alone, on one line")
-        # No proxy of the environment in between for a server on this machine or network.
-        self._opener = urllib.request.build_opener(_NoRedirect, urllib.request.ProxyHandler({}))
+        self._wire = Wire(url, key_variable=key_variable, timeout_seconds=timeout_seconds)
+        self.name = self._wire.root
         self.facts: dict[str, Any] = {}
         try:
             self.model = self._model(model)
         except FinetuneError as error:  # nothing has been asked yet
             raise ConfigError(error.what, error.where, error.fix) from None
         self.engine = self._engine()
-        self.facts |= {"engine": self.engine, "model": self._shown(self.model)}
+        self.facts |= {"engine": self.engine, "model": self._wire.shown(self.model)}
         self._takes_ids, self._without_logprobs = True, set[str]()
 
     # ------------------------------------------------------------ answers
@@ -86,11 +54,11 @@ class Endpoint:
         path = "/v1/chat/completions"
         try:
             answer = self._asked(path, body, max_new_tokens)
-        except _Refused as refused:
-            if refused.status not in PROMPT_REFUSED:
+        except Refused as refused:
+            if refused.status < 400:  # another address, or no JSON
                 raise self._failure(path, refused) from None
-            self.facts.setdefault("refused", f"{refused.status} {refused.words}")
-            return Seen("", "refused", prompt_tokens=0)
+            self.facts.setdefault("refused", f"{refused.status} {refused.words}".strip())
+            return Seen("", "refused", prompt_tokens=0, status=refused.status)
         return self._seen(path, answer, prompt_ids=self._rendered(body["messages"]))
 
     def complete(self, ids: Sequence[int], text: str, max_new_tokens: int) -> Seen | None:
@@ -100,7 +68,7 @@ class Endpoint:
             try:
                 answer = self._asked("/v1/completions", {"model": self.model, "prompt": prompt}, max_new_tokens)
                 return self._seen("/v1/completions", answer)
-            except _Refused:  # of ids: it takes texts only; of a text: it has no such path
+            except Refused:  # of ids: it takes texts only; of a text: it has no such path
                 self._takes_ids = False
         return None
 
@@ -110,11 +78,11 @@ class Endpoint:
         if path not in self._without_logprobs:
             wanted = {"logprobs": True} if "messages" in body else {"logprobs": 1}
             try:
-                return self._json(path, body | wanted)
-            except _Refused as refused:
-                if refused.status in (401, 403, 404):
+                return self._wire.json(path, body | wanted)
+            except Refused as refused:
+                if refused.status not in PROMPT_REFUSED:
                     raise
-        answer = self._json(path, body)
+        answer = self._wire.json(path, body)
         self._without_logprobs.add(path)
         return answer
 
@@ -124,18 +92,19 @@ class Endpoint:
             choice = _of(_of(_of(answer, dict)["choices"], list)[0], dict)
             message = _of(choice["message"], dict) if "chat" in path else {"content": choice.get("text")}
             text = _of(message.get("content"), str, _NONE) or ""
-            reasoning = _of(message.get("reasoning_content") or message.get("reasoning"), str, _NONE)
-            if reasoning:  # taken out of the answer by the server
-                text = f"<think>\n{reasoning}</think>{text}"
+            thoughts = _of(message.get("reasoning_content") or message.get("reasoning"), str, _NONE) or ""
             usage = _of(answer.get("usage"), dict, _NONE) or {}
             tokens, made = (_of(usage.get(name), int, _NONE) for name in ("prompt_tokens", "completion_tokens"))
             finish = _of(choice.get("finish_reason"), str, _NONE)
             ids, logprobs = _token_logprobs(_of(choice.get("logprobs"), dict, _NONE) or {})
         except (TypeError, LookupError, ValueError, OverflowError):
-            raise self._foreign(path) from None
+            raise self._wire.foreign(path) from None
+        if thoughts:
+            self.facts["reasoning"] = "apart"
         return Seen(
-            answer=self._text(text),
-            finish=self._shown(str(finish)),
+            answer=self._wire.text(text),
+            finish=self._wire.shown(str(finish)),
+            thoughts=self._wire.text(thoughts),
             answer_tokens=made,
             answer_ids=ids,
             logprobs=logprobs,
@@ -149,15 +118,15 @@ class Endpoint:
         asked: dict[str, Any] = {"model": self.model, "messages": messages, "add_generation_prompt": True}
         try:
             if self.engine == "llama.cpp":
-                given = _of(_of(self._json("/apply-template", {"messages": messages}), dict)["prompt"], str)
+                given = _of(_of(self._wire.json("/apply-template", {"messages": messages}), dict)["prompt"], str)
                 asked = {"content": given, "add_special": True, "parse_special": True}
             if self.engine in ("llama.cpp", "vllm"):
-                tokens = _of(_of(self._json("/tokenize", asked), dict)["tokens"], list)
+                tokens = _of(_of(self._wire.json("/tokenize", asked), dict)["tokens"], list)
                 return tuple(map(_id, tokens))
-        except _Refused:
+        except Refused:
             self.facts["prompt_hidden"] = True
         except (TypeError, LookupError, ValueError):
-            raise self._foreign("/tokenize") from None
+            raise self._wire.foreign("/tokenize") from None
         return None
 
     # ------------------------------------------------------------ who answers
@@ -165,16 +134,17 @@ class Endpoint:
     def _model(self, wanted: str | None) -> str:
         fix = "name one with --served-model"
         try:
-            data = _of(_of(self._json("/v1/models"), dict)["data"], list)
+            data = _of(_of(self._wire.json("/v1/models"), dict)["data"], list)
             listed = {_of(_of(model, dict)["id"], str): model.get("parent") for model in data}
-        except (_Refused, TypeError, LookupError) as error:
+        except (Refused, TypeError, LookupError) as error:
             if wanted is not None:
                 return wanted
-            if not isinstance(error, _Refused):
+            if not isinstance(error, Refused):
                 raise FinetuneError("the server's list of models cannot be read", self.name, fix) from None
             failure = self._failure("/v1/models", error)
             # Other than a key or a redirect: it has no list.
-            raise FinetuneError(failure.what, failure.where, failure.fix if error.of_access else fix) from None
+            of_access = error.status in (401, 403) or 300 <= error.status < 400
+            raise FinetuneError(failure.what, failure.where, failure.fix if of_access else fix) from None
         if wanted is not None:
             return wanted
         if not listed:
@@ -183,15 +153,23 @@ class Endpoint:
         for only in (list(listed), adapters):
             if len(only) == 1:
                 return only[0]
-        names = ", ".join(self._shown(name) for name in [*listed][:SHOWN_MODELS])
+        names = ", ".join(self._wire.shown(name) for name in [*listed][:SHOWN_MODELS])
         names += ", ..." if len(listed) > SHOWN_MODELS else ""
         raise FinetuneError(f"the server has {len(listed)} models: {names}", self.name, fix)
+
+    def _failure(self, path: str, refused: Refused) -> FinetuneError:
+        if refused.status == 200:
+            return self._wire.foreign(path)
+        what, fix = f"the server refused: {refused.status} {refused.words}", mend_of(refused.status)
+        if refused.status < 400:
+            what, fix = f"the server redirects: {refused.status}", "give the final address to --endpoint"
+        return FinetuneError(what, f"{self.name}{path}", fix)
 
     def _engine(self) -> str:
         probes = (("llama.cpp", "/props", "default_generation_settings"), ("ollama", "/api/version", "version"))
         for engine, path, key in (*probes, ("vllm", "/version", "version")):
-            with contextlib.suppress(_Refused, FinetuneError):
-                found = self._json(path)
+            with contextlib.suppress(Refused, FinetuneError):
+                found = self._wire.json(path)
                 if isinstance(found, dict) and key in found:
                     self._take_facts(found)
                     if engine == "ollama":
@@ -200,67 +178,13 @@ class Endpoint:
         return "openai"
 
     def _ollama_facts(self) -> None:
-        with contextlib.suppress(_Refused, KeyError, TypeError):
-            self._take_facts(_of(self._json("/api/show", {"model": self.model})["details"], dict))
+        with contextlib.suppress(Refused, KeyError, TypeError):
+            self._take_facts(_of(self._wire.json("/api/show", {"model": self.model})["details"], dict))
 
     def _take_facts(self, found: Mapping[str, Any]) -> None:
         named = {name: found.get(name) for name in _ENGINE_FACTS}
-        self.facts |= {name: self._shown(fact) for name, fact in named.items() if isinstance(fact, str)}
+        self.facts |= {name: self._wire.shown(fact) for name, fact in named.items() if isinstance(fact, str)}
         self.facts |= {name: fact for name, fact in named.items() if isinstance(fact, int) and abs(fact) <= 2**63}
-
-    # ------------------------------------------------------------ what may be shown
-
-    def _shown(self, words: str) -> str:
-        """A name or message of the server, short and without the key: it may write the request back into it."""
-        return _encodable(words.replace(self._key, "***") if self._key else words)[:SHOWN_CHARACTERS]
-
-    def _text(self, text: str) -> str:
-        """An answer or a prompt, whole."""
-        return _encodable(text.replace(self._key, "***") if len(self._key) >= LEAST_SECRET else text)
-
-    # ------------------------------------------------------------ the wire
-
-    def _foreign(self, path: str) -> FinetuneError:
-        fix = "check --endpoint: is it a server of that protocol?"
-        return FinetuneError("the server's answer is not of the OpenAI protocol", f"{self.name}{path}", fix)
-
-    def _failure(self, path: str, refused: _Refused) -> FinetuneError:
-        if refused.status == 200:
-            return self._foreign(path)
-        what, fix = f"the server refused: {refused.status} {refused.words}", "check --served-model and the server's log"
-        if refused.status in (401, 403):
-            fix = "put the server's key into the variable that --api-key-variable names"
-        if 300 <= refused.status < 400:
-            what, fix = f"the server redirects: {refused.status}", "give the final address to --endpoint"
-        return FinetuneError(what, f"{self.name}{path}", fix)
-
-    def _json(self, path: str, body: Any = None) -> Any:
-        """What a request gives. Raises `_Refused` for an error of the server, FinetuneError where none answers."""
-        headers = {"accept": "application/json", "content-type": "application/json"}
-        if self._key:
-            headers["authorization"] = f"Bearer {self._key}"
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._root + path, data, headers)
-        try:
-            with self._opener.open(request, timeout=self._seconds) as response:
-                read = response.read(LARGEST_ANSWER_BYTES + 1)
-        except urllib.error.HTTPError as error:
-            with error:
-                try:
-                    words = _words(error.read(1 << 16))
-                except (OSError, http.client.HTTPException):
-                    words = ""
-                raise _Refused(error.code, self._shown(words)) from None
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            reason = self._shown(str(getattr(error, "reason", None) or error or type(error).__name__))
-            fix = "start the server, or correct --endpoint; --timeout-seconds is the longest silence"
-            raise FinetuneError(f"no server answers: {reason}", self.name, fix) from None
-        if len(read) > LARGEST_ANSWER_BYTES:
-            raise FinetuneError("the server's answer is too large", f"{self.name}{path}", "check --endpoint")
-        try:
-            return json.loads(read)
-        except (ValueError, RecursionError):
-            raise _Refused(200, "its answer is no JSON") from None
 
 
 _NONE = type(None)
@@ -279,11 +203,6 @@ def _id(value: Any) -> int:
     return int(value)
 
 
-def _encodable(text: str) -> str:
-    """Without lone surrogates, which no tokenizer takes and no terminal."""
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
 def _token_logprobs(given: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, tuple[float, ...] | None]:
     """The ids (where they are there) and log-probabilities of an answer's tokens."""
     content = _of(given.get("content"), list, _NONE)
@@ -295,13 +214,3 @@ def _token_logprobs(given: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, t
     if not numbers or len(logprobs) < len(numbers) or not all(map(math.isfinite, logprobs)):
         return None, None
     return (None if None in ids else tuple(map(_id, ids))), logprobs
-
-
-def _words(body: bytes) -> str:
-    """The message of an error."""
-    try:
-        found = json.loads(body)
-        error = found.get("error", found.get("detail", "")) if isinstance(found, dict) else ""
-        return str(error.get("message", "") if isinstance(error, dict) else error)
-    except (ValueError, RecursionError):
-        return ""

@@ -14,7 +14,9 @@ class Seen:
     """One answer of a deployment, and what it lets see of how it came to it; None where it does not say."""
 
     answer: str
-    finish: str  # "stop", "length", or what else the engine calls it
+    finish: str  # "stop", "length", "refused", or what else the engine calls it
+    thoughts: str = ""  # what the server's reasoning parser took out of the answer
+    status: int | None = None  # of HTTP, where it refused
     answer_tokens: int | None = None
     answer_ids: tuple[int, ...] | None = None
     logprobs: tuple[float, ...] | None = None  # natural logarithms, of the tokens of the answer
@@ -53,6 +55,7 @@ class Prompt:
 class Replay:
     """What one prompt gave: the trained model's own answer, and what the deployment answered."""
 
+    number: int  # from 1
     prompt: Prompt
     own_answer: str
     own_ids: tuple[int, ...]  # with the end token where there is one
@@ -60,6 +63,7 @@ class Replay:
     seen: Seen
     again: str | None  # the deployment's answer to the same a second time, where it was asked
     raw: Seen | None  # its continuation of our own rendering
+    parsed: bool = False  # whether a reasoning parser took what is no thought, or kept thoughts back
 
 
 @dataclass(frozen=True)

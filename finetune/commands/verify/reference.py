@@ -1,14 +1,15 @@
 """The trained model: how it renders, what it answers, and how likely it finds the answers of others.
 
 One model is in memory at a time. The others are what the trained one would be with a fault of its weights: without
-adapter, in other numbers, with other positions.
+adapter and with other positions it is the same model, switched; for other numbers it is loaded again.
 """
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -59,10 +60,12 @@ class Reference:
     trust_remote_code: bool
     template: ChatTemplate = field(init=False)
     _loaded: tuple[Weights, Any] | None = field(default=None, init=False)
+    _switched: Weights = field(default=TRAINED, init=False)  # what the loaded one is switched to
 
     def __post_init__(self) -> None:
         self.template = ChatTemplate(self.tokenizer)
         self.config = load_model_config(self.source.base, trust_remote_code=self.trust_remote_code)
+        self._rope = copy.deepcopy(getattr(self.config.get_text_config(), "rope_parameters", None))
 
     @property
     def base_dtype(self) -> str:
@@ -77,46 +80,48 @@ class Reference:
     # ------------------------------------------------------------ models
 
     def model(self, weights: Weights = TRAINED) -> Any:
-        """The model with these weights; the one before it is dropped."""
-        if self._loaded is None or self._loaded[0] != weights:
+        """The model with these weights; the one before it is dropped, or switched where no other numbers are needed."""
+        stored = replace(weights, adapter=True, scale=1.0, rope=None)
+        if self._loaded is None or self._loaded[0] != stored:
             self._loaded = None
             gc.collect()
             devices.empty_cache(self.device)
-            self._loaded = (weights, self._load(weights))
-        return self._loaded[1]
+            self._loaded = (stored, self._load(stored))
+            self._switched = TRAINED
+        model, switched = self._loaded[1], replace(weights, dtype=None, bits=None, compute=None)
+        before, self._switched = self._switched, switched
+        if (switched.adapter, switched.scale) != (before.adapter, before.scale):
+            _switch_adapter(model, switched.adapter, switched.scale / before.scale)
+        if switched.rope != before.rope:
+            self._switch_positions(model, switched.rope)
+        return model
 
     def _load(self, weights: Weights) -> Any:
-        source = self.source if weights.adapter else Source(self.source.base, None)
-        merged = source.adapter is not None and (weights.dtype is not None or weights.bits is not None)
-        config = self._config(weights.rope)
+        merged = self.source.adapter is not None and (weights.dtype is not None or weights.bits is not None)
         model = load_weights(
-            Source(source.base, None) if merged else source,
+            Source(self.source.base, None) if merged else self.source,
             self.device,
             # Merged weights are rounded once, after the sum.
             self.dtype if weights.compute is None or merged else weights.compute,
             trust_remote_code=self.trust_remote_code,
-            config=config,
         )
-        check_fit(model, self.tokenizer, source)
+        check_fit(model, self.tokenizer, self.source)
         if merged:
-            assert source.adapter is not None
-            model = with_adapter(model, source.adapter).merge_and_unload()
-        if weights.scale != 1.0:
-            for module in model.modules():
-                if isinstance(scaling := getattr(module, "scaling", None), dict) and "default" in scaling:
-                    scaling["default"] *= weights.scale
+            assert self.source.adapter is not None
+            model = with_adapter(model, self.source.adapter).merge_and_unload()
         if weights.dtype is not None:
             model = model.to(DTYPES[weights.dtype])
         if weights.bits is not None:
             _round_in_blocks(model, weights.bits)
         return model.to(DTYPES[weights.compute or self.dtype]).eval().requires_grad_(False)
 
-    def _config(self, rope: tuple[tuple[str, Any], ...] | None) -> Any:
-        if rope is None:
-            return None
-        config = load_model_config(self.source.base, trust_remote_code=self.trust_remote_code)
-        config.get_text_config().rope_parameters = dict(rope)
-        return config
+    def _switch_positions(self, model: Any, rope: tuple[tuple[str, Any], ...] | None) -> None:
+        """Put the rotary embedding of these parameters in the place of the one that is there."""
+        config = copy.deepcopy(model.config)
+        config.get_text_config().rope_parameters = dict(rope) if rope else self._rope
+        for module in model.modules():
+            if isinstance(rotary := getattr(module, "rotary_emb", None), torch.nn.Module):
+                module.rotary_emb = type(rotary)(config=config.get_text_config()).to(self.device)
 
     # ------------------------------------------------------------ answers
 
@@ -149,14 +154,34 @@ class Reference:
             ends: ids that end an answer.
         """
         model = self.model(weights)
-        return [_said(model, list(prompt), list(answer), penalty, list(ends)) for prompt, answer in asked]
+        # Arithmetic in few bits depends on the order of its sums: it is done as an engine does it.
+        logits_of = _one_by_one if weights.compute not in (None, "float32") else _at_once
+        found = []
+        for prompt, answer in asked:
+            logits = logits_of(model, list(prompt), list(answer)).float()
+            found.append(_said(logits, list(prompt), list(answer), penalty, list(ends)))
+        return found
 
 
 @torch.no_grad()
-def _said(model: Any, prompt: list[int], answer: list[int], penalty: float, ends: list[int]) -> Said:
+def _at_once(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """Logits of each token of an answer and of what follows it, `(answer + 1, vocabulary)`."""
     ids = torch.tensor([prompt + answer], device=model.device)
-    logits = model(ids, logits_to_keep=len(answer) + 1).logits[0].float()
-    logits = logits[-len(answer) - 1 :]  # a model that keeps all
+    return model(ids, logits_to_keep=len(answer) + 1).logits[0][-len(answer) - 1 :]  # of a model that keeps all
+
+
+@torch.no_grad()
+def _one_by_one(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """The same, with one forward pass for the prompt and one for each token, as answers are generated."""
+    rows, past = [], None
+    for ids in (prompt, *([token] for token in answer)):
+        out = model(torch.tensor([ids], device=model.device), past_key_values=past, use_cache=True, logits_to_keep=1)
+        past = out.past_key_values
+        rows.append(out.logits[0, -1])
+    return torch.stack(rows)
+
+
+def _said(logits: torch.Tensor, prompt: list[int], answer: list[int], penalty: float, ends: list[int]) -> Said:
     numbers = logits.log_softmax(-1)
     choices = _penalised(logits, prompt, answer, penalty)
     best = choices.max(-1).values
@@ -178,6 +203,18 @@ def _penalised(logits: torch.Tensor, prompt: list[int], answer: list[int], penal
         row = scores[place, seen]
         scores[place, seen] = torch.where(row < 0, row * penalty, row / penalty)
     return scores
+
+
+def _switch_adapter(model: Any, on: bool, factor: float) -> None:
+    """Turn the adapter's layers on or off, and what they add times a factor."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            module.enable_adapters(on)
+        if factor != 1.0 and "default" in (getattr(module, "scaling", None) or ()):
+            module.scaling["default"] *= factor
 
 
 @torch.no_grad()
