@@ -52,10 +52,33 @@ def test_the_file_is_whole_and_has_its_modelfile(adapter: Path, tmp_path: Path, 
         "model.gguf", "Modelfile", "README.md", "chat_template.jinja",
     }  # fmt: skip
     text = (tmp_path / "out" / "Modelfile").read_text(encoding="utf-8")
-    assert "FROM ./model.gguf" in text and 'PARAMETER stop "<|im_end|>"' in text and "num_ctx 512" in text
+    assert "FROM ./model.gguf" in text and 'PARAMETER stop """<|im_end|>"""' in text and "num_ctx 512" in text
+
+
+@needs_gguf
+def test_an_end_that_is_not_the_bases_eos_is_the_files(adapter: Path, tmp_path: Path):
+    """Chat ends with <|im_end|>, the base's documents with <|endoftext|>: the converter knows the latter alone."""
+    import json
+    import shutil
+
+    from gguf import GGUFReader
+
+    own = tmp_path / "own"
+    shutil.copytree(adapter, own)
+    path = own / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": "<|endoftext|>"}))
+    assert merge(own, tmp_path / "out", "--llama-cpp", converter(tmp_path)) == 0
+    fields = GGUFReader(tmp_path / "out" / "model.gguf").fields
+    end = fields["tokenizer.ggml.eos_token_id"].contents()
+    assert fields["tokenizer.ggml.tokens"].contents(end) == "<|im_end|>"
+    text = (tmp_path / "out" / "Modelfile").read_text(encoding="utf-8")
+    assert all(f'PARAMETER stop """{token}"""' in text for token in ("<|im_end|>", "<|endoftext|>"))
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "llama-server -m model.gguf" in card and "AutoModelForCausalLM" not in card
 
 
 FAULTS = {
+    "rope_theta is": ("writer.add_rope_freq_base(", "writer.add_rope_freq_base(2 * "),
     "its chat template is not the run's": ("tokenizer.chat_template)", "tokenizer.chat_template + ' ')"),
     "token 7 is another one": ("writer.add_tokenizer_pre", "names[7] = 'x'; writer.add_tokenizer_pre"),
     "the token that ends an answer": ("add_eos_token_id(tokenizer.eos_token_id)", "add_eos_token_id(7)"),

@@ -20,6 +20,7 @@ from finetune.commands.verify.endpoint import Endpoint
 from finetune.commands.verify.evidence import Seen
 from finetune.commands.verify.merged import MergedFolder
 from finetune.commands.verify.options import VerifyOptions
+from finetune.commands.verify.replaying import put_back
 from finetune.config.flags import flags_of
 from finetune.config.names import flag
 from finetune.errors import ConfigError, FinetuneError
@@ -104,6 +105,8 @@ class Server:
             self.refused = self.refused or body["messages"]
             if self.way == "refuses all" or body["messages"] == self.refused:
                 return 400, {"error": {"message": f"System role not supported {key}"}}
+        if self.way.isdigit() and path.endswith("chat/completions"):
+            return int(self.way), {"error": {"message": f"no {key}"}}
         if self.way == "vllm ids" and path == "/tokenize":
             return 200, {"tokens": self.given}
         if self.way == "echoes" and path == "/apply-template":
@@ -133,7 +136,8 @@ class Server:
             self.draw.shuffle(words)
             text = " ".join(words)
         usage = {"prompt_tokens": seen.prompt_tokens, "completion_tokens": tokens}
-        choice = {"message": {"content": text}, "finish_reason": finish}
+        message = {"content": text} if self.way != "reasons" else {"content": None, "reasoning_content": text}
+        choice = {"message": message, "finish_reason": finish}
         if self.way == "vllm" and body.get("logprobs"):
             choice["logprobs"] = {"content": [{"token": "", "logprob": number} for number in seen.logprobs]}
         return 200, {"choices": [choice], "usage": usage}
@@ -298,8 +302,59 @@ def test_a_model_is_chosen_only_where_there_is_no_choice(serve: Callable[..., Se
 def test_a_refused_conversation_is_a_difference(verify: Verify, adapter: Path, serve: Callable[..., Server]):
     report = verify(adapter, "--endpoint", serve("no system").url)
     assert report["code"] == 1 and report["same"] == 7, report
-    assert report["findings"][0]["prompts"] == [1] and "'refused'" in str(report["findings"][0]["evidence"])
+    (finding,) = report["findings"]
+    assert (finding["name"], finding["prompts"]) == ("refused", [1]) and "System role" in finding["detail"]
     assert report["deployment"]["refused"].startswith("400 System role not supported")
+
+
+STATUSES = {"401": "key", "403": "key", "404": "--served-model", "429": "limits requests", "503": "log"}
+
+
+@pytest.mark.parametrize("way", STATUSES)
+def test_a_refusal_has_a_name_and_needs_no_model(
+    way: str, verify: Verify, adapter: Path, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+):
+    server = serve(way)
+    monkeypatch.setenv("OPENAI_API_KEY", SECRET)
+    monkeypatch.setattr("finetune.commands.verify.reference.load_weights", None)
+    report = verify(adapter, "--endpoint", server.url)
+    (finding,) = report["findings"]
+    assert (report["code"], finding["name"], len(finding["prompts"])) == (1, "refused", 8)
+    assert finding["detail"] == f"{way} no Bearer ***" and STATUSES[way] in finding["mend"]
+    assert sum(path.endswith("completions") for path, _, _ in server.asked) == 1
+
+
+def test_answers_that_a_reasoning_parser_takes_are_found(verify: Verify, adapter: Path, serve: Callable[..., Server]):
+    """Answers without thoughts, of a model that thinks in nobody's eyes but the parser's."""
+    report = verify(adapter, "--endpoint", serve("reasons").url)
+    assert [finding["name"] for finding in report["findings"]] == ["reasoning_parser"], report
+    assert report["code"] == 1 and report["same"] == 8
+
+
+THOUGHT = "<think>\nab\n</think>\n\nc"
+
+
+@pytest.mark.parametrize(
+    ("content", "thoughts", "own", "thinks", "whole", "parsed"),
+    [
+        ("c", "ab", THOUGHT, True, THOUGHT, False),  # apart, and all there
+        ("c", "", THOUGHT, True, THOUGHT, True),  # kept back
+        ("", "c", "c", False, "c", True),
+        ("d", "xy", "c", False, "<think>\nxy\n</think>\n\nd", False),  # of another model
+        ("c", "", "c", False, "c", False),
+    ],
+)
+def test_thoughts_are_put_back(content: str, thoughts: str, own: str, thinks: bool, whole: str, parsed: bool):
+    seen, misled = put_back(Seen(content, "stop", thoughts=thoughts), own, thinks)
+    assert (seen.answer, misled) == (whole, parsed)
+
+
+def test_a_failure_is_json_too(adapter: Path, capsys: pytest.CaptureFixture[str]):
+    for flags in (["--endpoint", "http://127.0.0.1:9"], []):
+        words = ["verify", "--model", str(adapter), "--data", str(DATA), "--device-type", "cpu", *flags, "--json"]
+        assert finetune(words) == 2
+        report = json.loads(capsys.readouterr().out)
+        assert report["error"]["exit_code"] == 2 and report["error"]["fix"]
 
 
 def test_a_folder_whose_template_raises_is_a_refusal(merged: Path, tmp_path: Path):
@@ -348,8 +403,6 @@ def test_what_cannot_be_verified_is_refused(
         (("--endpoint", "http://127.0.0.1:9", "--served-model", "m"), 2, "no server answers"),
         (("--endpoint", serve("locked list").url), 2, "the server refused: 401 bad key"),
         (("--endpoint", serve("redirects").url), 1, "the server redirects: 307"),
-        (("--endpoint", serve("refuses all").url), 1, "refuses every conversation: 400 System role not supported"),
-        (("--endpoint", serve("locked").url), 1, "put the server's key into the variable"),
     ):
         found, words = refused(capsys, *model, *flags)
         assert found == code and said in words and SECRET not in words and "Traceback" not in words, words

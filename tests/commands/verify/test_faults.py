@@ -54,6 +54,7 @@ FAULTS = {
     "system_added": edited_template("{%- for message in messages %}", _DEFAULT_SYSTEM),
     "history": edited_template("for message in messages", "for message in messages[-1:]"),
     "contents_trimmed": edited_template("message.content +", "message.content|trim +"),
+    "thinking": edited_template("<|im_start|>assistant\n' }}", "<|im_start|>assistant\n<think>\n\n</think>\n\n' }}"),
     "special_tokens_as_text": control_tokens_as_text,
     "repetition_penalty": lambda folder: changed(folder, "generation_config.json", repetition_penalty=1.2),
     "adapter_left_out": weights_of(BASE),
@@ -180,10 +181,8 @@ def test_fewer_bits_than_asked_for_are_found(verify: Verify, adapter: Path, tmp_
     assert finetune(["merge", *words]) == 0
     right = verify(adapter, "--merged", tmp_path / "whole", "--deployed-dtype", "float32")
     assert names(right) == []
-    # Arithmetic in bfloat16 is as far from other arithmetic in bfloat16 as from float32: seen, but without a name.
     folder = deployment(tmp_path / "whole", tmp_path / "computed", in_dtype(torch.bfloat16))
-    (finding,) = verify(adapter, "--merged", folder, "--deployed-dtype", "float32")["findings"]
-    assert (finding["name"], finding["detail"]) == ("unknown", "small difference")
+    assert_found(verify(adapter, "--merged", folder, "--deployed-dtype", "float32"), "arithmetic")
 
 
 @pytest.mark.slow
