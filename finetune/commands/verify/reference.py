@@ -91,7 +91,7 @@ class Reference:
         model, switched = self._loaded[1], replace(weights, dtype=None, bits=None, compute=None)
         before, self._switched = self._switched, switched
         if (switched.adapter, switched.scale) != (before.adapter, before.scale):
-            _switch_adapter(model, switched.adapter, switched.scale / before.scale)
+            _switch_adapter(model, switched.adapter, switched.scale)
         if switched.rope != before.rope:
             self._switch_positions(model, switched.rope)
         return model
@@ -205,16 +205,17 @@ def _penalised(logits: torch.Tensor, prompt: list[int], answer: list[int], penal
     return scores
 
 
-def _switch_adapter(model: Any, on: bool, factor: float) -> None:
-    """Turn the adapter's layers on or off, and what they add times a factor."""
+def _switch_adapter(model: Any, on: bool, scale: float) -> None:
+    """Turn the adapter's layers on or off, and what they add to `scale` times its own."""
+    from peft.tuners.lora import LoraLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     for module in model.modules():
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
             module.enable_adapters(on)
-        if factor != 1.0 and "default" in (getattr(module, "scaling", None) or ()):
-            module.scaling["default"] *= factor
+        if isinstance(module, LoraLayer):
+            module.set_scale("default", scale)
 
 
 @torch.no_grad()
