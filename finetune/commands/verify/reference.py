@@ -110,10 +110,11 @@ class Reference:
             assert self.source.adapter is not None
             model = with_adapter(model, self.source.adapter).merge_and_unload()
         if weights.dtype is not None:
-            model = model.to(DTYPES[weights.dtype])
+            _cast(model, weights.dtype)
         if weights.bits is not None:
             _round_in_blocks(model, weights.bits)
-        return model.to(DTYPES[weights.compute or self.dtype]).eval().requires_grad_(False)
+        _cast(model, weights.compute or self.dtype)
+        return model.eval().requires_grad_(False)
 
     def _switch_positions(self, model: Any, rope: tuple[tuple[str, Any], ...] | None) -> None:
         """Put the rotary embedding of these parameters in the place of the one that is there."""
@@ -203,6 +204,12 @@ def _penalised(logits: torch.Tensor, prompt: list[int], answer: list[int], penal
         row = scores[place, seen]
         scores[place, seen] = torch.where(row < 0, row * penalty, row / penalty)
     return scores
+
+
+def _cast(model: Any, dtype: str) -> None:
+    """The parameters alone: engines keep the frequencies of the positions, which are buffers, in float32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPES[dtype])
 
 
 def _switch_adapter(model: Any, on: bool, scale: float) -> None:

@@ -54,7 +54,7 @@ FAULTS = {
     "system_added": edited_template("{%- for message in messages %}", _DEFAULT_SYSTEM),
     "history": edited_template("for message in messages", "for message in messages[-1:]"),
     "contents_trimmed": edited_template("message.content +", "message.content|trim +"),
-    "thinking": edited_template("<|im_start|>assistant\n' }}", "<|im_start|>assistant\n<think>\n\n</think>\n\n' }}"),
+    "thinking": edited_template(r"assistant\n' }}", r"assistant\n<think>\n\n</think>\n\n' }}"),
     "special_tokens_as_text": control_tokens_as_text,
     "repetition_penalty": lambda folder: changed(folder, "generation_config.json", repetition_penalty=1.2),
     "adapter_left_out": weights_of(BASE),
