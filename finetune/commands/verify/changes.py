@@ -223,6 +223,8 @@ def rope(reference: Reference) -> Iterator[Change]:
     own = getattr(config, "rope_parameters", None)
     if not isinstance(own, dict) or "rope_theta" not in own:  # none, or other ones for each kind of layer
         return
+    if reference.trust_remote_code and hasattr(reference.config, "auto_map"):  # how it makes positions is not known
+        return
     theta, kept = own["rope_theta"], {name: own[name] for name in ("partial_rotary_factor",) if name in own}
     length = config.max_position_embeddings
     plain = {"rope_type": "default", "rope_theta": theta, **kept}

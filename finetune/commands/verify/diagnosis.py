@@ -17,7 +17,6 @@ from finetune.runtime.language import _
 EXPLAINED = 0.85  # of the prompts, at least
 CLEARLY = 0.5  # of the cost of no fault at all: what a fault that is named may cost at most
 _PRECISION = {"float32": 24, "float16": 11, "bfloat16": 8}  # significant bits
-MOSTLY = 0.5  # of the first prompts: less, and a fault of the weights is not judged by all
 FIRST_JUDGED, THEN_JUDGED = 5, 6  # prompts that all faults are judged by, and faults that all prompts judge
 MOST_PAIRS = 3  # faults of the prompt that are tried together with each of the weights
 
@@ -72,6 +71,8 @@ class Diagnosis:
         known = hypotheses(self.judge.reference, [replay.prompt for replay in self.replays])
         of_prompt = [one for one in known if one.change.reads is not None]
         behind = [one for one in known if one.change.reads is None and self._is_below(one.change.weights.dtype)]
+        loads = list(dict.fromkeys(one.change.weights.stored for one in behind))
+        behind.sort(key=lambda one: loads.index(one.change.weights.stored))
         with progress("fault", len(of_prompt) + len(behind)) as advance:
             best_behind = self._by_raw(behind, advance)
             if best_behind is not None:  # what is behind the prompt is known: also that it is right
@@ -112,8 +113,7 @@ class Diagnosis:
         found = []
         for one in behind:
             for hypothesis in (one, *(partner.joined(one) for partner in partners)):
-                first = self.judge.fit(hypothesis, seen, wrong[:FIRST_JUDGED])
-                if first.share >= MOSTLY:
+                if self.judge.explains_half(hypothesis, seen, wrong[:FIRST_JUDGED]):
                     found.append(self.judge.fit(hypothesis, seen))
             advance(one.causes[0][0].name)
         return found
@@ -166,7 +166,7 @@ class Diagnosis:
             lines.append(f"answer {number}, character {place + 1}: {there!r} there, {ours!r} trained")
         if seen.finish != replay.own_finish:
             lines.append(f"answer {number} ends by {seen.finish!r}, as trained by {replay.own_finish!r}")
-        (said,) = judge.reference.said(TRAINED, [(prompt.ids, judge.answer_ids(replay, seen))], 1.0, judge.stop_ids)
+        said = judge.reference.said(TRAINED, prompt.ids, judge.answer_ids(replay, seen))
         apart = judge.apart(seen, said)
         if apart is not None and apart > judge.tolerance.logprob:
             allowed = f"{judge.tolerance.logprob:.3f} is allowed"

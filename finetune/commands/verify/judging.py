@@ -64,19 +64,24 @@ class Judge:
         Against float32: a reference in the deployed dtype would round alike, and show nothing of what another kernel
         makes of that dtype.
         """
-        asked = [(replay.prompt.ids, self._without_end(replay.own_ids)) for replay in self.replays]
         is_exact = self.reference.dtype == "float32"
         rounded = [Weights(dtype=dtype, compute=dtype), *([] if is_exact else [TRAINED])]
-        exact = TRAINED if is_exact else Weights(compute="float32")
-        ours = self.reference.said(exact, asked, 1.0, self.stop_ids)
+        exact = self._own(TRAINED if is_exact else Weights(compute="float32"))
         means, largest = [0.0], 0.0
         for weights in rounded:
-            for one, other in zip(ours, self.reference.said(weights, asked, 1.0, self.stop_ids), strict=True):
+            for one, other in zip(exact, self._own(weights), strict=True):
                 apart = [abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True)]
                 if apart:
                     means.append(sum(apart) / len(apart))
                     largest = max(largest, *apart)
         return Tolerance(max(LEAST_LOGPROB, TIMES_NOISE * max(means)), max(LEAST_GAP, 2 * largest))
+
+    def _own(self, weights: Weights) -> list[Said]:
+        """What a model says of the trained one's own answers."""
+        return [
+            self.reference.said(weights, replay.prompt.ids, self._without_end(replay.own_ids))
+            for replay in self.replays
+        ]
 
     def fit(
         self,
@@ -90,34 +95,37 @@ class Judge:
         Args:
             as_fault: allow as much as of a fault.
         """
-        asked, shown, change = [], [], hypothesis.change
-        for replay in replays or self.replays:
-            there = seen(replay)
-            read = hypothesis.reads(replay.prompt)
-            possible = there is not None and bool(read) and could_be(there, read)
-            shown.append(there if possible else None)
-            asked.append((read, self.answer_ids(replay, there, change)) if possible and there else ((0,), ()))
-        if any(shown):
-            said = self.reference.said(change.weights, asked, change.penalty, self.stop_ids)
-        else:
-            said = [Said((), (), 0.0)] * len(asked)
-        tolerance = self._of_faults() if hypothesis.causes or as_fault else self.tolerance
-        judged = [
-            (False, MOST_COST) if one is None else self._judge(replay, one, answer, its, tolerance)
-            for replay, one, (_read, answer), its in zip(replays or self.replays, shown, asked, said, strict=True)
-        ]
-        if not hypothesis.causes:  # empty only where our own is, too
-            judged = [
-                (good and not (one and is_empty(one.answer) and not is_empty(replay.own_answer)), cost)
-                for (good, cost), replay, one in zip(judged, replays or self.replays, shown, strict=True)
-            ]
-        return Fit(
-            hypothesis, tuple(good for good, _cost in judged), tuple(min(cost, MOST_COST) for _good, cost in judged)
-        )
+        judged = [self._judged(hypothesis, replay, seen(replay), as_fault) for replay in replays or self.replays]
+        return Fit(hypothesis, tuple(good for good, _cost in judged), tuple(cost for _good, cost in judged))
+
+    def explains_half(self, hypothesis: Hypothesis, seen: SeenOf, replays: Sequence[Replay]) -> bool:
+        """Whether it explains half of the replays; no more of them are judged than that takes."""
+        good = bad = 0
+        for replay in replays:
+            good, bad = (good + 1, bad) if self._judged(hypothesis, replay, seen(replay))[0] else (good, bad + 1)
+            if 2 * max(good, bad) > len(replays):
+                break
+        return good >= bad
 
     def _of_faults(self) -> Tolerance:
         """Of a fault more is allowed: its rounding is not known, and the best of all faults counts."""
         return Tolerance(max(0.05, 3 * self.tolerance.logprob), max(0.2, 3 * self.tolerance.gap))
+
+    def _judged(
+        self, hypothesis: Hypothesis, replay: Replay, seen: Seen | None, as_fault: bool = False
+    ) -> tuple[bool, float]:
+        """Whether it explains an answer, and how far it is off."""
+        read, change = hypothesis.reads(replay.prompt), hypothesis.change
+        # A filter, a failure: no greedy answer ends so.
+        if seen is None or seen.finish not in ("stop", "length") or not read or not could_be(seen, read):
+            return False, MOST_COST
+        answer = self.answer_ids(replay, seen, change)
+        said = self.reference.said(change.weights, read, answer, change.penalty)
+        tolerance = self._of_faults() if hypothesis.causes or as_fault else self.tolerance
+        good, cost = self._judge(replay, seen, answer, said, tolerance)
+        if not hypothesis.causes and is_empty(seen.answer) and not is_empty(replay.own_answer):
+            good = False
+        return good, min(cost, MOST_COST)
 
     def _judge(
         self, replay: Replay, seen: Seen, answer: Sequence[int], said: Said, tolerance: Tolerance
@@ -127,15 +135,13 @@ class Judge:
         good = gap <= tolerance.gap and not set(answer) & set(self.stop_ids)
         if seen.finish == "stop":
             good, cost = good and said.end_gap <= tolerance.gap, cost + said.end_gap
-        elif seen.finish == "length":
+        else:
             # It ends there although it had room, or goes on although it wanted to end.
             judged, length = len(said.gaps), seen.answer_tokens
             # A text may have fewer tokens than it was made of.
             is_whole = judged >= self.most - LEAST_UNJUDGED or length is not None and begins(seen, replay)
             is_whole = is_whole and judged > 0 and (length is None or length >= self.most - 1)
             good = good and is_whole and not (judged < self.most - 2 and said.end_gap == 0)
-        else:  # a filter, a failure: no greedy answer ends so
-            good = False
         apart = self.apart(seen, said)
         if apart is not None:
             good, cost = good and apart <= tolerance.logprob, cost + apart

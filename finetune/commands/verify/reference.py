@@ -1,28 +1,31 @@
 """The trained model: how it renders, what it answers, and how likely it finds the answers of others.
 
 One model is in memory at a time. The others are what the trained one would be with a fault of its weights: without
-adapter and with other positions it is the same model, switched; for other numbers it is loaded again.
+adapter, with other positions, and computed in the dtype that it was rounded to, it is the same model, switched; for
+other numbers it is loaded again. What a model has said of an answer is kept.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from finetune.commands.verify.evidence import Prompt, Said
 from finetune.data.spans import ChatTemplate
-from finetune.inference.greedy import greedy_tokens
+from finetune.inference.greedy import answering, greedy_tokens
 from finetune.inference.loading import Source, check_fit, end_ids, load_weights, with_adapter
 from finetune.modeling.model_config import load_model_config, padding_id
 from finetune.modeling.pretrained import DTYPES
 from finetune.runtime import device as devices
 
 BLOCK = 32  # weights with one scale in llama.cpp's simplest formats
+MOST_TOGETHER = 4096  # tokens of the prompts that are answered together, padding among them
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,11 @@ class Weights:
     bits: int | None = None
     rope: tuple[tuple[str, Any], ...] | None = None
 
+    @property
+    def stored(self) -> Weights:
+        """Those that must be loaded for these: the others are one switch away."""
+        return Weights(dtype=self.dtype, compute=None if self.dtype else self.compute, bits=self.bits)
+
 
 TRAINED = Weights()
 
@@ -61,6 +69,7 @@ class Reference:
     template: ChatTemplate = field(init=False)
     _loaded: tuple[Weights, Any] | None = field(default=None, init=False)
     _switched: Weights = field(default=TRAINED, init=False)  # what the loaded one is switched to
+    _known: dict[tuple[Any, ...], Said] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.template = ChatTemplate(self.tokenizer)
@@ -81,19 +90,20 @@ class Reference:
 
     def model(self, weights: Weights = TRAINED) -> Any:
         """The model with these weights; the one before it is dropped, or switched where no other numbers are needed."""
-        stored = replace(weights, adapter=True, scale=1.0, rope=None)
-        if self._loaded is None or self._loaded[0] != stored:
+        if self._loaded is None or self._loaded[0] != weights.stored:
             self._loaded = None
             gc.collect()
             devices.empty_cache(self.device)
-            self._loaded = (stored, self._load(stored))
-            self._switched = TRAINED
-        model, switched = self._loaded[1], replace(weights, dtype=None, bits=None, compute=None)
-        before, self._switched = self._switched, switched
-        if (switched.adapter, switched.scale) != (before.adapter, before.scale):
-            _switch_adapter(model, switched.adapter, switched.scale)
-        if switched.rope != before.rope:
-            self._switch_positions(model, switched.rope)
+            self._loaded = (weights.stored, self._load(weights.stored))
+            self._switched = weights.stored
+        model, before = self._loaded[1], self._switched
+        if (weights.adapter, weights.scale) != (before.adapter, before.scale):
+            _switch_adapter(model, weights.adapter, weights.scale / before.scale)
+        if weights.rope != before.rope:
+            self._switch_positions(model, weights.rope)
+        if weights.compute != before.compute:
+            _cast(model, weights.compute or self.dtype)
+        self._switched = weights
         return model
 
     def _load(self, weights: Weights) -> Any:
@@ -130,38 +140,46 @@ class Reference:
         """Greedy, with the end token where there is one."""
         model = self.model()
         padding = padding_id(model.config, self.tokenizer)
-        found = []
-        for prompt in prompts:
-            (ids,) = greedy_tokens(model, model, [prompt.ids], [max_new_tokens], stop_ids=self.stop_ids, pad_id=padding)
-            found.append(tuple(ids))
-        return found
+        found: dict[int, tuple[int, ...]] = {}
+        for batch in _batches(prompts):
+            ids, most = [prompts[number].ids for number in batch], [max_new_tokens] * len(batch)
+            with answering(model, model):
+                made = greedy_tokens(model, model, ids, most, stop_ids=self.stop_ids, pad_id=padding)
+            found |= dict(zip(batch, map(tuple, made), strict=True))
+        return [found[number] for number in range(len(prompts))]
 
-    @property
+    @cached_property
     def stop_ids(self) -> tuple[int, ...]:
+        """Every token that ends an answer."""
         model = self.model()
         return end_ids(self.tokenizer, model.generation_config, model.config.get_text_config().eos_token_id)
 
-    def said(
-        self,
-        weights: Weights,
-        asked: Sequence[tuple[Sequence[int], Sequence[int]]],
-        penalty: float,
-        ends: Sequence[int],
-    ) -> list[Said]:
-        """What a model says of answers to prompts, both as ids.
+    def said(self, weights: Weights, prompt: Sequence[int], answer: Sequence[int], penalty: float = 1.0) -> Said:
+        """What a model says of an answer to a prompt, both as ids.
 
         Args:
             penalty: repetition penalty of the greedy choice, as transformers applies it; 1 for none.
-            ends: ids that end an answer.
         """
-        model = self.model(weights)
-        # Arithmetic in few bits depends on the order of its sums: it is done as an engine does it.
-        logits_of = _one_by_one if weights.compute not in (None, "float32") else _at_once
-        found = []
-        for prompt, answer in asked:
+        key = (weights, tuple(prompt), tuple(answer), penalty)
+        if key not in self._known:
+            model = self.model(weights)
+            # Arithmetic in few bits depends on the order of its sums: it is done as an engine does it.
+            logits_of = _one_by_one if weights.compute not in (None, "float32") else _at_once
             logits = logits_of(model, list(prompt), list(answer)).float()
-            found.append(_said(logits, list(prompt), list(answer), penalty, list(ends)))
-        return found
+            self._known[key] = _said(logits, list(prompt), list(answer), penalty, list(self.stop_ids))
+        return self._known[key]
+
+
+def _batches(prompts: Sequence[Prompt]) -> Iterator[list[int]]:
+    """Numbers of prompts that are answered together, those of like length."""
+    batch: list[int] = []
+    for number in sorted(range(len(prompts)), key=lambda number: len(prompts[number].ids)):
+        if batch and (len(batch) + 1) * len(prompts[number].ids) > MOST_TOGETHER:
+            yield batch
+            batch = []
+        batch.append(number)
+    if batch:
+        yield batch
 
 
 @torch.no_grad()
@@ -212,17 +230,17 @@ def _cast(model: Any, dtype: str) -> None:
         parameter.data = parameter.data.to(DTYPES[dtype])
 
 
-def _switch_adapter(model: Any, on: bool, scale: float) -> None:
-    """Turn the adapter's layers on or off, and what they add to `scale` times its own."""
-    from peft.tuners.lora import LoraLayer
+def _switch_adapter(model: Any, on: bool, factor: float) -> None:
+    """Turn the adapter's layers on or off, and what they add times a factor."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     for module in model.modules():
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
             module.enable_adapters(on)
-        if isinstance(module, LoraLayer):
-            module.set_scale("default", scale)
+        # Attention layers have a number of this name.
+        if isinstance(scaling := getattr(module, "scaling", None), dict):
+            scaling["default"] *= factor
 
 
 @torch.no_grad()

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from finetune.commands.verify.evidence import Deployment, Prompt, Replay, Seen
 from finetune.commands.verify.wire import PROMPT_REFUSED
 from finetune.data.tools import squeezed
-from finetune.inference.greedy import answering
 from finetune.runtime.progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -70,9 +69,7 @@ def _is_final(seen: Seen) -> bool:
 
 def with_own(reference: Reference, asked: Sequence[Replay], max_new_tokens: int) -> list[Replay]:
     """The same with the trained model's own answers, and the deployment's with their thoughts put back."""
-    model = reference.model()
-    with answering(model, model):
-        own = reference.answers([replay.prompt for replay in asked], max_new_tokens)
+    own = reference.answers([replay.prompt for replay in asked], max_new_tokens)
     found = []
     for replay, ids in zip(asked, own, strict=True):
         ended = bool(ids) and ids[-1] in reference.stop_ids
