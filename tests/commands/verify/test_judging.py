@@ -9,12 +9,43 @@ from pathlib import Path
 import pytest
 import torch
 from deployments import deployment, weights
+from launching import ROOT
 
-from finetune.commands.verify import command
-from finetune.commands.verify.evidence import Seen
+from finetune.commands.verify.conversations import choose
+from finetune.commands.verify.diagnosis import Diagnosis
+from finetune.commands.verify.evidence import Finding, Replay, Seen
+from finetune.commands.verify.judging import Fit, Judge
 from finetune.commands.verify.merged import MergedFolder
+from finetune.commands.verify.reference import Reference
+from finetune.commands.verify.replaying import ask, with_own
+from finetune.inference.loading import find_source, load_tokenizer_of
 
+DATA = ROOT / "data_samples" / "valid.jsonl"
+CPU = torch.device("cpu")
+MOST = 24  # tokens of an answer
 Verify = Callable[..., dict]
+
+
+@pytest.fixture(scope="module")
+def reference(adapter: Path) -> Reference:
+    """One for all tests: what it has said once is known."""
+    source = find_source(str(adapter), None)
+    tokenizer = load_tokenizer_of(source, None, trust_remote_code=False)
+    return Reference(source, tokenizer, CPU, "float32", trust_remote_code=False)
+
+
+def replayed(reference: Reference, folder: Path) -> list[Replay]:
+    prompts = choose([str(DATA)], reference.template, 8)
+    return with_own(reference, ask(MergedFolder(folder, CPU, trust_remote_code=False), prompts, MOST), MOST)
+
+
+@pytest.fixture(scope="module")
+def right(reference: Reference, merged: Path) -> list[Replay]:
+    return replayed(reference, merged)
+
+
+def diagnosed(reference: Reference, replays: list[Replay]) -> tuple[list[Finding], Fit]:
+    return Diagnosis(Judge(reference, replays, MOST, "bfloat16"), "bfloat16").run()
 
 
 def silent(seen: Seen) -> Seen:
@@ -33,31 +64,24 @@ WRONG = {
 }
 
 
+def answered_so(replay: Replay, way: Callable[[Seen, str], Seen]) -> Replay:
+    """The same from a server that answers in this way, and takes no prompts that are rendered."""
+    contents = "\n".join(message["content"] for message in replay.prompt.messages)
+    seen = way(replay.seen, f"user\n{contents}\nassistant\n")
+    return replace(replay, seen=seen, again=seen.answer, raw=None)
+
+
 @pytest.mark.parametrize("way", WRONG)
-def test_no_such_answer_passes(way: str, verify: Verify, adapter: Path, merged: Path, monkeypatch: pytest.MonkeyPatch):
-    class Server(MergedFolder):
-        def chat(self, messages, max_new_tokens):
-            prompt = "\n".join(message["content"] for message in messages)
-            return WRONG[way](super().chat(messages, max_new_tokens), f"user\n{prompt}\nassistant\n")
-
-        def complete(self, *_):
-            return None
-
-    made = Server(merged, torch.device("cpu"), trust_remote_code=False)
-    monkeypatch.setattr(command, "_deployment", lambda *_: made)
-    report = verify(adapter, "--merged", merged)
-    assert report["code"] == 1 and report["same"] == 0, report
-    assert [finding["name"] for finding in report["findings"]] == ["unknown"]
+def test_no_such_answer_passes(way: str, reference: Reference, right: list[Replay]):
+    findings, fit = diagnosed(reference, [answered_so(replay, WRONG[way]) for replay in right])
+    assert not any(fit.good), fit
+    assert [(finding.name, len(finding.prompts)) for finding in findings] == [("unknown", len(right))]
 
 
-def test_texts_alone_are_right(verify: Verify, adapter: Path, merged: Path, monkeypatch: pytest.MonkeyPatch):
-    class Server(MergedFolder):
-        def chat(self, messages, max_new_tokens):
-            return replace(silent(super().chat(messages, max_new_tokens)), answer_tokens=None)
-
-    made = Server(merged, torch.device("cpu"), trust_remote_code=False)
-    monkeypatch.setattr(command, "_deployment", lambda *_: made)
-    assert verify(adapter, "--merged", merged)["code"] == 0
+def test_texts_alone_are_right(reference: Reference, right: list[Replay]):
+    texts = [answered_so(replay, lambda seen, _text: replace(silent(seen), answer_tokens=None)) for replay in right]
+    findings, fit = diagnosed(reference, texts)
+    assert findings == [] and all(fit.good)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -67,11 +91,11 @@ def test_a_full_model_is_right_whatever_it_is_computed_in(dtype: str, verify: Ve
     assert report["tolerance"]["logprob"] > 0.005
 
 
-def test_a_little_noise_has_no_name(verify: Verify, adapter: Path, merged: Path, tmp_path: Path):
+def test_a_little_noise_has_no_name(reference: Reference, merged: Path, tmp_path: Path):
     def drawn(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         return {n: t + (0.04 * t.float().std() * torch.randn(t.shape)).to(t.dtype) for n, t in tensors.items()}
 
-    report = verify(adapter, "--merged", deployment(merged, tmp_path / "drawn", weights(drawn)))
-    assert report["code"] == 1
-    assert [(finding["name"], finding["detail"]) for finding in report["findings"]] == [("unknown", "small difference")]
+    noisy = deployment(merged, tmp_path / "drawn", weights(drawn))
+    findings, _fit = diagnosed(reference, replayed(reference, noisy))
+    assert [(finding.name, finding.detail) for finding in findings] == [("unknown", "small difference")]
