@@ -18,7 +18,7 @@ from finetune.storage import durable_files
 from finetune.storage.results import reopen
 
 if TYPE_CHECKING:
-    from finetune.commands.merge.merging import SelfTest
+    from finetune.commands.merge.self_test import SelfTest
     from finetune.inference.loading import Source
 
 logger = logging.getLogger("finetune")

@@ -143,7 +143,7 @@ def check_gguf(folder: Path, tokenizer: Any, ends: set[int]) -> tuple[dict[str, 
     Raises:
         FinetuneError: one of them differs.
     """
-    from finetune.commands.merge.merging import TOLERANCES, distance, load_written, logits, self_test_prompts
+    from finetune.commands.merge.self_test import TOLERANCES, distance, load_written, logits, self_test_prompts
 
     facts = _metadata(folder / FILE_NAME)
     if facts.get("tokenizer.chat_template") != tokenizer.chat_template:
