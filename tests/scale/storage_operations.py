@@ -397,7 +397,7 @@ def _export(folder: Path) -> Any:
             raise
         return {"error": str(cause)}
     merging.merge_into = write  # the files of a merge, without its model
-    command.publish(SimpleNamespace(), folder / "merged", SimpleNamespace())
+    command.publish(SimpleNamespace(), folder / "merged", SimpleNamespace(format="safetensors"))
     return "written"
 
 

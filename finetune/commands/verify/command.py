@@ -86,8 +86,8 @@ def verify(options: VerifyOptions) -> dict[str, Any]:
     name, facts = deployment.name, deployment.facts
     del deployment  # and a folder's model with it
     refused = [one for one in asked if one.seen.finish == "refused"]
-    findings = [refusal(refused, facts["refused"])] if refused else []
-    report = _judged(options, reference, [one for one in asked if one not in refused])
+    findings = [refusal(refused, facts.get("refused", ""))] if refused else []
+    report = _judged(options, reference, [one for one in asked if one.seen.finish != "refused"])
     findings += report.pop("findings", [])
     return {
         "deployment": {"name": name, **facts},

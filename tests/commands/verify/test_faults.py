@@ -29,6 +29,7 @@ from deployments import (
 from launching import ROOT, environment
 
 from finetune.__main__ import main as finetune
+from finetune.commands.verify import reference
 from finetune.data.templates import TEMPLATES
 
 BASE = ROOT / "data_samples" / "tiny-qwen3"
@@ -63,7 +64,7 @@ FAULTS = {
     "quantised": weights(in_four_bits),
     "end_ignored": endless,
 }
-QUICK = ("template", "history", "special_tokens_as_text", "end_ignored")
+QUICK = ("template", "history", "thinking", "special_tokens_as_text", "end_ignored")
 AT_BEGINNING = {
     "bos_missing": edited_template("{{- bos_token }}", ""),
     "bos_added": edited_template("{{- bos_token }}", "{{- bos_token }}{{- bos_token }}"),
@@ -174,7 +175,14 @@ def test_a_missing_and_a_doubled_bos_are_found(
     assert_found(verify(begun_adapter, "--merged", folder), name)
 
 
-@pytest.mark.slow
+def test_a_template_that_writes_todays_date_is_found(verify: Verify, adapter: Path, merged: Path, tmp_path: Path):
+    """Training writes a fixed one; the folder has the same template."""
+    today = "{{- '<|im_start|>system\\nToday is ' + strftime_now('%d %B %Y') + '<|im_end|>\\n' }}"
+    dated = edited_template("{%- for message in messages %}", today + "{%- for message in messages %}")
+    trained = deployment(adapter, tmp_path / "trained", dated)
+    assert_found(verify(trained, "--merged", deployment(merged, tmp_path / "served", dated)), "date")
+
+
 def test_fewer_bits_than_asked_for_are_found(verify: Verify, adapter: Path, tmp_path: Path):
     words = ["--adapter", str(adapter), "--output-dir", str(tmp_path / "whole"), "--dtype", "float32"]
     assert finetune(["merge", *words]) == 0
@@ -184,7 +192,6 @@ def test_fewer_bits_than_asked_for_are_found(verify: Verify, adapter: Path, tmp_
     assert_found(verify(adapter, "--merged", folder, "--deployed-dtype", "float32"), "arithmetic")
 
 
-@pytest.mark.slow
 def test_two_faults_are_both_found(verify: Verify, adapter: Path, merged: Path, tmp_path: Path):
     """Another template, and the base in the place of the merged model."""
 
@@ -196,11 +203,18 @@ def test_two_faults_are_both_found(verify: Verify, adapter: Path, merged: Path, 
     assert names(report) == ["history", "adapter_left_out"] and report["code"] == 1
 
 
-@pytest.mark.slow
-def test_a_fault_without_a_name_is_said_to_be_unknown(verify: Verify, adapter: Path, merged: Path, tmp_path: Path):
+def test_a_fault_without_a_name_is_said_to_be_unknown(
+    verify: Verify, adapter: Path, merged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Having tried all; and a model is loaded for each rounding, not for each fault."""
+    load, loaded = reference.load_weights, []
+    monkeypatch.setattr(reference, "load_weights", lambda *args, **more: loaded.append(args) or load(*args, **more))
+
     def drawn(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         return {n: t + (0.5 * t.float().std() * torch.randn(t.shape)).to(t.dtype) for n, t in tensors.items()}
 
-    report = verify(adapter, "--merged", deployment(merged, tmp_path / "drawn", weights(drawn)))
+    folder = deployment(merged, tmp_path / "drawn", weights(drawn))
+    report = verify(adapter, "--merged", folder, "--deployed-dtype", "float32")
     assert names(report) == ["unknown"] and report["code"] == 1
+    assert len(loaded) <= 8

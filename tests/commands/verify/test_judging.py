@@ -78,6 +78,21 @@ def test_no_such_answer_passes(way: str, reference: Reference, right: list[Repla
     assert [(finding.name, len(finding.prompts)) for finding in findings] == [("unknown", len(right))]
 
 
+@pytest.mark.parametrize("shows", [True, False], ids=["ids", "lengths"])
+def test_a_context_that_is_too_short_is_found(shows: bool, reference: Reference, right: list[Replay], merged: Path):
+    class Short(MergedFolder):
+        def _answer(self, ids, max_new_tokens, **_shown):
+            seen = super()._answer(ids[-64:], max_new_tokens, prompt_ids=tuple(ids[-64:]))
+            return seen if shows else silent(seen)
+
+    short = Short(merged, CPU, trust_remote_code=False)
+    replays = with_own(reference, ask(short, [replay.prompt for replay in right], MOST), MOST)
+    (finding,), _fit = diagnosed(reference, replays)
+    assert (finding.name, finding.detail, finding.explained) == ("context_cut", "the last 64 tokens", len(right))
+    cut = tuple(replay.number for replay in right if len(replay.prompt.ids) > 64)
+    assert finding.prompts == cut and 0 < len(cut) < len(right)
+
+
 def test_texts_alone_are_right(reference: Reference, right: list[Replay]):
     texts = [answered_so(replay, lambda seen, _text: replace(silent(seen), answer_tokens=None)) for replay in right]
     findings, fit = diagnosed(reference, texts)
