@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from launching import ROOT, environment
+from protocol_server import Server
 
 from finetune.__main__ import main as finetune
 
@@ -103,6 +104,20 @@ def verify(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict]:
         return {"code": code, **json.loads(out)}
 
     return run
+
+
+@pytest.fixture
+def serve(merged: Path) -> Iterator[Callable[[str], Server]]:
+    started = []
+
+    def start(way: str = "") -> Server:
+        started.append(Server(merged, way))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.http.shutdown()
+        server.http.server_close()
 
 
 @pytest.fixture(scope="session")
