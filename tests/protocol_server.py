@@ -83,6 +83,8 @@ class Server:
             return 200, self.given
         if self.way == "stalled" and path.endswith("chat/completions"):
             return 500, {}
+        if self.way == "no logprobs" and body.get("logprobs"):
+            return 501, {"error": {"message": "not supported"}}
         if self.way == "bad key" and path.endswith("chat/completions"):
             return 401, {"error": {"message": f"bad key {key}"}}
         if self.way in ("no system", "refuses all") and path.endswith("chat/completions"):

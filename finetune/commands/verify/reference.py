@@ -50,7 +50,10 @@ class Weights:
 
     @property
     def stored(self) -> Weights:
-        """Those that must be loaded for these: the others are one switch away."""
+        """Those that must be loaded for these: the others are one switch away.
+
+        Rounded weights have so few bits that the reference's dtype holds them: to be cast to it and back loses nothing.
+        """
         return Weights(dtype=self.dtype, compute=None if self.dtype else self.compute, bits=self.bits)
 
 

@@ -16,7 +16,9 @@ from finetune.runtime.language import N_
 LARGEST_ANSWER_BYTES = 64 << 20
 SHOWN_CHARACTERS = 200  # of a server's own message, or name of something
 LEAST_SECRET = 8  # characters; a shorter key ("EMPTY", "x") stands for none, and its letters are in every answer
-PROMPT_REFUSED = (400, 422, 500)  # what templates that raise become; all other errors are of the server or the request
+# Of a prompt or a setting: its template raises, it is too long, log-probabilities are not known. All other errors are
+# of the server or the request.
+PROMPT_REFUSED = (400, 413, 422, 500, 501)
 _MENDS = {
     401: N_("put the server's key into the variable that --api-key-variable names"),
     403: N_("put the server's key into the variable that --api-key-variable names"),

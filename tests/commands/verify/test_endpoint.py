@@ -26,8 +26,11 @@ DATA = Path(__file__).parents[3] / "data_samples" / "valid.jsonl"
 Verify = Callable[..., dict]
 
 
-def test_a_server_that_shows_answers_only_is_right(verify: Verify, adapter: Path, serve: Callable[..., Server]):
-    report = verify(adapter, "--endpoint", serve().url)
+@pytest.mark.parametrize("way", ["", "no logprobs"])
+def test_a_server_that_shows_answers_only_is_right(
+    way: str, verify: Verify, adapter: Path, serve: Callable[..., Server]
+):
+    report = verify(adapter, "--endpoint", serve(way).url)
     assert report["code"] == 0 and report["findings"] == []
     assert report["compared"] == {"token_ids": 0, "prompt_lengths": 8, "answers": 8, "logprobs": 0}
 
