@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from launching import ROOT
 
 from finetune.__main__ import main as finetune
+from finetune.errors import ConfigError
 
 BASE = ROOT / "data_samples" / "tiny-qwen3"
 needs_gguf = pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="needs the package gguf")
@@ -75,6 +78,26 @@ def test_an_end_that_is_not_the_bases_eos_is_the_files(adapter: Path, tmp_path: 
     assert all(f'PARAMETER stop """{token}"""' in text for token in ("<|im_end|>", "<|endoftext|>"))
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert "llama-server -m model.gguf" in card and "AutoModelForCausalLM" not in card
+
+
+@needs_gguf
+@pytest.mark.parametrize(
+    ("kind", "taken"),
+    [
+        *((kind, True) for kind in ("qwen3", "qwen3_5", "qwen3_5_moe", "gemma3", "llama", "mistral", "gpt_oss")),
+        *((kind, False) for kind in ("gpt_neox", "deepseek_v3", "glm4")),
+    ],
+)
+def test_what_is_not_read_back_is_refused_by_its_name(kind: str, taken: bool, tmp_path: Path):
+    """llama.cpp's names are not transformers'."""
+    from transformers import AutoConfig
+
+    from finetune.commands.merge.gguf import check_architecture
+
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    options = SimpleNamespace(trust_remote_code=False)
+    with nullcontext() if taken else pytest.raises(ConfigError, match="cannot be read back"):
+        check_architecture(str(tmp_path), options)
 
 
 FAULTS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from launching import ROOT
 from finetune.commands.verify import reference
 from finetune.commands.verify.conversations import choose
 from finetune.commands.verify.reference import TRAINED, Reference, Weights
-from finetune.inference.loading import find_source, load_tokenizer_of
+from finetune.inference.loading import Source, find_source, load_tokenizer_of
 
 LINEAR = (("rope_type", "linear"), ("rope_theta", 100_000.0), ("factor", 4.0))
 # One after another of the same reference: each leaves something that the next must not have.
@@ -53,6 +54,8 @@ def test_what_is_switched_says_what_is_loaded(dtype: str, make: Make, monkeypatc
     said = [ours._known.clear() or ours.said(weights, prompt, answer) for weights in SWITCHED]
     monkeypatch.setattr(Weights, "stored", property(loaded))
     assert said == [make(dtype).said(weights, prompt, answer) for weights in SWITCHED]
+    base = replace(ours, source=Source(ours.source.base, None))
+    assert said[SWITCHED.index(Weights(adapter=False))] == base.said(TRAINED, prompt, answer)
 
 
 def test_answers_made_together_are_those_made_singly(make: Make, monkeypatch: pytest.MonkeyPatch):
