@@ -183,12 +183,21 @@ def test_a_template_that_writes_todays_date_is_found(verify: Verify, adapter: Pa
     assert_found(verify(trained, "--merged", deployment(merged, tmp_path / "served", dated)), "date")
 
 
-def test_fewer_bits_than_asked_for_are_found(verify: Verify, adapter: Path, tmp_path: Path):
-    words = ["--adapter", str(adapter), "--output-dir", str(tmp_path / "whole"), "--dtype", "float32"]
+@pytest.fixture(scope="module")
+def whole(adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Merged in float32."""
+    folder = tmp_path_factory.mktemp("merged") / "whole"
+    words = ["--adapter", str(adapter), "--output-dir", str(folder), "--dtype", "float32"]
     assert finetune(["merge", *words]) == 0
-    right = verify(adapter, "--merged", tmp_path / "whole", "--deployed-dtype", "float32")
-    assert names(right) == []
-    folder = deployment(tmp_path / "whole", tmp_path / "computed", in_dtype(torch.bfloat16))
+    return folder
+
+
+def test_as_many_bits_as_asked_for_are_right(verify: Verify, adapter: Path, whole: Path):
+    assert names(verify(adapter, "--merged", whole, "--deployed-dtype", "float32")) == []
+
+
+def test_fewer_bits_than_asked_for_are_found(verify: Verify, adapter: Path, whole: Path, tmp_path: Path):
+    folder = deployment(whole, tmp_path / "computed", in_dtype(torch.bfloat16))
     assert_found(verify(adapter, "--merged", folder, "--deployed-dtype", "float32"), "arithmetic")
 
 
