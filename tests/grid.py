@@ -335,7 +335,7 @@ def rows(outcomes: list[Outcome]) -> list[str]:
             cell.finetuning,
             sharding,
             cell.processes,
-            "packed" if cell.packing else "padded",
+            "windows" if cell.pretraining else "packed" if cell.packing else "padded",
             cell.micro_batch_size,
             *(("", "") if cell.dropout else differences),
             outcome.why or "holds",

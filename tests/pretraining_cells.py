@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 # As many tokens a step as make a gradient of full rank: where there is none, Muon makes steps of rounding.
-DEPTH, VOCABULARY, WINDOW_TOKENS, WINDOWS_PER_STEP = 1, 512, 64, 8
+# Two layers: of one alone, LFM2 has no convolution.
+DEPTH, VOCABULARY, WINDOW_TOKENS, WINDOWS_PER_STEP = 2, 512, 64, 8
 # What is trained and by which optimizer -> the settings that say so.
 PRETRAINING = {
     "nanochat by normuon": {"arch": "nanochat", "optimizer": "normuon"},

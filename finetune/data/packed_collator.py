@@ -18,7 +18,8 @@ class PackedCollator:
 
     A row has `input_ids` and, where not every token is trained, `labels` with -100 for those that are not. transformers
     tells the documents by their positions, with `sdpa`, `flex_attention` and `eager` attention; see
-    `transformers.masking_utils`. Loss and gradients are then those of the rows one by one, weighted by their targets.
+    `transformers.masking_utils`. Loss and gradients are then those of the rows one by one, weighted by their targets;
+    not where layers carry a state from row to row, as Mamba's and LFM2's do (the trainers here keep LFM2's apart).
 
     Returns, called:
         `input_ids`, `position_ids` and `labels`, int64 `(1, T)`; `use_cache` False: with a cache, positions are not

@@ -7,7 +7,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from torch.nn.functional import pad
+
+from finetune.errors import FinetuneError
 
 
 def keep_documents_apart() -> None:
@@ -19,6 +22,12 @@ def keep_documents_apart() -> None:
     """
     from transformers.models.lfm2 import modeling_lfm2
 
+    if not hasattr(modeling_lfm2, "causal_conv1d_fn"):
+        raise FinetuneError(
+            "LFM2's convolution is another function in this transformers: packed documents would mix",
+            f"transformers {transformers.__version__}",
+            "install the version that constraints.txt names",
+        )
     modeling_lfm2.causal_conv1d_fn = convolve
 
 
@@ -26,6 +35,7 @@ def convolve(
     hidden_states: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
+    activation: None = None,
     *,
     cu_seq_lens_q: torch.Tensor | None = None,
     **kwargs: Any,
@@ -37,11 +47,13 @@ def convolve(
         weight: `(channels, taps)`, the last for the token itself; bias: `(channels,)`.
         cu_seq_lens_q: `(documents + 1,)` where the documents of a packed sequence begin, and its end; None: every line
             is one document.
+        activation: LFM2 has none.
         kwargs: what attention is told besides.
 
     Returns:
         `(samples, channels, T)` in the dtype of `hidden_states`; products are taken in that of `weight`.
     """
+    assert activation is None, activation
     states = hidden_states.to(weight.dtype)
     tokens, taps = states.shape[-1], weight.shape[-1]
     mixed = states * weight[:, -1:]

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig, PreTrainedModel
 
+from finetune.modeling.attention import ATTENTION_LAYER_TYPES
+
 
 def matrix_parameters(model: PreTrainedModel) -> int:
     """Numbers in the matrices that a token passes: blocks and output head. The embedding is only looked up."""
@@ -21,8 +23,8 @@ def flops_per_token(model: PreTrainedModel, sequence_tokens: int) -> int:
     """Training operations per token in sequences of this length."""
     config: PretrainedConfig = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kinds = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
-    attending = sum("attention" in kind and kind != "linear_attention" for kind in kinds)
+    kinds = getattr(config, "layer_types", None)
+    attending = sum(kind in ATTENTION_LAYER_TYPES for kind in kinds) if kinds else config.num_hidden_layers
     attention = 12 * attending * config.num_attention_heads * head_dim * sequence_tokens
     return 6 * matrix_parameters(model) + attention
 

@@ -16,6 +16,7 @@ from finetune.data.collate import collate
 from finetune.data.corpus.windows import BestFitWindows, Windows
 from finetune.data.steps import Execution, InOrder, LossGroups, StepBatches
 from finetune.errors import DataError
+from finetune.modeling.attention import choose_attention
 from finetune.modeling.loss import make_chunked_head, microbatch_losses
 from finetune.modeling.scratch import make_model, scratch_config
 
@@ -134,7 +135,9 @@ def test_a_row_of_windows():
 @pytest.mark.parametrize("arch", ["nanochat", "qwen3", "lfm2"])
 def test_loss_and_gradients_of_a_global_batch_are_those_of_the_definition(arch: str):
     """Each window alone, the mean over all targets; rows of 2, 2 and 1 windows, the head in chunks, and compiled."""
-    model = make_model(scratch_config(arch, 1, vocab_size=256, max_seq_len=16), seed=0).double()
+    config = scratch_config(arch, 2 if arch == "lfm2" else 1, vocab_size=256, max_seq_len=16)
+    assert arch != "lfm2" or "conv" in config.layer_types
+    model = make_model(config, seed=0, attention=choose_attention(config)).double()
     for parameter in model.parameters():  # the zero outputs hide what attention and MLP do
         if not parameter.any():
             torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
