@@ -48,12 +48,14 @@ def load_model_config(name: str, *, trust_remote_code: bool = False) -> Pretrain
         ConfigError: not a model folder or hub id, or an architecture that transformers does not know.
     """
     repository, revision = split_revision(name)
+    if near := "" if Path(repository).exists() else _near(repository):
+        logger.warning("%s is no folder here%s The hub is asked for it", repository, near)
     try:
         return AutoConfig.from_pretrained(repository, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"the model's configuration cannot be read: {str(error).splitlines()[0]}",
-            where=name if Path(repository).exists() else f"{name}, which is no folder here{_near(repository)}",
+            where=name if Path(repository).exists() else f"{name}, which is no folder here{near}",
             fix="give --model a folder with config.json and safetensors, or a hub id that this machine can reach "
             "(HF_ENDPOINT names a mirror); a model with its own code needs --trust-remote-code",
         ) from error
