@@ -38,6 +38,12 @@ def source_of_file(path: str | Path, precedence: int, model_class: type[BaseConf
         content = read_file(path)
     except ConfigError as error:
         return ConfigSource(problems=[error], unread=True)
+    theirs = [name for name in ("model_name_or_path", "base_model") if name in content]
+    theirs += [name for name in ("dataset", "datasets", "dataset_name") if name in content]
+    if len(theirs) > 1:
+        fix = f"python -m finetune convert {path} --output NEW.yaml makes a run file of it"
+        wrong = ConfigError(f"this is a run file of another tool: it has {' and '.join(theirs)}", str(path), fix)
+        return ConfigSource(problems=[wrong], unread=True)
     return source_of_values(content, str(path), precedence, model_class)
 
 

@@ -230,7 +230,7 @@ class _Reader:
         elif self.keep_rest:
             self.parsed.rest.append(argument)
         else:
-            fix = "flags begin with --; put a value with spaces in quotes, and write several files after one flag"
+            fix = "flags begin with -- (--config FILE, --data FILE ...); put a value with spaces in quotes"
             self.parsed.refuse(f"{argument!r} belongs to no flag", fix)
 
     def _values(self, most: int) -> list[str]:
