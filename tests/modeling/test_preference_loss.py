@@ -3,6 +3,7 @@ weighed."""
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.config.preference_config import PreferenceConfig
+from finetune.config.preference_config import LOSSES, PreferenceConfig
 from finetune.data.collate import Answers
 from finetune.data.steps import LossGroups
-from finetune.modeling.preference_loss import WeighedHead, document_sums, orpo_losses
+from finetune.modeling.preference_loss import PAIR_LOSSES, WeighedHead, document_sums, orpo_losses
 from finetune.training.preferences.objective import SUMS, PreferenceObjective, preference_facts
 
 PAIRS, LONGEST = 5, 9
@@ -179,6 +180,13 @@ def same_with_gradient(found: torch.Tensor, wanted: torch.Tensor, losses: torch.
 
 
 @pytest.mark.parametrize("changes", [{}, {"beta": 0.5, "sft_weight": 0.7}])
+def test_every_loss_has_its_formula_and_its_settings():
+    assert {*PAIR_LOSSES, "kto"} == set(LOSSES)
+    for name, formula in PAIR_LOSSES.items():
+        read = {p.name for p in inspect.signature(formula).parameters.values() if p.kind is p.KEYWORD_ONLY}
+        assert read - {"beta"} == set(LOSSES[name].settings) - {"sft_weight"}, name
+
+
 @pytest.mark.parametrize("loss", ["dpo", "ipo", "orpo", "simpo"])
 def test_losses_and_gradients_of_pairs_are_trls(loss: str, changes: dict[str, float]):
     if loss == "simpo":
