@@ -43,7 +43,7 @@ LAUNCHER_FLAGS |= {
 }
 LAUNCHER_FLAGS |= {"--dataset", "--dataset_name", "--model_name_or_path", "--use_peft", "--rlhf_type"}  # of other tools
 LAUNCHER_FLAGS |= {"--accelerate_config", "--zero_stage", "--deepspeed_config_file"}  # that these pass on
-LAUNCHER_FLAGS |= {"--max-model-len", "--gpu-reset"}  # of vLLM and nvidia-smi
+LAUNCHER_FLAGS |= {"--max-model-len"}  # of vLLM
 LAUNCHER_FLAGS |= {"--jobs", "--every"}  # of tests/grid.py
 LAUNCHER_FLAGS |= {"--machine_rank", "--main_process_ip", "--main_process_port", "--use_deepspeed", "--flag"}
 
