@@ -30,24 +30,20 @@ LAUNCHER_FLAGS = {"--standalone", "--nproc_per_node", "--nnodes", "--node_rank",
 LAUNCHER_FLAGS |= {"--max-restarts", "--local-rank", "--config_file", "--multi_gpu", "--num_processes", "--signal"}
 # Of docker, kubectl, sacct, nvidia-smi, systemctl, pip and hf, in the remedies of diagnose; of nanochat
 LAUNCHER_FLAGS |= {"--format", "--shm-size", "--ipc", "--gpus", "--gpus-per-node", "--local-dir", "--build-arg"}
+LAUNCHER_FLAGS |= {"--no-build-isolation", "--no-deps", "--window-pattern"}
 LAUNCHER_FLAGS |= {
-    "--no-build-isolation",
-    "--no-deps",
-    "--window-pattern",
     "--gpu-reset",
     "--ulimit",
     "--cap-add",
     "--now",
+    "--pids-limit",
+    "--use-checkpoint-args",
+    "--no-binary",
+    "--version",
 }
 LAUNCHER_FLAGS |= {"--dataset", "--dataset_name", "--model_name_or_path", "--use_peft", "--rlhf_type"}  # of other tools
 LAUNCHER_FLAGS |= {"--accelerate_config", "--zero_stage", "--deepspeed_config_file"}  # that these pass on
 LAUNCHER_FLAGS |= {"--max-model-len"}  # of vLLM
-LAUNCHER_FLAGS |= {
-    "--pids-limit",
-    "--no-binary",
-    "--use-checkpoint-args",
-    "--version",
-}  # of remedies
 LAUNCHER_FLAGS |= {"--jobs", "--every"}  # of tests/grid.py
 LAUNCHER_FLAGS |= {"--machine_rank", "--main_process_ip", "--main_process_port", "--use_deepspeed", "--flag"}
 
