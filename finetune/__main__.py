@@ -11,19 +11,13 @@ from finetune.runtime.terminal import plain_streams
 
 # name: (module with `main(arguments) -> exit code`, what it does)
 COMMANDS = {
-    "sft": ("finetune.sft", "fine-tune a model (the same as python -m finetune.sft)"),
+    "sft": ("finetune.sft", "fine-tune a model on questions and answers"),
     "prepare": ("finetune.commands.prepare.command", "turn text into token shards and a tokenizer, for pretraining"),
-    "pretrain": ("finetune.pretrain", "train a model from scratch (the same as python -m finetune.pretrain)"),
-    "dpo": ("finetune.dpo", "train on pairs of answers, or on answers with labels (python -m finetune.dpo)"),
+    "pretrain": ("finetune.pretrain", "train a model from scratch, or go on with one, on plain text"),
+    "dpo": ("finetune.dpo", "train on pairs of answers, or on answers with labels"),
     "doctor": ("finetune.commands.doctor.command", "find what would keep a run from starting on this machine"),
-    "launch": (
-        "finetune.commands.launch.command",
-        "start a run on all devices of one or several nodes, and look after it",
-    ),
-    "plan": (
-        "finetune.commands.plan.command",
-        "say whether a run fits the machines, how long it takes, how to shard it",
-    ),
+    "launch": ("finetune.commands.launch.command", "start a run on all devices of the nodes, and look after it"),
+    "plan": ("finetune.commands.plan.command", "say whether a run fits, how long it takes, how to shard it"),
     "chat": ("finetune.commands.chat.command", "talk to a model in the terminal"),
     "serve": ("finetune.commands.serve.command", "serve a model: OpenAI protocol and chat page"),
     "eval": ("finetune.commands.evaluate.command", "loss and exact answers per difficulty, base against adapter"),
@@ -64,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from finetune.config.names import nearest
 
         known = _ELSEWHERE.get(name) or nearest(name, COMMANDS)
-        hint = f"; did you mean {known}?" if known else ""
-        print(f"[ERROR] unknown command {name!r}{hint}\n\n{_help()}", file=sys.stderr)
+        hint = f"; did you mean {known}?" if known else ";"
+        print(f"[ERROR] unknown command {name!r}{hint} `python -m finetune --help` lists the commands", file=sys.stderr)
         return int(ExitCode.REFUSED)
     with plain_streams():
         try:

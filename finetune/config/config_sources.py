@@ -20,6 +20,8 @@ from finetune.config.run_config import BaseConfig
 from finetune.errors import ConfigError
 
 BLOCK = "finetune"
+# What other tools call the model and the data.
+_OF_OTHER_TOOLS = (("model_name_or_path", "base_model"), ("dataset", "datasets", "dataset_name"))
 
 
 @dataclass
@@ -38,6 +40,11 @@ def source_of_file(path: str | Path, precedence: int, model_class: type[BaseConf
         content = read_file(path)
     except ConfigError as error:
         return ConfigSource(problems=[error], unread=True)
+    theirs = [next((name for name in names if name in content), None) for names in _OF_OTHER_TOOLS]
+    if all(theirs):
+        fix = f"python -m finetune convert {path} --output NEW.yaml makes a run file of it"
+        wrong = ConfigError(f"this is a run file of another tool: it has {theirs[0]} and {theirs[1]}", str(path), fix)
+        return ConfigSource(problems=[wrong], unread=True)
     return source_of_values(content, str(path), precedence, model_class)
 
 

@@ -1,4 +1,4 @@
-"""Flags, made from the schema of a configuration: parsing, help, and the table that freezes them.
+"""Flags, made from the schema of a configuration, and how a command line is read.
 
 A flag is a field's name with dashes or underscores. `--flag value` and `--flag=value` are the same; a boolean stands
 alone or takes true or false; a flag that takes several values takes them up to the next flag; of a repeated flag the
@@ -8,15 +8,13 @@ last wins, but `--config` collects. Everything wrong on the command line is repo
 from __future__ import annotations
 
 import re
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from finetune.config.fields import GROUPS, Strict, ordered_fields
+from finetune.config.fields import Strict, ordered_fields
 from finetune.config.names import flag, normal, unknown_name
 from finetune.config.precedence import Precedence, SourcedValue
-from finetune.config.run_config import BaseConfig
 from finetune.errors import ConfigError
 
 # A text that begins with a dash and has spaces is a value.
@@ -232,7 +230,7 @@ class _Reader:
         elif self.keep_rest:
             self.parsed.rest.append(argument)
         else:
-            fix = "flags begin with --; put a value with spaces in quotes, and write several files after one flag"
+            fix = "flags begin with -- (--config FILE, --data FILE ...); put a value with spaces in quotes"
             self.parsed.refuse(f"{argument!r} belongs to no flag", fix)
 
     def _values(self, most: int) -> list[str]:
@@ -302,71 +300,3 @@ def _value(argument: str, found: Flag, *, nulls: bool) -> Any:
     if "number" in found.kinds and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", argument):
         return float(argument)
     return argument
-
-
-def help_text(model_class: type[BaseConfig]) -> str:
-    flags = flags_of(model_class)
-    lines = [
-        f"usage: {model_class.command} [--config FILE...] [--flag value ...]",
-        "",
-        "Values come from the defaults, then the files of --config in order, then the flags; the later wins.",
-        "Flags may be written with - or _, as --flag value or --flag=value. Of a repeated flag the last counts.",
-        "A relative path is relative to the current folder, in files too.",
-        "",
-        "configuration",
-    ]
-    for name, (unit, description) in EXTRA.items():
-        lines += _entry(f"{flag(name)} {unit}".strip(), description)
-    lines += flag_lines(model_class, GROUPS)
-    if "curriculum" in flags:
-        lines += ["", "curriculum.levels and curriculum.stages (until, mix, ramp) are set in a file."]
-    return "\n".join(lines) + "\n"
-
-
-def flag_lines(
-    model_class: type[Strict], groups: Iterable[str], positional: Sequence[str] = (), *, short_switches: bool = False
-) -> list[str]:
-    """The flags of each group, with units and defaults.
-
-    Args:
-        positional: fields that stand without a flag.
-        short_switches: of a switch that is off by default show only the flag and what it does.
-    """
-    aliases: Mapping[str, str] = getattr(model_class, "aliases", {})
-    required = {info.alias or name for name, info in model_class.model_fields.items() if info.is_required()}
-    flags, lines = flags_of(model_class), []
-    for group in groups:
-        members = [found for found in flags.values() if found.group == group and found.name not in ONLY_IN_FILES]
-        lines += ["", group] if members else []
-        for found in members:
-            default = "required" if found.name in required else f"default {found.default}"
-            others = ", ".join(flag(other) for other, name in aliases.items() if name == found.name)
-            also = f"; also {others}" if others else ""
-            head = found.metavar if found.name in positional else f"{flag(found.name)} {found.metavar}"
-            if short_switches and found.kinds == {"boolean"} and found.default == "false":
-                head, default, also = flag(found.name), "", also.removeprefix("; ")
-            notes = f" [{default}{also}]" if default or also else ""
-            lines += _entry(head, found.description + notes)
-    return lines
-
-
-def _entry(head: str, text: str, indent: int = 38) -> list[str]:
-    wrapped = textwrap.wrap(text, 118 - indent)
-    if len(head) + 4 > indent:
-        return [f"  {head}", *(" " * indent + line for line in wrapped)]
-    return [f"  {head:<{indent - 2}}{wrapped[0]}", *(" " * indent + line for line in wrapped[1:])]
-
-
-def flag_table(model_class: type[BaseConfig]) -> str:
-    """One line per flag: name, types, default. A test compares it with the committed list of flags."""
-    required = {info.alias or name for name, info in model_class.model_fields.items() if info.is_required()}
-    rows: Iterable[tuple[str, str, str]] = [
-        *((flag(name), unit or "alone", "-") for name, (unit, _) in EXTRA.items()),
-        *(
-            (flag(found.name), found.expected, "required" if found.name in required else found.default)
-            for found in flags_of(model_class).values()
-            if found.name not in ONLY_IN_FILES
-        ),
-        *((flag(other), f"the same as {flag(name)}", "-") for other, name in model_class.aliases.items()),
-    ]
-    return "".join(f"{name}  {kind}  [{default}]\n" for name, kind, default in sorted(rows))

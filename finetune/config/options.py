@@ -13,7 +13,8 @@ from typing import ClassVar, Literal, TypeVar
 from pydantic import ValidationError
 
 from finetune.config.fields import Strict, setting
-from finetune.config.flags import HELP, flag_lines, flags_of, parse
+from finetune.config.flag_help import fitted, flag_lines
+from finetune.config.flags import HELP, flags_of, parse
 from finetune.config.schema_errors import new_problems, problems_of
 from finetune.errors import raise_problems
 from finetune.runtime.language import pick_language, speak
@@ -92,8 +93,8 @@ def read_known_options(
 
 
 def options_help(options_class: type[Options]) -> str:
-    lines = [f"usage: {options_class.usage}", "", *options_class.summary.splitlines()]
+    lines = [*fitted(f"usage: {options_class.usage}"), "", *fitted(options_class.summary)]
     lines += flag_lines(options_class, options_class.groups, options_class.positional, short_switches=True)
     if options_class.epilog:
-        lines += ["", *options_class.epilog.splitlines()]
+        lines += ["", *fitted(options_class.epilog)]
     return "\n".join(lines) + "\n"

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import glob
+import logging
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from finetune.config.config_files import similar_files
-from finetune.config.names import flag
+from finetune.config.names import did_you_mean, flag
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.run_config import BaseConfig, RunConfig
 from finetune.config.sources import HUB_PREFIXES
 from finetune.errors import ConfigError
+
+logger = logging.getLogger("finetune")
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?:@([\w./-]+))?")
 
@@ -26,6 +30,21 @@ def split_revision(model: str) -> tuple[str, str | None]:
     """`org/name@revision` -> `org/name` and the branch, tag or commit; None of a model without one, and of a folder."""
     found = _HUB_ID.fullmatch(model) if is_hub_id(model) else None
     return (model, None) if found is None else (found[1], found[2])
+
+
+@cache
+def near_folder(model: str) -> str:
+    """`; did you mean 'x'?` where there is no folder `model` and one beside it has nearly its name; said once.
+
+    To be called before a hub is asked for it, which takes a minute where none answers.
+    """
+    parent = Path(model).parent
+    if Path(model).exists() or not parent.is_dir():
+        return ""
+    near = did_you_mean(model, [str(parent / path.name) for path in parent.iterdir() if path.is_dir()])
+    if near:
+        logger.warning("%s is no folder here%s The hub is asked for it", model, near)
+    return near
 
 
 def check_paths(config: RunConfig) -> list[ConfigError]:

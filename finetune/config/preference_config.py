@@ -44,15 +44,20 @@ class LossKind:
     sft_weight: float = 0.0
     full_rate: float = 5e-7
     adapter_rate: float = 5e-6
-    smoothed: bool = False  # takes label_smoothing
+    settings: tuple[str, ...] = ("sft_weight",)  # that it reads, besides its beta
 
 
 LOSSES: dict[PreferenceLossName, LossKind] = {
-    "dpo": LossKind(by_token=False, reference=True, smoothed=True),
+    "dpo": LossKind(by_token=False, reference=True, settings=("label_smoothing", "sft_weight")),
     "ipo": LossKind(by_token=True, reference=True),
     "orpo": LossKind(by_token=True, reference=False, sft_weight=1.0, full_rate=8e-6, adapter_rate=8e-5),  # its paper's
-    "simpo": LossKind(by_token=True, reference=False, beta=2.0, smoothed=True),  # 2.0 to 2.5 in its paper
-    "kto": LossKind(by_token=False, reference=True),
+    "simpo": LossKind(
+        by_token=True,
+        reference=False,
+        beta=2.0,  # 2.0 to 2.5 in its paper
+        settings=("label_smoothing", "simpo_gamma", "sft_weight"),
+    ),
+    "kto": LossKind(by_token=False, reference=True, settings=("desirable_weight", "undesirable_weight")),
 }
 _preference_setting = partial(setting, group="preferences")
 Weight = Annotated[float, Field(ge=0)]
@@ -102,14 +107,9 @@ class PreferenceSettings(Strict):
 def note_unused_by_loss(resolution: Resolution) -> None:
     """Note settings of another loss than the run's."""
     loss = resolution.value("loss")
-    note_unused(
-        resolution,
-        (
-            (("label_smoothing",), loss in LOSSES and not LOSSES[loss].smoothed, f"loss is {loss}"),
-            (("simpo_gamma",), loss != "simpo", f"loss is {loss}"),
-            (("desirable_weight", "undesirable_weight"), loss != "kto", f"loss is {loss}"),
-        ),
-    )
+    read = LOSSES[loss].settings if loss in LOSSES else ()
+    of_losses = ("label_smoothing", "simpo_gamma", "desirable_weight", "undesirable_weight")
+    note_unused(resolution, [((name,), name not in read, f"loss is {loss}") for name in of_losses])
 
 
 class PreferenceConfig(RunConfig, PreferenceSettings):

@@ -106,10 +106,12 @@ def _expand(given: str) -> list[Path]:
         return files
     if path.exists():
         if not is_data_file(path):
+            text = path.suffix.lower() in (".txt", ".md")
+            plain = "plain text is for `python -m finetune prepare` and pretraining; for fine-tuning " if text else ""
             raise DataError(
                 f"{path.suffix or 'a file without suffix'} is not a known kind of data file",
                 where=given,
-                fix=f"use one of {KINDS_IN_WORDS}",
+                fix=f"{plain}use one of {KINDS_IN_WORDS}",
             )
         return [path]
     if matches := [match for match in glob_files(path) if _is_data(match)]:
@@ -177,7 +179,7 @@ def line_records(lines: Iterable[bytes], path: Path, *, is_start: bool = True) -
             raw = raw.removeprefix(codecs.BOM_UTF8)
             if raw.strip() == b"{":
                 raise DataError(
-                    "is one JSON object over several lines",
+                    "the file is one JSON object over several lines",
                     where=f"{path}:1",
                     fix="write one record per line (.jsonl), or a JSON array of records",
                 )

@@ -70,8 +70,13 @@ class ProblemLog:
         """
         if not self.total:
             return
-        more = self.total - len(self.lines)
-        listed = "\n".join(f"    {line}" for line in self.lines)
+        shown, before = [], ""
+        for line in dict.fromkeys(self.lines):  # records of an array may share a line
+            location, _, reason = line.partition(": ")
+            shown.append(f"    {location}: {'as above' if reason == before else reason}")
+            before = reason
+        more = self.total - len(shown)
+        listed = "\n".join(shown)
         rest = f"\n    ... and {more} more" if more else ""
         named = "name their keys (--columns prompt=question,response=answer), " if self.counts["unknown format"] else ""
         raise DataError(

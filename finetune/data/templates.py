@@ -15,7 +15,7 @@ import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from finetune.config.names import did_you_mean
-from finetune.config.paths import split_revision
+from finetune.config.paths import near_folder, split_revision
 from finetune.errors import DataError
 
 logger = logging.getLogger("finetune")
@@ -200,6 +200,7 @@ def read_tokenizer(model: str, *, trust_remote_code: bool = False) -> PreTrained
     if folder.is_absolute() or model.startswith((".", "~")) or model.partition("@")[0].count("/") > 1:
         raise DataError("no such model folder", where=model, fix="give --model a folder or a hub id (owner/name)")
     name, revision = split_revision(model)
+    near = near_folder(name)
     given = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         return AutoTokenizer.from_pretrained(name, local_files_only=True, **given)
@@ -211,7 +212,7 @@ def read_tokenizer(model: str, *, trust_remote_code: bool = False) -> PreTrained
         endpoint = os.environ.get("HF_ENDPOINT", "the default hub")
         raise DataError(
             f"the tokenizer cannot be loaded: {_first_line(error)}",
-            where=f"{model} ({endpoint})",
+            where=f"{model} ({endpoint}){near}",
             fix="check the name, or give --model a local folder; HF_ENDPOINT names a mirror",
         ) from error
 

@@ -21,8 +21,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.config.adapter_config import AdapterSettings
-from finetune.config.names import did_you_mean
-from finetune.config.paths import split_revision
+from finetune.config.paths import near_folder, split_revision
 from finetune.errors import ConfigError, DataError
 from finetune.modeling.adapter_names import check_named, check_patterns, check_saved_of_quantised
 from finetune.runtime.quiet_import import import_bitsandbytes
@@ -48,22 +47,16 @@ def load_model_config(name: str, *, trust_remote_code: bool = False) -> Pretrain
         ConfigError: not a model folder or hub id, or an architecture that transformers does not know.
     """
     repository, revision = split_revision(name)
+    near = near_folder(repository)
     try:
         return AutoConfig.from_pretrained(repository, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"the model's configuration cannot be read: {str(error).splitlines()[0]}",
-            where=name if Path(repository).exists() else f"{name}, which is no folder here{_near(repository)}",
+            where=name if Path(repository).exists() else f"{name}, which is no folder here{near}",
             fix="give --model a folder with config.json and safetensors, or a hub id that this machine can reach "
             "(HF_ENDPOINT names a mirror); a model with its own code needs --trust-remote-code",
         ) from error
-
-
-def _near(name: str) -> str:
-    """`; did you mean 'x'?` where a folder beside the one that is not there has a name like it."""
-    parent = Path(name).parent
-    folders = [str(parent / path.name) for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
-    return did_you_mean(name, folders)
 
 
 def warn_of_missing_embeddings(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:

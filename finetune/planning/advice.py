@@ -73,9 +73,9 @@ def _better(work: Workload, best: Choice, fits: bool | None) -> str:
     moves = _("{network:.2f} GiB over the network and {host:.2f} GiB to and from the host a step and device").format(
         network=best.network.bytes / GIB, host=best.host.bytes / GIB
     )
-    text = _("{best} fits and moves less than {now}: {need}; {moves}")
+    text = _("sharding {best} fits and moves less than {now}: {need}; {moves}")
     if not fits:
-        text = _("{now} does not fit; {best} does: {need}; {moves}")
+        text = _("sharding {now} does not fit; {best} does: {need}; {moves}")
     return text.format(best=best.sharding.name, now=work.sharding.name, need=_need(best), moves=moves)
 
 

@@ -10,6 +10,8 @@ import contextlib
 import ctypes
 import io
 import os
+import re
+import shutil
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO
@@ -18,6 +20,10 @@ from finetune.plain_text import plain_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+# What a line may break behind: a word, or a command in backticks, with its spaces; a Chinese character.
+_PIECE = re.compile(r"(?:`[^`]*`|[^\s\u2e80-\uffef])+\s*|[\u2e80-\uffef]\s*|\s+")
+_NOT_FIRST = "，。、；：？！）」』】》"
 
 
 class PlainStream(io.TextIOWrapper):
@@ -77,3 +83,25 @@ def console(*, stderr: bool = False, **settings: Any) -> Console:
 
     stream = sys.stderr if stderr else sys.stdout
     return PlainConsole(file=getattr(stream, "unfiltered", stream), **settings)
+
+
+def write_filled(text: str) -> None:
+    """Write lines to stdout; where it is a terminal, long ones break between words and go on indented."""
+    if sys.stdout.isatty():
+        columns = shutil.get_terminal_size().columns
+        text = "\n".join(row for line in text.splitlines() for row in filled(line, columns))
+    sys.stdout.write(text.rstrip("\n") + "\n")
+
+
+def filled(line: str, columns: int) -> list[str]:
+    """A line in rows of at most so many columns, longer words excepted; later rows are indented by 4 more."""
+    from rich.cells import cell_len
+
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    rows, row = [], ""
+    for piece in _PIECE.findall(line):
+        if row.strip() and piece[0] not in _NOT_FIRST and cell_len(row + piece.rstrip()) > columns:
+            rows.append(row.rstrip())
+            row = indent
+        row += piece
+    return [*rows, row.rstrip()]

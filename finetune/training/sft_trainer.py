@@ -48,6 +48,11 @@ class SFTTrainer(RunTrainer):
         self.optimizer_name, self.lora_plus_ratio = optimizer_name, lora_plus_ratio
         self.lora, self.compute_dtype = lora, compute_dtype
         self.own_padding = getattr(self.model.config, "pad_token_id", None)
+        if (padding := getattr(self.processing_class, "pad_token_id", None)) is not None:
+            # As Trainer would, with a warning about which nothing is to be done (trainer_utils.align_special_tokens).
+            for found in (self.model.config.get_text_config(), getattr(self.model, "generation_config", None)):
+                if found is not None:
+                    found.pad_token_id = padding
 
     def evaluation(self, step_batches: StepBatches) -> dict[str, float]:
         """The losses and, where answers are asked for, what share of them is right. Every rank calls."""

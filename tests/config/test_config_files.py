@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from finetune.config.config_files import read_file
+from finetune.config.resolution import resolve
 from finetune.errors import ConfigError
 
 
@@ -115,6 +116,21 @@ def test_refused_files(tmp_path: Path, name: str, text: str | bytes, line: str, 
     error = refused(path)
     assert words in str(error)
     assert error.where == f"{path}{line}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model_name_or_path: m\nstage: sft\ndataset: a\n",  # LLaMA-Factory
+        "base_model: m\ndatasets:\n- path: a\n",  # Axolotl
+        "model_name_or_path: m\ndataset_name: a\n",  # TRL
+    ],
+)
+def test_a_run_file_of_another_tool_is_answered_with_convert_alone(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path, "run.yaml", text)
+    with pytest.raises(ConfigError) as caught:
+        resolve(["--config", str(path)], world_size=1)
+    assert "of another tool" in caught.value.what and f"finetune convert {path} " in caught.value.fix
 
 
 def test_python_files_are_never_executed(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.config.flags import EXTRA, ONLY_IN_FILES, flag_table, flags_of, help_text, parse
+from finetune.config.flag_help import flag_table, help_text
+from finetune.config.flags import EXTRA, ONLY_IN_FILES, flags_of, parse
 from finetune.config.names import FOREIGN, OTHERWISE, nearest, unknown_name
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve
@@ -70,7 +71,7 @@ def test_every_promised_flag_exists() -> None:
 def test_flags_are_frozen() -> None:
     """A changed name, type or default breaks somebody's script: change the file on purpose or not at all.
 
-    To do it on purpose: python -c "from finetune.config.flags import *; from \
+    To do it on purpose: python -c "from finetune.config.flag_help import *; from \
     finetune.config.run_config import RunConfig; print(flag_table(RunConfig), end='')" > tests/frozen/flags.txt
     """
     assert flag_table(RunConfig) == FROZEN.read_text()

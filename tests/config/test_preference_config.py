@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.config.flags import flag_table
+from finetune.config.flag_help import flag_table
 from finetune.config.kinds import conversation_config_class, kind_of_arguments
 from finetune.config.preference_config import PreferenceConfig
 from finetune.config.resolution import resolve, resolve_object, to_yaml
@@ -24,7 +24,7 @@ def made(*flags: str) -> PreferenceConfig:
 
 @pytest.mark.frozen
 def test_flags_are_frozen() -> None:
-    """To change a flag on purpose: python -c "from finetune.config.flags import flag_table; \
+    """To change a flag on purpose: python -c "from finetune.config.flag_help import flag_table; \
     from finetune.config.preference_config import PreferenceConfig; \
     print(flag_table(PreferenceConfig), end='')" > tests/frozen/preference_flags.txt
     """

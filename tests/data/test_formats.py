@@ -279,7 +279,12 @@ def test_missing_files_are_reported_together(tmp_path: Path) -> None:
         expand_paths([str(tmp_path / name) for name in names])
     missing, kind, folder, pattern = map(str, caught.value.problems)
     assert "did you mean" in missing and "train.jsonl" in missing
-    assert ".txt is not a known kind" in kind and "holds no" in folder and "no data file matches" in pattern
+    assert (
+        ".txt is not a known kind" in kind
+        and "python -m finetune prepare" in kind
+        and "holds no" in folder
+        and "no data file matches" in pattern
+    )
     assert caught.value.exit_code == 2
 
 
@@ -310,6 +315,16 @@ def test_the_log_lists_the_first_ten_in_order_whatever_the_order_of_finding() ->
     ]
     assert "... and 290 more" in text and "--on-bad-row drop" in text
     ProblemLog().refuse(3)
+
+
+def test_a_reason_is_said_once_and_records_on_one_line_are_one() -> None:
+    log = ProblemLog()
+    for line in (1, 1, 1, 2, 3):
+        log.add((0, line), f"a.json:{line}", RecordProblem("empty answer", "d"))
+    with pytest.raises(DataError) as caught:
+        log.refuse(9)
+    lines = [line.strip() for line in str(caught.value).splitlines()[1:5]]
+    assert lines == ["a.json:1: empty answer: d", "a.json:2: as above", "a.json:3: as above", "... and 2 more"]
 
 
 def test_nearest_ignores_case_and_says_nothing_for_nothing_near() -> None:

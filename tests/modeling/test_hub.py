@@ -222,7 +222,9 @@ def test_a_plan_reads_the_sizes_of_the_revision(cache, tmp_path, monkeypatch):
     assert width(NAME) in (64, 96)
 
 
-def test_a_name_that_is_nearly_a_folders_is_answered_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_name_that_is_nearly_a_folders_is_answered_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     (tmp_path / "mymodel").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -230,3 +232,5 @@ def test_a_name_that_is_nearly_a_folders_is_answered_with_it(tmp_path: Path, mon
     with pytest.raises(ConfigError) as caught:
         load_model_config("mymodle")
     assert caught.value.where == "mymodle, which is no folder here; did you mean 'mymodel'?"
+    # Said before the hub is asked, which takes a minute where there is none.
+    assert "mymodle is no folder here; did you mean 'mymodel'? The hub is asked for it" in caplog.text

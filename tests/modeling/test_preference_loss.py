@@ -3,6 +3,7 @@ weighed."""
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.config.preference_config import PreferenceConfig
+from finetune.config.preference_config import LOSSES, PreferenceConfig
 from finetune.data.collate import Answers
 from finetune.data.steps import LossGroups
-from finetune.modeling.preference_loss import WeighedHead, document_sums, orpo_losses
+from finetune.modeling.preference_loss import PAIR_LOSSES, WeighedHead, document_sums, orpo_losses
 from finetune.training.preferences.objective import SUMS, PreferenceObjective, preference_facts
 
 PAIRS, LONGEST = 5, 9
@@ -176,6 +177,13 @@ def same_with_gradient(found: torch.Tensor, wanted: torch.Tensor, losses: torch.
     gradients = [torch.autograd.grad(value, losses, retain_graph=True)[0] for value in (found, wanted)]
     torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)
     assert gradients[0].abs().max() > 1e-6
+
+
+def test_every_loss_has_its_formula_and_its_settings():
+    assert {*PAIR_LOSSES, "kto"} == set(LOSSES)
+    for name, formula in PAIR_LOSSES.items():
+        read = {p.name for p in inspect.signature(formula).parameters.values() if p.kind is p.KEYWORD_ONLY}
+        assert read - {"beta"} == set(LOSSES[name].settings) - {"sft_weight"}, name
 
 
 @pytest.mark.parametrize("changes", [{}, {"beta": 0.5, "sft_weight": 0.7}])

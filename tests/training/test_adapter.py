@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import environment
+from launching import ROOT, environment
 from safetensors.torch import load_file, save_file
 
 from finetune.errors import FinetuneError
@@ -125,6 +126,16 @@ def load_elsewhere(kind: str, trained: Trained, tmp_path: Path, folder: Path | N
     )
     assert result.returncode == 0, result.stderr
     return load_file(out), result.stdout
+
+
+def test_transformers_has_no_warning_about_which_nothing_is_to_be_done(train, caplog: pytest.LogCaptureFixture):
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        train("quiet", model=str(ROOT / "data_samples" / "tiny-qwen3"), max_steps=1)  # no pad token in its config.json
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "PAD/BOS/EOS" not in caplog.text
 
 
 def test_peft_loads_the_adapter_and_computes_our_logits(train, tmp_path: Path):

@@ -29,7 +29,8 @@ class CompletionOptions(Options):
     usage: ClassVar[str] = "python -m finetune completion bash|zsh|fish"
     summary: ClassVar[str] = (
         "Prints what completes `finetune` in a shell. For this shell, or in its start file for all of them:\n"
-        '  bash, zsh: eval "$(finetune completion bash)"    fish: finetune completion fish | source'
+        '  bash, zsh  eval "$(finetune completion bash)"\n'
+        "  fish       finetune completion fish | source"
     )
     positional: ClassVar[tuple[str, ...]] = ("shell",)
 
@@ -54,7 +55,7 @@ def flags_of_commands() -> dict[str, Flags]:
         with redirect_stdout(said), suppress(SystemExit):
             import_module(module).main(["--help"])
         own = {name: _choices(value) for name, value in _FLAG_LINE.findall(said.getvalue())}
-        takes_runs = re.search("flags of (training|the run)", said.getvalue(), re.IGNORECASE)
+        takes_runs = re.search(r"flags\s+of\s+(training|the\s+run)", said.getvalue(), re.IGNORECASE)
         own = {**own, "--help": ()}
         found[command] = {**of_runs, **own} if takes_runs and command not in kind_names() else own
     return found

@@ -197,10 +197,11 @@ def print_report(report: CurriculumReport, console: Console) -> None:
     console.print(f"  0% {'progress':^{CHART_COLUMNS - 5}} 100%", highlight=False)
     legend = [(f"{glyph} {name}   ", colour) for (glyph, colour), name in zip(mark, report.difficulties, strict=True)]
     console.print(Text("     ").append_text(Text.assemble(*legend)))
+    whole = not console.is_terminal  # else rich breaks lines, between words
     for source in report.sources:
-        console.print(Text(f"source {source.name}: {source_line(source)}"), soft_wrap=True)
+        console.print(Text(f"source {source.name}: {source_line(source)}"), soft_wrap=whole)
     for warning in report.warnings:
-        console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+        console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=whole)
 
 
 def _table(report: CurriculumReport) -> Table:

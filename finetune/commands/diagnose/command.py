@@ -19,6 +19,7 @@ from finetune.config.fields import Paths, setting
 from finetune.config.options import SpokenOptions, read_options
 from finetune.errors import DataError, ExitCode
 from finetune.runtime.language import _
+from finetune.runtime.terminal import write_filled
 
 __all__ = ["RESTART_CURES", "Finding", "diagnose_logs", "main", "render_findings"]
 
@@ -103,5 +104,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.as_json:
         sys.stdout.write(json.dumps({"findings": [asdict(f) for f in findings]}, indent=2, ensure_ascii=False) + "\n")
     else:
-        sys.stdout.write(render_findings(findings) + "\n")
+        write_filled(render_findings(findings))
     return int(ExitCode.FAILED if findings else ExitCode.DONE)

@@ -23,6 +23,7 @@ from finetune.storage.run_lock import LOCK_NAME, is_held
 from finetune.storage.run_log import read_jsonl_tolerant
 
 OUT_OF_MEMORY_NAME = "oom.json"
+STEPS_NAME = "trainer_log.jsonl"
 # Ranks of one start open their logs within this time: the others wait for rank 0.
 START_SECONDS = 600.0
 SHOWN_RECORDS = 10
@@ -64,8 +65,17 @@ class RunFolder:
         elif state == "stopped":
             line = f"the run was stopped by a signal at step {step}\n"
         elif state == "running" and (self.folder / LOCK_NAME).exists() and is_held(self.folder) is False:
+            step = self._last_step() or step
             line = f"the run's process {self.status.get('pid')} disappeared at or after step {step}\n"
         return scan_log(LogFile(str(self.folder / STATUS_NAME), io.BytesIO(line.encode())))
+
+    def _last_step(self) -> int:
+        """Of the log, 0 without one: the status is written at starts, checkpoints and ends only."""
+        last: dict[str, Any] = {}
+        with contextlib.suppress(OSError, DataError):
+            for record in read_jsonl_tolerant(self.folder / STEPS_NAME):
+                last = record
+        return int(last.get("step", 0))
 
     def facts(self) -> dict[str, str]:
         """Settings of the run for the text of remedies, and what its out-of-memory note says."""

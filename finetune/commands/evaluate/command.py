@@ -54,8 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.as_json:
         sys.stdout.write(text)
     elif sys.stdout.isatty():
+        console = terminal_console()
         for table in shown:
-            terminal_console().print(rich_table(table))
+            console.print(rich_table(table, console))
     else:
         sys.stdout.write(in_markdown)
     return int(ExitCode.DONE)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.commands.evaluate.measures import Measure
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 
@@ -131,17 +132,21 @@ def tables(
     return found
 
 
-def rich_table(lines: Sequence[tuple[bool, tuple[str, ...]]]) -> Table:
-    """A table for a terminal."""
+def rich_table(lines: Sequence[tuple[bool, tuple[str, ...]]], console: Console) -> Table:
+    """A table for a terminal: with all its lines where there is room, else narrow, intervals on rows of their own."""
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title_justify="left")
+    table, narrow = Table(), Table(box=box.HORIZONTALS, padding=0)
     for number, heading in enumerate(lines[0][1]):
-        table.add_column(heading, justify="left" if number < 2 else "right")
+        for shown in (table, narrow):
+            shown.add_column(heading, justify="left" if number < 2 else "right", overflow="fold")
     for last, texts in lines[1:]:
         table.add_row(*map(Text, texts), end_section=last)
-    return table
+        narrow.add_row(*(Text(text.replace(" [", "\n[").replace("], ", "],\n")) for text in texts), end_section=last)
+    wanted = console.measure(table, options=console.options.update(width=1000)).maximum
+    return table if wanted <= console.width else narrow
 
 
 def markdown_table(lines: Sequence[tuple[bool, tuple[str, ...]]]) -> str:

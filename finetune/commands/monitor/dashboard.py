@@ -190,7 +190,7 @@ class Dashboard:
         rows: list[Sequence[RenderableType]] = []
         if host is not None:
             if host.cpu_share is not None:
-                cores = _("of {count} cores").format(count=f"{host.cores:g}")
+                cores = _("of {count}").format(count=f"{host.cores:g}")
                 gauge = Gauge(host.cpu_share, alarming=False)
                 rows.append((Text("CPU", "dim"), gauge, f"{host.cpu_share:.0%} {cores}"))
             memory = f"{host.memory_used_bytes / 2**30:.1f}/{host.memory_total_bytes / 2**30:.1f} GiB"

@@ -21,6 +21,7 @@ from finetune.config.options import SpokenOptions, read_known_options
 from finetune.config.resolution import resolve
 from finetune.errors import ConfigError, ExitCode
 from finetune.runtime.peak_flops import peak_flops
+from finetune.runtime.terminal import write_filled
 
 if TYPE_CHECKING:
     from finetune.config.run_config import BaseConfig
@@ -165,8 +166,10 @@ def _placeholders(arguments: Sequence[str], kind: RunKind, model_config: Path | 
 
 
 def _print(what: dict[str, Any] | str) -> None:
-    text = what if isinstance(what, str) else json.dumps(what, ensure_ascii=False, indent=2)
-    sys.stdout.write(text.rstrip("\n") + "\n")
+    if isinstance(what, str):
+        write_filled(what)
+    else:
+        sys.stdout.write(json.dumps(what, ensure_ascii=False, indent=2) + "\n")
 
 
 # ---------------------------------------------------------------- the machines

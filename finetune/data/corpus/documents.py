@@ -12,7 +12,7 @@ from typing import Any
 
 from finetune.config.config_files import similar_files
 from finetune.config.names import nearest
-from finetune.data.corpus.parquet_files import read_footer, read_texts
+from finetune.data.corpus.parquet_files import read_texts, row_groups
 from finetune.data.file_kinds import first_character
 from finetune.data.files import (
     decode_record,
@@ -135,7 +135,7 @@ def _pieces(path: Path) -> Iterator[Piece]:
     size_bytes = path.stat().st_size
     suffix = path.suffix.lower()
     if suffix == ".parquet":
-        groups = read_footer(path).num_row_groups
+        groups = row_groups(path)
         for group in range(groups):
             yield Piece(str(path), "parquet", group, group + 1, size_bytes // groups)
     elif suffix in RECORD_SUFFIXES and first_character(path) == b"[":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,7 @@ def check_parquet(files: Sequence[Path], text_field: str) -> None:
         except DataError as problem:
             problems.append(problem)
             continue
-        records, groups = records + metadata.num_rows, groups + metadata.num_row_groups
+        records, groups = records + metadata.num_rows, groups + row_groups(path)
         sizes = [
             metadata.row_group(group).column(column).total_uncompressed_size for group in range(metadata.num_row_groups)
         ]
@@ -67,6 +67,17 @@ def read_footer(path: Path) -> FileMetaData:
     """The footer of a parquet file; that of the file read last is kept."""
     status = path.stat()
     return _footer(path, status.st_mtime_ns, status.st_size)
+
+
+def row_groups(path: Path) -> int:
+    """How many row groups a parquet file has; remembered, as its footer is large and need not be read again for it."""
+    status = path.stat()
+    return _row_groups(path, status.st_mtime_ns, status.st_size)
+
+
+@cache
+def _row_groups(path: Path, modified: int, size_bytes: int) -> int:
+    return _footer(path, modified, size_bytes).num_row_groups
 
 
 @lru_cache(maxsize=1)

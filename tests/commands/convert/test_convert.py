@@ -65,6 +65,8 @@ def test_nothing_is_overwritten(folder: Path, capsys: Any) -> None:
     assert (folder / "there.yaml").read_text() == "mine"
     assert main([SWIFT]) == 0
     assert capsys.readouterr().out.startswith("# From ms-swift: a command line.")
+    assert main([SWIFT, "--output", "new.yaml"]) == 0
+    assert "start it: python -m finetune.sft --config new.yaml" in capsys.readouterr().err
 
 
 def test_a_value_of_theirs_that_means_nothing_is_not_named() -> None:

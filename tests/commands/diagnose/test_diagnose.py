@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from fake_runs import sign
 from launching import ROOT, environment
 
 from finetune.commands.diagnose.command import diagnose_logs, main, render_findings
@@ -424,6 +425,15 @@ def test_a_run_folder_tells_its_own_numbers(tmp_path):
     assert finding.cause == "device_oom"
     assert "now 6; try 3" in finding.fix
     assert "microbatches of at most 8192 tokens did not fit" in finding.fix
+
+
+def test_a_run_that_disappeared_was_where_its_log_ends(tmp_path):
+    folder = run_folder(tmp_path / "run", state="running", step=0, pid=7)
+    sign(folder, 2**22 + 1)  # no process has this id
+    (folder / "trainer_log.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in (40, 54, 41, 45)) + '{"step')
+    assert "disappeared at or after step 45" in diagnose_logs([folder])[0].evidence[0], "resumed from 40"
+    (folder / "trainer_log.jsonl").unlink()
+    assert "disappeared at or after step 0" in diagnose_logs([folder])[0].evidence[0]
 
 
 def test_only_the_logs_of_the_last_start_are_read(tmp_path):

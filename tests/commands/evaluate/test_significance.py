@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import re
 
 import numpy as np
 import pytest
+from rich.console import Console
 from scipy import stats
 
 from finetune.commands.evaluate.comparison import comparison
 from finetune.commands.evaluate.measures import Measure, ratios
-from finetune.commands.evaluate.scores import ModelScores
+from finetune.commands.evaluate.scores import ModelScores, rich_table, tables
 from finetune.commands.evaluate.significance import FEWEST_DIFFERING, compare, paired_bootstrap
 
 
@@ -123,6 +126,18 @@ def test_which_models_are_compared(caplog: pytest.LogCaptureFixture):
     assert lines[1][:6] == ("exact match", "all", "60", "0.0000", "0.5000", "0.6667")
     assert lines[2] == ("bleu", "task", "-", *["0.5000 ± 0.1000"] * 3, "-", "-", "-")
     assert compare(models[:1]) == [] and comparison(models[:1], []) == []
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_the_tables_fit_the_terminal(columns: int):
+    models = [model("base tiny-qwen3", "base", [0] * 60), model("office", "adapter", [1] * 30 + [0] * 30)]
+    console = Console(width=columns, file=io.StringIO())
+    for lines in tables(models, comparison(models, compare(models))):
+        console.print(rich_table(lines, console))
+    shown = console.file.getvalue()
+    assert "…" not in shown and "base tiny-qwen3" in shown and max(map(len, shown.splitlines())) <= columns
+    assert re.search(r"\[\+\d\.\d+, \+\d\.\d+\]", shown), "an interval in one piece"
+    assert ("┃" in shown) == (columns == 200)
 
 
 def test_few_records_are_said(caplog: pytest.LogCaptureFixture):

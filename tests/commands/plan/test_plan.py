@@ -104,7 +104,7 @@ def test_a_preset_on_two_nodes(capsys):
     by_name = {choice["sharding"]: choice for choice in found["choices"]}
     assert by_name["none"]["fits"] is False  # 61 GiB of weights and what goes with them
     assert by_name["ZeRO-3"]["fits"] is True
-    assert any(advice.startswith("ZeRO-3 fits and moves less") for advice in found["advice"])
+    assert any(advice.startswith("sharding ZeRO-3 fits and moves less") for advice in found["advice"])
 
 
 def test_lora_of_a_small_model_needs_no_zero3(capsys):

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from file_system_calls import killed_at
 
-from finetune.data.corpus import parquet_files, passes
+from finetune.data.corpus import documents, parquet_files, passes
 from finetune.data.corpus.preparation import Prepared, PrepareSettings, prepare_tokens
 from finetune.errors import FinetuneError
 
@@ -138,6 +138,16 @@ def test_the_footer_of_a_file_of_many_row_groups_is_read_a_few_times(tmp_path: P
     monkeypatch.setattr(pq, "read_metadata", lambda *given: reads.append(given) or real(*given))
     monkeypatch.setattr("finetune.data.corpus.documents.UNIT_BYTES", 1)
     assert len(prepare(path, tmp_path / "out").scan.digests) == 300 and len(reads) == 1
+
+
+def test_the_footers_of_many_files_are_read_once_before_their_texts_are(folder: Path, monkeypatch):
+    files = sorted(folder.rglob("*.parquet"))
+    reads = []
+    real = pq.read_metadata
+    monkeypatch.setattr(pq, "read_metadata", lambda *given: reads.append(given) or real(*given))
+    parquet_files.check_parquet(files, "text")
+    units = list(documents.units_of(files))
+    assert len(units) > 0 and len(files) == 4 and len(reads) == 4
 
 
 def test_row_groups_of_gigabytes_are_said(folder: Path, tmp_path: Path, monkeypatch, caplog):

@@ -1,0 +1,45 @@
+"""`python -m finetune WORD`: wrong words are answered with the command that is meant; every help fits 80 columns."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+
+from finetune.__main__ import COMMANDS, main
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        # what LLaMA-Factory and ms-swift call them
+        ("train", "sft"),
+        ("export", "merge"),
+        ("infer", "chat"),
+        ("api", "serve"),
+        ("rlhf", "dpo"),
+        ("moniter", "monitor"),
+    ],
+)
+def test_a_word_of_another_tool_or_a_slip_is_answered_with_the_command(
+    typed: str, meant: str, capsys: pytest.CaptureFixture[str]
+):
+    assert typed not in COMMANDS and main([typed, "--config", "x.yaml"]) == 2
+    said = capsys.readouterr()
+    assert f"unknown command '{typed}'; did you mean {meant}?" in said.err and said.out == ""
+
+
+def test_a_word_that_is_near_none_has_no_guess(capsys: pytest.CaptureFixture[str]):
+    assert main(["zzzzzz"]) == 2
+    assert "did you mean" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)], ids=lambda command: "".join(command) or "all")
+def test_the_help_fits_a_terminal_of_80_columns(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "80")
+    with suppress(SystemExit):
+        main([*command, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 5 and [line for line in lines if len(line) >= 80] == []
