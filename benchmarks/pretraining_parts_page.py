@@ -6,6 +6,7 @@ python benchmarks/pretraining_parts_page.py
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,8 @@ def page(runs: list[dict[str, Any]]) -> str:
     """Means over seeds; differences to nanochat of the same depth, rate and seed."""
     found = {(run["variant"], run["depth"], run["rate"], run["seed"]): run["bpb"] for run in runs}
 
-    def cell(variant: str, depth: int, rate: float) -> str:
-        seeds = [seed for seed in range(1, 9) if (variant, depth, rate, seed) in found]
+    def cell(variant: str, depth: int, rate: float, seeds: Iterable[int] = range(1, 9)) -> str:
+        seeds = [seed for seed in seeds if (variant, depth, rate, seed) in found]
         if not seeds:
             return ""
         bits = [found[variant, depth, rate, seed] for seed in seeds]
@@ -59,8 +60,12 @@ def page(runs: list[dict[str, Any]]) -> str:
     depths = sorted({run["depth"] for run in runs})
     rates = sorted({run["rate"] for run in runs})
     tried = [variant for variant in VARIANTS if any((variant, 4, rate, 1) in found for rate in rates if rate != 1)]
-    parts = [[VARIANTS[variant], *(cell(variant, depth, 1.0) for depth in depths)] for variant in VARIANTS]
-    grid = [[VARIANTS[variant], *(cell(variant, 4, rate) for rate in rates)] for variant in tried]
+    parts = [
+        [VARIANTS[variant], *(cell(variant, depth, 1.0) for depth in depths)]
+        for variant in VARIANTS
+        if any(key[0] == variant for key in found)
+    ]
+    grid = [[VARIANTS[variant], *(cell(variant, 4, rate, [1]) for rate in rates)] for variant in tried]
     return TEXT.format(
         parts=table(["", *(f"depth {depth}" for depth in depths)], parts),
         rates=table(["depth 4, all rates times", *(f"{rate:g}" for rate in rates)], grid),
@@ -81,7 +86,7 @@ the range over seeds. **Where no number of seeds stands there was one**: less th
 
 {parts}
 
-Both sides with all rates times a factor:
+Both sides with all rates times a factor, one seed:
 
 {rates}
 
