@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from finetune.config.fields import Strict, setting
 from finetune.config.flag_help import fitted, flag_lines
-from finetune.config.flags import HELP, flags_of, parse
+from finetune.config.flags import HELP, Parsed, flags_of, parse
 from finetune.config.schema_errors import new_problems, problems_of
 from finetune.errors import raise_problems
 from finetune.runtime.language import pick_language, speak
@@ -68,15 +68,7 @@ def read_known_options(
     options_class: type[AnyOptions], arguments: Sequence[str] | None, *, keep_rest: bool = True
 ) -> tuple[AnyOptions, list[str]]:
     """The same, of a command whose other arguments are a run's: the options, and those arguments in their order."""
-    parsed = parse(
-        sys.argv[1:] if arguments is None else arguments,
-        flags_of(options_class),
-        options_class.aliases,
-        extra=HELP,
-        positional=options_class.positional,
-        keep_rest=keep_rest,
-        join_lists=True,
-    )
+    parsed = _parsed(options_class, sys.argv[1:] if arguments is None else arguments, keep_rest=keep_rest)
     if parsed.help:
         sys.stdout.write(options_help(options_class))
         raise SystemExit(0)
@@ -90,6 +82,24 @@ def read_known_options(
     if isinstance(options, SpokenOptions):
         speak(pick_language(options.lang))
     return options, parsed.rest
+
+
+def _parsed(options_class: type[Options], arguments: Sequence[str], *, keep_rest: bool) -> Parsed:
+    return parse(
+        arguments,
+        flags_of(options_class),
+        options_class.aliases,
+        extra=HELP,
+        positional=options_class.positional,
+        keep_rest=keep_rest,
+        join_lists=True,
+    )
+
+
+def asks_for_json(options_class: type[SpokenOptions], arguments: Sequence[str]) -> bool:
+    """Whether `--json` is set on a command line, whatever else of it is wrong."""
+    found = _parsed(options_class, arguments, keep_rest=False).values.get("json")
+    return found is not None and found.value is True
 
 
 def options_help(options_class: type[Options]) -> str:

@@ -40,10 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     source = find_source(options.model, options.adapter)
     if options.format == "gguf":
-        from finetune.commands.merge.gguf import check_architecture, find_converter
+        from finetune.commands.merge.gguf import check_architecture, check_end, find_converter
 
         find_converter(options.llama_cpp)
         check_architecture(source.base, options)
+        check_end(source, options)
     try:
         publish(source, output, options)
     except KeyboardInterrupt:

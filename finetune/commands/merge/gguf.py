@@ -18,6 +18,7 @@ from finetune.errors import ConfigError, FinetuneError
 
 if TYPE_CHECKING:
     from finetune.commands.merge.options import MergeOptions
+    from finetune.inference.loading import Source
 
 CONVERTER = "convert_hf_to_gguf.py"
 FILE_NAME = "model.gguf"
@@ -70,6 +71,22 @@ def check_architecture(base: str, options: MergeOptions) -> None:
         )
 
 
+def check_end(source: Source, options: MergeOptions) -> None:
+    """Raise ConfigError where the template writes the EOS, and another token ends answers: a GGUF has one for both."""
+    from finetune.data.render import trained_end_ids
+    from finetune.inference.loading import load_tokenizer_of
+
+    tokenizer = load_tokenizer_of(source, options.template, trust_remote_code=options.trust_remote_code)
+    ends, template = trained_end_ids(tokenizer), str(tokenizer.chat_template)
+    if ends and tokenizer.eos_token_id not in ends and "eos_token" in template:
+        raise ConfigError(
+            f"the chat template writes {tokenizer.eos_token} as eos_token, and ends answers with another token: a GGUF "
+            "would lose one of them",
+            source.name,
+            "merge without --format gguf; or write the token itself into the chat template, in the place of eos_token",
+        )
+
+
 def _plain(name: str) -> str:
     """llama.cpp's qwen35moe is transformers' qwen3_5_moe."""
     return name.replace("_", "").replace("-", "")
@@ -79,14 +96,9 @@ def name_end(folder: Path, tokenizer: Any, ends: set[int]) -> None:
     """Call the token that ends an answer the folder's EOS, before it is converted.
 
     The converter takes EOS from there and no other end, and a base's own (<|endoftext|>) ends documents.
-
-    Raises:
-        FinetuneError: the chat template writes the base's EOS elsewhere.
     """
     if not ends or tokenizer.eos_token_id in ends:
         return
-    if "eos_token" in tokenizer.chat_template:
-        raise _failed("its chat template writes an EOS that ends no answer")
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
     settings["eos_token"] = tokenizer.convert_ids_to_tokens(min(ends))

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from finetune.commands.verify.options import VerifyOptions
-from finetune.config.options import read_options
-from finetune.errors import ConfigError, ExitCode, FinetuneError
+from finetune.config.options import asks_for_json, read_options
+from finetune.errors import ConfigError, ExitCode, FinetuneError, Problems
 from finetune.plain_text import plain_lines
 from finetune.runtime.language import _
 
@@ -24,13 +24,18 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. 0: the deployment is right; 1: it differs, or failed; 2: refused before; 130: interrupted."""
     words = sys.argv[1:] if argv is None else argv
+    as_json = asks_for_json(VerifyOptions, words)
     try:
         return _main(words)
     except FinetuneError as error:
-        if "--json" in words:
-            told = {"what": error.what, "where": error.where, "fix": error.fix, "exit_code": int(error.exit_code)}
-            _write({"error": told, "findings": []})
+        if as_json:
+            _write_error(error, int(error.exit_code))
         raise
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        if as_json:
+            _write_error(FinetuneError("interrupted", "verify", "start it again; nothing was written"), INTERRUPTED)
+        return INTERRUPTED
 
 
 def _main(words: Sequence[str]) -> int:
@@ -40,18 +45,21 @@ def _main(words: Sequence[str]) -> int:
 
     setup_console(0)
     probe_torch_npu()
-    try:
-        report = verify(options)
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        if options.as_json:
-            _write({"error": {"what": "interrupted", "exit_code": INTERRUPTED}, "findings": []})
-        return INTERRUPTED
+    report = verify(options)
     if options.as_json:
         _write(report)
     else:
         sys.stdout.write(_text(report))
     return int(ExitCode.FAILED if report["findings"] else ExitCode.DONE)
+
+
+def _told(error: FinetuneError) -> dict[str, Any]:
+    return {"what": error.what, "where": error.where, "fix": error.fix}
+
+
+def _write_error(error: FinetuneError, exit_code: int) -> None:
+    problems = {"problems": [_told(one) for one in error.problems]} if isinstance(error, Problems) else {}
+    _write({"error": {**_told(error), "exit_code": exit_code, **problems}, "findings": []})
 
 
 def _write(report: dict[str, Any]) -> None:
@@ -68,7 +76,7 @@ def verify(options: VerifyOptions) -> dict[str, Any]:
     import torch
 
     from finetune.commands.verify.conversations import choose, validation_files
-    from finetune.commands.verify.diagnosis import refusal
+    from finetune.commands.verify.diagnosis import refusals
     from finetune.commands.verify.reference import Reference
     from finetune.commands.verify.replaying import ask
     from finetune.inference.loading import find_source, load_tokenizer_of
@@ -85,8 +93,7 @@ def verify(options: VerifyOptions) -> dict[str, Any]:
     asked = ask(deployment, prompts, options.max_new_tokens)
     name, facts = deployment.name, deployment.facts
     del deployment  # and a folder's model with it
-    refused = [one for one in asked if one.seen.finish == "refused"]
-    findings = [refusal(refused, facts.get("refused", ""))] if refused else []
+    findings = refusals([one for one in asked if one.seen.finish == "refused"])
     report = _judged(options, reference, [one for one in asked if one.seen.finish != "refused"])
     findings += report.pop("findings", [])
     return {

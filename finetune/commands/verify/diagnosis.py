@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from finetune.commands.verify.causes import BY_NAME, Hypothesis, hypotheses
@@ -20,14 +20,17 @@ _PRECISION = {"float32": 24, "float16": 11, "bfloat16": 8}  # significant bits
 FIRST_JUDGED, THEN_JUDGED = 5, 6  # prompts that all faults are judged by, and faults that all prompts judge
 MOST_PAIRS = 3  # faults of the prompt that are tried together with each of the weights
 
-Advance = Callable[[str], None]
 
-
-def refusal(refused: Sequence[Replay], words: str) -> Finding:
-    """The finding for conversations that the deployment does not answer; `words` are its own."""
-    cause, status = BY_NAME["refused"], refused[0].seen.status
-    mend = cause.mend if status is None else mend_of(status)
-    return Finding("refused", cause.what, mend, words, prompts=tuple(replay.number for replay in refused))
+def refusals(refused: Sequence[Replay]) -> list[Finding]:
+    """The findings for conversations that the deployment does not answer, one for each remedy."""
+    cause, by_mend = BY_NAME["refused"], dict[str, list[Replay]]()
+    for replay in refused:
+        status = replay.seen.status
+        by_mend.setdefault(cause.mend if status is None else mend_of(status), []).append(replay)
+    return [
+        Finding("refused", cause.what, mend, same[0].seen.words, prompts=tuple(replay.number for replay in same))
+        for mend, same in by_mend.items()
+    ]
 
 
 class Diagnosis:
@@ -73,15 +76,14 @@ class Diagnosis:
         behind = [one for one in known if one.change.reads is None and self._is_below(one.change.weights.dtype)]
         loads = list(dict.fromkeys(one.change.weights.stored for one in behind))
         behind.sort(key=lambda one: loads.index(one.change.weights.stored))
-        with progress("fault", len(of_prompt) + len(behind)) as advance:
-            best_behind = self._by_raw(behind, advance)
-            if best_behind is not None:  # what is behind the prompt is known: also that it is right
-                fits = self._ranked([best_behind, *(one.joined(best_behind) for one in of_prompt)], advance)
-            else:
-                fits = self._ranked(of_prompt, advance)
-                likely = [fit.hypothesis for fit in fits[:MOST_PAIRS] if fits[0].share < EXPLAINED]
-                fits += self._by_weights(behind, likely, self.wrong, advance)
-                fits = [fit for fit in fits if len(fit.hypothesis.causes) == 1 and fit.share >= EXPLAINED] or fits
+        best_behind = self._by_raw(behind)
+        if best_behind is not None:  # what is behind the prompt is known: also that it is right
+            fits = self._ranked([best_behind, *(one.joined(best_behind) for one in of_prompt)])
+        else:
+            fits = self._ranked(of_prompt)
+            likely = [fit.hypothesis for fit in fits[:MOST_PAIRS] if fits[0].share < EXPLAINED]
+            fits += self._by_weights(behind, likely, self.wrong)
+            fits = [fit for fit in fits if len(fit.hypothesis.causes) == 1 and fit.share >= EXPLAINED] or fits
         best = min(fits, key=_rank, default=self.right)
         if best.share < EXPLAINED or not _clearly_better(best, self.right):
             return [self._unknown(best)]
@@ -92,33 +94,34 @@ class Diagnosis:
         """Whether a dtype has fewer bits than the one that is to be there; None is none."""
         return dtype is None or _PRECISION[dtype] < _PRECISION[self.dtype]
 
-    def _ranked(self, tried: Iterable[Hypothesis], advance: Advance) -> list[Fit]:
+    def _ranked(self, tried: Sequence[Hypothesis]) -> list[Fit]:
         """The likely ones, best first: judged by some of the prompts that are wrong, and the best of them by all."""
         first = []
-        for one in tried:
-            first.append(self.judge.fit(one, replays=self.wrong[:FIRST_JUDGED]))
-            advance("")
+        with progress("fault", len(tried)) as advance:
+            for one in tried:
+                first.append(self.judge.fit(one, replays=self.wrong[:FIRST_JUDGED]))
+                advance("")
         likely = sorted(first, key=_rank)[:THEN_JUDGED]
         return sorted((self.judge.fit(fit.hypothesis) for fit in likely), key=_rank)
 
     def _by_weights(
         self,
-        behind: Iterable[Hypothesis],
+        behind: Sequence[Hypothesis],
         partners: Sequence[Hypothesis],
         wrong: Sequence[Replay],
-        advance: Advance,
         seen: SeenOf = lambda replay: replay.seen,
     ) -> list[Fit]:
         """Those behind the prompt, alone and with each partner, in one pass: each model is loaded once."""
         found = []
-        for one in behind:
-            for hypothesis in (one, *(partner.joined(one) for partner in partners)):
-                if self.judge.explains_half(hypothesis, seen, wrong[:FIRST_JUDGED]):
-                    found.append(self.judge.fit(hypothesis, seen))
-            advance(one.causes[0][0].name)
+        with progress("fault", len(behind)) as advance:
+            for one in behind:
+                for hypothesis in (one, *(partner.joined(one) for partner in partners)):
+                    if self.judge.explains_half(hypothesis, seen, wrong[:FIRST_JUDGED]):
+                        found.append(self.judge.fit(hypothesis, seen))
+                advance(one.causes[0][0].name)
         return found
 
-    def _by_raw(self, behind: Sequence[Hypothesis], advance: Advance) -> Hypothesis | None:
+    def _by_raw(self, behind: Sequence[Hypothesis]) -> Hypothesis | None:
         """What explains the continuations of our own renderings, where there are any; None where nothing does."""
 
         def raw(replay: Replay) -> Seen | None:
@@ -130,7 +133,7 @@ class Diagnosis:
         if right.share >= EXPLAINED:
             return right.hypothesis
         wrong = [replay for replay, good in zip(self.replays, right.good, strict=True) if not good]
-        best = min(self._by_weights(behind, (), wrong, advance, raw), key=_rank, default=right)
+        best = min(self._by_weights(behind, (), wrong, raw), key=_rank, default=right)
         return best.hypothesis if best.share >= EXPLAINED else None
 
     # ------------------------------------------------------------ what is said of it

@@ -57,8 +57,9 @@ class Endpoint:
         except Refused as refused:
             if refused.status < 400:  # another address, or no JSON
                 raise self._failure(path, refused) from None
-            self.facts.setdefault("refused", f"{refused.status} {refused.words}".strip())
-            return Seen("", "refused", prompt_tokens=0, status=refused.status)
+            words = f"{refused.status} {refused.words}".strip()
+            self.facts.setdefault("refused", words)
+            return Seen("", "refused", prompt_tokens=0, status=refused.status, words=words)
         return self._seen(path, answer, prompt_ids=self._rendered(body["messages"]))
 
     def complete(self, ids: Sequence[int], text: str, max_new_tokens: int) -> Seen | None:

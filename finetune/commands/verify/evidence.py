@@ -17,6 +17,7 @@ class Seen:
     finish: str  # "stop", "length", "refused", or what else the engine calls it
     thoughts: str = ""  # what the server's reasoning parser took out of the answer
     status: int | None = None  # of HTTP, where it refused
+    words: str = ""  # the deployment's own, where it refused
     answer_tokens: int | None = None
     answer_ids: tuple[int, ...] | None = None
     logprobs: tuple[float, ...] | None = None  # natural logarithms, of the tokens of the answer

@@ -60,8 +60,9 @@ class MergedFolder:
         try:
             text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         except jinja2.TemplateError as error:
-            self.facts.setdefault("refused", str(error)[:SHOWN_CHARACTERS])
-            return Seen("", "refused", prompt_tokens=0)
+            words = str(error)[:SHOWN_CHARACTERS]
+            self.facts.setdefault("refused", words)
+            return Seen("", "refused", prompt_tokens=0, words=words)
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return self._answer(ids, max_new_tokens, prompt_ids=tuple(ids))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -36,7 +36,7 @@ class Weights:
         adapter: whether the adapter is on.
         scale: of what the adapter adds, times its own.
         dtype: the weights, adapter merged in, rounded to it; None: as they are.
-        compute: dtype of the arithmetic; None: the reference's.
+        compute: dtype of the arithmetic; None: the reference's, or a wider one that holds `dtype`.
         bits: so many for each weight of a layer, rounded in blocks; None: as they are.
         rope: other parameters of the positions; None: the model's own.
     """
@@ -52,7 +52,7 @@ class Weights:
     def stored(self) -> Weights:
         """Those that must be loaded for these: the others are one switch away.
 
-        Rounded weights have so few bits that the reference's dtype holds them: to be cast to it and back loses nothing.
+        Rounded weights are loaded in a dtype that holds them: to be cast from it to theirs and back loses nothing.
         """
         return Weights(dtype=self.dtype, compute=None if self.dtype else self.compute, bits=self.bits)
 
@@ -105,9 +105,15 @@ class Reference:
         if weights.rope != before.rope:
             self._switch_positions(model, weights.rope)
         if weights.compute != before.compute:
-            _cast(model, weights.compute or self.dtype)
+            _cast(model, self._arithmetic(weights))
         self._switched = weights
         return model
+
+    def _arithmetic(self, weights: Weights) -> str:
+        """The dtype that is computed in: the one that is asked for, or the reference's, widened to hold the weights."""
+        if weights.compute is not None or weights.dtype is None:
+            return weights.compute or self.dtype
+        return str(torch.promote_types(DTYPES[self.dtype], DTYPES[weights.dtype])).removeprefix("torch.")
 
     def _load(self, weights: Weights) -> Any:
         merged = self.source.adapter is not None and (weights.dtype is not None or weights.bits is not None)
@@ -115,7 +121,7 @@ class Reference:
             Source(self.source.base, None) if merged else self.source,
             self.device,
             # Merged weights are rounded once, after the sum.
-            self.dtype if weights.compute is None or merged else weights.compute,
+            self._arithmetic(replace(weights, compute=None) if merged else weights),
             trust_remote_code=self.trust_remote_code,
         )
         check_fit(model, self.tokenizer, self.source)
@@ -126,7 +132,7 @@ class Reference:
             _cast(model, weights.dtype)
         if weights.bits is not None:
             _round_in_blocks(model, weights.bits)
-        _cast(model, weights.compute or self.dtype)
+        _cast(model, self._arithmetic(weights))
         return model.eval().requires_grad_(False)
 
     def _switch_positions(self, model: Any, rope: tuple[tuple[str, Any], ...] | None) -> None:
@@ -136,6 +142,12 @@ class Reference:
         for module in model.modules():
             if isinstance(rotary := getattr(module, "rotary_emb", None), torch.nn.Module):
                 module.rotary_emb = type(rotary)(config=config.get_text_config()).to(self.device)
+        if "mscale_all_dim" in (self._rope or {}):  # DeepSeek's attention is scaled by it when it is made
+            with torch.device("meta"):
+                made = type(model)(config)
+            for name, module in made.named_modules():
+                if isinstance(scaling := getattr(module, "scaling", None), float):
+                    model.get_submodule(name).scaling = scaling
 
     # ------------------------------------------------------------ answers
 
@@ -194,11 +206,16 @@ def _at_once(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
 
 @torch.no_grad()
 def _one_by_one(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
-    """The same, with one forward pass for the prompt and one for each token, as answers are generated."""
+    """The same, with one forward pass for the prompt and one for each token, as answers are generated.
+
+    At once where the model has no cache of this name, as Mamba.
+    """
     rows, past = [], None
     for ids in (prompt, *([token] for token in answer)):
         out = model(torch.tensor([ids], device=model.device), past_key_values=past, use_cache=True, logits_to_keep=1)
-        past = out.past_key_values
+        past = getattr(out, "past_key_values", None)
+        if past is None:
+            return _at_once(model, prompt, answer)
         rows.append(out.logits[0, -1])
     return torch.stack(rows)
 

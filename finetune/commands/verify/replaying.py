@@ -55,7 +55,8 @@ def ask(deployment: Deployment, prompts: Sequence[Prompt], max_new_tokens: int) 
                 continue
             seen = deployment.chat(prompt.messages, max_new_tokens)
             twice = number <= ASKED_TWICE and seen.finish != "refused"
-            again = deployment.chat(prompt.messages, max_new_tokens).answer if twice else None
+            second = deployment.chat(prompt.messages, max_new_tokens) if twice else None
+            again = None if second is None or second.finish == "refused" else second.answer  # as by a limit of requests
             raw = None if _is_final(seen) else deployment.complete(prompt.ids, prompt.text, max_new_tokens)
             found.append(Replay(number, prompt, "", (), "", seen, again, raw))
             advance("")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from deployments import changed
 from launching import ROOT
 
 from finetune.__main__ import main as finetune
@@ -61,15 +63,11 @@ def test_the_file_is_whole_and_has_its_modelfile(adapter: Path, tmp_path: Path, 
 @needs_gguf
 def test_an_end_that_is_not_the_bases_eos_is_the_files(adapter: Path, tmp_path: Path):
     """Chat ends with <|im_end|>, the base's documents with <|endoftext|>: the converter knows the latter alone."""
-    import json
-    import shutil
-
     from gguf import GGUFReader
 
     own = tmp_path / "own"
     shutil.copytree(adapter, own)
-    path = own / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": "<|endoftext|>"}))
+    changed(own, "tokenizer_config.json", eos_token="<|endoftext|>")
     assert merge(own, tmp_path / "out", "--llama-cpp", converter(tmp_path)) == 0
     fields = GGUFReader(tmp_path / "out" / "model.gguf").fields
     end = fields["tokenizer.ggml.eos_token_id"].contents()
@@ -78,6 +76,21 @@ def test_an_end_that_is_not_the_bases_eos_is_the_files(adapter: Path, tmp_path: 
     assert all(f'PARAMETER stop """{token}"""' in text for token in ("<|im_end|>", "<|endoftext|>"))
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert "llama-server -m model.gguf" in card and "AutoModelForCausalLM" not in card
+
+
+@needs_gguf
+def test_an_eos_that_the_template_writes_elsewhere_is_refused_before_the_merge(
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    own = tmp_path / "own"
+    shutil.copytree(adapter, own)
+    changed(own, "tokenizer_config.json", eos_token="<|endoftext|>")
+    template = own / "chat_template.jinja"
+    template.write_text("{{- eos_token }}" + template.read_text(encoding="utf-8"), encoding="utf-8")
+    tools = converter(tmp_path)
+    monkeypatch.setattr("finetune.commands.merge.command.publish", None)
+    assert merge(own, tmp_path / "out", "--llama-cpp", tools) == 2
+    assert "writes <|endoftext|> as eos_token" in capsys.readouterr().err
 
 
 @needs_gguf

@@ -19,6 +19,7 @@ from finetune.commands.verify.merged import MergedFolder
 from finetune.commands.verify.reference import Reference
 from finetune.commands.verify.replaying import ask, with_own
 from finetune.inference.loading import find_source, load_tokenizer_of
+from finetune.runtime.progress import ProgressLine
 
 DATA = ROOT / "data_samples" / "valid.jsonl"
 CPU = torch.device("cpu")
@@ -106,11 +107,16 @@ def test_a_full_model_is_right_whatever_it_is_computed_in(dtype: str, verify: Ve
     assert report["tolerance"]["logprob"] > 0.005
 
 
-def test_a_little_noise_has_no_name(reference: Reference, merged: Path, tmp_path: Path):
+def test_a_little_noise_has_no_name(
+    reference: Reference, merged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     def drawn(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         return {n: t + (0.04 * t.float().std() * torch.randn(t.shape)).to(t.dtype) for n, t in tensors.items()}
 
+    counted: list[tuple[int, int]] = []
+    monkeypatch.setattr(ProgressLine, "update", lambda self, done, **_: counted.append((done, self.total_steps)))
     noisy = deployment(merged, tmp_path / "drawn", weights(drawn))
     findings, _fit = diagnosed(reference, replayed(reference, noisy))
     assert [(finding.name, finding.detail) for finding in findings] == [("unknown", "small difference")]
+    assert counted and all(done <= total for done, total in counted)

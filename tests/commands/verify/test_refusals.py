@@ -12,7 +12,10 @@ import torch
 from protocol_server import SECRET, Server
 
 from finetune.__main__ import main as finetune
+from finetune.commands.verify.diagnosis import refusals
+from finetune.commands.verify.evidence import Messages, Prompt, Replay, Seen
 from finetune.commands.verify.merged import MergedFolder
+from finetune.commands.verify.replaying import ask
 from finetune.errors import ConfigError
 
 DATA = Path(__file__).parents[3] / "data_samples" / "valid.jsonl"
@@ -50,6 +53,57 @@ def test_a_failure_is_json_too(adapter: Path, capsys: pytest.CaptureFixture[str]
         assert finetune(words) == 2
         report = json.loads(capsys.readouterr().out)
         assert report["error"]["exit_code"] == 2 and report["error"]["fix"]
+
+
+@pytest.mark.parametrize("flag", ["--json", "--json=true", "--json true", "--json=false", "--json false"])
+def test_several_failures_are_all_json_where_it_is_asked_for(flag: str, capsys: pytest.CaptureFixture[str]):
+    assert finetune(["verify", "--endpoint", "localhost:8000", "--prompts", "0", *flag.split(), "--wrong"]) == 2
+    said = capsys.readouterr()
+    if flag.endswith("false"):
+        assert said.out == ""
+        return
+    error = json.loads(said.out)["error"]
+    assert error["exit_code"] == 2 and error["what"] == f"{len(error['problems'])} problems"
+    assert {"--wrong", "--prompts"} <= {problem["what"].split()[-1] for problem in error["problems"]} | {
+        problem["where"] for problem in error["problems"]
+    }, error
+    assert all(problem["what"] in said.err and problem["fix"] in said.err for problem in error["problems"])
+
+
+def test_an_interrupt_is_json_too(adapter: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def interrupted(_options: object) -> dict:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("finetune.commands.verify.command.verify", interrupted)
+    assert finetune(["verify", "--model", str(adapter), "--merged", "x", "--json"]) == 130
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error.keys() == {"what", "where", "fix", "exit_code"} and error["exit_code"] == 130 and error["fix"]
+
+
+def test_a_refused_second_answer_is_no_other_answer():
+    class Limited:
+        name, facts, asked = "limited", {}, 0
+
+        def chat(self, _messages: Messages, _most: int) -> Seen:
+            self.asked += 1
+            return Seen("", "refused", status=429) if self.asked == 2 else Seen("yes", "stop")
+
+        def complete(self, *_: object) -> None:
+            return None
+
+    first, second = ask(Limited(), [Prompt((), "", ())] * 2, 4)
+    assert (first.seen.answer, first.again, second.again) == ("yes", None, "yes")
+
+
+def test_refusals_with_other_remedies_are_apart():
+    replies = ((400, "400 no system"), (422, "422 too long"), (429, "429 slower"), (400, "400 no system"))
+    replays = [
+        Replay(number, Prompt((), "", ()), "", (), "", Seen("", "refused", status=status, words=words), None, None)
+        for number, (status, words) in enumerate(replies, 1)
+    ]
+    template, limit = refusals(replays)
+    assert (template.detail, template.prompts) == ("400 no system", (1, 2, 4)) and "chat template" in template.mend
+    assert (limit.detail, limit.prompts) == ("429 slower", (3,)) and "limits requests" in limit.mend
 
 
 def test_a_folder_whose_template_raises_is_a_refusal(merged: Path, tmp_path: Path):
