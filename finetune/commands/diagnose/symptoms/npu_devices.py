@@ -113,8 +113,12 @@ SYMPTOMS = (
     Symptom(
         "illegal_memory_or_ecc",
         (
-            r"silent check abnormal|Feature detection detects abnormal|[Ss]ilent data corruption",
-            r"stress test\b.{0,40}\bFAIL|matmul compare mismatch",
+            r"silent check abnormal|Feature detection detects abnormal",
+            r"^(?!.*\b(?:[Ii]f|[Nn]o|[Nn]ot|[Ww]hen|[Ff]ound 0|[Dd]etected 0) )(?:.*\W)?[Ss]ilent data corruptions? (?:\(SDC\) )?(?:(?:was|were|is|has been) )?"
+            r"(?:detected|found|occurred)(?!\W{1,3}0\b|, no\b)",
+            r"^(?!.*\b(?:[Ii]f|[Nn]o|[Nn]ot|[Ww]hen|[Ff]ound 0|[Dd]etected 0) )(?:.*\W)?(?:[Dd]etected|[Ff]ound|[Ss]uspect(?:ed)?)\b.{0,30}\b"
+            r"[Ss]ilent data corruption\b(?! (?:check|test|detect))",
+            r"stress test\b.{0,40}(?<!/)(?<!or )\bFAIL(?<!\b0 FAIL)(?!\w*\W{1,3}0\b)|matmul compare mismatch(?!\W{1,3}0\b)",
         ),
         N_("A device computes wrong results without reporting an error (silent data corruption)[[ (rank {rank})]]."),
         N_(
@@ -123,7 +127,6 @@ SYMPTOMS = (
         ),
         confidence=0.9,
         source="torch_npu, npu-smi",
-        in_warnings=True,
         kind=Kind.MACHINE,
     ),
 )
