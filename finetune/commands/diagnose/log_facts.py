@@ -31,7 +31,8 @@ _FACT = re.compile(
 
 # `| 0  0 | 771204 | VLLMEngineCor | 58720 |` of npu-smi, `|  0  N/A  N/A  771204  C  vllm  58720MiB |` of nvidia-smi.
 _HOLDER = re.compile(
-    r"^\| +(?P<device>\d+) +(?:(?P<chip>\d+) +\| +|N/A +N/A +)(?P<pid>\d{2,}) +(?:\| +|[CGM+]+ +)(?!\S*(?:[Pp]ython|pt_main))(?P<name>\S+)"
+    r"^\| +(?P<device>\d+) +(?:(?P<chip>\d+) +\| +|N/A +N/A +)(?P<pid>\d{2,}) +(?:\| +|[CGM+]+ +)"
+    r"(?!\S*(?:[Pp]ython|pt_main))(?P<name>\S+)"
     r" +(?:\| +)?(?P<memory>\d{4,})(?: *MiB)? +\|$"
 )
 

@@ -72,7 +72,8 @@ QUIET_LEVEL = re.compile(
     r"|^(?:\$|\++) (?=[\w./-])|^(?:#\d+ (?:\[[^\]]*\] )?|Step \d+/\d+ : )RUN\b"  # commands, repeated
     # And what was done about an error.
     r"|(?:->|=>|→) ?(?:dropp|skipp|ignor|discard)(?:ed|ing)\b|^(?i:skipp|ignor)ing\b"
-    r"|[.,;:(] ?(?:[Ss]kipp(?:ed|ing)|[Ii]gnor(?:ed|ing)|[Cc]ontinuing|[Rr]ebuilding)(?: (?!is\b|of\b)[\w ]{1,30})?[.)]*$"
+    r"|[.,;:(] ?(?:[Ss]kipp(?:ed|ing)|[Ii]gnor(?:ed|ing)|[Cc]ontinuing|[Rr]ebuilding)"
+    r"(?: (?!is\b|of\b)[\w ]{1,30})?[.)]*$"
 )
 EXCEPTION = re.compile(
     r"^(?P<exception>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Timeout|Failure|Expired|NotFound|Group)"
@@ -163,20 +164,7 @@ SERVICE = re.compile(
 
 # What tells how to read other lines.
 STRUCTURE = (
-    *(
-        FRAME,
-        BOILERPLATE,
-        FINISHED,
-        TRAINED,
-        TESTS_BEGIN,
-        TESTS_RUN,
-        TESTS_ENDED,
-        ENDED_WELL,
-        RESTART,
-        SUMMARY_RANK,
-        IGNORED,
-        DIAGNOSIS_TITLE,
-    ),
-    *(FORCED_KILL, CHAINED, CHAT_BEGINS, CHAT_ENDS, ENDS_TRACEBACK, FENCE, HEADING),
+    *(FRAME, BOILERPLATE, FINISHED, TESTS_BEGIN, TESTS_RUN, TESTS_ENDED, TRAINED, ENDED_WELL, RESTART, SUMMARY_RANK),
+    *(IGNORED, DIAGNOSIS_TITLE, FORCED_KILL, CHAINED, CHAT_BEGINS, CHAT_ENDS, ENDS_TRACEBACK, FENCE, HEADING),
     re.compile(f"TraceBack|^{OWN_WHERE}|^{OWN_FIX}"),
 )

@@ -309,7 +309,8 @@ HOLDER_OF_3 = HOLDER_OF_0.replace("|    0", "|    3").replace("771204", "880001"
         (HOLDER_OF_0, OOM, None),
         (f"export CUDA_VISIBLE_DEVICES=4,5\n{HOLDER_OF_0}", f"{OOM} GPU 0 has a total capacity of 60.97 GiB", None),
         (
-            "| 1       0   | 880001   | VLLMEngineCor | 58720      |\n| 1       1   | 88000   | python    | 58720      |",
+            "| 1       0   | 880001   | VLLMEngineCor | 58720      |\n"
+            "| 1       1   | 88000    | python        | 58720      |",
             f"{OOM[:-1]} (NPU 1; 60.97 GiB total capacity; 8 GiB already allocated",
             None,
         ),

@@ -99,7 +99,7 @@ FAILED = {
         },
     ),
     "a node that no one can log in to": ("permission_denied", {"run.log": "python\n" + REFUSED}),
-    "a pod that no node takes": ("scheduler_refused", {"run.log": "python\n0/16 nodes are available: 9 Insufficient cpu."}),
+    "a pod that no node takes": ("scheduler_refused", {"run.log": "python\n0/16 nodes are available: 9 Insufficient"}),
     "a limit, with no end told": ("preempted", {"run.log": steps(1, 20) + "training done\n" + LIMIT}),
     "after the training": ("disk_full", {"run.log": steps(1, 20) + DONE + DISK}),
     "in another log, after the training": ("device_oom", {"train.log": steps(1, 20) + DONE, "eval.log": OOM}),

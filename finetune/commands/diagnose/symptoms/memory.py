@@ -37,7 +37,8 @@ SYMPTOMS = (
             r"(?:CUDA|NPU|HIP) out of memory\. Tried to allocate (?P<wanted>[\d.]+ ?\w+)\..*?total capacity of "
             r"(?P<capacity>[\d.]+ ?\w+).*?Process (?P<holder>\d+ has [\d.]+ [KMG]iB) memory in use"
             r"(?:.*?(?P<unallocated>[\d.]+ ?\w+) is reserved by PyTorch but unallocated)?",
-            r"(?:CUDA|NPU|XPU|HIP) out of memory\.(?: Tried to allocate (?P<wanted>[\d.]+ ?\w+))?(?:.*?\b[GNX]PU (?P<device>\d+)\b)?(?:.*?total capacity "
+            r"(?:CUDA|NPU|XPU|HIP) out of memory\.(?: Tried to allocate (?P<wanted>[\d.]+ ?\w+))?"
+            r"(?:.*?\b[GNX]PU (?P<device>\d+)\b)?(?:.*?total capacity "
             r"of (?P<capacity>[\d.]+ ?\w+)|.*?; (?P<capacity_>[\d.]+ ?\w+) total capacity)?"
             r"(?:.*?(?P<unallocated>[\d.]+ ?\w+) is reserved by PyTorch but unallocated)?",
             r"MPS backend out of memory(?: \(MPS allocated: (?P<used>[\d.]+ ?\w+))?",

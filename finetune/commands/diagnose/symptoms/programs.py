@@ -86,7 +86,8 @@ SYMPTOMS = (
     Symptom(
         "remote_code_refused",
         (
-            r"Error: .*contains custom code which must be executed|(?:pass|set|with|requires?) (?:the (?:argument|option) )?"
+            r"Error: .*contains custom code which must be executed"
+            r"|(?:pass|set|with|requires?) (?:the (?:argument|option) )?"
             r"[`'\"]?trust_remote_code[`'\"]?\s*=\s*True[`'\"]? to allow",
             r"Error: [Ll]oading (?P<model>\S+) requires (?:you )?to execute the (?:configuration|model|tokenizer|code)",
         ),
@@ -226,7 +227,8 @@ SYMPTOMS = (
             r"|submission failed).*)",
             r"(?:srun|sbatch|salloc): error: .*(?P<reason>(?:Invalid|Requested) .*)",
             r"slurmstepd: error: execve\(\): (?P<reason>.*)",
-            r"(?P<reason>\d+/\d+ nodes are available: (?!.*[Tt]riggered ?[Ss]cale-?[Uu]p).*Insufficient.*)|(?P<reason_>ErrImagePull|ImagePullBackOff)\b",
+            r"(?P<reason>\d+/\d+ nodes are available: (?!.*[Tt]riggered ?[Ss]cale-?[Uu]p).*Insufficient.*)"
+            r"|(?P<reason_>ErrImagePull|ImagePullBackOff)\b",
         ),
         N_("The scheduler did not start the job[[: {reason}]]."),
         N_(
