@@ -165,7 +165,7 @@ def test_an_interface_that_is_left_out_is_none_that_is_taken(value, cause, tmp_p
 
 
 def test_a_setting_of_nccl_is_no_reason_of_hccls_code(tmp_path):
-    failed = "[rank1]: RuntimeError: call hccl api failed: EI0006: Getting socket times out."
+    failed = "RuntimeError: call hccl api failed: EI0006: Getting socket times out."
     assert causes_of(tmp_path, f"export NCCL_SOCKET_IFNAME=docker0\n{failed}\n") == ["hccl_connect_timeout"]
 
 
