@@ -108,7 +108,7 @@ def _without_bare_codes(evidence: Sequence[Evidence]) -> list[Evidence]:
     """Without the lines that only tell that a call failed, where their process says near them why."""
     by_process: dict[tuple[str, int | None, str], list[Evidence]] = {}
     for piece in evidence:
-        if piece.symptom.kind != Kind.CASCADE and not piece.code_only:
+        if piece.symptom.kind != Kind.CASCADE and not piece.code_only and not piece.symptom.needs:
             by_process.setdefault((piece.line.source, piece.line.rank, piece.line.node), []).append(piece)
 
     def is_said_better(piece: Evidence) -> bool:
@@ -194,7 +194,8 @@ def _not_later(first: Evidence, second: Evidence) -> bool:
 def _finding(group: _Group, facts: dict[str, str]) -> Finding:
     clearest = group.clearest
     symptom, others = clearest.symptom, [e for e in group.evidence if e is not clearest]
-    elsewhere = {name: value for e in reversed(others) for name, value in e.values.items() if name != "rank"}
+    own = {"rank", "holder"} if "device" in clearest.values else {"rank"}
+    elsewhere = {name: value for e in reversed(others) for name, value in e.values.items() if name not in own}
     values = with_next_values(facts | elsewhere | clearest.values | _differing_calls(group.evidence))
     explanation, fix = (fill(text, values) for text in symptom.texts())
     if "error_fix" in values and symptom is not EXPLAINED_BY_RUN:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from finetune.commands.diagnose.evidence import Evidence, LogEvidence
-from finetune.commands.diagnose.log_facts import FACT_WORDS, facts_in, holder_in
+from finetune.commands.diagnose.log_facts import FACT_WORDS, facts_in, holder_in, renumbers_devices
 from finetune.commands.diagnose.log_process import TRACEBACK_LINES, Process, is_data, relevant_part
 from finetune.commands.diagnose.log_reading import SURVIVED_STEPS, LineKind, LogFile, LogLine, Moment
 from finetune.commands.diagnose.log_words import (
@@ -35,7 +37,10 @@ from finetune.commands.diagnose.log_words import (
     STEP,
     STRUCTURE,
     SUMMARY_RANK,
+    TESTS_BEGIN,
+    TESTS_ENDED,
     TESTS_PASSED,
+    TESTS_RUN,
     TRAINED,
 )
 from finetune.commands.diagnose.symptoms.base import Kind, Symptom
@@ -53,9 +58,21 @@ def scan_log(file: LogFile) -> LogEvidence:
     scan.found.steps, scan.found.trained_until = file.steps, file.trained_until()
     if file.broken_off is not None and scan.found.done is None:
         scan.found.evidence.append(Evidence(BROKEN_OFF, file.broken_off, {}, scan.attempt))
+    scan.name_holders()
     if not scan.of_a_run:
         scan.found.evidence.clear()
     return scan.found
+
+
+@dataclass
+class _BeforeTests:
+    """What was known where tests began: what they print counts only where one of them failed."""
+
+    found: LogEvidence
+    killed_by_launcher: set[str]
+    attempt: int
+    summary_rank: int | None
+    steps: Mapping[int | None, int]
 
 
 class _Scan:
@@ -70,6 +87,9 @@ class _Scan:
         self.attempt = 0
         self._summary_rank: int | None = None
         self._in_diagnosis = False
+        self._before_tests: _BeforeTests | None = None
+        self._holders: dict[tuple[str, str], str] = {}  # of a device's memory, by node and device
+        self._renumbered = False
 
     def kind_of(self, text: str) -> LineKind:
         """Which lines to take; notes whether any is of a run."""
@@ -82,7 +102,9 @@ class _Scan:
         """Take what a line tells."""
         text, process = line.text, self._process_of(line)
         if holder := holder_in(text):
-            self.found.facts.setdefault("holder", holder)
+            self._holders.setdefault((line.node, holder[0]), holder[1])
+        if renumbers_devices(text):
+            self._renumbered = True
         if OTHER_PROGRAM.search(text) or is_data(process, line):
             return
         for name, value in facts_in(text).items():
@@ -93,9 +115,15 @@ class _Scan:
         self._in_diagnosis = bool(quoted or DIAGNOSIS_TITLE.match(text))
         if self._in_diagnosis:
             return
-        if TESTS_PASSED.search(text):
-            self._forget()
+        if TESTS_BEGIN.search(text) or (TESTS_RUN.search(text) and self._before_tests is None):
+            self._begin_tests(line)
             return
+        if TESTS_ENDED.search(text):
+            before, self._before_tests = self._before_tests, None
+            if TESTS_PASSED.search(text):
+                if before is not None:
+                    self._forget_since(before, line)
+                return
         finished, said = FINISHED.search(text), TRAINED.search(text)
         trained = finished or (said and not DENIED.search(text, 0, said.start()))
         if trained:
@@ -125,12 +153,32 @@ class _Scan:
         elif text := relevant_part(process, line):
             self._match(process, line, text)
 
-    def _forget(self) -> None:
-        """Drop all evidence so far: it was of tests."""
-        self.found.evidence.clear()
+    def name_holders(self) -> None:
+        """Say who held the memory of the devices that ran out, where their numbers are those of the tables."""
+        for piece in self.found.evidence if not self._renumbered else ():
+            holder = self._holders.get((piece.line.node, piece.values.get("device", "")))
+            if holder is not None:
+                piece.values.setdefault("holder", holder)
+
+    def _begin_tests(self, line: LogLine) -> None:
+        """Remember what was found, which nothing that follows changes: tests are other processes."""
         self._kept.clear()
         self._processes.clear()
-        self.found.finished, self.found.trained, self.found.ended, self.found.left = 0, -1, -1, -1
+        found = replace(self.found, evidence=[*self.found.evidence], facts=dict(self.found.facts))
+        self._before_tests = _BeforeTests(
+            found, set(self._killed_by_launcher), self.attempt, self._summary_rank, line.steps_before
+        )
+
+    def _forget_since(self, before: _BeforeTests, line: LogLine) -> None:
+        """Drop all that was found since tests began: they all passed. Steps in them are none after what came before."""
+        self._kept.clear()
+        self._processes.clear()
+        self.found, self._killed_by_launcher = before.found, before.killed_by_launcher
+        self.attempt, self._summary_rank = before.attempt, before.summary_rank
+        of_tests = {rank: count - before.steps.get(rank, 0) for rank, count in line.steps_before.items()}
+        for piece in self.found.evidence:
+            steps = {r: piece.line.steps_before.get(r, 0) + of_tests.get(r, 0) for r in line.steps_before}
+            piece.line = replace(piece.line, steps_before=steps)
 
     def _process_of(self, line: LogLine) -> Process:
         """What its process has been about; nothing any more where training has gone on since."""
@@ -235,7 +283,7 @@ def line_kind(text: str) -> LineKind:
     if _matching_symptom(text) is not None or _is_failure(text) or any(form.search(text) for form in STRUCTURE):
         return "line"
     lowered = text.lower()
-    if holder_in(text):
+    if renumbers_devices(text) is not None:
         return "line"
     return "line" if any(word in lowered for word in FACT_WORDS) and facts_in(text) else ""
 

@@ -31,15 +31,28 @@ _FACT = re.compile(
 
 # `| 0  0 | 771204 | VLLMEngineCor | 58720 |` of npu-smi, `|  0  N/A  N/A  771204  C  vllm  58720MiB |` of nvidia-smi.
 _HOLDER = re.compile(
-    r"^\| +\d+ +(?:\d+ +\| +|N/A +N/A +)(?P<pid>\d{2,}) +(?:\| +|[CGM+]+ +)(?!\S*(?:[Pp]ython|pt_main))(?P<name>\S+)"
+    r"^\| +(?P<device>\d+) +(?:(?P<chip>\d+) +\| +|N/A +N/A +)(?P<pid>\d{2,}) +(?:\| +|[CGM+]+ +)"
+    r"(?!\S*(?:[Pp]ython|pt_main))(?P<name>\S+)"
     r" +(?:\| +)?(?P<memory>\d{4,})(?: *MiB)? +\|$"
 )
 
 
-def holder_in(text: str) -> str | None:
-    """The process that a row of npu-smi or nvidia-smi shows to hold GiB of a device's memory, Python's left out."""
+# Processes count the devices that they see from 0; the tables of smi count all, and NPUs of two chips otherwise.
+_NUMBERING = re.compile(
+    r"(?P<set>VISIBLE_DEVICES)['\"]?\s*[=:]|^\| +\d+ +(?:(?P<chip>\d+) +\| +|N/A +N/A +)\d{2,} +[|CGM]"
+)
+
+
+def holder_in(text: str) -> tuple[str, str] | None:
+    """Device and process of a row of npu-smi or nvidia-smi that shows one to hold GiB of memory, Python's left out."""
     match = _HOLDER.match(text) if text.startswith("|") else None
-    return match and f"{match['pid']} ({match['name']}) has {match['memory']} MiB"
+    return match and (match["device"], f"{match['pid']} ({match['name']}) has {match['memory']} MiB")
+
+
+def renumbers_devices(text: str) -> bool | None:
+    """Whether, by this line, devices have other numbers in processes than in smi's tables; None where it tells none."""
+    match = _NUMBERING.search(text)
+    return match and bool(match["set"] or (match["chip"] or "0") != "0")
 
 
 def facts_in(text: str) -> dict[str, str]:

@@ -16,8 +16,12 @@ FINISHED = re.compile(
     r"|worker group successfully finished|^Training[\w ]*: 100%\|"
     r"|(?<!not )\btraining (?:finished|completed|done) (?:normally|successfully)\b"
 )
-# Tests, of failures too, that all passed.
-TESTS_PASSED = re.compile(r"^(?:=+ )?(?!.*\b(?:failed|errors?)\b)(?:\d+ \w+, )*\d+ passed\b.* in [\d.]+s\b")
+# Tests, of failures too: how pytest is called or begins, what it prints in the middle, its last line, and one of tests
+# that all passed.
+TESTS_BEGIN = re.compile(r"^=+ test session starts\b|^(?:[$+]+ )?(?:\S*python[\d.]* -m )?pytest(?: +[\w./:-]+)*$")
+TESTS_RUN = re.compile(r"^collect(?:ed|ing) \d+ items?\b|^\S+\.py::\S+ (?:PASS|FAIL|ERROR|SKIP)")
+TESTS_ENDED = re.compile(r"^(?:=+ )?(?:\d+ \w+, )*\d+ (?:passed|failed|errors?|skipped)\b.* in [\d.]+s\b")
+TESTS_PASSED = re.compile(r"^(?!.*\b(?:failed|errors?)\b).*\b\d+ passed\b")
 # The same as other trainers say it, and scripts that do not look. What stands around these words may deny it.
 _NOT_BADLY = r"(?! (?:\w+ing\b|with (?:err|fail|ex)|un|ab|by\b|prem|early|due|because))"
 TRAINED = re.compile(
@@ -66,7 +70,10 @@ QUIET_LEVEL = re.compile(
     r"|[Cc]onsider installing|[Ff]alling back to"
     r"|pip's dependency resolver|but you have \S+ "
     r"|^(?:\$|\++) (?=[\w./-])|^(?:#\d+ (?:\[[^\]]*\] )?|Step \d+/\d+ : )RUN\b"  # commands, repeated
-    r"|(?:->|=>|→) ?(?:dropp|skipp|ignor|discard)(?:ed|ing)\b"  # and what was done about an error
+    # And what was done about an error.
+    r"|(?:->|=>|→) ?(?:dropp|skipp|ignor|discard)(?:ed|ing)\b|^(?i:skipp|ignor)ing\b"
+    r"|[.,;:(] ?(?:[Ss]kipp(?:ed|ing)|[Ii]gnor(?:ed|ing)|[Cc]ontinuing|[Rr]ebuilding)"
+    r"(?: (?!is\b|of\b)[\w ]{1,30})?[.)]*$"
 )
 EXCEPTION = re.compile(
     r"^(?P<exception>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Timeout|Failure|Expired|NotFound|Group)"
@@ -157,7 +164,7 @@ SERVICE = re.compile(
 
 # What tells how to read other lines.
 STRUCTURE = (
-    *(FRAME, BOILERPLATE, FINISHED, TESTS_PASSED, TRAINED, ENDED_WELL, RESTART, SUMMARY_RANK, IGNORED, DIAGNOSIS_TITLE),
-    *(FORCED_KILL, CHAINED, CHAT_BEGINS, CHAT_ENDS, ENDS_TRACEBACK, FENCE, HEADING),
+    *(FRAME, BOILERPLATE, FINISHED, TESTS_BEGIN, TESTS_RUN, TESTS_ENDED, TRAINED, ENDED_WELL, RESTART, SUMMARY_RANK),
+    *(IGNORED, DIAGNOSIS_TITLE, FORCED_KILL, CHAINED, CHAT_BEGINS, CHAT_ENDS, ENDS_TRACEBACK, FENCE, HEADING),
     re.compile(f"TraceBack|^{OWN_WHERE}|^{OWN_FIX}"),
 )

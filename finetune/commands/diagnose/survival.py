@@ -31,6 +31,8 @@ def _survived_here(evidence: Evidence, number: int, log: LogEvidence) -> bool:
     most = max(after.values(), default=0)
     if most >= (SURVIVED_STEPS if after.get(rank, most) > 0 else SURVIVED_STEPS_OF_OTHERS):
         return True
+    if evidence.symptom.passing and most > 0:
+        return True
     if evidence.symptom.lasting:
         return False
     # What is stopped or complains when the training is over, and whoever ran it says that all went well.

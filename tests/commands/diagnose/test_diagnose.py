@@ -278,9 +278,12 @@ def test_facts():
     [
         (
             "| 0       0                 | 771204        | VLLMEngineCor | 58720      |",
-            "771204 (VLLMEngineCor) has 58720 MiB",
+            ("0", "771204 (VLLMEngineCor) has 58720 MiB"),
         ),
-        ("|    0   N/A  N/A      771204      C   ollama_llama     58720MiB |", "771204 (ollama_llama) has 58720 MiB"),
+        (
+            "|    0   N/A  N/A      771204      C   ollama_llama     58720MiB |",
+            ("0", "771204 (ollama_llama) has 58720 MiB"),
+        ),
         ("| 0       0                 | 771204        | python3.11    | 58720      |", None),
         ("|    0   N/A  N/A        2042      G   /usr/lib/xorg/Xorg    4MiB |", None),
         ("| 0       0                 | step          | loss          | 2.1        |", None),
@@ -289,8 +292,41 @@ def test_facts():
 def test_who_holds_memory_is_read_from_the_tables_of_smi(row, holder, tmp_path):
     assert holder_in(row) == holder
     log = tmp_path / "x.log"
-    log.write_text(f"{row}\n[rank0]: {OOM}\n")
+    log.write_text(f"{row}\n[rank0]: {OOM} GPU 0 has a total capacity of 60.97 GiB\n")
     assert ("771204" in diagnose_logs([log])[0].fix) is (holder is not None)
+
+
+HOLDER_OF_0 = "|    0   N/A  N/A      771204      C   ollama_llama     58720MiB |"
+HOLDER_OF_3 = HOLDER_OF_0.replace("|    0", "|    3").replace("771204", "880001")
+
+
+@pytest.mark.parametrize(
+    ("before", "oom", "holder"),
+    [
+        (f"{HOLDER_OF_0}\n{HOLDER_OF_3}", f"{OOM} GPU 3 has a total capacity of 60.97 GiB", "880001"),
+        (f"{HOLDER_OF_0}\n{HOLDER_OF_3}", f"{OOM[:-1]} (GPU 3; 60.97 GiB total capacity; 8 GiB already al", "880001"),
+        (HOLDER_OF_0, f"{OOM} GPU 3 has a total capacity of 60.97 GiB", None),
+        (HOLDER_OF_0, OOM, None),
+        (f"export CUDA_VISIBLE_DEVICES=4,5\n{HOLDER_OF_0}", f"{OOM} GPU 0 has a total capacity of 60.97 GiB", None),
+        (
+            "| 1       0   | 880001   | VLLMEngineCor | 58720      |\n"
+            "| 1       1   | 88000    | python        | 58720      |",
+            f"{OOM[:-1]} (NPU 1; 60.97 GiB total capacity; 8 GiB already allocated",
+            None,
+        ),
+    ],
+)
+def test_who_holds_memory_is_told_of_the_device_that_ran_out(before, oom, holder, tmp_path):
+    log = tmp_path / "x.log"
+    log.write_text(f"{before}\n[rank3]: {oom}\n")
+    fix = diagnose_logs([log])[0].fix
+    assert [pid for pid in ("771204", "880001") if pid in fix] == ([holder] if holder else [])
+
+
+def test_every_device_that_ran_out_has_its_own_holder(tmp_path):
+    log = tmp_path / "x.log"
+    log.write_text(f"{HOLDER_OF_0}\n" + "".join(f"[rank{n}]: {OOM} GPU {n} has a total capacity\n" for n in (3, 0)))
+    assert "771204" not in diagnose_logs([log])[0].fix
 
 
 def test_a_device_that_others_fill_is_said(tmp_path):

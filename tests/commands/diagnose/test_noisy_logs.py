@@ -147,6 +147,28 @@ def test_codes_are_read_by_their_families(code, cause, tmp_path):
     assert causes_of(tmp_path, f"[rank3]: RuntimeError: NPU function error, {code}\n")[0] == cause
 
 
+@pytest.mark.parametrize(
+    ("value", "cause"),
+    [("^docker0,lo", None), ('"^docker0"', None), ("docker0", "interface"), ("'=docker0'", "interface")],
+)
+def test_an_interface_that_is_left_out_is_none_that_is_taken(value, cause, tmp_path):
+    frame = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    main()\n'
+    late = "torch.distributed.DistStoreError: Timed out after 901 seconds waiting for clients. 1/2 clients joined."
+    socket = "[rank1]: RuntimeError: call hccl api failed: EI0006: Getting socket times out."
+    for kind, end, named, other in (
+        ("NCCL", late, "nccl_network_interface", "rendezvous_timeout"),
+        ("HCCL", late, "hccl_config", "rendezvous_timeout"),
+        ("HCCL", socket, "hccl_config", "hccl_connect_timeout"),
+    ):
+        found = causes_of(tmp_path, f"export {kind}_SOCKET_IFNAME={value}\n{frame}{end}\n")
+        assert found == [named if cause else other]
+
+
+def test_a_setting_of_nccl_is_no_reason_of_hccls_code(tmp_path):
+    failed = "RuntimeError: call hccl api failed: EI0006: Getting socket times out."
+    assert causes_of(tmp_path, f"export NCCL_SOCKET_IFNAME=docker0\n{failed}\n") == ["hccl_connect_timeout"]
+
+
 def test_codes_outside_every_family_are_unknown(tmp_path):
     assert causes_of(tmp_path, "[rank3]: EK0003: Config error of profiling.\n") in ([], ["unknown"])
 

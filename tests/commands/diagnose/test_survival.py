@@ -15,6 +15,8 @@ LIMIT = "slurmstepd: error: *** JOB 1 ON n1 CANCELLED AT 2025-06-01T10:20:30 DUE
 UNTIMED_KILL = "[812233.110480] oom-kill:constraint=CONSTRAINT_MEMCG,task=python,pid=7,uid=1\n"
 XID = "Jun  1 {time} n1 kernel: NVRM: Xid (PCI:0000:18:00): 79, pid=812, name=python, GPU has fallen off the bus.\n"
 DONE = "2025-06-01 13:00:00 INFO train: finished, all ranks 0\n"
+REFUSED = "ssh: connect to host n2 port 22: Connection refused\n"
+PYTEST = "============================= test session starts ==============================\ncollected 3 items\n"
 LATE = (
     "[rank0]:[E601 10:30:00.1 ProcessGroupNCCL.cpp:632] [Rank 0] Watchdog caught collective operation timeout: "
     "WorkNCCL(SeqNum=5, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600032 milliseconds before timing out.\n"
@@ -55,6 +57,10 @@ SURVIVED = {
     },
     "many steps of others": {"run.log": "[rank3]: step 1 loss 2.5\n[rank3]: " + BAD_JSON + "step 1 loss 2.5\n" * 10},
     "tests that all passed": {"ci.log": f"python -m pytest\n{OOM}{BAD_JSON}=== 12 passed, 2 warnings in 3.1s ===\n"},
+    "tests under pytest's heading": {"ci.log": f"{PYTEST}{OOM}{BAD_JSON}3 passed, 1 warning in 2.2s\n"},
+    "a node that was not up yet": {"run.log": REFUSED + steps(1, 2)},
+    "a pod that waited for a node": {"run.log": f"0/16 nodes are available: 16 Insufficient cpu.\n{steps(1, 2)}"},
+    "a connection that another takes up": {"run.log": f"client_loop: send disconnect: Broken pipe\n{steps(1, 2)}"},
     "a limit hit by what was left of a job": {"run.log": steps(1, 20) + "training done\nexit code: 0\n" + LIMIT},
     "comments and quoted lines": {"run.log": f"step 1 loss 2.5\n# {BAD_JSON}> {BAD_JSON}"},
     "counts of nothing": {"run.log": "cuda preflight\nXid 48 (double bit ECC error) : 0 lines\n"},
@@ -71,7 +77,29 @@ FAILED = {
     ),
     "a script says done": ("device_oom", {"run.log": f"{steps(1, 20)}{OOM}done\nTraining finished\nexit code 0\n"}),
     "tests of which one failed": ("device_oom", {"ci.log": f"python -m pytest\n{OOM}1 failed, 2 passed in 3s\n"}),
-    "after tests that passed": ("disk_full", {"ci.log": f"python\n{OOM}=== 2 passed in 3s ===\n{DISK}"}),
+    "after tests that passed": ("disk_full", {"ci.log": f"{PYTEST}{OOM}=== 2 passed in 3s ===\n{DISK}"}),
+    "before tests that passed": ("device_oom", {"ci.log": f"python\n{OOM}{PYTEST}{DISK}=== 2 passed in 3s ===\n"}),
+    "before tests that trained": ("device_oom", {"ci.log": f"{OOM}{PYTEST}{steps(1, 9)}{DONE}2 passed in 3s\n"}),
+    "before tests that started again": (
+        "device_oom",
+        {"ci.log": f"{PYTEST}[WARNING] restart 1\n1 passed in 3s\n{OOM}{PYTEST}[WARNING] restart 1\n1 passed in 3s\n"},
+    ),
+    "tests that do not show where they began": ("device_oom", {"ci.log": f"{OOM}=== 12 passed in 3.21s ===\n"}),
+    "the same with a warning": ("device_oom", {"ci.log": f"python\n{OOM}3 passed, 1 warning in 2.2s\n"}),
+    "after other tests, ended": ("device_oom", {"ci.log": f"{PYTEST}2 passed in 3s\n{OOM}2 passed in 3s\n"}),
+    "a run after tests that said they were done": (
+        "unknown",
+        {"ci.log": f"{PYTEST}{steps(1, 3)}[SUCCESS] done: 3 steps\n1 passed in 3s\n{steps(1, 20)}{steps(1, 2)[:-18]}"},
+    ),
+    "a kill after tests of kills": (
+        "peer_died",
+        {
+            "ci.log": f"{PYTEST}Unable to shutdown process 4245 via Signals.SIGTERM, forcefully exiting via "
+            "Signals.SIGKILL\n1 passed in 3s\nfailed (exitcode: -9) local_rank: 2 (pid: 4245)\n"
+        },
+    ),
+    "a node that no one can log in to": ("permission_denied", {"run.log": "python\n" + REFUSED}),
+    "a pod that no node takes": ("scheduler_refused", {"run.log": "python\n0/16 nodes are available: 9 Insufficient"}),
     "a limit, with no end told": ("preempted", {"run.log": steps(1, 20) + "training done\n" + LIMIT}),
     "after the training": ("disk_full", {"run.log": steps(1, 20) + DONE + DISK}),
     "in another log, after the training": ("device_oom", {"train.log": steps(1, 20) + DONE, "eval.log": OOM}),

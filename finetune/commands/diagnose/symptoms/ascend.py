@@ -158,7 +158,7 @@ SYMPTOMS = (
     ),
     Symptom(
         "npu_busy_or_owned",
-        (r"resource\[(?:notify|stream|event|queue)\]|no (?:notify|stream|event) resource",),
+        (r"[Ff]ail\w* .{0,60}resource\[(?:notify|stream|event|queue)\]|\b[Nn]o (?:notify|stream|event) resource",),
         N_(
             "The NPU has no notifies, streams or events left: this run made more communicators (process groups) than "
             "the chip has room for."

@@ -51,6 +51,7 @@ class Symptom:
         in_warnings: lines that call themselves a warning or information count too.
         needs: causes that it tells the reason of: without one of them in the logs it is a warning like others.
         by_order: of it and a failure that is no root (KILLED to UNEXPLAINED) the earlier is nearer.
+        passing: one logged step of training after it shows that it was got over.
         restart_cures: starting the same command again can cure the cause, e.g. as our run starts smaller.
     """
 
@@ -70,6 +71,7 @@ class Symptom:
     in_warnings: bool = False
     needs: tuple[str, ...] = ()
     by_order: bool = False
+    passing: bool = False
     restart_cures: bool = False
 
     @cached_property

@@ -60,7 +60,7 @@ SYMPTOMS = (
     Symptom(
         "chat_template_mismatch",
         (
-            r"(?P<reason>[Cc]onversation roles must alternate.*|.*roles must alternate user/assistant.*)",
+            r"(?:Error|Exception): (?P<reason>.*\broles must alternate\b.*)",
             r"TemplateError: (?P<reason>.*\b(?:roles?|messages?|conversations?)\b.*)",
         ),
         N_("A conversation in the data does not fit the chat template[[: {reason}]]."),
@@ -159,7 +159,8 @@ SYMPTOMS = (
     Symptom(
         "data_corrupt",
         (
-            r"bad header, cannot read|Index doesn't match expected format|(?:cannot mmap|mmap\w*) an empty file",
+            r"(?:Error|Exception): .*(?:bad header, cannot read|Index doesn't match expected format)"
+            r"|(?:cannot mmap|mmap\w*) an empty file",
             r"Tried reading schema message, was null or length 0|Parquet magic bytes not found"
             r"|Not an Arrow file|Invalid flatbuffers",
             r"Arrow(?:Invalid|IOError): .*(?:[Ff]ile is too small|[Ee]xpected to (?:be able to )?read|truncated"

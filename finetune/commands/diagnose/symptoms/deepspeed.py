@@ -98,7 +98,7 @@ SYMPTOMS = (
     Symptom(
         "zero3_empty_or_size_mismatch",
         (
-            r"(?:Missing|Unexpected) key\(s\) in state_dict: \"(?P<parameter>[\w.]+)",
+            r"(?:^\s+|Error.*\W)(?:Missing|Unexpected) key\(s\) in state_dict: \"(?P<parameter>[\w.]+)",
             r"loaded state dict contains a parameter group that doesn't match",
         ),
         N_("The weights or optimizer state that are loaded belong to a model with other parameters[[ ({parameter})]]."),
@@ -116,8 +116,8 @@ SYMPTOMS = (
             r"size mismatch for (?P<parameter>[\w.]+): copying a param with shape "
             r"(?P<saved>torch\.Size\(\[[\d, ]*\]\)) from checkpoint, the shape in current model is "
             r"(?P<now>torch\.Size\(\[[\d, ]*\]\))",
-            r"Trying to set a tensor of shape (?P<saved>torch\.Size\(\[[\d, ]*\]\)) in \"(?P<parameter>[\w.]+)\" "
-            r"\(which has shape (?P<now>torch\.Size\(\[[\d, ]*\]\))",
+            r"Error: Trying to set a tensor of shape (?P<saved>torch\.Size\(\[[\d, ]*\]\)) in "
+            r"\"(?P<parameter>[\w.]+)\" \(which has shape (?P<now>torch\.Size\(\[[\d, ]*\]\))",
             r"the saved adapter has an empty tensor: (?P<parameter>\S+)",
             r"the saved adapter has (?P<parameter>\S+) as",
             r"'weight' must be 2-D|\d+ parameters are not partitioned",

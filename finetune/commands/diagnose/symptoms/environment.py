@@ -5,6 +5,13 @@ from __future__ import annotations
 from finetune.commands.diagnose.symptoms.base import Kind, Symptom
 from finetune.runtime.language import N_
 
+_NO_LOGIN = N_("The launcher cannot log in to a node by ssh without a password.")
+_LOGIN_FIX = N_(
+    "From the node that starts the run `ssh NODE true` must work for every node: install the key "
+    "(ssh-copy-id), accept host keys once (ssh-keyscan), and in containers run sshd at the port that the host "
+    "file names. torchrun and `python -m finetune launch`, started on every node, need no ssh."
+)
+
 SYMPTOMS = (
     Symptom(
         "wandb_login",
@@ -200,18 +207,22 @@ SYMPTOMS = (
     ),
     Symptom(
         "permission_denied",
-        (
-            r"Permission denied \(publickey|Permission denied, please try again|Host key verification failed",
-            r"ssh: connect to host \S+ port \d+: Connection refused",
-        ),
-        N_("The launcher cannot log in to a node by ssh without a password."),
-        N_(
-            "From the node that starts the run `ssh NODE true` must work for every node: install the key "
-            "(ssh-copy-id), accept host keys once (ssh-keyscan), and in containers run sshd at the port that the host "
-            "file names. torchrun and `python -m finetune launch`, started on every node, need no ssh."
-        ),
+        (r"Permission denied \(publickey|Permission denied, please try again|Host key verification failed",),
+        _NO_LOGIN,
+        _LOGIN_FIX,
         confidence=0.92,
         source="OpenSSH, pdsh",
         explains=("rendezvous_timeout",),
+    ),
+    Symptom(  # also of a node that is asked again and again until it is up
+        "permission_denied",
+        (r"ssh: connect to host \S+ port \d+: Connection refused",),
+        _NO_LOGIN,
+        _LOGIN_FIX,
+        kind=Kind.PEER_LOST,
+        confidence=0.85,
+        source="OpenSSH, pdsh",
+        explains=("rendezvous_timeout",),
+        passing=True,
     ),
 )

@@ -91,7 +91,7 @@ SYMPTOMS = (
     ),
     Symptom(
         "hccl_config",
-        (r"HCCL_SOCKET_IFNAME\W{1,3}(?P<variable>(?:docker|virbr|veth|br-)\w*)",),
+        (r"HCCL_SOCKET_IFNAME[^\w^]{1,3}(?P<variable>(?:docker|virbr|veth|br-)\w*)",),
         N_(
             "HCCL_SOCKET_IFNAME names an interface that ends at this machine[[ ({variable})]]: other nodes cannot "
             "reach it."

@@ -32,12 +32,13 @@ SYMPTOMS = (
     Symptom(
         "device_oom",
         (
-            r"(?:CUDA|NPU|HIP) out of memory\. Tried to allocate (?P<wanted>[\d.]+ ?\w+) \(\w+ \d+; "
+            r"(?:CUDA|NPU|HIP) out of memory\. Tried to allocate (?P<wanted>[\d.]+ ?\w+) \(\w+ (?P<device>\d+); "
             r"(?P<capacity>[\d.]+ ?\w+) total capacity; (?P<allocated>[\d.]+ ?\w+) already allocated",
             r"(?:CUDA|NPU|HIP) out of memory\. Tried to allocate (?P<wanted>[\d.]+ ?\w+)\..*?total capacity of "
             r"(?P<capacity>[\d.]+ ?\w+).*?Process (?P<holder>\d+ has [\d.]+ [KMG]iB) memory in use"
             r"(?:.*?(?P<unallocated>[\d.]+ ?\w+) is reserved by PyTorch but unallocated)?",
-            r"(?:CUDA|NPU|XPU|HIP) out of memory\.(?: Tried to allocate (?P<wanted>[\d.]+ ?\w+))?(?:.*?total capacity "
+            r"(?:CUDA|NPU|XPU|HIP) out of memory\.(?: Tried to allocate (?P<wanted>[\d.]+ ?\w+))?"
+            r"(?:.*?\b[GNX]PU (?P<device>\d+)\b)?(?:.*?total capacity "
             r"of (?P<capacity>[\d.]+ ?\w+)|.*?; (?P<capacity_>[\d.]+ ?\w+) total capacity)?"
             r"(?:.*?(?P<unallocated>[\d.]+ ?\w+) is reserved by PyTorch but unallocated)?",
             r"MPS backend out of memory(?: \(MPS allocated: (?P<used>[\d.]+ ?\w+))?",

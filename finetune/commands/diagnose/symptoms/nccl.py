@@ -112,7 +112,7 @@ SYMPTOMS = (
         "nccl_network_interface",
         (
             r"Unable to resolve hostname to a \(local\) address|Using the loopback address as fallback",
-            r"(?:NCCL|GLOO)_SOCKET_IFNAME\W{1,3}(?:docker|virbr|veth)\w*",
+            r"(?:NCCL|GLOO)_SOCKET_IFNAME[^\w^]{1,3}(?:docker|virbr|veth)\w*",
         ),
         N_(
             "A process listens where other machines cannot reach it: at the loopback address, because the name of this "
@@ -228,7 +228,7 @@ SYMPTOMS = (
     ),
     Symptom(
         "nccl_version_or_system",
-        (r"transport/nvls\.cc:\d+ NCCL WARN|Fabric State\s*: (?!Completed|N/A)",),
+        (r"transport/nvls\.cc:\d+ NCCL WARN|Fabric State\s*:\s*(?!Completed|N/A|Not Supported)(?=\S)",),
         N_("NCCL could not set up NVLink SHARP (NVLS): the NVSwitch fabric of this machine is not ready."),
         N_(
             "`nvidia-smi -q | grep -A2 Fabric` must say Completed: restart nvidia-fabricmanager (of the driver's "

@@ -6,6 +6,9 @@ from finetune.commands.diagnose.symptoms.ascend import SOURCE
 from finetune.commands.diagnose.symptoms.base import Kind, Symptom, cann, returned
 from finetune.runtime.language import N_
 
+# Of something that was seen, not of what would be done about it or how often nothing was.
+_TOLD = r"^(?!.*\b(?:[Ii]f|[Nn]o|[Nn]ot|[Ww]hen|[Ff]ound 0|[Dd]etected 0) )(?:.*\W)?"
+
 SYMPTOMS = (
     Symptom(
         "device_not_visible",
@@ -113,8 +116,13 @@ SYMPTOMS = (
     Symptom(
         "illegal_memory_or_ecc",
         (
-            r"silent check abnormal|Feature detection detects abnormal|[Ss]ilent data corruption",
-            r"stress test\b.{0,40}\bFAIL|matmul compare mismatch",
+            r"silent check abnormal|Feature detection detects abnormal",
+            _TOLD + r"[Ss]ilent data corruptions? (?:\(SDC\) )?(?:(?:was|were|is|has been) )?"
+            r"(?:detected|found|occurred)(?!\W{1,3}0\b|, no\b)",
+            _TOLD + r"(?:[Dd]etected|[Ff]ound|[Ss]uspect(?:ed)?)\b.{0,30}\b"
+            r"[Ss]ilent data corruption\b(?! (?:check|test|detect))",
+            r"stress test\b.{0,40}(?<!/)(?<!or )\bFAIL(?<!\b0 FAIL)(?!\w*\W{1,3}0\b)"
+            r"|matmul compare mismatch(?!\W{1,3}0\b)",
         ),
         N_("A device computes wrong results without reporting an error (silent data corruption)[[ (rank {rank})]]."),
         N_(
@@ -123,7 +131,6 @@ SYMPTOMS = (
         ),
         confidence=0.9,
         source="torch_npu, npu-smi",
-        in_warnings=True,
         kind=Kind.MACHINE,
     ),
 )

@@ -34,7 +34,7 @@ SYMPTOMS = (
     ),
     Symptom(
         "missing_package",
-        (r"requires? the latest version of [`'\"]?(?P<package>\w[\w-]*)",),
+        (r"(?:Error|Exception): .*requires? the latest version of [`'\"]?(?P<package>\w[\w-]*)",),
         N_("A package[[ ({package})]] is not installed here, or is older than what uses it needs."),
         N_("`pip install -U[[ {package}]]` in the environment of the run, on every node; `pip check` afterwards."),
         confidence=0.82,

@@ -222,5 +222,6 @@ SYMPTOMS = (
         confidence=0.3,
         source="OpenSSH, kubectl",
         kind=Kind.CASCADE,
+        passing=True,
     ),
 )

@@ -58,7 +58,7 @@ SYMPTOMS = (
     Symptom(
         "tokenizer_incomplete",
         (
-            r"the tokenizer does not have a (?P<lacks>padding token)|no (?P<lacks_>padding token) is defined",
+            r"(?:Error|Exception): .*(?:the tokenizer does not have a|no) (?P<lacks>padding token)\b",
             r"(?:Error|Exception): .*(?P<lacks>pad_token)(?:_id)?\b.{0,20} (?:is None|must be|is not set)",
         ),
         _TOKENIZER,
@@ -86,9 +86,10 @@ SYMPTOMS = (
     Symptom(
         "remote_code_refused",
         (
-            r"contains custom code which must be executed|(?:pass|set|with|requires?) (?:the (?:argument|option) )?"
+            r"Error: .*contains custom code which must be executed"
+            r"|(?:pass|set|with|requires?) (?:the (?:argument|option) )?"
             r"[`'\"]?trust_remote_code[`'\"]?\s*=\s*True[`'\"]? to allow",
-            r"[Ll]oading (?P<model>\S+) requires (?:you )?to execute the (?:configuration|model|tokenizer|code)",
+            r"Error: [Ll]oading (?P<model>\S+) requires (?:you )?to execute the (?:configuration|model|tokenizer|code)",
         ),
         N_("The model[[ {model}]] brings Python code of its own, which is run only where that was allowed."),
         N_(
@@ -158,7 +159,7 @@ SYMPTOMS = (
             r"(?P<variable>RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR"
             r"|MASTER_PORT) expected, but not set",
             r"KeyError: '(?P<variable>LOCAL_RANK|RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT)'",
-            r"Default process group has not been initialized",
+            r"(?:Error|Exception): .*Default process group has not been initialized",
         ),
         N_("The program expects the processes that a launcher makes, and there is no process group[[ ({variable})]]."),
         N_(
@@ -204,7 +205,8 @@ SYMPTOMS = (
         "compile_failed",
         (
             r"torch\._(?:inductor|dynamo)\.exc\.\w+|Failed to find C compiler",
-            r"OutOfResources: out of resource|triton\.\w[\w.]*(?:Error|Failed)|Triton Error \[\w+\]",
+            r"^(?:\w[\w.]*: .*)?(?:\w+\.)*OutOfResources: out of resource",
+            r"triton\.\w[\w.]*(?:Error|Failed)|Triton Error \[\w+\]",
             r"PassManager::run failed|ptxas (?:fatal|error)",
         ),
         N_("torch.compile or Triton could not build a kernel[[ on rank {rank}]]."),
@@ -225,7 +227,8 @@ SYMPTOMS = (
             r"|submission failed).*)",
             r"(?:srun|sbatch|salloc): error: .*(?P<reason>(?:Invalid|Requested) .*)",
             r"slurmstepd: error: execve\(\): (?P<reason>.*)",
-            r"(?P<reason>\d+/\d+ nodes are available: .*Insufficient.*)|(?P<reason_>ErrImagePull|ImagePullBackOff)\b",
+            r"(?P<reason>\d+/\d+ nodes are available: (?!.*[Tt]riggered ?[Ss]cale-?[Uu]p).*Insufficient.*)"
+            r"|(?P<reason_>ErrImagePull|ImagePullBackOff)\b",
         ),
         N_("The scheduler did not start the job[[: {reason}]]."),
         N_(
@@ -235,6 +238,7 @@ SYMPTOMS = (
         ),
         confidence=0.86,
         source="Slurm, Kubernetes",
+        passing=True,
     ),
     Symptom(
         "invalid_settings",
