@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from finetune.batching.microbatch_schedule import (
@@ -43,6 +43,7 @@ LENGTHS = st.lists(st.integers(1, 100), max_size=120).map(lambda values: np.arra
 
 @settings(deadline=None, max_examples=200)
 @given(LENGTHS, st.integers(1, 9), st.integers(0, 300))
+@example(np.array([5, 3, 5, 3, 4]), 2, 5)  # two microbatches of 10 are all that fits: a bound that is loose shows
 def test_packed_plans(lengths: np.ndarray, world_size: int, room: int) -> None:
     budget = int(lengths.max(initial=1)) + room
     plan = schedule_microbatches(lengths, world_size, token_budget=budget)
