@@ -35,7 +35,9 @@ def fitted(text: str) -> list[str]:
         for part in group if indented else [" ".join(group)]:
             usage = part.startswith("usage:")
             spaces = " " * (11 if usage else len(part) - len(part.lstrip()) + 4 * indented)
-            result += textwrap.wrap(part, width, subsequent_indent=spaces, break_long_words=False) or [""]
+            result += textwrap.wrap(
+                part, width, subsequent_indent=spaces, break_long_words=False, break_on_hyphens=False
+            ) or [""]
     return result
 
 
@@ -79,7 +81,7 @@ def flag_lines(
 
 
 def _entry(head: str, text: str) -> list[str]:
-    wrapped = textwrap.wrap(text, help_width() - _INDENT)
+    wrapped = textwrap.wrap(text, help_width() - _INDENT, break_on_hyphens=False)
     if len(head) + 4 > _INDENT:
         return [f"  {head}", *(" " * _INDENT + line for line in wrapped)]
     return [f"  {head:<{_INDENT - 2}}{wrapped[0]}", *(" " * _INDENT + line for line in wrapped[1:])]

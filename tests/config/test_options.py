@@ -113,7 +113,8 @@ def test_help_exits_with_0(arguments: list[str], capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == options_help(Example)
 
 
-def test_the_help_shows_units_and_defaults_and_plain_switches_without_them() -> None:
+def test_the_help_shows_units_and_defaults_and_plain_switches_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     text = options_help(Example)
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[0] == "usage: python -m finetune example FOLDER [FILE ...] [--depth N]"
