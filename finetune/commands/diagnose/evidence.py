@@ -47,6 +47,7 @@ class LogEvidence:
         done: when it, or a script around it, said so; None where none did.
         trained: how many came before it said so; -1 where nothing did.
         ended: how many came before anything in it said that something ended or went on well; -1 where nothing did.
+        preparing: the last progress of data being made ready, None where it came to its end.
         left: how many came before a process, of a run that had said it was done, ended well; -1 where none did.
     """
 
@@ -59,3 +60,4 @@ class LogEvidence:
     trained: int = -1
     ended: int = -1
     left: int = -1
+    preparing: LogLine | None = None

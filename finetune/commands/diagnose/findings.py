@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 
 from finetune.commands.diagnose.evidence import Evidence, LogEvidence
 from finetune.commands.diagnose.log_facts import with_next_values
+from finetune.commands.diagnose.log_words import PREPARING
 from finetune.commands.diagnose.survival import CLOCK_SLACK_SECONDS, nearest_year, standing_evidence
 from finetune.commands.diagnose.symptoms.base import Kind, fill
+from finetune.commands.diagnose.symptoms.network import WAITED_FOR_DATA
 from finetune.commands.diagnose.symptoms.processes import INTERRUPTED
 from finetune.commands.diagnose.symptoms.rules import ENDED_BADLY, EXPLAINED_BY_RUN, UNEXPLAINED
 from finetune.plain_text import mask_secrets, plain_text
@@ -77,6 +79,7 @@ def rank_findings(logs: Sequence[LogEvidence], facts: dict[str, str] | None = No
     if any(log.ended >= 0 for log in logs) and all(e.quiet and e.symptom.kind == Kind.CASCADE for e in standing):
         return []  # processes that end one after the other warn of it
     standing = _without_bare_codes(standing)
+    _say_who_prepared(standing, logs)
     last = [e for e in standing if e.attempt == max(o.attempt for o in standing if o.line.source == e.line.source)]
     groups = _groups(last)
     if groups and all(group.kind > Kind.UNEXPLAINED for group in groups):
@@ -119,6 +122,18 @@ def _without_bare_codes(evidence: Sequence[Evidence]) -> list[Evidence]:
         )
 
     return [piece for piece in evidence if not is_said_better(piece)]
+
+
+def _say_who_prepared(evidence: Sequence[Evidence], logs: Sequence[LogEvidence]) -> None:
+    """Of time-outs of collectives while one rank still made data ready, and no step was logged since: say so."""
+    lines = [log.preparing for log in logs if log.preparing and log.preparing.steps_before == log.steps]
+    progress = PREPARING.search(lines[-1].text) if lines else None
+    for piece in evidence if progress else ():
+        if piece.symptom.cause == WAITED_FOR_DATA.cause and piece.symptom.kind == Kind.TIMEOUT:
+            piece.symptom = WAITED_FOR_DATA
+            piece.values["progress"] = f"{progress['work'].strip()}: {progress['percent']}%"
+            if lines[-1].rank is not None:
+                piece.values["preparing_rank"] = str(lines[-1].rank)
 
 
 def _groups(evidence: Sequence[Evidence]) -> list[_Group]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from finetune.commands.diagnose.evidence import Evidence, LogEvidence
-from finetune.commands.diagnose.log_facts import FACT_WORDS, facts_in, holder_in, renumbers_devices
-from finetune.commands.diagnose.log_process import TRACEBACK_LINES, Process, is_data, relevant_part
+from finetune.commands.diagnose.log_facts import facts_in, holder_in, renumbers_devices
+from finetune.commands.diagnose.log_kinds import is_failure, line_kind, matching_symptom
+from finetune.commands.diagnose.log_process import TRACEBACK_LINES, Process, is_data, relevant_part, without_quotes
 from finetune.commands.diagnose.log_reading import SURVIVED_STEPS, LineKind, LogFile, LogLine, Moment
 from finetune.commands.diagnose.log_words import (
     CASCADE_EXCEPTIONS,
@@ -20,22 +20,19 @@ from finetune.commands.diagnose.log_words import (
     ENDED_WELL,
     ENDS_TRACEBACK,
     EXCEPTION,
-    FAILURE,
     FINISHED,
     FORCED_KILL,
     FOREIGN,
     IGNORED,
-    NOT_A_NUMBER,
     OTHER_PROGRAM,
     OWN_ERROR,
     OWN_FIX,
     OWN_WHERE,
+    PREPARING,
     QUIET_LEVEL,
     RESTART,
     RUN,
     SERVICE,
-    STEP,
-    STRUCTURE,
     SUMMARY_RANK,
     TESTS_BEGIN,
     TESTS_ENDED,
@@ -43,8 +40,8 @@ from finetune.commands.diagnose.log_words import (
     TESTS_RUN,
     TRAINED,
 )
-from finetune.commands.diagnose.symptoms.base import Kind, Symptom
-from finetune.commands.diagnose.symptoms.rules import BROKEN_OFF, ENDED_BADLY, EXPLAINED_BY_RUN, UNEXPLAINED, possible
+from finetune.commands.diagnose.symptoms.base import Kind
+from finetune.commands.diagnose.symptoms.rules import BROKEN_OFF, ENDED_BADLY, EXPLAINED_BY_RUN, UNEXPLAINED
 
 # Of one symptom on one rank in one attempt the first lines are kept and the others counted.
 KEPT_LINES = 3
@@ -100,6 +97,7 @@ class _Scan:
 
     def take(self, line: LogLine) -> None:
         """Take what a line tells."""
+        line = without_quotes(line)
         text, process = line.text, self._process_of(line)
         if holder := holder_in(text):
             self._holders.setdefault((line.node, holder[0]), holder[1])
@@ -107,6 +105,8 @@ class _Scan:
             self._renumbered = True
         if OTHER_PROGRAM.search(text) or is_data(process, line):
             return
+        if prepared := PREPARING.search(text):
+            self.found.preparing = None if prepared["percent"] == "100" else line
         for name, value in facts_in(text).items():
             self.found.facts.setdefault(name, value)
         if forced := FORCED_KILL.search(text):
@@ -131,7 +131,7 @@ class _Scan:
             self.found.trained = len(self.found.evidence)
         if finished:
             self.found.finished = len(self.found.evidence)
-        restarted = RESTART.search(text) is not None and _matching_symptom(text) is None
+        restarted = RESTART.search(text) is not None and matching_symptom(text) is None
         ended_well = ENDED_WELL.search(text) is not None
         if trained or restarted or ended_well:
             self.found.ended = len(self.found.evidence)
@@ -192,7 +192,7 @@ class _Scan:
         quiet = QUIET_LEVEL.search(text) is not None
         service = SERVICE.search(text) is not None
         within, process.frame_at = line.number - process.frame_at < TRACEBACK_LINES, -TRACEBACK_LINES
-        matched = _matching_symptom(text)
+        matched = matching_symptom(text)
         if matched is not None and service and matched[0].kind != Kind.MACHINE:
             return
         if matched is not None and (not quiet or matched[0].in_warnings):
@@ -209,7 +209,7 @@ class _Scan:
                 self.found.evidence.remove(process.chained)
             if symptom.kind == Kind.KILLED and values.get("pid") in self._killed_by_launcher:
                 symptom, values = ENDED_BADLY, {}
-        elif not quiet and not service and (_is_failure(text) or (within and ENDS_TRACEBACK.match(text))):
+        elif not quiet and not service and (is_failure(text) or (within and ENDS_TRACEBACK.match(text))):
             exception = EXCEPTION.match(text) or (within and ENDS_TRACEBACK.match(text))
             if exception and process.ignored:
                 process.ignored = False
@@ -274,26 +274,3 @@ def _add_error_detail(process: Process, text: str) -> None:
     if name == "error_fix" and own and last.symptom in (UNEXPLAINED, ENDED_BADLY):
         last.symptom = EXPLAINED_BY_RUN
         last.values.setdefault("error", own["error"])
-
-
-def line_kind(text: str) -> LineKind:
-    """Whether any rule, or anything that rules depend on, is in a line."""
-    if STEP.search(text) and not NOT_A_NUMBER.search(text) and not TRAINED.search(text):
-        return "step"
-    if _matching_symptom(text) is not None or _is_failure(text) or any(form.search(text) for form in STRUCTURE):
-        return "line"
-    lowered = text.lower()
-    if renumbers_devices(text) is not None:
-        return "line"
-    return "line" if any(word in lowered for word in FACT_WORDS) and facts_in(text) else ""
-
-
-def _matching_symptom(text: str) -> tuple[Symptom, re.Match[str]] | None:
-    """The surest rule; of several the nearest to the root."""
-    lowered = text.lower()
-    matches = [(s, match) for s in possible(lowered) if (match := s.match(text, lowered)) is not None]
-    return min(matches, key=lambda pair: (-pair[0].confidence, pair[0].kind), default=None)
-
-
-def _is_failure(text: str) -> bool:
-    return bool(EXCEPTION.match(text) or OWN_ERROR.match(text) or FAILURE.search(text))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from finetune.commands.diagnose.evidence import Evidence
 from finetune.commands.diagnose.log_reading import LogLine
@@ -10,11 +11,14 @@ from finetune.commands.diagnose.log_words import (
     BOILERPLATE,
     CHAT_BEGINS,
     CHAT_ENDS,
+    CRASHED_THREAD,
     DATA,
     FENCE,
     FRAME,
     HEADING,
     LEAVES_BOILERPLATE,
+    PACKAGE_FRAME,
+    QUOTED_DATA,
     TABLE_ROW,
 )
 
@@ -37,6 +41,7 @@ class Process:
         self.chained: Evidence | None = None  # an unknown error that the next one is said to come from
         self.chat_until = 0  # the line up to which a conversation is quoted
         self.fence_until = 0  # and what stands between ``` and ```
+        self.in_crashed_thread = False  # in the stack of the thread in which Python crashed
         self.steps: Mapping[int | None, int] = {}  # logged before its last line
 
 
@@ -56,9 +61,26 @@ def is_data(process: Process, line: LogLine) -> bool:
     return within or bool(begins) or bool(TABLE_ROW.match(line.text) or DATA.search(line.text))
 
 
+def without_quotes(line: LogLine) -> LogLine:
+    """The line without prompts, answers and records that it quotes."""
+    text = QUOTED_DATA.sub(r"\1", line.text)
+    return line if text == line.text else replace(line, text=text)
+
+
+def _note_crashed(process: Process, text: str) -> None:
+    """Name in the last evidence, of a crash, the package whose frame is the innermost of the crashed thread."""
+    if thread := CRASHED_THREAD.match(text):
+        process.in_crashed_thread = thread["crashed"] == "Current thread"
+    elif process.in_crashed_thread and FRAME.match(text):
+        process.in_crashed_thread = False
+        if (frame := PACKAGE_FRAME.match(text)) and process.last and process.last.symptom.cause == "native_crash":
+            process.last.values.setdefault("library", frame["package"])
+
+
 def relevant_part(process: Process, line: LogLine) -> str:
     """The part of the line that is about this failure: no quoted source code, no fixed advice."""
     text = line.text
+    _note_crashed(process, text)
     indent = len(text) - len(text.lstrip())
     if FRAME.match(text):
         process.in_frame, process.frame_at, process.frame_indent = True, line.number, indent

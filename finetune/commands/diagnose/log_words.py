@@ -66,7 +66,8 @@ LEAVES_BOILERPLATE = re.compile(
 QUIET_LEVEL = re.compile(
     r"^\[?[IWD]\d{3,4} \d\d:\d\d:|\[(?:INFO|DEBUG|WARNING|SUCCESS|NOTICE|TRACE)\]|\bNCCL INFO\b"
     r"|[ |](?:INFO|WARNING|DEBUG) *(?:-|\|)|^(?:INFO|WARNING|DEBUG)[: ]|\b\w*Warning: |(?i:\bwarning: )|\[warn\]"
-    r"|\[notice\]|retry loop|will retry|[Rr]etrying\b|(?i:\b(?:re)?try|attempt) (\d+) ?(?:of|/) ?(?!\1\b)\d+\b"
+    r"|thrown while requesting [A-Z]+ |\[notice\]|retry loop|will retry|[Rr]etrying\b"
+    r"|(?i:\b(?:re)?try|attempt) (\d+) ?(?:of|/) ?(?!\1\b)\d+\b"
     r"|[Cc]onsider installing|[Ff]alling back to"
     r"|pip's dependency resolver|but you have \S+ "
     r"|^(?:\$|\++) (?=[\w./-])|^(?:#\d+ (?:\[[^\]]*\] )?|Step \d+/\d+ : )RUN\b"  # commands, repeated
@@ -125,6 +126,8 @@ HEADING = re.compile(
 DATA = re.compile(
     # `[sample 0] answer: ...`, `3/8 | prompt: ...`
     r"^\W*(?:(?:(?:sample|example|case|query|item|row|generation|test)\W{0,2}\d+|\d+(?:/\d+)?)\W{1,4})?"
+    r"(?:(?:sample|example|first|last|next|random|raw|decoded|formatted|rendered|train(?:ing)?|eval(?:uation)?|validation"
+    r"|test|user|system|model|chosen|rejected) )?"
     r"(?:instruction|input|output|prompt|completion|response|question|answer|content|text|messages|conversations?"
     r"|generated(?: text)?|generation|prediction|reference|target|sample|example|user|assistant|human"
     r"|提示词?|回答|参考|问题|答案|指令|输入|输出|样本|用户|助手|预测)"
@@ -133,6 +136,13 @@ DATA = re.compile(
     r"|^\W*(?:tasks?|tests?|problem|case|item)[ _].{0,80} \.\.\. (?:FAIL|ERROR|ok|PASS)\w*\b|^(?:SFT )?sample: *\{"
     # Quoted text, comments of source code that is printed, templates, and what was looked for and not found.
     r"|^(?:>|#|//) \S|\{\{ ?[$.\w]|[:=] *0 (?:lines?|times|events?|hits|matches|found|occurrences|errors?)\W*$",
+    re.IGNORECASE,
+)
+# `request 3: prompt: 'why does it say "out of memory"?', params: ...`: what is quoted in it says nothing.
+QUOTED_DATA = re.compile(
+    r"\b((?:(?:prompt|question|answer|quer(?:y|ie)|response|completion|instruction|example|sample|text|content|input"
+    r"|output|generated_text|utterance|document|chosen|rejected)s?|提示词?|问题|回答|样本)['\"]?\)? ?(?:[:=：]|is|was) ?[rfb]?)"
+    r"(?:(['\"`]).*\2|['\"`].*|“[^”]*”?|「[^」]*」?)",
     re.IGNORECASE,
 )
 # A log without any of these is another program's: what its lines say of disks and connections is not about a run.
@@ -162,9 +172,20 @@ SERVICE = re.compile(
     r"|\w\.go:\d+\] |\blevel=(?:info|warn(?:ing)?|error|fatal)\b"
 )
 
+# The stack of the thread in which Python crashed, those of others, and a module of another package in it.
+CRASHED_THREAD = re.compile(r"^(?P<crashed>Current thread|Thread) 0x[0-9a-f]+.* \(most recent call first\):")
+PACKAGE_FRAME = re.compile(r'^\s+File ".*?(?:site|dist)-packages/(?P<package>\w+)')
+# Progress of data that are made ready before training: `Map (num_proc=8):  56%|█████ | 672000/1200000 [09:20<...`.
+PREPARING = re.compile(
+    r"(?:^|[^\w])(?P<work>(?:Running tokenizer|Tokeniz|Map|Filter|Flatten|Group|Pack|Preprocess|Convert|Cast|Appl|Truncat"
+    r"|Adding EOS|Extracting prompt|Generating \w+ split|Saving the dataset)[^:|%]{0,80}?):? +"
+    r"(?P<percent>\d{1,3})%\|"
+)
+
 # What tells how to read other lines.
 STRUCTURE = (
     *(FRAME, BOILERPLATE, FINISHED, TESTS_BEGIN, TESTS_RUN, TESTS_ENDED, TRAINED, ENDED_WELL, RESTART, SUMMARY_RANK),
     *(IGNORED, DIAGNOSIS_TITLE, FORCED_KILL, CHAINED, CHAT_BEGINS, CHAT_ENDS, ENDS_TRACEBACK, FENCE, HEADING),
+    *(CRASHED_THREAD, PREPARING),
     re.compile(f"TraceBack|^{OWN_WHERE}|^{OWN_FIX}"),
 )

@@ -127,6 +127,31 @@ SYMPTOMS = (
     Symptom(
         "device_not_visible",
         (
+            r"(?:Error|Exception): .*(?:CUDA is required but not available for bitsandbytes"
+            r"|bitsandbytes\b.{0,80}(?:requires? (?:CUDA|a GPU)|without (?:GPU|CUDA) support|no GPU))",
+            r"(?:Error|Exception): .*None of the available devices `?available_devices.{0,200}bitsandbytes",
+            r"(?:Error|Exception): .*No GPU found\. A GPU is needed for quantization",
+            r"AttributeError: 'NoneType' object has no attribute 'c(?:adam|adagrad|lion|momentum|rmsprop|lars|lamb"
+            r"|quantize|dequantize|get_|int8|igemm|gemm|gemv|blockwise)\w*'",
+        ),
+        N_(
+            "bitsandbytes works on no GPU here: torch sees none, or the installed bitsandbytes was built without CUDA, "
+            "or its library for this CUDA could not be loaded."
+        ),
+        N_(
+            "`python -c 'import torch; print(torch.cuda.is_available(), torch.version.cuda)'` in the environment of "
+            "the run: if False, make the GPU visible (driver, CUDA_VISIBLE_DEVICES, --gpus all) or install torch with "
+            "CUDA; if True, `pip install -U bitsandbytes` and see `python -m bitsandbytes`. Without a GPU train "
+            "without quantization (no 4-bit or 8-bit, optimizer adamw_torch)."
+        ),
+        confidence=0.92,
+        in_warnings=True,
+        source="transformers, bitsandbytes",
+        explains=("nccl_version_or_system", "cuda_driver_mismatch"),
+    ),
+    Symptom(
+        "device_not_visible",
+        (
             r"invalid device ordinal|No CUDA GPUs are available|no CUDA-capable device is detected",
             r"all CUDA-capable devices are busy or unavailable|CUDA_ERROR_(?:NO_DEVICE|INVALID_DEVICE"
             r"|DEVICE_UNAVAILABLE)",
@@ -230,6 +255,10 @@ SYMPTOMS = (
         "cuda_driver_mismatch",
         (
             r"(?P<library>lib(?:cudnn|cublas|cusparse|cusolver|cufft|nvJitLink|cudart)\w*\.so\S*): undefined symbol",
+            # The name of the library may stand on the line before, where a terminal wrapped it.
+            r"undefined symbol: _*(?P<library>nvJitLink|cusparse|cublas|cudnn|cusolver|cufft|curand|nvrtc|cudart)\w*",
+            r"version (?P<library>lib(?:cudnn|cublas|cusparse|cusolver|cufft|nvJitLink|cudart|nvrtc)\w*\.so[.\d]*)"
+            r"(?: not (?:found|defined)|$)",
             r"[Cc]ould not load library (?P<library>libcudnn\S+?)\.? "
             r"|Unable to load any of \{?(?P<library_>libcudnn[^,}]*)",
         ),

@@ -91,6 +91,27 @@ SYMPTOMS = (
     ),
     Symptom(
         "hccl_config",
+        (
+            r"local IP is \[(?P<address>(?:169\.254|127|192\.168\.122|172\.17)\.[\d.]+|fe80:[^\]]*|::1)\] of interface"
+            r" ?\[(?P<variable>[^\]]+)\]",
+            r"local IP is \[(?P<address>[^\]]+)\] of interface ?\[(?P<variable>(?:docker|virbr|veth|br-|cni|cali"
+            r"|flannel|tun|usb)[\w.-]*|lo)\]",
+        ),
+        N_(
+            "HCCL uses an interface with an address that other nodes cannot reach[[ ({variable}: {address})]]: "
+            "link-local, or of this machine only."
+        ),
+        N_(
+            "Set HCCL_SOCKET_IFNAME (and GLOO_SOCKET_IFNAME) on every node to the interface with the address that the "
+            "other nodes know it by (`ip -br addr`), or give that one an address; then start again."
+        ),
+        confidence=0.92,
+        in_warnings=True,
+        source=SOURCE,
+        explains=("hccl_connect_timeout",),
+    ),
+    Symptom(
+        "hccl_config",
         (r"HCCL_SOCKET_IFNAME[^\w^]{1,3}(?P<variable>(?:docker|virbr|veth|br-)\w*)",),
         N_(
             "HCCL_SOCKET_IFNAME names an interface that ends at this machine[[ ({variable})]]: other nodes cannot "

@@ -128,6 +128,8 @@ SYMPTOMS = (
             r"(?:pin_memory|cudaHostAlloc|cudaHostRegister|pinned memory).{0,60}(?:fail|out of memory|cannot)",
             r"workers? (?:were|was|are) killed due to (?:the node running low on memory|memory pressure)"
             r"|ray\S*OutOfMemoryError",
+            r"\bNODE_OUT_OF_MEMORY\b|[Tt]ask was killed due to the node running low on memory"
+            r"|[1-9]\d* [Ww]orkers? \(tasks / actors\) killed due to memory pressure",
             r"unable to mmap memory: you tried to mmap (?P<wanted>[\d.]+ ?\w+)",
             r"is killed by signal: Killed",
             r"a worker process ended by itself; most often the system killed it",

@@ -13,6 +13,36 @@ TIMEOUT_FIX = N_(
     "and equally many batches on every rank."
 )
 
+_NAME = N_(
+    "The name of the machine that the processes meet at[[ ({master_addr})]] has no address here: it is "
+    "misspelt, or the name service does not know it (yet)."
+)
+_NAME_FIX = N_(
+    "`getent hosts[[ {master_addr}]]` on every node must show the same address. Correct MASTER_ADDR or give "
+    "the address itself; in Kubernetes check the headless service and that the pod of rank 0 runs; otherwise "
+    "add the name to DNS or /etc/hosts."
+)
+
+# What a time-out of a collective is where the log shows that data were still being made ready.
+WAITED_FOR_DATA = Symptom(
+    "collective_timeout",
+    (),
+    N_(
+        "The ranks that waited gave up[[ after {timeout_ms} ms]] while the data were still being prepared[[ on rank "
+        "{preparing_rank}]] ({progress})."
+    ),
+    N_(
+        "Prepare the data before training, in a process of its own, so that all ranks only read the result "
+        "(`python -m finetune prepare`, or a first run on one process with the same cache), or with more processes "
+        "(num_proc). Or let the ranks wait longer: --timeout-seconds here[[ (now {timeout_seconds})]], ddp_timeout in "
+        "transformers, timeout= in init_process_group."
+    ),
+    kind=Kind.TIMEOUT,
+    confidence=0.87,
+    source="torch ProcessGroupNCCL, datasets",
+    restart_cures=True,
+)
+
 SYMPTOMS = (
     Symptom(
         "port_in_use",
@@ -37,18 +67,28 @@ SYMPTOMS = (
     Symptom(
         "rendezvous_timeout",
         (
+            # Of a name with an address of IPv4 only, IPv6 has other codes.
+            r"The IPv4 network addresses of \((?P<master_addr>[^\s,()]+), (?P<master_port>\d+)\) cannot be retrieved",
+            r"The IPv6 network addresses of \((?P<master_addr>[^\s,()]+), (?P<master_port>\d+)\) cannot be retrieved "
+            r"\(gai ?error: -[23]\b",
+        ),
+        _NAME,
+        _NAME_FIX,
+        kind=Kind.TIMEOUT,
+        confidence=0.92,
+        in_warnings=True,
+        needs=("rendezvous_timeout",),
+        source="torch c10d",
+        restart_cures=True,
+    ),
+    Symptom(
+        "rendezvous_timeout",
+        (
             r"(?:Error|Exception): .*\((?P<master_addr>[^\s,()]+), (?P<master_port>\d+)\) cannot be retrieved",
             r"(?:Error|Exception): .*gai ?error: -\d+",
         ),
-        N_(
-            "The name of the machine that the processes meet at[[ ({master_addr})]] has no address here: it is "
-            "misspelt, or the name service does not know it (yet)."
-        ),
-        N_(
-            "`getent hosts[[ {master_addr}]]` on every node must show the same address. Correct MASTER_ADDR or give "
-            "the address itself; in Kubernetes check the headless service and that the pod of rank 0 runs; otherwise "
-            "add the name to DNS or /etc/hosts."
-        ),
+        _NAME,
+        _NAME_FIX,
         kind=Kind.TIMEOUT,
         confidence=0.93,
         source="torch c10d",

@@ -198,10 +198,11 @@ SYMPTOMS = (
             r"[Cc]aught signal (?:11|4) \(|Signal: (?P<signal>Segmentation fault|Illegal instruction) \(\d+\)",
         ),
         N_(
-            "A process[[ ({pid})]][[ of rank {rank}]] crashed inside native code: incompatible libraries, or a bug in "
-            "one."
+            "A process[[ ({pid})]][[ of rank {rank}]] crashed inside native code[[ that was called from {library}]]: "
+            "incompatible libraries, or a bug in one."
         ),
         N_(
+            "[[Suspect {library} first: install another version of it, and try what it read or computed alone. ]]"
             "Run with `python -X faulthandler` (PYTHONFAULTHANDLER=1): it names the Python line. Then suspect packages "
             "that were built for another torch or CPU (flash-attn, bitsandbytes, apex, a copied "
             "~/.cache/torch_extensions): reinstall them or remove the cache."

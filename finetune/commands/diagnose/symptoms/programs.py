@@ -21,7 +21,6 @@ SYMPTOMS = (
             r"(?P<reason>\d+ validation errors? for \w+)|DeepSpeedConfigError: (?P<reason_>.*)",
             r"^(?:\w+\.)*\w*(?:Error|Exception): (?P<reason>[`'\"]?--\w[\w-]* (?:requires|must|can ?not|is not"
             r"|and)\b.*)",
-            r"^(?:\w+\.)*\w*(?:Error|Exception): (?P<reason>.*\b(?:not|be) (?:evenly )?divisible by\b.*)",
             r"(?P<reason>CPUAdam param is on .*)|(?P<reason_>Input length of input_ids is .*)",
             r"(?P<reason>Output directory .* already exists and is not empty.*)",
             r"(?P<reason>Could not find the transformer layer class .*)|Could not override '(?P<reason_>[^']+)",
@@ -35,6 +34,25 @@ SYMPTOMS = (
         ),
         confidence=0.87,
         source="argparse, click, hydra, YAML, pydantic, transformers, peft, Megatron-LM",
+    ),
+    Symptom(
+        "invalid_settings",
+        (
+            r"^(?:\w+\.)*\w*(?:Error|Exception): (?P<reason>.*\b(?:not|be) (?:an? )?(?:evenly |exactly )?(?:divisible"
+            r"|dividable|divided) (?:by|among|into|across)\b.*)",
+            r"^(?:\w+\.)*\w*(?:Error|Exception): (?P<reason>.*\b(?:not|be) an? (?:integer )?multiple of\b.*)",
+            r"^(?:\w+\.)*\w*(?:Error|Exception): (?P<reason>.*\b(?:must|should|does not|can ?not) (?:evenly )?divide"
+            r"\b.*)",
+        ),
+        N_("Sizes that have to divide one another do not[[: {reason}]]."),
+        N_(
+            "Change the size that you are free to choose: the tensor parallel size to one that divides the attention "
+            "heads and the key/value heads, the pipeline stages to one that divides the layers, the expert parallel "
+            "size to one that divides the experts; their product has to divide the number of processes. The heads have "
+            "to divide the hidden size. Nothing was trained yet."
+        ),
+        confidence=0.87,
+        source="Megatron-LM, vLLM, transformers, DeepSpeed",
     ),
     Symptom(
         "invalid_settings",
@@ -140,6 +158,12 @@ SYMPTOMS = (
             r"|any data file) at) '?(?P<path>[^\s']+)",
             r"DataFilesNotFoundError|unable to open file <(?P<path>[^>]+)> in read-only",
             r"DatasetNotFoundError: (?P<path>.*)|Unknown split \"(?P<path_>\w+)\"",
+            r"FileNotFoundError: (?:The |Data |Dataset )?(?:[Dd]irectory|[Ff]ile|[Ff]older|[Pp]ath|[Dd]ataset)\b:? ?"
+            r"['\"`]?(?P<path>[^\s'\"`]+)['\"`]? (?:was |is |could )?(?:not |does ?n.t |neither )",
+            r"^FileNotFoundError: '?(?P<path>\.{0,2}/[^\s':]+)'?(?: is not a .*)?\.?$",
+            r"^\w*Error: (?:[\w -]{0,30} )?['\"`]?(?P<path>\.{0,2}/[^\s'\"`:]+)['\"`]? (?:does not exist|not found)\b",
+            r"Directory (?P<path>\S+) is neither a `?Dataset`? directory|(?:One or both of the )?\.idx and \.bin files "
+            r"cannot be found for the path prefix (?P<path_>\S+)",
             r"(?:Error|Exception): .*No (?:\(supported\) )?data files? (?:were |was )?found"
             r"|NotADirectoryError: .*'(?P<path>[^']+)'",
         ),

@@ -1,0 +1,35 @@
+"""What a line of a log is: a training step, a line that a rule or their reading depends on, or neither."""
+
+from __future__ import annotations
+
+import re
+
+from finetune.commands.diagnose.log_facts import FACT_WORDS, facts_in, renumbers_devices
+from finetune.commands.diagnose.log_reading import LineKind
+from finetune.commands.diagnose.log_words import EXCEPTION, FAILURE, NOT_A_NUMBER, OWN_ERROR, STEP, STRUCTURE, TRAINED
+from finetune.commands.diagnose.symptoms.base import Symptom
+from finetune.commands.diagnose.symptoms.rules import possible
+
+
+def line_kind(text: str) -> LineKind:
+    """Whether any rule, or anything that rules depend on, is in a line."""
+    if STEP.search(text) and not NOT_A_NUMBER.search(text) and not TRAINED.search(text):
+        return "step"
+    if matching_symptom(text) is not None or is_failure(text) or any(form.search(text) for form in STRUCTURE):
+        return "line"
+    lowered = text.lower()
+    if renumbers_devices(text) is not None:
+        return "line"
+    return "line" if any(word in lowered for word in FACT_WORDS) and facts_in(text) else ""
+
+
+def matching_symptom(text: str) -> tuple[Symptom, re.Match[str]] | None:
+    """The surest rule; of several the nearest to the root."""
+    lowered = text.lower()
+    matches = [(s, match) for s in possible(lowered) if (match := s.match(text, lowered)) is not None]
+    return min(matches, key=lambda pair: (-pair[0].confidence, pair[0].kind), default=None)
+
+
+def is_failure(text: str) -> bool:
+    """Whether the line reports a failure, of whatever cause."""
+    return bool(EXCEPTION.match(text) or OWN_ERROR.match(text) or FAILURE.search(text))
