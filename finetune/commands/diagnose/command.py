@@ -42,7 +42,11 @@ def diagnose_logs(paths: Path | str | Sequence[Path | str]) -> list[Finding]:
     >>> finetune.diagnose("runs/example")
     []
     """
-    paths = [paths] if isinstance(paths, str | Path) else paths
+    return _diagnosed([paths] if isinstance(paths, str | Path) else paths)[0]
+
+
+def _diagnosed(paths: Sequence[Path | str]) -> tuple[list[Finding], Finding | None]:
+    """The findings, and where there are none who stopped the run, if anyone did."""
     logs: list[LogEvidence] = []
     facts: dict[str, str] = {}
     for path in paths:
@@ -67,23 +71,27 @@ def read_log(path: Path | str) -> LogEvidence:
         raise DataError(f"the log cannot be read: {error.strerror or error}", str(path), "give a log file") from error
 
 
-def render_findings(findings: Sequence[Finding]) -> str:
-    """Findings for people, a block each; a sentence where there are none."""
+def render_findings(findings: Sequence[Finding], stopped: Finding | None = None) -> str:
+    """Findings for people, a block each; a sentence where there are none, and who stopped the run."""
     if not findings:
-        return _("No failure found.")
+        return "\n".join([_("No failure found."), *(_details(stopped) if stopped else ())])
     return "\n\n".join(_render(number, finding) for number, finding in enumerate(findings, 1))
 
 
 def _render(number: int, finding: Finding) -> str:
     """A finding in lines; `log_evidence` knows their form, and skips them in a log."""
     title = _("{number}. {cause}  (confidence {confidence:.2f})")
-    lines = [title.format(number=number, cause=finding.cause, confidence=finding.confidence)]
-    lines.append("   " + _("why: {text}").format(text=finding.explanation))
+    filled = title.format(number=number, cause=finding.cause, confidence=finding.confidence)
+    return "\n".join([filled, *_details(finding)])
+
+
+def _details(finding: Finding) -> list[str]:
+    lines = ["   " + _("why: {text}").format(text=finding.explanation)]
     lines.append("   " + _("fix: {text}").format(text=finding.fix))
     lines.extend("   " + _("seen: {text}").format(text=line) for line in finding.evidence)
     if finding.consequences:
         lines.append("   " + _("follows from it: {text}").format(text=", ".join(finding.consequences)))
-    return "\n".join(lines)
+    return lines
 
 
 class DiagnoseOptions(SpokenOptions):
@@ -100,9 +108,11 @@ class DiagnoseOptions(SpokenOptions):
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the findings. 0: none; 1: some; 2: wrong usage, or a log that cannot be read."""
     options = read_options(DiagnoseOptions, argv)
-    findings = diagnose_logs(options.logs)
+    findings, stopped = _diagnosed(options.logs)
     if options.as_json:
-        sys.stdout.write(json.dumps({"findings": [asdict(f) for f in findings]}, indent=2, ensure_ascii=False) + "\n")
+        shown: dict[str, object] = {"findings": [asdict(f) for f in findings]}
+        shown |= {"interrupted": asdict(stopped)} if stopped else {}
+        sys.stdout.write(json.dumps(shown, indent=2, ensure_ascii=False) + "\n")
     else:
-        write_filled(render_findings(findings))
+        write_filled(render_findings(findings, stopped))
     return int(ExitCode.FAILED if findings else ExitCode.DONE)

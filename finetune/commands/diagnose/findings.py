@@ -66,8 +66,10 @@ class _Group:
         self.confidence = self.clearest.symptom.confidence
 
 
-def rank_findings(logs: Sequence[LogEvidence], facts: dict[str, str] | None = None) -> list[Finding]:
-    """The causes that all logs together show, best first.
+def rank_findings(
+    logs: Sequence[LogEvidence], facts: dict[str, str] | None = None
+) -> tuple[list[Finding], Finding | None]:
+    """The causes that all logs together show, best first, and where there are none who stopped the run, if anyone did.
 
     Args:
         logs: in the order given; their times are compared as they stand.
@@ -77,7 +79,7 @@ def rank_findings(logs: Sequence[LogEvidence], facts: dict[str, str] | None = No
     standing = standing_evidence(logs)
     _give_years(standing)
     if any(log.ended >= 0 for log in logs) and all(e.quiet and e.symptom.kind == Kind.CASCADE for e in standing):
-        return []  # processes that end one after the other warn of it
+        return [], None  # processes that end one after the other warn of it
     standing = _without_bare_codes(standing)
     _say_who_prepared(standing, logs)
     last = [e for e in standing if e.attempt == max(o.attempt for o in standing if o.line.source == e.line.source)]
@@ -85,15 +87,16 @@ def rank_findings(logs: Sequence[LogEvidence], facts: dict[str, str] | None = No
     if groups and all(group.kind > Kind.UNEXPLAINED for group in groups):
         groups = _groups(standing)  # the last attempt only waited for something that went wrong in an earlier one
     kept = [group for group in groups if not any(_explains(other, group) for other in groups)]
-    kept = [group for group in kept if group.cause != INTERRUPTED.cause]  # no failure
+    stopped = [group for group in kept if group.cause == INTERRUPTED.cause]  # no failure
+    kept = [group for group in kept if group not in stopped]
     if any(group.cause != ENDED_BADLY.cause for group in kept):  # that a process ended badly is then no news
         kept = [group for group in kept if group.first.symptom is not ENDED_BADLY]
     kept.sort(key=lambda group: (group.confidence < WEAK_CONFIDENCE, _order(group.first)))
-    findings = [_finding(group, known) for group in kept]
+    findings = [_finding(group, known) for group in kept or stopped]
     if findings:
-        known_roots = {finding.cause for finding in findings} | {UNEXPLAINED.cause}
+        known_roots = {finding.cause for finding in findings} | {UNEXPLAINED.cause, INTERRUPTED.cause}
         findings[0].consequences = sorted({group.cause for group in groups} - known_roots)
-    return findings
+    return (findings, None) if kept or not findings else ([], findings[0])
 
 
 def _give_years(evidence: Sequence[Evidence]) -> None:

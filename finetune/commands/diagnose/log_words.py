@@ -141,7 +141,8 @@ DATA = re.compile(
 # `request 3: prompt: 'why does it say "out of memory"?', params: ...`: what is quoted in it says nothing.
 QUOTED_DATA = re.compile(
     r"\b((?:(?:prompt|question|answer|quer(?:y|ie)|response|completion|instruction|example|sample|text|content|input"
-    r"|output|generated_text|utterance|document|chosen|rejected)s?|提示词?|问题|回答|样本)['\"]?\)? ?(?:[:=：]|is|was) ?[rfb]?)"
+    r"|output|generated_text|utterance|document|chosen|rejected)s?|提示词?|问题|回答|样本)"
+    r"['\"]?\)? ?(?:[:=：]|is|was) ?[rfb]?)"
     r"(?:(['\"`]).*\2|['\"`].*|“[^”]*”?|「[^」]*」?)",
     re.IGNORECASE,
 )
@@ -177,8 +178,8 @@ CRASHED_THREAD = re.compile(r"^(?P<crashed>Current thread|Thread) 0x[0-9a-f]+.* 
 PACKAGE_FRAME = re.compile(r'^\s+File ".*?(?:site|dist)-packages/(?P<package>\w+)')
 # Progress of data that are made ready before training: `Map (num_proc=8):  56%|█████ | 672000/1200000 [09:20<...`.
 PREPARING = re.compile(
-    r"(?:^|[^\w])(?P<work>(?:Running tokenizer|Tokeniz|Map|Filter|Flatten|Group|Pack|Preprocess|Convert|Cast|Appl|Truncat"
-    r"|Adding EOS|Extracting prompt|Generating \w+ split|Saving the dataset)[^:|%]{0,80}?):? +"
+    r"(?:^|[^\w])(?P<work>(?:Running tokenizer|Tokeniz|Map|Filter|Flatten|Group|Pack|Preprocess|Convert|Cast|Appl"
+    r"|Truncat|Adding EOS|Extracting prompt|Generating \w+ split|Saving the dataset)[^:|%]{0,80}?):? +"
     r"(?P<percent>\d{1,3})%\|"
 )
 

@@ -29,7 +29,7 @@ WAITED_FOR_DATA = Symptom(
     (),
     N_(
         "The ranks that waited gave up[[ after {timeout_ms} ms]] while the data were still being prepared[[ on rank "
-        "{preparing_rank}]] ({progress})."
+        "{preparing_rank}]][[ ({progress})]]."
     ),
     N_(
         "Prepare the data before training, in a process of its own, so that all ranks only read the result "

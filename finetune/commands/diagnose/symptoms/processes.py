@@ -25,12 +25,17 @@ _AGAIN_FIX = N_(
 )
 _STOPPED = N_("The run was stopped from outside[[ ({reason})]]: preempted, out of time, its node gone, or cancelled.")
 
-# Ctrl-C is no failure, and what follows from it is none either: this finds it, and is not shown.
+# Ctrl-C is no failure, and what follows from it is none either: this is told beside the findings, not as one.
 INTERRUPTED = Symptom(
     "interrupted",
     (r"^KeyboardInterrupt\b|got signal: 2\b|[Rr]eceived (?:SIGINT|2 death)", *ended_by(2, "SIGINT")),
-    "",
-    "",
+    N_("A person stopped the run (Ctrl-C, SIGINT). What its processes and the launcher reported then follows from it."),
+    N_(
+        "To go on, start the same command again: it resumes from its last checkpoint (other trainers must be asked to: "
+        "transformers' resume_from_checkpoint). If nobody pressed Ctrl-C, a program sent SIGINT: the scheduler or a "
+        "script around the run. If it was stopped because it hung, `py-spy dump --pid PID` of every process shows next "
+        "time where."
+    ),
     kind=Kind.KILLED,
     confidence=0.29,
     in_warnings=True,

@@ -1,0 +1,97 @@
+"""What is quoted, tried again, stopped by a person or still being prepared is told apart from a failure of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from finetune.commands.diagnose.command import diagnose_logs, main
+from finetune.commands.diagnose.findings import Finding
+from finetune.errors import ExitCode
+
+LOGS = Path(__file__).parent / "logs"
+STEP = "{'loss': 1.8, 'learning_rate': 2e-05}\n"
+FRAME = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    main()\n'
+TIMEOUT = (
+    "[rank1]:[E409 04:38:57.375750231 ProcessGroupNCCL.cpp:633] [Rank 1] Watchdog caught collective operation timeout: "
+    "WorkNCCL(SeqNum=1, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600048 milliseconds\n"
+)
+
+
+def first(tmp_path: Path, *texts: str) -> Finding:
+    logs = [tmp_path / f"log-{number}.log" for number in range(len(texts))]
+    for log, text in zip(logs, texts, strict=True):
+        log.write_text(text, encoding="utf-8")
+    return diagnose_logs(logs)[0]
+
+
+def test_a_quoted_prompt_is_neither_cause_nor_evidence(tmp_path):
+    prompt = "Sample prompt: 'My server prints \"RuntimeError: CUDA error: out of memory\", what now?'\n"
+    finding = first(
+        tmp_path, f"{prompt}{FRAME}torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+    )
+    assert finding.cause == "device_oom" and not any("My server" in line for line in finding.evidence)
+    failed = first(tmp_path, "request 3 of prompt='why?' failed: RuntimeError: CUDA error: out of memory\n")
+    assert failed.cause == "device_oom", "only the quotation is left out"
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_run_that_a_person_stopped(as_json, tmp_path, capsys):
+    log = tmp_path / "x.log"
+    log.write_text(f"{STEP}{FRAME}KeyboardInterrupt\nmake: *** [Makefile:14: train] Error 1\n")
+    assert main([str(log), "--lang", "en", *(["--json"] if as_json else [])]) == ExitCode.DONE
+    shown = capsys.readouterr().out
+    if as_json:
+        told = json.loads(shown)
+        assert told["findings"] == [] and "KeyboardInterrupt" in told["interrupted"]["evidence"][0]
+    else:
+        assert "No failure found." in shown and "A person stopped the run" in shown and "same command again" in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (f"{STEP}{{'train_runtime': 9.1}}\n{FRAME}KeyboardInterrupt\n", ExitCode.DONE),
+        (f"{STEP}{FRAME}ValueError: nobody knows this\n{FRAME}KeyboardInterrupt\n", ExitCode.FAILED),
+        (f"{STEP}OSError: [Errno 28] No space left on device\n{FRAME}KeyboardInterrupt\n", ExitCode.FAILED),
+        (STEP, ExitCode.DONE),
+    ],
+)
+def test_others_were_not_stopped_by_a_person(text, code, tmp_path, capsys):
+    log = tmp_path / "x.log"
+    log.write_text(text)
+    assert main([str(log), "--json"]) == code
+    assert list(json.loads(capsys.readouterr().out)) == ["findings"]
+
+
+def progress(percent: int) -> str:
+    return f"Map (num_proc=8): {percent}%|████ | {percent}0/1000 [09:20<08:41, 1.28 examples/s]\n"
+
+
+def test_a_rank_that_still_prepared_is_named(tmp_path):
+    for texts in ((progress(40) + TIMEOUT,), ("[rank0]: " + progress(40), TIMEOUT)):
+        finding = first(tmp_path, *texts)
+        assert finding.cause == "collective_timeout" and "Map (num_proc=8): 40%" in finding.explanation
+        assert "ddp_timeout" in finding.fix
+    assert "on rank 0" in finding.explanation
+    for text in (progress(40) + progress(100) + TIMEOUT, progress(40) + STEP + TIMEOUT):
+        finding = first(tmp_path, text)
+        assert finding.cause == "collective_timeout" and "prepared" not in finding.explanation
+
+
+def test_a_crash_names_the_package_of_the_thread_that_crashed():
+    finding = diagnose_logs(LOGS / "native_crash" / "current_thread.log")[0]
+    assert "pyarrow" in finding.explanation and "Suspect pyarrow" in finding.fix
+
+
+def test_a_name_that_only_ipv6_does_not_know_is_no_reason(tmp_path):
+    warned = "[W0802 18:27:43.2 socket.cpp:697] [c10d] The IPv{} network addresses of (n0, 23456) cannot be retrieved "
+    end = "torch.distributed.DistNetworkError: The client socket has timed out after 300s while trying to connect to (n0, 1)."
+    unknown = warned.format(4) + "(gai error: -2 - Name or service not known).\n"
+    other = warned.format(6) + "(gai error: -9 - Address family for hostname not supported).\n"
+    assert "has no address here" in first(tmp_path, unknown + end).explanation
+    assert "has no address here" not in first(tmp_path, other + end).explanation
+    (tmp_path / "good.log").write_text(unknown + STEP)
+    assert diagnose_logs(tmp_path / "good.log") == []
