@@ -88,7 +88,7 @@ def test_a_crash_names_the_package_of_the_thread_that_crashed():
 
 def test_a_name_that_only_ipv6_does_not_know_is_no_reason(tmp_path):
     warned = "[W0802 18:27:43.2 socket.cpp:697] [c10d] The IPv{} network addresses of (n0, 23456) cannot be retrieved "
-    end = "torch.distributed.DistNetworkError: The client socket has timed out after 300s while trying to connect to (n0, 1)."
+    end = "torch.distributed.DistNetworkError: The client socket has timed out after 3 s while trying to connect to (n0, 1)"
     unknown = warned.format(4) + "(gai error: -2 - Name or service not known).\n"
     other = warned.format(6) + "(gai error: -9 - Address family for hostname not supported).\n"
     assert "has no address here" in first(tmp_path, unknown + end).explanation
