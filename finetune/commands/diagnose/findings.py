@@ -11,7 +11,7 @@ from finetune.commands.diagnose.log_facts import with_next_values
 from finetune.commands.diagnose.log_words import PREPARING
 from finetune.commands.diagnose.survival import CLOCK_SLACK_SECONDS, nearest_year, standing_evidence
 from finetune.commands.diagnose.symptoms.base import Kind, fill
-from finetune.commands.diagnose.symptoms.network import WAITED_FOR_DATA
+from finetune.commands.diagnose.symptoms.network import RETRIED, WAITED_FOR_DATA
 from finetune.commands.diagnose.symptoms.processes import INTERRUPTED
 from finetune.commands.diagnose.symptoms.rules import ENDED_BADLY, EXPLAINED_BY_RUN, UNEXPLAINED
 from finetune.plain_text import mask_secrets, plain_text
@@ -87,6 +87,8 @@ def rank_findings(
     if groups and all(group.kind > Kind.UNEXPLAINED for group in groups):
         groups = _groups(standing)  # the last attempt only waited for something that went wrong in an earlier one
     kept = [group for group in groups if not any(_explains(other, group) for other in groups)]
+    if any(group.kind < Kind.CASCADE for group in kept):
+        kept = [group for group in kept if group.first.symptom is not RETRIED]
     stopped = [group for group in kept if group.cause == INTERRUPTED.cause]  # no failure
     kept = [group for group in kept if group not in stopped]
     if any(group.cause != ENDED_BADLY.cause for group in kept):  # that a process ended badly is then no news
@@ -131,12 +133,15 @@ def _say_who_prepared(evidence: Sequence[Evidence], logs: Sequence[LogEvidence])
     """Of time-outs of collectives while one rank still made data ready, and no step was logged since: say so."""
     lines = [log.preparing for log in logs if log.preparing and log.preparing.steps_before == log.steps]
     progress = PREPARING.search(lines[-1].text) if lines else None
-    for piece in evidence if progress else ():
+    if progress is None:
+        return
+    values = {"progress": f"{progress['work'].strip()}: {progress['percent']}%"}
+    if lines[-1].rank is not None:
+        values["preparing_rank"] = str(lines[-1].rank)
+    for piece in evidence:
         if piece.symptom.cause == WAITED_FOR_DATA.cause and piece.symptom.kind == Kind.TIMEOUT:
             piece.symptom = WAITED_FOR_DATA
-            piece.values["progress"] = f"{progress['work'].strip()}: {progress['percent']}%"
-            if lines[-1].rank is not None:
-                piece.values["preparing_rank"] = str(lines[-1].rank)
+            piece.values |= values
 
 
 def _groups(evidence: Sequence[Evidence]) -> list[_Group]:

@@ -225,7 +225,7 @@ class _Scan:
             symptom, values = ENDED_BADLY if cascade else UNEXPLAINED, {}
         else:
             return
-        process.failed = True
+        process.failed |= not symptom.needs  # else it is a warning
         self._keep(process, Evidence(symptom, line, values, self.attempt, quiet=quiet))
 
     def _drop_torn(self, last: Evidence | None, line: LogLine) -> None:

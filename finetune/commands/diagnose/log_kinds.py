@@ -6,7 +6,16 @@ import re
 
 from finetune.commands.diagnose.log_facts import FACT_WORDS, facts_in, renumbers_devices
 from finetune.commands.diagnose.log_reading import LineKind
-from finetune.commands.diagnose.log_words import EXCEPTION, FAILURE, NOT_A_NUMBER, OWN_ERROR, STEP, STRUCTURE, TRAINED
+from finetune.commands.diagnose.log_words import (
+    EXCEPTION,
+    FAILURE,
+    NOT_A_NUMBER,
+    OWN_ERROR,
+    QUIET_LEVEL,
+    STEP,
+    STRUCTURE,
+    TRAINED,
+)
 from finetune.commands.diagnose.symptoms.base import Symptom
 from finetune.commands.diagnose.symptoms.rules import possible
 
@@ -27,6 +36,8 @@ def matching_symptom(text: str) -> tuple[Symptom, re.Match[str]] | None:
     """The surest rule; of several the nearest to the root."""
     lowered = text.lower()
     matches = [(s, match) for s in possible(lowered) if (match := s.match(text, lowered)) is not None]
+    if QUIET_LEVEL.search(text) and not any(s.in_warnings for s, _ in matches if not s.needs):
+        matches = [pair for pair in matches if pair[0].needs] or matches  # what a warning is the reason of
     return min(matches, key=lambda pair: (-pair[0].confidence, pair[0].kind), default=None)
 
 

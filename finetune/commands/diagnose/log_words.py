@@ -49,7 +49,7 @@ ENDED_WELL = re.compile(
 # A new start, or something that was got over: what came before counts only where nothing after it failed by itself.
 RESTART = re.compile(
     r"will restart worker group|\[(?:INFO|WARNING)\] (?:starting again|restart)"
-    r"|(?i:\bresum(?:ing|ed) (?:\w+ )?from\b|\brestart count [1-9]|\b(?:attempt|try|retry) [2-9]\b(?!.*fail)"
+    r"|(?i:\bresum(?:ing|ed) (?:\w+ )?from\b|\brestart count [1-9]|\b(?:attempt|try|retry) [2-9]\b(?!/\d+\]|.*fail)"
     r"|\b(?:connection|link|service|server \S+) (?:was |is )?(?:restored|recovered|up again|OK\b)"
     r"|\b(?:using|going on with) \S+(?: instead)?$|\brestart(?:ing|ed) (?:the )?(?:engine|worker|server|process|job)\b)"
 )

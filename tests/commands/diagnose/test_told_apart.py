@@ -88,10 +88,26 @@ def test_a_crash_names_the_package_of_the_thread_that_crashed():
 
 def test_a_name_that_only_ipv6_does_not_know_is_no_reason(tmp_path):
     warned = "[W0802 18:27:43.2 socket.cpp:697] [c10d] The IPv{} network addresses of (n0, 23456) cannot be retrieved "
-    end = "torch.distributed.DistNetworkError: The client socket has timed out after 3 s while trying to connect to (n0, 1)"
+    end = (
+        "torch.distributed.DistNetworkError: The client socket has timed out after 3s while trying to connect to (n, 1)"
+    )
     unknown = warned.format(4) + "(gai error: -2 - Name or service not known).\n"
     other = warned.format(6) + "(gai error: -9 - Address family for hostname not supported).\n"
     assert "has no address here" in first(tmp_path, unknown + end).explanation
     assert "has no address here" not in first(tmp_path, other + end).explanation
     (tmp_path / "good.log").write_text(unknown + STEP)
+    assert diagnose_logs(tmp_path / "good.log") == []
+
+
+def test_requests_tried_again_are_the_cause_only_where_nothing_else_is(tmp_path):
+    tried = (
+        "'(ReadTimeoutError(\"HTTPSConnectionPool(host='huggingface.co', port=443): Read timed out.\"))' "
+        "thrown while requesting HEAD https://huggingface.co/d/resolve/main/README.md\nRetrying in 2s [Retry 2/5].\n"
+    )
+    ended = "srun: error: gpu-1: task 0: Exited with exit code 1\n"
+    assert first(tmp_path, tried + ended).cause == "hub_offline"
+    assert first(tmp_path, f"{tried}{FRAME}ValueError: nobody knows this\n{ended}").cause == "unknown"
+    full = "OSError: [Errno 28] No space left on device\n"
+    assert first(tmp_path, f"[rank1]: {full}[rank0]: {tried}{ended}").cause == "disk_full", "no new start of the run"
+    (tmp_path / "good.log").write_text(tried + STEP)
     assert diagnose_logs(tmp_path / "good.log") == []

@@ -23,6 +23,25 @@ _NAME_FIX = N_(
     "add the name to DNS or /etc/hosts."
 )
 
+# Requests to the hub that were tried again: where a process ended and nothing tells why, they are the best guess.
+RETRIED = Symptom(
+    "hub_offline",
+    (
+        r"thrown while requesting (?:HEAD|GET) (?P<hub>https?://[^\s/]+)",
+        r"Retrying \(Retry\(total=0\b.*host='(?P<hub>[^']+)'",
+    ),
+    N_("Requests to the model hub[[ ({hub})]] failed and were tried again, and nothing else tells why the run ended."),
+    N_(
+        "See whether the hub answers from this machine (`curl -I https://huggingface.co`), or download the model and "
+        "the data where there is a network and give their folders (--model DIR, HF_HUB_OFFLINE=1)."
+    ),
+    kind=Kind.CASCADE,
+    confidence=0.4,
+    in_warnings=True,
+    needs=("unknown",),
+    source="huggingface_hub, urllib3",
+)
+
 # What a time-out of a collective is where the log shows that data were still being made ready.
 WAITED_FOR_DATA = Symptom(
     "collective_timeout",
@@ -44,6 +63,7 @@ WAITED_FOR_DATA = Symptom(
 )
 
 SYMPTOMS = (
+    RETRIED,
     Symptom(
         "port_in_use",
         (
