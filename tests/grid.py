@@ -35,7 +35,7 @@ LOSS_LIMIT, WEIGHT_LIMIT = 1e-5, 1e-3
 LIMITS = {"float32": (LOSS_LIMIT, WEIGHT_LIMIT), "bfloat16": (1e-2, 0.15)}
 # What makes all directions of a gradient equally long follows rounding in those that have next to nothing, which no
 # loss sees; Muon's iterations are in bfloat16 besides. About five times what was seen.
-ORTHOGONAL_LIMITS = {"normuon": (LOSS_LIMIT, 5e-3), "muon": (LOSS_LIMIT, 0.05)}
+ORTHOGONAL_LIMITS = {"normuon": (LOSS_LIMIT, 0.02), "muon": (LOSS_LIMIT, 0.05)}
 
 
 SIZES = {
