@@ -48,6 +48,7 @@ class LogEvidence:
         trained: how many came before it said so; -1 where nothing did.
         ended: how many came before anything in it said that something ended or went on well; -1 where nothing did.
         preparing: the last progress of data being made ready, None where it came to its end.
+        batches: how many batches each rank said it has, or had when it was through.
         left: how many came before a process, of a run that had said it was done, ended well; -1 where none did.
     """
 
@@ -61,3 +62,4 @@ class LogEvidence:
     ended: int = -1
     left: int = -1
     preparing: LogLine | None = None
+    batches: dict[int, int] = field(default_factory=dict)

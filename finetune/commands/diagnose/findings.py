@@ -11,7 +11,7 @@ from finetune.commands.diagnose.log_facts import with_next_values
 from finetune.commands.diagnose.log_words import PREPARING
 from finetune.commands.diagnose.survival import CLOCK_SLACK_SECONDS, nearest_year, standing_evidence
 from finetune.commands.diagnose.symptoms.base import Kind, fill
-from finetune.commands.diagnose.symptoms.network import RETRIED, WAITED_FOR_DATA
+from finetune.commands.diagnose.symptoms.network import RETRIED, UNEQUAL_BATCHES, WAITED_FOR_DATA
 from finetune.commands.diagnose.symptoms.processes import INTERRUPTED
 from finetune.commands.diagnose.symptoms.rules import ENDED_BADLY, EXPLAINED_BY_RUN, UNEXPLAINED
 from finetune.plain_text import mask_secrets, plain_text
@@ -82,6 +82,7 @@ def rank_findings(
         return [], None  # processes that end one after the other warn of it
     standing = _without_bare_codes(standing)
     _say_who_prepared(standing, logs)
+    _say_unequal_batches(standing, logs)
     last = [e for e in standing if e.attempt == max(o.attempt for o in standing if o.line.source == e.line.source)]
     groups = _groups(last)
     if groups and all(group.kind > Kind.UNEXPLAINED for group in groups):
@@ -142,6 +143,21 @@ def _say_who_prepared(evidence: Sequence[Evidence], logs: Sequence[LogEvidence])
         if piece.symptom.cause == WAITED_FOR_DATA.cause and piece.symptom.kind == Kind.TIMEOUT:
             piece.symptom = WAITED_FOR_DATA
             piece.values |= values
+
+
+def _say_unequal_batches(evidence: Sequence[Evidence], logs: Sequence[LogEvidence]) -> None:
+    """Of time-outs of collectives where ranks said that they have unequal numbers of batches: say so."""
+    batches = {rank: count for log in logs for rank, count in log.batches.items()}
+    if len(set(batches.values())) < 2:
+        return
+    few, many = min(batches, key=lambda rank: batches[rank]), max(batches, key=lambda rank: batches[rank])
+    told = _("rank {few}: {fewest}, rank {many}: {most}").format(
+        few=few, fewest=batches[few], many=many, most=batches[many]
+    )
+    for piece in evidence:
+        if piece.symptom.cause == UNEQUAL_BATCHES.cause and piece.symptom.kind == Kind.TIMEOUT:
+            piece.symptom = UNEQUAL_BATCHES
+            piece.values["batches"] = told
 
 
 def _groups(evidence: Sequence[Evidence]) -> list[_Group]:

@@ -9,9 +9,18 @@ from dataclasses import dataclass, replace
 from finetune.commands.diagnose.evidence import Evidence, LogEvidence
 from finetune.commands.diagnose.log_facts import facts_in, holder_in, renumbers_devices
 from finetune.commands.diagnose.log_kinds import is_failure, line_kind, matching_symptom
-from finetune.commands.diagnose.log_process import TRACEBACK_LINES, Process, is_data, relevant_part, without_quotes
+from finetune.commands.diagnose.log_process import (
+    TRACEBACK_LINES,
+    Process,
+    evaluating,
+    is_data,
+    record_frame,
+    relevant_part,
+    without_quotes,
+)
 from finetune.commands.diagnose.log_reading import SURVIVED_STEPS, LineKind, LogFile, LogLine, Moment
 from finetune.commands.diagnose.log_words import (
+    BATCHES,
     CASCADE_EXCEPTIONS,
     CHAINED,
     DENIED,
@@ -30,6 +39,7 @@ from finetune.commands.diagnose.log_words import (
     OWN_WHERE,
     PREPARING,
     QUIET_LEVEL,
+    RECORD_ERROR,
     RESTART,
     RUN,
     SERVICE,
@@ -42,6 +52,7 @@ from finetune.commands.diagnose.log_words import (
 )
 from finetune.commands.diagnose.symptoms.base import Kind
 from finetune.commands.diagnose.symptoms.rules import BROKEN_OFF, ENDED_BADLY, EXPLAINED_BY_RUN, UNEXPLAINED
+from finetune.commands.diagnose.symptoms.trainers import BAD_RECORD
 
 # Of one symptom on one rank in one attempt the first lines are kept and the others counted.
 KEPT_LINES = 3
@@ -107,6 +118,8 @@ class _Scan:
             return
         if prepared := PREPARING.search(text):
             self.found.preparing = None if prepared["percent"] == "100" else line
+        if line.rank is not None and (batches := BATCHES.search(text)):
+            self.found.batches[line.rank] = int(batches["length"] or batches["done"])
         for name, value in facts_in(text).items():
             self.found.facts.setdefault(name, value)
         if forced := FORCED_KILL.search(text):
@@ -204,11 +217,15 @@ class _Scan:
             values = {
                 name.rstrip("_"): value.rstrip(". ") for name, value in match.groupdict().items() if value is not None
             }
+            if symptom.cause == "device_oom" and within and (function := evaluating(process)):
+                values["evaluation"] = function
             process.ignored = False
             if process.chained in self.found.evidence:
                 self.found.evidence.remove(process.chained)
             if symptom.kind == Kind.KILLED and values.get("pid") in self._killed_by_launcher:
                 symptom, values = ENDED_BADLY, {}
+        elif within and (error := RECORD_ERROR.match(text)) and (frame := record_frame(process)):
+            symptom, values = BAD_RECORD, {"error": error["error"], "frame": frame}
         elif not quiet and not service and (is_failure(text) or (within and ENDS_TRACEBACK.match(text))):
             exception = EXCEPTION.match(text) or (within and ENDS_TRACEBACK.match(text))
             if exception and process.ignored:

@@ -13,13 +13,18 @@ from finetune.commands.diagnose.log_words import (
     CHAT_ENDS,
     CRASHED_THREAD,
     DATA,
+    EVALUATES,
+    EXCEPTION,
     FENCE,
     FRAME,
     HEADING,
     LEAVES_BOILERPLATE,
+    OF_A_PACKAGE,
     PACKAGE_FRAME,
     QUOTED_DATA,
+    READS_RECORDS,
     TABLE_ROW,
+    UNDER_LOADER,
 )
 
 # A conversation in training data that is not closed is taken to be over after as many lines.
@@ -36,6 +41,7 @@ class Process:
         self.in_frame = self.in_boilerplate = self.ignored = False
         self.frame_indent = 0
         self.frame_at = -TRACEBACK_LINES  # the line of the last frame of a traceback
+        self.frames: list[str] = []  # of that traceback, outermost first
         self.last: Evidence | None = None  # what a following where or fix belongs to
         self.failed = False  # a failure of this process in this attempt was seen
         self.chained: Evidence | None = None  # an unknown error that the next one is said to come from
@@ -58,7 +64,8 @@ def is_data(process: Process, line: LogLine) -> bool:
         process.chat_until = 0
     if (begins := list(CHAT_BEGINS.finditer(line.text))) and not CHAT_ENDS.search(line.text, begins[-1].end()):
         process.chat_until = line.number + CHAT_LINES
-    return within or bool(begins) or bool(TABLE_ROW.match(line.text) or DATA.search(line.text))
+    quotes = DATA.search(line.text) and not EXCEPTION.match(line.text)
+    return within or bool(begins) or bool(TABLE_ROW.match(line.text) or quotes)
 
 
 def without_quotes(line: LogLine) -> LogLine:
@@ -77,12 +84,34 @@ def _note_crashed(process: Process, text: str) -> None:
             process.last.values.setdefault("library", frame["package"])
 
 
+def record_frame(process: Process) -> str | None:
+    """The innermost frame of the traceback that reads records, `collate (train.py, line 41)`; None without one."""
+    for number in reversed(range(len(process.frames))):
+        frame = process.frames[number]
+        own = not OF_A_PACKAGE.search(frame)
+        called = own and any(UNDER_LOADER.search(outer) for outer in process.frames[:number])
+        if called or READS_RECORDS.search(frame):
+            file, _, rest = frame.removeprefix('File "').partition('", ')
+            place, _, function = rest.partition(", in ")
+            return f"{function} ({file}, {place})"
+        if own:
+            return None
+    return None
+
+
+def evaluating(process: Process) -> str | None:
+    """The function of evaluation that the traceback goes through, None for training."""
+    found = [match["function"] for frame in process.frames if (match := EVALUATES.search(frame))]
+    return found[-1] if found else None
+
+
 def relevant_part(process: Process, line: LogLine) -> str:
     """The part of the line that is about this failure: no quoted source code, no fixed advice."""
     text = line.text
     _note_crashed(process, text)
     indent = len(text) - len(text.lstrip())
     if FRAME.match(text):
+        process.frames = [*(process.frames if process.frame_at > 0 else []), text.strip()]
         process.in_frame, process.frame_at, process.frame_indent = True, line.number, indent
         return ""
     if process.in_frame and indent > process.frame_indent:

@@ -183,10 +183,27 @@ PREPARING = re.compile(
     r"(?P<percent>\d{1,3})%\|"
 )
 
+# Innermost frames of code that reads records, in any file or only under a loader or a map; and of evaluation that
+# keeps the logits of its batches.
+READS_RECORDS = re.compile(r"data_collator\.py|, in \w*(?:[cC]ollat|__getitem__|[tT]okeni[sz]e_|preprocess)\w*")
+UNDER_LOADER = re.compile(r"torch/utils/data/|datasets/(?:arrow_dataset|iterable_dataset|utils/py_utils)\.py")
+OF_A_PACKAGE = re.compile(r"(?:site|dist)-packages/|/lib/python3|<frozen ")
+RECORD_ERROR = re.compile(r"^(?P<error>(?:Index|Key|Type|Attribute)Error\b.*)")
+EVALUATES = re.compile(
+    r", in (?P<function>evaluation_loop|prediction_step|prediction_loop|nested_concat|nested_gather"
+    r"|preprocess_logits\w*|gather_for_metrics)\b"
+)
+# The number of batches that a rank has, or had when it was through with its part.
+BATCHES = re.compile(
+    r"(?i:\b(?:data ?loader (?:length|size|len)|len\((?:train_?)?(?:data)?loader\)|(?:number of|num)[ _]"
+    r"(?:train )?batches|batches per epoch)\W{1,4}(?P<length>\d+)\b|\b(?:done|finished|completed|ended|exhausted) (?:after|with|at) "
+    r"(?P<done>\d+) (?:batch|step|iteration)\w*)"
+)
+
 # What tells how to read other lines.
 STRUCTURE = (
     *(FRAME, BOILERPLATE, FINISHED, TESTS_BEGIN, TESTS_RUN, TESTS_ENDED, TRAINED, ENDED_WELL, RESTART, SUMMARY_RANK),
     *(IGNORED, DIAGNOSIS_TITLE, FORCED_KILL, CHAINED, CHAT_BEGINS, CHAT_ENDS, ENDS_TRACEBACK, FENCE, HEADING),
-    *(CRASHED_THREAD, PREPARING),
+    *(CRASHED_THREAD, PREPARING, BATCHES),
     re.compile(f"TraceBack|^{OWN_WHERE}|^{OWN_FIX}"),
 )

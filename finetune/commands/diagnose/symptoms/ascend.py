@@ -16,6 +16,7 @@ _BUSY_FIX = N_(
     "lists those that our runs recorded), wait 10 s, and start again; choose free chips with "
     "ASCEND_RT_VISIBLE_DEVICES; a chip assigned to two containers works in neither."
 )
+_MISMATCH = N_("The NPU driver, firmware, CANN and its kernels do not belong together, or CANN is not fully set up.")
 
 SYMPTOMS = (
     Symptom(
@@ -25,7 +26,8 @@ SYMPTOMS = (
             returned("507033"),
             r"open device (?P<device>\d+) failed, runtime result = 507033",
             r"halDeviceOpen failed\. ?device_id=(?P<device>\d+)",
-            r"device (?:is )?(?:occupied|being used) by (?:another|other) |Resource_Busy",
+            r"device (?:is )?(?:occupied|being used) by (?:another|other) |Resource_Busy"
+            r"|(?:NPU|device) resource is busy",
         ),
         N_(
             "The NPU[[ {device}]] could not be opened: a process of an earlier run, or another container, still holds "
@@ -57,23 +59,27 @@ SYMPTOMS = (
         (
             cann("E30006", "E3000[347]", "E3900[1-9]", "E400(?:01|02|20|24)", "E20002", "E13024", "EF000[13]", "EE2002")
             + r"|Failed to verify the OPP|CANN version mismatch",
-            returned("500001")
-            + "|"
-            + returned("507008")
-            + "|"
-            + returned(r"561(?:003|10[1-9]|11\d|[2-9]\d\d)")
-            + "|"
-            + returned("148049"),
+            returned("507008") + "|" + returned(r"561(?:003|10[1-9]|11\d|[2-9]\d\d)") + "|" + returned("148049"),
             r"lib(?:tbe_adapter|atb|ascendcl|runtime|opapi|ascend_hal|c_sec|profapi|hccl)\w*\.so: undefined symbol",
             r"driver (?:package )?version .{0,40}(?:too low|not match|mismatch|incompatible)",
             r"build op model failed, result = 500001",
             r"(?:Package_Error|Environment_Error)_\w+|ASCEND_OPP_PATH.{0,40}(?:not|invalid|fail)",
         ),
-        N_("The NPU driver, firmware, CANN and its kernels do not belong together, or CANN is not fully set up."),
+        _MISMATCH,
         PAIR_FIX,
         confidence=0.82,
         source=SOURCE,
         explains=("npu_busy_or_owned", "npu_op_exception"),
+    ),
+    Symptom(  # also of a chip that another process holds
+        "npu_driver_cann_mismatch",
+        (returned("500001"),),
+        _MISMATCH,
+        PAIR_FIX,
+        kind=Kind.VAGUE,
+        confidence=0.75,
+        source=SOURCE,
+        explains=("npu_op_exception",),
     ),
     Symptom(
         "npu_driver_cann_mismatch",

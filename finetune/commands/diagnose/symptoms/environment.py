@@ -193,9 +193,7 @@ SYMPTOMS = (
         (
             r"PermissionError: \[Errno \d+\] [^:]*: '(?P<path>[^']+)'",
             r"\[Errno 13\]|PermissionError\b|[Pp]ermission denied(?! \(publickey|, please try)",
-            r"\[Errno 30\]|Read-only file system|\bERR0[0-4]012\b|\b(?:EACCES|EROFS|EPERM)\b"
-            r"|\[Errno 1\] Operation not permitted",
-            r"os error (?:13|30)\b",
+            r"\bERR0[0-4]012\b|\b(?:EACCES|EPERM)\b|\[Errno 1\] Operation not permitted|os error 13\b",
         ),
         N_("The user running this may not read or write[[ {path}]]."),
         N_(
@@ -203,6 +201,21 @@ SYMPTOMS = (
             "--output-dir, HF_HOME or TMPDIR. For NPUs the user must be in the group of /dev/davinci* (HwHiAiUser)."
         ),
         confidence=0.88,
+        source="Linux, Python",
+    ),
+    Symptom(
+        "permission_denied",
+        (
+            r"Read-only file system(?:\W{1,4}(?P<path>/[^\s'\"]+))?",
+            r"\[Errno 30\]|\bEROFS\b|os error 30\b",
+        ),
+        N_("The file system[[ of {path}]] is mounted read-only: nobody can write there, whatever the permissions."),
+        N_(
+            "`findmnt -T`[[ {path}]] shows how it is mounted. Write elsewhere (--output-dir, TMPDIR; HF_HOME and "
+            "HF_DATASETS_CACHE for caches), or mount it writable (in containers without `:ro`, readOnly: false). A "
+            "disk that became read-only while it was used has errors: `dmesg -T | grep -i -E 'remount|i/o error'`."
+        ),
+        confidence=0.89,
         source="Linux, Python",
     ),
     Symptom(

@@ -8,7 +8,10 @@ from finetune.runtime.language import N_
 _DEVICE_OOM_FIX = N_(
     "[[Process {holder} of the device's memory: if it is not this run's, stop it or take another device first. "
     "]][[This process itself holds only {own_share}: end what else is on it, and give every rank a device of its own "
-    "(set_device(LOCAL_RANK), not a fixed number). ]][[{fragmented} are reserved but not in use, which is "
+    "(set_device(LOCAL_RANK), not a fixed number). ]][[In evaluation ({evaluation}) the trainer keeps the logits of "
+    "all batches on the device: set eval_accumulation_steps, reduce them in preprocess_logits_for_metrics, or set "
+    "prediction_loss_only; and lower per_device_eval_batch_size. ]][[{fragmented} are reserved but not in use, "
+    "which is "
     "fragmentation: set expandable_segments first (below). ]]Lower --micro-batch-size[[ (now {micro_batch_size}; try "
     "{half_micro_batch_size})]]: the global batch stays the same, split into more micro-steps. Then, one at a time: "
     "--gradient-checkpointing true, a smaller --cutoff-len[[ (now {cutoff_len}; try {half_cutoff_len})]], ZeRO-3 with "
@@ -51,7 +54,8 @@ SYMPTOMS = (
             r"\b(?:torch|cuda|npu|acc)\.OutOfMemoryError\b|\bOutOfMemoryError: (?:CUDA|NPU|HIP|XPU)",
         ),
         N_(
-            "A device ran out of memory[[ on rank {rank}]][[ at step {step}]][[: {wanted} more were requested]][[, of "
+            "A device ran out of memory[[ on rank {rank}]][[ at step {step}]][[ in evaluation ({evaluation})]]"
+            "[[: {wanted} more were requested]][[, of "
             "{capacity} in total]]."
         ),
         _DEVICE_OOM_FIX,

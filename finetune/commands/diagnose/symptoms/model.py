@@ -143,7 +143,7 @@ SYMPTOMS = (
             r"source and destination dtypes match",
             r"Found dtype (?P<found>\w+) but expected (?P<wanted>\w+)",
             r"tensors? must (?:be|have) the same (?:data ?type|dtype|type)\b|with uniform dtype but got",
-            r"only supports? fp16 and bf16|Attempting to unscale FP16 gradients|mixed dtype \(CPU\)",
+            r"only supports? fp16 and bf16|mixed dtype \(CPU\)",
             r"to have the same (?:data ?type|scalar type|type)\b|expected (?:dtype|type) \S+ but got \S+",
             r"result type \w+ can't be cast to|dtypes? (?:do not|don't|does not) match|must match dtype",
         ),

@@ -62,6 +62,24 @@ WAITED_FOR_DATA = Symptom(
     restart_cures=True,
 )
 
+# And where ranks said that they have unequal numbers of batches.
+UNEQUAL_BATCHES = Symptom(
+    "collective_timeout",
+    (),
+    N_(
+        "The ranks have unequal numbers of batches ({batches}): the one with the fewest went on to the end of its "
+        "epoch, the others waited for it in the next step[[ for {timeout_ms} ms]] and gave up."
+    ),
+    N_(
+        "Let all ranks make the same number of steps: DistributedSampler (with drop_last=True), data split evenly "
+        "(split_dataset_by_node needs as many examples on each rank), max_steps, or model.join() around the loop "
+        "(torch.distributed.algorithms.join)."
+    ),
+    kind=Kind.TIMEOUT,
+    confidence=0.88,
+    source="torch ProcessGroupNCCL",
+)
+
 SYMPTOMS = (
     RETRIED,
     Symptom(

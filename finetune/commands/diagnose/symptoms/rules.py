@@ -22,6 +22,7 @@ from finetune.commands.diagnose.symptoms import (
     packages,
     processes,
     programs,
+    trainers,
 )
 from finetune.commands.diagnose.symptoms.base import SHORTEST_WORD, Kind, Symptom, fixed_words
 from finetune.runtime.language import N_
@@ -44,6 +45,7 @@ _GROUPS = (
     environment,
     packages,
     programs,
+    trainers,
 )
 SYMPTOMS: tuple[Symptom, ...] = tuple(symptom for group in _GROUPS for symptom in group.SYMPTOMS)
 
@@ -80,7 +82,7 @@ EXPLAINED_BY_RUN = Symptom(
     source="this package",
 )
 
-_ALL = (*SYMPTOMS, EXPLAINED_BY_RUN, UNEXPLAINED)
+_ALL = (*SYMPTOMS, trainers.BAD_RECORD, EXPLAINED_BY_RUN, UNEXPLAINED)
 CAUSES: tuple[str, ...] = tuple(dict.fromkeys(symptom.cause for symptom in _ALL))
 RESTART_CURES = frozenset(symptom.cause for symptom in _ALL if symptom.restart_cures)
 
