@@ -196,7 +196,8 @@ EVALUATES = re.compile(
 # The number of batches that a rank has, or had when it was through with its part.
 BATCHES = re.compile(
     r"(?i:\b(?:data ?loader (?:length|size|len)|len\((?:train_?)?(?:data)?loader\)|(?:number of|num)[ _]"
-    r"(?:train )?batches|batches per epoch)\W{1,4}(?P<length>\d+)\b|\b(?:done|finished|completed|ended|exhausted) (?:after|with|at) "
+    r"(?:train )?batches|batches per epoch)\W{1,4}(?P<length>\d+)\b"
+    r"|\b(?:done|finished|completed|ended|exhausted) (?:after|with|at) "
     r"(?P<done>\d+) (?:batch|step|iteration)\w*)"
 )
 

@@ -57,7 +57,7 @@ SYMPTOMS = (
             rf"{_REASON}You can't train a model that has been loaded (?:in 8-bit|with `device_map).*)",
             rf"{_REASON}You can't move a model that has some modules offloaded.*)",
         ),
-        N_("The model was placed on devices in a way that cannot be trained like this: {reason}"),
+        N_("The model was placed on devices in a way that cannot be trained like this[[: {reason}]]."),
         N_(
             "With a launcher every process holds the model on its own device: leave out device_map and "
             "low_cpu_mem_usage under DeepSpeed ZeRO-3 and FSDP; with 8-bit or 4-bit weights load with "
@@ -85,7 +85,7 @@ SYMPTOMS = (
         "dtype_mismatch",
         (r"Attempting to unscale (?P<found>FP16|BFloat16) gradients",),
         N_(
-            "The trained parameters themselves are in half precision ({found}), and a gradient scaler (fp16 mixed "
+            "The trained parameters themselves are in half precision[[ ({found})]], and a gradient scaler (fp16 mixed "
             "precision) needs them in float32."
         ),
         N_(
@@ -103,7 +103,7 @@ SYMPTOMS = (
             rf"{_REASON}The model you are trying to fine-tune is quantized with .*)",
             rf"{_REASON}optimizer got an empty parameter list.*)",
         ),
-        N_("Nothing in the model can be trained: {reason}"),
+        N_("Nothing in the model can be trained[[: {reason}]]."),
         N_(
             "Quantized weights are not trained themselves: put a LoRA adapter on the model before the trainer is made "
             "(peft's get_peft_model, --lora-rank here). Otherwise see which parameters have requires_grad: "
@@ -143,7 +143,7 @@ SYMPTOMS = (
             rf"{_REASON}No inf checks were recorded for this optimizer.*)",
             rf"{_REASON}(?:Calling )?`\.?to(?:\(\))?` is not supported for `?[48]-bit.*)",
         ),
-        N_("The settings of the trainer or of its libraries exclude each other, or one is missing: {reason}"),
+        N_("The settings of the trainer or of its libraries exclude each other, or one is missing[[: {reason}]]."),
         N_(
             "The message names the argument: correct it where the trainer, the accelerator or the data set is made "
             "(or in the DeepSpeed and FSDP files that the launcher reads), and start again."
