@@ -18,9 +18,10 @@ from finetune.commands.diagnose.command import diagnose_logs, main, render_findi
 from finetune.commands.diagnose.document import renewed
 from finetune.commands.diagnose.log_facts import facts_in, holder_in, with_next_values
 from finetune.commands.diagnose.symptoms.base import Symptom, fill, fixed_words
-from finetune.commands.diagnose.symptoms.network import WAITED_FOR_DATA
+from finetune.commands.diagnose.symptoms.network import UNEQUAL_BATCHES, WAITED_FOR_DATA
 from finetune.commands.diagnose.symptoms.processes import INTERRUPTED
 from finetune.commands.diagnose.symptoms.rules import CAUSES, EXPLAINED_BY_RUN, RESTART_CURES, SYMPTOMS, UNEXPLAINED
+from finetune.commands.diagnose.symptoms.trainers import BAD_RECORD
 from finetune.errors import ConfigError, DataError, ExitCode, FinetuneError
 from finetune.plain_text import mask_secrets
 from finetune.runtime.language import speaking
@@ -131,7 +132,9 @@ def test_a_pattern_without_fixed_words_is_refused():
 
 @pytest.mark.parametrize("language", ["en", "zh"])
 @pytest.mark.parametrize(
-    "symptom", [*SYMPTOMS, INTERRUPTED, WAITED_FOR_DATA, UNEXPLAINED], ids=lambda symptom: symptom.cause
+    "symptom",
+    [*SYMPTOMS, INTERRUPTED, WAITED_FOR_DATA, UNEQUAL_BATCHES, BAD_RECORD, UNEXPLAINED],
+    ids=lambda symptom: symptom.cause,
 )
 def test_texts_are_whole_whatever_is_known(symptom: Symptom, language: str):
     names = {name for pattern in symptom.patterns for name in re.compile(pattern).groupindex}
@@ -141,6 +144,7 @@ def test_texts_are_whole_whatever_is_known(symptom: Symptom, language: str):
     )
     everything |= dict.fromkeys([*settings.split(), "oom_old", "nonfinite_records"], "9")
     bare = {"line": "a line", "pid": "7", "peer": "b"}
+    bare |= {"error": "IndexError", "frame": "f", "batches": "2, 3"} if not symptom.patterns else {}
     bare |= {"signal": "SIGTERM", "step": "3"} if symptom.cause == "preempted" else {}
     with speaking(language):
         texts = symptom.texts()

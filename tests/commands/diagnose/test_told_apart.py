@@ -111,3 +111,30 @@ def test_requests_tried_again_are_the_cause_only_where_nothing_else_is(tmp_path)
     assert first(tmp_path, f"[rank1]: {full}[rank0]: {tried}{ended}").cause == "disk_full", "no new start of the run"
     (tmp_path / "good.log").write_text(tried + STEP)
     assert diagnose_logs(tmp_path / "good.log") == []
+
+
+def test_what_frames_and_batches_of_ranks_tell():
+    told = {
+        name: diagnose_logs(LOGS / f"{name}.log")[0]
+        for name in (
+            "dataset_missing_field/collator",
+            "device_oom/evaluation",
+            "collective_timeout/unequal_batches",
+            "permission_denied/read_only",
+        )
+    }
+    bad, evaluation, unequal, read_only = told.values()
+    assert bad.rank == 1 and "IndexError" in bad.explanation and "collate (/work/fit.py, line 31)" in bad.explanation
+    assert "nested_concat" in evaluation.explanation and "eval_accumulation_steps" in evaluation.fix
+    assert "rank 1: 499, rank 0: 500" in unequal.explanation and "drop_last" in unequal.fix
+    assert "read-only" in read_only.explanation and "/models/.cache" in read_only.explanation
+
+
+def test_an_error_outside_of_what_reads_records_is_not_blamed_on_them(tmp_path):
+    assert first(tmp_path, f"{FRAME}IndexError: list index out of range\n").cause == "unknown"
+    loop = 'Traceback (most recent call last):\n  File "/w/t.py", line 3, in step\n    x[0]\nIndexError: list index\n'
+    assert first(tmp_path, loop).cause == "unknown"
+    oom = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+    assert "eval_accumulation_steps" not in first(tmp_path, FRAME + oom).fix
+    equal = "[rank0] dataloader length 5\n[rank1] dataloader length 5\n"
+    assert "unequal" not in first(tmp_path, equal + TIMEOUT).explanation

@@ -171,7 +171,7 @@ SYMPTOMS = (
         source="transformers, datasets, trl",
     ),
     Symptom(
-        "model_not_found",
+        "unknown",
         (
             r"Cannot copy out of meta tensor; no data|is on the meta device, we need a `value`"
             r"|(?P<name>\S+) doesn't have any device set",
@@ -184,11 +184,12 @@ SYMPTOMS = (
             "Load with from_pretrained from a folder with all its weights (tied weights too); leave out device_map and "
             "low_cpu_mem_usage, or call to_empty() and load the weights before the model is moved."
         ),
-        confidence=0.84,
+        kind=Kind.VAGUE,
+        confidence=0.55,
         source="torch, accelerate",
     ),
     Symptom(
-        "device_not_visible",
+        "unknown",
         (
             r"Expected all tensors to be on the same device, but (?:found at least two devices, |got )(?P<devices>.*)",
             r"Input, output and indices must be on the current device",
@@ -198,15 +199,13 @@ SYMPTOMS = (
             "Move the batch to the model's device, and give each process one device (set_device(LOCAL_RANK), no "
             "device_map='auto' with a launcher); tensors made inside the model's code need device=input.device."
         ),
-        confidence=0.84,
+        kind=Kind.VAGUE,
+        confidence=0.55,
         source="torch",
     ),
     Symptom(
         "remote_code_refused",
-        (
-            r"Error: Dataset scripts are no longer supported, but found (?P<name>\S+)",
-            r"Error: Loading (?P<name>\S+) requires you to execute the dataset script",
-        ),
+        (r"Error: Dataset scripts are no longer supported, but found (?P<name>\S+)",),
         N_("The data set[[ {name}]] is loaded by a script of its own, which this version of datasets does not run."),
         N_(
             "Take the data as files (Parquet or JSON Lines; the hub keeps converted ones in the branch "
@@ -227,14 +226,15 @@ SYMPTOMS = (
         source="datasets, fsspec",
     ),
     Symptom(
-        "checkpoint_corrupt",
+        "unknown",
         (r"loaded state dict has a different number of parameter groups",),
         N_("The checkpoint is of other parameters than the run has: {line}"),
         N_(
             "Resume with the settings it was written with (LoRA rank and target modules, what is frozen, the "
             "optimizer), or start from the weights alone, without the optimizer's state."
         ),
-        confidence=0.84,
+        kind=Kind.VAGUE,
+        confidence=0.55,
         source="torch, peft",
     ),
 )
