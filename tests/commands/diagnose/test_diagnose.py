@@ -144,7 +144,8 @@ def test_texts_are_whole_whatever_is_known(symptom: Symptom, language: str):
     )
     everything |= dict.fromkeys([*settings.split(), "oom_old", "nonfinite_records"], "9")
     bare = {"line": "a line", "pid": "7", "peer": "b"}
-    bare |= {"error": "IndexError", "frame": "f", "batches": "2, 3"} if not symptom.patterns else {}
+    made = {"error": "IndexError", "frame": "f", "batches": "2, 3"} if not symptom.patterns else {}
+    bare, everything = bare | made, everything | made
     bare |= {"signal": "SIGTERM", "step": "3"} if symptom.cause == "preempted" else {}
     with speaking(language):
         texts = symptom.texts()
