@@ -38,6 +38,8 @@ LAUNCHER_FLAGS |= {
     "--now",
     "--pids-limit",
     "--use-checkpoint-args",
+    "--lora-rank",
+    "--custom_dataset_info",
     "--no-binary",
     "--version",
 }
