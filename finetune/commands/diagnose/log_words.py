@@ -75,6 +75,8 @@ QUIET_LEVEL = re.compile(
     r"|(?:->|=>|→) ?(?:dropp|skipp|ignor|discard)(?:ed|ing)\b|^(?i:skipp|ignor)ing\b"
     r"|[.,;:(] ?(?:[Ss]kipp(?:ed|ing)|[Ii]gnor(?:ed|ing)|[Cc]ontinuing|[Rr]ebuilding)"
     r"(?: (?!is\b|of\b)[\w ]{1,30})?[.)]*$"
+    # And the reason behind it.
+    r"|\b(?:skipped|ignored|dropped|discarded) \([\w.]*(?:Error|Exception)\b"
 )
 EXCEPTION = re.compile(
     r"^(?P<exception>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Timeout|Failure|Expired|NotFound|Group)"
