@@ -21,6 +21,9 @@ class ExitCode(IntEnum):
     OUT_OF_MEMORY = 4  # a sharded run ran out of device memory; start again: it resumes with smaller microbatches
 
 
+INTERRUPTED = 130  # by Ctrl-C, before or beside a run: what shells say of it
+
+
 class FinetuneError(Exception):
     """An error with its fix.
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.config.kinds import RunKind, kind_of_source
 from finetune.config.resolution import Resolved, format_config, resolve, resolve_object, to_yaml
 from finetune.config.run_config import BaseConfig
-from finetune.errors import ConfigError, ExitCode, FinetuneError, raise_problems
+from finetune.errors import INTERRUPTED, ConfigError, ExitCode, FinetuneError, raise_problems
 from finetune.runtime.device import LaunchWorld, launch_world, prepare_environment, probe_torch_npu
 from finetune.runtime.parent_watchdog import die_with_launcher
 from finetune.runtime.quiet_import import import_bitsandbytes
@@ -272,7 +272,7 @@ def _exit_code(world: LaunchWorld, run: Callable[[], RunResult | None]) -> int:
         return int(error.exit_code)
     except KeyboardInterrupt:
         sys.stderr.write("[ERROR] interrupted before training began\n")
-        return 130
+        return INTERRUPTED
     if result is None:
         return int(ExitCode.DONE)
     if world.is_main and result.state == "done":

@@ -16,7 +16,7 @@ from finetune.config.fields import PathOption, setting
 from finetune.config.options import read_options
 from finetune.data.problems import RecordProblem
 from finetune.data.tools import protocol_calls, read_tools
-from finetune.errors import ConfigError, DataError, ExitCode
+from finetune.errors import INTERRUPTED, ConfigError, DataError, ExitCode
 from finetune.inference.options import ModelOptions
 from finetune.inference.sampling import Sampling
 from finetune.runtime.language import pick_language, speak
@@ -114,7 +114,7 @@ def ask_once(
     except KeyboardInterrupt:
         stream.cancel()
         sys.stdout.write("\n")
-        return 130
+        return INTERRUPTED
     calls = stream.answer.calls if stream.answer else ()
     sys.stdout.write("\n" if stream.answer is None or stream.answer.text or not calls else "")
     if calls:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from finetune.commands.evaluate.options import RESULT_NAME, TABLE_NAME, EvalOptions
 from finetune.config.options import read_options
-from finetune.errors import ExitCode, StateError
+from finetune.errors import INTERRUPTED, ExitCode, StateError
 from finetune.runtime.terminal import console as terminal_console
 from finetune.storage.run_folder import describe_folder
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         scores = evaluation.run(options.output)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
-        return 130
+        return INTERRUPTED
     from finetune.commands.evaluate.comparison import comparison
     from finetune.commands.evaluate.scores import markdown_table, rich_table, tables
     from finetune.commands.evaluate.significance import compare

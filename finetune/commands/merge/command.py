@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.commands.merge.options import MergeOptions
 from finetune.config.options import read_options
-from finetune.errors import ConfigError, ExitCode, FinetuneError, StateError
+from finetune.errors import INTERRUPTED, ConfigError, ExitCode, FinetuneError, StateError
 from finetune.storage import durable_files
 from finetune.storage.results import reopen
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         publish(source, output, options)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; nothing is left\n")
-        return 130
+        return INTERRUPTED
     success(f"merged, output in {output}")
     return int(ExitCode.DONE)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from finetune.commands.serve.options import SHORTEST_TOKEN, TOKEN_VARIABLE, ServeOptions, ServeSettings, serve_settings
 from finetune.config.options import read_options
-from finetune.errors import ConfigError, ExitCode
+from finetune.errors import INTERRUPTED, ConfigError, ExitCode
 
 if TYPE_CHECKING:
     import uvicorn
@@ -49,7 +49,7 @@ def run_server(settings: ServeSettings) -> int:
     try:
         return asyncio.run(_serve(settings, listener))
     except KeyboardInterrupt:  # before uvicorn listens for it
-        return 130
+        return INTERRUPTED
     finally:
         listener.close()
 

@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.commands.verify.options import VerifyOptions
 from finetune.config.options import asks_for_json, read_options
-from finetune.errors import ConfigError, ExitCode, FinetuneError, Problems
+from finetune.errors import INTERRUPTED, ConfigError, ExitCode, FinetuneError, Problems
 from finetune.plain_text import plain_lines
 from finetune.runtime.language import _
 
 if TYPE_CHECKING:
     from finetune.commands.verify.evidence import Deployment, Finding, Replay
     from finetune.commands.verify.reference import Reference
-
-
-INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -124,7 +124,8 @@ def test_what_frames_and_batches_of_ranks_tell():
         )
     }
     bad, evaluation, unequal, read_only = told.values()
-    assert bad.rank == 1 and "IndexError" in bad.explanation and "collate (/home/user/fit.py, line 31)" in bad.explanation
+    assert bad.rank == 1 and "IndexError" in bad.explanation
+    assert "collate (/home/user/fit.py, line 31)" in bad.explanation
     assert "nested_concat" in evaluation.explanation and "eval_accumulation_steps" in evaluation.fix
     assert "rank 1: 499, rank 0: 500" in unequal.explanation and "drop_last" in unequal.fix
     assert "read-only" in read_only.explanation and "/models/.cache" in read_only.explanation
