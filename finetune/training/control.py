@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -176,7 +177,8 @@ class StoppedBeforeTraining(Exception):
 class StopSignals:
     """SIGTERM and SIGINT ask for a stop at the end of the step; a second one, seconds later, leaves at once.
 
-    A context manager: handlers are put back on exit. Outside the main thread (a notebook's worker, a test) Python does
+    A context manager: handlers are put back on exit; what belongs to a request that came is still taken for it.
+    Outside the main thread (a notebook's worker, a test) Python does
     not allow handlers; then signals keep their meaning and this asks for nothing.
 
     Attributes:
@@ -198,11 +200,17 @@ class StopSignals:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            # Linux sends a worker one SIGTERM per thread of its launcher as they die: a late one would end a worker
+            # that has saved and waits for its peers to be done.
+            signal.signal(number, handler if self.name is None else partial(self._after, handler))
 
     @property
     def requested(self) -> bool:
         return self.name is not None
+
+    @property
+    def _is_same_request(self) -> bool:
+        return time.monotonic() - self._first_seconds < SAME_REQUEST_SECONDS
 
     @contextlib.contextmanager
     def answered(self, answer: str) -> Iterator[None]:
@@ -215,7 +223,7 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.name is not None:
-            if time.monotonic() - self._first_seconds >= SAME_REQUEST_SECONDS:
+            if not self._is_same_request:
                 os._exit(128 + number)
             return
         self._first_seconds = time.monotonic()
@@ -223,6 +231,12 @@ class StopSignals:
         # os.write, because a log call inside a handler can deadlock on the logger's own lock.
         text = f"{self.answer}; once more in {SAME_REQUEST_SECONDS:.0f} s leaves at once"
         os.write(2, f"[WARNING] {self.name}: {text}\n".encode())
+
+    def _after(self, previous: Callable[..., Any] | int | None, number: int, frame: FrameType | None) -> None:
+        if self._is_same_request:
+            return
+        signal.signal(number, previous)
+        signal.raise_signal(number)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 from run_helpers import LAYOUTS, Materials
 
 from finetune.storage.checkpoint_files import list_checkpoints, verify
-from finetune.training.control import SAME_REQUEST_SECONDS
+from finetune.training import control
+from finetune.training.control import SAME_REQUEST_SECONDS, StopSignals
 
 STEPS = 6
 LAYOUT = {"ddp": {}, "zero3": {"finetuning": "full", **LAYOUTS["zero3_offload"]}}
@@ -118,6 +120,24 @@ def test_a_second_signal_leaves_at_once(materials, uninterrupted, tmp_path):
     assert list_checkpoints(output_dir) == []
     run_helpers.train(wanted, 2)
     assert_same_run(output_dir, uninterrupted("ddp"))
+
+
+def test_a_signal_that_comes_twice_is_one_after_the_end_too(monkeypatch):
+    """Linux tells a worker of its launcher's death once per thread of it (kernel/exit.c, forget_original_parent)."""
+    heard: list[int] = []
+    monkeypatch.setattr(os, "write", lambda *_: 0)
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        with StopSignals() as stop:
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert (stop.name, heard) == ("SIGTERM", [])
+        monkeypatch.setattr(control, "SAME_REQUEST_SECONDS", 0.0)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert heard == [signal.SIGTERM] * 2, "another request, seconds later, is the program's own again"
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_one_process_without_a_launcher(materials, tmp_path):
