@@ -13,6 +13,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "pretraining_parts.jsonl"
 PAGE = ROOT / "docs" / "pretraining_parts.md"
+SHORT = 2**19  # tokens
 PLAIN = "ve,smear,resid,x0,backout"
 # Words that leave a part out (with a plus: put one in); of "arch=" transformers' own models. What the page calls them.
 VARIANTS = {
@@ -44,7 +45,8 @@ VARIANTS = {
 
 def page(runs: list[dict[str, Any]]) -> str:
     """Means over seeds; differences to nanochat of the same depth, rate and seed."""
-    found = {(run["variant"], run["depth"], run["rate"], run["seed"]): run["bpb"] for run in runs}
+    short = [run for run in runs if run["tokens"] == SHORT]
+    found = {(run["variant"], run["depth"], run["rate"], run["seed"]): run["bpb"] for run in short}
 
     def cell(variant: str, depth: int, rate: float, seeds: Iterable[int] = range(1, 9)) -> str:
         seeds = [seed for seed in seeds if (variant, depth, rate, seed) in found]
@@ -57,18 +59,28 @@ def page(runs: list[dict[str, Any]]) -> str:
         beside = f" ({sum(more) / len(more):+.2f}%{spread})" if variant and more else ""
         return f"{sum(bits) / len(bits):.4f}{beside}" + (f", {len(seeds)} seeds" if len(seeds) > 1 else "")
 
-    depths = sorted({run["depth"] for run in runs})
-    rates = sorted({run["rate"] for run in runs})
-    tried = [variant for variant in VARIANTS if any((variant, 4, rate, 1) in found for rate in rates if rate != 1)]
+    depths = sorted({run["depth"] for run in short})
+    rates = sorted({run["rate"] for run in short})
     parts = [
         [VARIANTS[variant], *(cell(variant, depth, 1.0) for depth in depths)]
         for variant in VARIANTS
         if any(key[0] == variant for key in found)
     ]
-    grid = [[VARIANTS[variant], *(cell(variant, 4, rate, [1]) for rate in rates)] for variant in tried]
+    grid = [
+        [f"depth {depth}, {VARIANTS[variant]}", *(cell(variant, depth, rate, [1]) for rate in rates)]
+        for depth in depths
+        for variant in VARIANTS
+        if any((variant, depth, rate, 1) in found for rate in rates if rate != 1)
+    ]
+    long = [run for run in runs if run["tokens"] != SHORT]
+    lasting = [
+        [f"{run['depth']}", f"{run['tokens']:,}", VARIANTS[run["variant"]], f"{run['bpb']:.4f}", f"{run['seconds']:,}"]
+        for run in long
+    ]
     return TEXT.format(
         parts=table(["", *(f"depth {depth}" for depth in depths)], parts),
-        rates=table(["depth 4, all rates times", *(f"{rate:g}" for rate in rates)], grid),
+        rates=table(["all rates times", *(f"{rate:g}" for rate in rates)], grid),
+        long=table(["depth", "tokens", "", "bits per byte", "seconds, beside other work"], lasting),
     )
 
 
@@ -90,17 +102,26 @@ Both sides with all rates times a factor, one seed:
 
 {rates}
 
+Twelve tokens for each number of nanochat's matrices and head, one seed:
+
+{long}
+
 Needs a checkout of nanochat, and takes hours:
 
 ```
 git clone https://github.com/karpathy/nanochat && git -C nanochat checkout 92d63d4
 python benchmarks/pretraining_parts.py --nanochat nanochat --work-dir runs/parts --depths 2 4 --seeds 1 2 3
-python benchmarks/pretraining_parts.py --nanochat nanochat --work-dir runs/parts --depths 4 --seeds 1 \\
-  --rates 0.7 1.4 --variants "" arch=lfm2
+python benchmarks/pretraining_parts.py --nanochat nanochat --work-dir runs/parts --depths 2 4 --seeds 1 \\
+  --rates 0.7 1.4 2 --variants "" arch=lfm2
+python benchmarks/pretraining_parts.py --nanochat nanochat --work-dir runs/parts --depths 6 --seeds 1 \\
+  --variants "" arch=lfm2
+python benchmarks/pretraining_parts.py --nanochat nanochat --work-dir runs/parts --depths 2 --seeds 1 \\
+  --tokens 11010048 --variants "" arch=lfm2
 python benchmarks/pretraining_parts_page.py
 ```
 
-The runs are far shorter than twelve tokens per parameter, and the models tiny: what wins here need not win there.
+The models are tiny, and all but the last runs far shorter than twelve tokens per parameter: what wins here need not win
+there.
 """
 
 
