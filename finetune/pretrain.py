@@ -1,7 +1,7 @@
 """Pretraining, from scratch or continued: `torchrun --nproc_per_node 4 -m finetune.pretrain --train-data-path ...`.
 
-The order in which things happen is in training/run.py, what pretraining prepares in training/prepare_pretrain.py; here
-is how it starts its own processes for `--distributed --world_size N`.
+The order in which things happen is in training/run.py, what pretraining prepares in training/pretraining/prepare.py;
+here is how it starts its own processes for `--distributed --world_size N`.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ KIND = RunKind(
     ),
     check=check_pretraining_paths,
     describe=_describe,
-    prepare="finetune.training.prepare_pretrain:prepare_data",
-    build_trainer="finetune.training.build_pretrain:build_trainer",
+    prepare="finetune.training.pretraining.prepare:prepare_data",
+    build_trainer="finetune.training.pretraining.build:build_trainer",
     shape="finetune.planning.inputs:shape_of_pretraining",
     workload="finetune.planning.inputs:pretraining_workload",
     planned_data="finetune.planning.token_data:token_data",

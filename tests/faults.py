@@ -491,7 +491,7 @@ FAULTS = (
     ),
     Fault(
         "a plain text without its end token",
-        "data/render.py",
+        "data/encoding/render.py",
         "ids = np.append(ids, np.int32(self._end_id))",
         "pass",
         "data/test_columns.py",

@@ -216,7 +216,7 @@ def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Clu
             checkpointing=recomputes(config, cluster.device_type),
             compiled=compiled,
             flash=True,  # a window is one document
-            # Compiled steps are fused as a whole (training/build_pretrain.py).
+            # Compiled steps are fused as a whole (training/pretraining/build.py).
             fused_layers=cluster.device_type in ("cuda", "npu") and config.fused_layers != "off" and not compiled,
             float32_attention=cluster.device_type == "cpu" and size == 2,
         ),

@@ -80,7 +80,7 @@ def prepare_with(config: RunConfig, identity: dict[str, Any]) -> Prepared:
     from finetune.batching.mixing import mix_of, source_warnings
     from finetune.batching.sampler import GlobalBatches, count_steps
     from finetune.data.dataset import samples_of
-    from finetune.data.templates import load_tokenizer
+    from finetune.data.encoding.templates import load_tokenizer
     from finetune.modeling import model_config as models
     from finetune.runtime.device import choose_device_type
 
@@ -169,7 +169,7 @@ def _check_metric(metric: str, valid: Samples | None, difficulty_names: tuple[st
 
 def _warn_of_untrained_stops(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Warn where answers must end with a token that LoRA, as asked for, cannot teach."""
-    from finetune.data.render import trained_end_ids
+    from finetune.data.encoding.render import trained_end_ids
     from finetune.modeling.untrained_tokens import untrained_tokens
 
     taught = token_ids(config, tokenizer)
@@ -190,7 +190,7 @@ def _warn_of_untrained_stops(config: RunConfig, tokenizer: PreTrainedTokenizerBa
 
 def token_ids(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens whose embeddings are trained beside an adapter."""
-    from finetune.data.render import trained_end_ids
+    from finetune.data.encoding.render import trained_end_ids
     from finetune.modeling.untrained_tokens import trained_token_ids
 
     if not config.train_tokens or config.trains_all_weights:

@@ -2,10 +2,10 @@
 
 1. `run_command` or `run_config`: resolve the settings (config/resolution.py)
 2. `_check`: what can be seen without torch: paths, packages, the environment
-3. the kind's `prepare` (prepare_sft.py, prepare_pretrain.py): tokenizer, samples, the list of global batches
+3. the kind's `prepare` (prepare_sft.py, pretraining/prepare.py): tokenizer, samples, the list of global batches
 4. `decide_resume` (resume.py): where the run starts. Until here nothing is written; what is wrong is refused
 5. `Session` (session.py): the run folder's lock, identity and logs; then `process_group` and `agree_on_run`
-6. the kind's `build_trainer` (build_sft.py, build_pretrain.py): model, executor, trainer, checkpointer
+6. the kind's `build_trainer` (build_sft.py, pretraining/build.py): model, executor, trainer, checkpointer
 7. `train_and_save` (execute.py): the loop of transformers.Trainer (trainer.py, executor.py), the output, the status
 8. `_exit_code`
 

@@ -69,7 +69,7 @@ def imports_of(module: str) -> frozenset[str]:
 
 
 def _ours(name: str) -> str | None:
-    """`finetune.data.files.read_records` -> `data.files`; None for a module that is not ours."""
+    """`finetune.data.reading.files.read_records` -> `data.files`; None for a module that is not ours."""
     head, *rest = name.split(".")
     if head != "finetune":
         return None

@@ -28,7 +28,7 @@ from finetune.errors import DataError
 from finetune.modeling.scratch import make_model, scratch_config
 from finetune.runtime.device import free_port
 from finetune.training.optimizers import make_optimizer, scaled_rates, set_matrix_schedule
-from finetune.training.prepare_pretrain import prepare_data
+from finetune.training.pretraining.prepare import prepare_data
 
 STEPS, LENGTH, WINDOWS = 30, 32, 8
 SAVED, KILLED = 20, 24  # the last checkpoint of the killed run, and the step before which it is killed

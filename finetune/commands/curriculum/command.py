@@ -240,9 +240,9 @@ def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[i
     from finetune.data.media import MediaLeftOut
     from finetune.data.preference.records import reader_of
     from finetune.data.problems import ProblemLog, RecordProblem
+    from finetune.data.reading.sources import expand_sources
     from finetune.data.records import refuse_unmapped
     from finetune.data.selection import KEYS, selection_of
-    from finetune.data.sources import expand_sources
 
     names = config.curriculum.levels if config.use_curriculum else None
     index: dict[str | None, int] = {None: -1, **{name: number for number, name in enumerate(names or ())}}

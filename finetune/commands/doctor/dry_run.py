@@ -108,7 +108,7 @@ def make(folder: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-    from finetune.data.templates import TEMPLATES
+    from finetune.data.encoding.templates import TEMPLATES
 
     specials = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -30,7 +30,7 @@ from launching import ROOT, environment
 
 from finetune.__main__ import main as finetune
 from finetune.commands.verify import reference
-from finetune.data.templates import TEMPLATES
+from finetune.data.encoding.templates import TEMPLATES
 
 BASE = ROOT / "data_samples" / "tiny-qwen3"
 Verify = Callable[..., dict]

@@ -41,8 +41,8 @@ from finetune.training.build import (
 from finetune.training.control import RunContext
 from finetune.training.metrics import ComputeCost
 from finetune.training.optimizers import Rates, scaled_rates
-from finetune.training.prepare_pretrain import Prepared, source_weights
-from finetune.training.pretrain_trainer import ContinuedTrainer, PretrainTrainer, TextTrainer
+from finetune.training.pretraining.prepare import Prepared, source_weights
+from finetune.training.pretraining.trainer import ContinuedTrainer, PretrainTrainer, TextTrainer
 from finetune.training.resume import Resume
 from finetune.training.session import Session
 from finetune.training.state import TrainingState
