@@ -30,7 +30,7 @@ from finetune.config.kinds import run_kind
 from finetune.config.resolution import resolve_object
 from finetune.config.run_config import BaseConfig
 from finetune.planning.shapes import KNOWN_MODELS, known_config
-from finetune.runtime.device import LaunchWorld
+from finetune.runtime.launch_environment import LaunchWorld
 
 # From the public config.json; Qwen's are in finetune/planning/shapes.py.
 LLAMA_8B = {

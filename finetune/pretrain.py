@@ -69,8 +69,9 @@ def start_processes(arguments: Sequence[str]) -> None:
 
 def _devices_here(requested: str) -> int:
     from finetune.runtime import device as devices
+    from finetune.runtime.launch_environment import probe_torch_npu
 
-    devices.probe_torch_npu()
+    probe_torch_npu()
     device_type = devices.choose_device_type(requested)
     count = devices.device_count(device_type)
     if count is None:

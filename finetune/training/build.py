@@ -25,7 +25,7 @@ from finetune.modeling.loss import ChunkedHead
 from finetune.modeling.objective import Objective
 from finetune.modeling.pretrained import DTYPES, count_parameters
 from finetune.runtime import device as devices
-from finetune.runtime.device import LaunchWorld
+from finetune.runtime.launch_environment import LaunchWorld
 from finetune.runtime.terminal import console as terminal_console
 from finetune.storage.checkpoint_files import verify
 from finetune.training.arguments import reporters

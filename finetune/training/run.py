@@ -30,7 +30,7 @@ from finetune.config.kinds import RunKind, kind_of_source
 from finetune.config.resolution import Resolved, format_config, resolve, resolve_object, to_yaml
 from finetune.config.run_config import BaseConfig
 from finetune.errors import INTERRUPTED, ConfigError, ExitCode, FinetuneError, raise_problems
-from finetune.runtime.device import LaunchWorld, launch_world, prepare_environment, probe_torch_npu
+from finetune.runtime.launch_environment import LaunchWorld, launch_world, prepare_environment, probe_torch_npu
 from finetune.runtime.parent_watchdog import die_with_launcher
 from finetune.runtime.quiet_import import import_bitsandbytes
 from finetune.storage.run_log import setup_console, success

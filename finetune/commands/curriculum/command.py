@@ -291,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, rest = read_known_options(CurriculumOptions, arguments or ["--help"])
     from finetune.config.kinds import conversation_config_class
     from finetune.config.resolution import resolve
-    from finetune.runtime.device import launch_world
+    from finetune.runtime.launch_environment import launch_world
 
     settings = conversation_config_class(rest)
     config: Any = resolve(rest, world_size=launch_world().world_size, model_class=settings).config

@@ -24,8 +24,8 @@ from finetune.config.kinds import RunKind, kind_names, kind_of_arguments, run_ki
 from finetune.config.options import SpokenOptions, read_known_options
 from finetune.config.run_config import BaseConfig
 from finetune.errors import ConfigError, ExitCode, raise_problems
-from finetune.runtime.device import launch_world
 from finetune.runtime.language import _
+from finetune.runtime.launch_environment import launch_world
 from finetune.runtime.terminal import console as terminal_console
 from finetune.runtime.terminal import libraries_to_stderr
 

@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from finetune.data.dataset import samples_of
     from finetune.data.encoding.templates import load_tokenizer
     from finetune.modeling.hub import from_modelscope
-    from finetune.runtime.device import launch_world
+    from finetune.runtime.launch_environment import launch_world
 
     world_size = launch_world().world_size
     overrides = {"output_dir": "."}  # nothing is written there

@@ -27,8 +27,9 @@ from finetune.config.precedence import Precedence
 from finetune.config.resolution import Resolved, resolve
 from finetune.config.run_config import BaseConfig
 from finetune.errors import ConfigError
-from finetune.runtime.device import DEVICE_KINDS, probe_torch_npu
+from finetune.runtime.device import DEVICE_KINDS
 from finetune.runtime.language import _
+from finetune.runtime.launch_environment import probe_torch_npu
 from finetune.runtime.nodes import Nodes, nodes_here, number_of
 from finetune.storage.checkpoint_files import newest_valid, step_of
 from finetune.storage.run_folder import STATUS_NAME

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = read_options(MergeOptions, argv)
     output = options.output_dir.expanduser()
     _check_output(output)
-    from finetune.runtime.device import probe_torch_npu
+    from finetune.runtime.launch_environment import probe_torch_npu
     from finetune.storage.run_log import setup_console, success
 
     setup_console(0)

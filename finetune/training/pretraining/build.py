@@ -26,8 +26,9 @@ from finetune.planning.shapes import shape_of_config
 from finetune.planning.traffic import flops_per_token as planned_flops_per_token
 from finetune.planning.workload import Cluster
 from finetune.runtime import device as devices
-from finetune.runtime.device import Capabilities, LaunchWorld
+from finetune.runtime.device import Capabilities
 from finetune.runtime.host import keep_freed_memory
+from finetune.runtime.launch_environment import LaunchWorld
 from finetune.training.arguments import training_arguments
 from finetune.training.build import (
     choose_layers,

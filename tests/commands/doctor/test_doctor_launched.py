@@ -26,8 +26,8 @@ from finetune.config.preference_config import PreferenceConfig
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve
 from finetune.config.run_config import BaseConfig
-from finetune.runtime.device import launch_world
 from finetune.runtime.language import speaking
+from finetune.runtime.launch_environment import launch_world
 
 FAKE_NPU = ROOT / "tests" / "fake_npu"
 FINE = Answer(None, 0, "")
