@@ -26,9 +26,9 @@ from roofline_network import agreements, fake_group
 from roofline_ops import use_stand_ins
 from roofline_trace import Crossings, Recorder, Segment
 
+from finetune.config.base_config import BaseConfig
 from finetune.config.kinds import run_kind
 from finetune.config.resolution import resolve_object
-from finetune.config.run_config import BaseConfig
 from finetune.planning.shapes import KNOWN_MODELS, known_config
 from finetune.runtime.launch_environment import LaunchWorld
 

@@ -25,12 +25,13 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
+from finetune.config.base_config import BaseConfig
 from finetune.config.config_sources import ConfigSource, source_of_deepspeed_file, source_of_file, source_of_values
 from finetune.config.fields import ordered_fields, shown_of
 from finetune.config.flag_help import help_text
 from finetune.config.flags import Parsed, flags_of, parse, shown
 from finetune.config.precedence import Precedence, Resolution, SourcedValue
-from finetune.config.run_config import BaseConfig, RunConfig
+from finetune.config.run_config import RunConfig
 from finetune.config.schema_errors import new_problems, problems_of
 from finetune.errors import ConfigError, raise_problems
 

@@ -21,11 +21,11 @@ from finetune.commands.launch.environment import (
 )
 from finetune.commands.launch.options import DEFAULT_RESTARTS, LaunchOptions
 from finetune.commands.launch.records import SECRET_CHARACTERS, SECRET_NAME
+from finetune.config.base_config import BaseConfig
 from finetune.config.config_sources import source_of_file
 from finetune.config.kinds import RunKind, run_kind
 from finetune.config.precedence import Precedence
 from finetune.config.resolution import Resolved, resolve
-from finetune.config.run_config import BaseConfig
 from finetune.errors import ConfigError
 from finetune.runtime.device import DEVICE_KINDS
 from finetune.runtime.language import _
