@@ -466,7 +466,7 @@ FAULTS = (
         "training/optimizers.py",
         "            part.state = self.state\n",
         "            pass\n",
-        "training/test_optimizers.py training/test_pretrain.py",
+        "training/test_optimizers.py training/pretraining/test_pretrain.py",
     ),
     Fault(
         "a split by the place of a record",

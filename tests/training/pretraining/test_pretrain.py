@@ -32,7 +32,7 @@ from finetune.training.pretraining.prepare import prepare_data
 
 STEPS, LENGTH, WINDOWS = 30, 32, 8
 SAVED, KILLED = 20, 24  # the last checkpoint of the killed run, and the step before which it is killed
-HERE = Path(__file__).resolve().parents[1]
+HERE = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
