@@ -26,7 +26,7 @@ from finetune.data.corpus.token_shards import TokenShards
 from finetune.data.corpus.windows import Windows
 from finetune.errors import DataError
 from finetune.modeling.scratch import make_model, scratch_config
-from finetune.runtime.device import free_port
+from finetune.runtime.ports import free_port
 from finetune.training.optimizers import make_optimizer, scaled_rates, set_matrix_schedule
 from finetune.training.pretraining.prepare import prepare_data
 
