@@ -1,4 +1,4 @@
-"""Every setting of a pretraining run: its name, default, unit and rule. See `run_config` for what is shared.
+"""Every setting of a pretraining run: its name, default, unit and rule. See `base_config` for what is shared.
 
 A batch is counted in tokens here: `total_batch_size / max_seq_len` windows are the samples of one optimizer step.
 """

@@ -6,7 +6,7 @@ A value goes one way through these modules and returns to none of them (the sche
 2. `config_sources`, with `deepspeed_keys` and `deepspeed_settings`: those of one source -> sourced values;
 3. `precedence`: defaults < files of `--config` in order < `--deepspeed` < flags < overrides of a Python caller;
 4. `rules`, `pretrain_rules`: what depends on one another is resolved;
-5. `run_config`, `pretrain_config`: the result is validated; `schema_errors` says what is wrong with it.
+5. `base_config`, `run_config`, `pretrain_config`: the result is validated; `schema_errors` says what is wrong with it.
 
 A relative path in a file is relative to the current folder, as DeepSpeed and accelerate users expect. Everything wrong
 is collected and reported together, before torch is imported and before anything is written.
