@@ -447,7 +447,7 @@ def test_a_process_that_sees_several_devices_trains_on_one(monkeypatch, tmp_path
     found.__set_name__(TrainingArguments, "_setup_devices")
     monkeypatch.setattr(TrainingArguments, "_setup_devices", found)
     config = RunConfig(model="m", data=("d",), output_dir=str(tmp_path), report_to=("none",))
-    logging.getLogger("finetune").addHandler(caplog.handler)
+    monkeypatch.setattr(logging.getLogger("finetune"), "handlers", [caplog.handler])
     arguments = training_arguments(
         config,
         learning_rate=1e-4,
