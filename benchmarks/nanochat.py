@@ -126,7 +126,7 @@ def _prepare(work: Path, options: argparse.Namespace) -> Corpus:
         work / "prepare.log",
     )
     from finetune.config.pretrain_config import PretrainConfig
-    from finetune.training.prepare_pretrain import prepare_data
+    from finetune.training.pretraining.prepare import prepare_data
 
     data = prepare_data(PretrainConfig(**_our_settings(tokens, work / "none", options)))
     order = [int(i) for step in range(options.steps) for i in data.batches.indices(step)]

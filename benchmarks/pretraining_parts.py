@@ -75,7 +75,7 @@ def main() -> None:
 def prepare(work: Path) -> SimpleNamespace:
     """The standard library of the running Python in windows `(n, 513)`, and bytes per token `(vocabulary,)`."""
     from finetune.config.pretrain_config import PretrainConfig
-    from finetune.training.prepare_pretrain import prepare_data
+    from finetune.training.pretraining.prepare import prepare_data
 
     tokens = work / "tokens"
     if not tokens.exists():

@@ -26,11 +26,11 @@ from roofline_network import agreements, fake_group
 from roofline_ops import use_stand_ins
 from roofline_trace import Crossings, Recorder, Segment
 
+from finetune.config.base_config import BaseConfig
 from finetune.config.kinds import run_kind
 from finetune.config.resolution import resolve_object
-from finetune.config.run_config import BaseConfig
 from finetune.planning.shapes import KNOWN_MODELS, known_config
-from finetune.runtime.device import LaunchWorld
+from finetune.runtime.launch_environment import LaunchWorld
 
 # From the public config.json; Qwen's are in finetune/planning/shapes.py.
 LLAMA_8B = {
@@ -266,8 +266,8 @@ def _fuse_partitioned(model: Any) -> int:
 
 def _pretrainer(case: Case, config: Any, layers: int, on: str) -> Any:
     from finetune.modeling.scratch import make_unstarted_model
-    from finetune.training import build_pretrain
-    from finetune.training.prepare_pretrain import Prepared
+    from finetune.training.pretraining import build
+    from finetune.training.pretraining.prepare import Prepared
     from finetune.training.resume import Resume
 
     shape = scratch_shape(case, layers)
@@ -280,11 +280,11 @@ def _pretrainer(case: Case, config: Any, layers: int, on: str) -> Any:
             return make_unstarted_model(shape, attention).train()
 
     with (
-        patch.object(build_pretrain, "make_model", make_model),
-        patch.object(build_pretrain, "_say_start", lambda *a, **k: None),
+        patch.object(build, "make_model", make_model),
+        patch.object(build, "_say_start", lambda *a, **k: None),
     ):
         session = session_of(case, config.output_dir)
-        return build_pretrain.build_trainer(
+        return build.build_trainer(
             config, case.world, data, Resume(None, 0), session, device_type=on, dtype=dtype_of(config)
         )
 
@@ -310,7 +310,7 @@ def device_branch(case: Case) -> Iterator[None]:
         patch.object(attention, "has_flash", lambda device: accelerator),
         patch.object(attention, "computes_on_cpu", lambda device: not accelerator),
         patch.object(loss, "LOGITS_PER_CHUNK_ON_CPU", chunk),
-        patch("finetune.training.build_pretrain.keep_freed_memory", lambda device_type: None),
+        patch("finetune.training.pretraining.build.keep_freed_memory", lambda device_type: None),
         patch.dict(device.DEVICE_KINDS, kinds),
         patch.object(build, "largest_microbatch", lambda step_batches: None),
         # Lists of tensors are one operator on accelerators, and on a CPU none.

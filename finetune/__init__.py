@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from finetune.planning.plan import Plan
     from finetune.runs.follow import follow
     from finetune.training.preferences.trainer import PreferenceTrainer
-    from finetune.training.pretrain_trainer import PretrainTrainer
+    from finetune.training.pretraining.trainer import PretrainTrainer
     from finetune.training.results import RunResult
     from finetune.training.run import run
     from finetune.training.sft_trainer import SFTTrainer
@@ -59,7 +59,7 @@ _HOMES = {
     "PreferenceConfig": ("finetune.config.preference_config", "PreferenceConfig"),
     "PreferenceTrainer": ("finetune.training.preferences.trainer", "PreferenceTrainer"),
     "PretrainConfig": ("finetune.config.pretrain_config", "PretrainConfig"),
-    "PretrainTrainer": ("finetune.training.pretrain_trainer", "PretrainTrainer"),
+    "PretrainTrainer": ("finetune.training.pretraining.trainer", "PretrainTrainer"),
     "RunConfig": ("finetune.config.run_config", "RunConfig"),
     "RunResult": ("finetune.training.results", "RunResult"),
     "SFTTrainer": ("finetune.training.sft_trainer", "SFTTrainer"),

@@ -1,7 +1,7 @@
 """Pretraining, from scratch or continued: `torchrun --nproc_per_node 4 -m finetune.pretrain --train-data-path ...`.
 
-The order in which things happen is in training/run.py, what pretraining prepares in training/prepare_pretrain.py; here
-is how it starts its own processes for `--distributed --world_size N`.
+The order in which things happen is in training/run.py, what pretraining prepares in training/pretraining/prepare.py;
+here is how it starts its own processes for `--distributed --world_size N`.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ def start_processes(arguments: Sequence[str]) -> None:
 
 def _devices_here(requested: str) -> int:
     from finetune.runtime import device as devices
+    from finetune.runtime.launch_environment import probe_torch_npu
 
-    devices.probe_torch_npu()
+    probe_torch_npu()
     device_type = devices.choose_device_type(requested)
     count = devices.device_count(device_type)
     if count is None:
@@ -101,8 +102,8 @@ KIND = RunKind(
     ),
     check=check_pretraining_paths,
     describe=_describe,
-    prepare="finetune.training.prepare_pretrain:prepare_data",
-    build_trainer="finetune.training.build_pretrain:build_trainer",
+    prepare="finetune.training.pretraining.prepare:prepare_data",
+    build_trainer="finetune.training.pretraining.build:build_trainer",
     shape="finetune.planning.inputs:shape_of_pretraining",
     workload="finetune.planning.inputs:pretraining_workload",
     planned_data="finetune.planning.token_data:token_data",

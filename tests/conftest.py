@@ -198,6 +198,18 @@ def tiny_valid(tmp_path_factory: pytest.TempPathFactory, write_rows) -> Path:
     return write_rows(tmp_path_factory.mktemp("tiny_valid") / "valid.jsonl", make_records(9, seed=1))
 
 
+@pytest.fixture
+def fresh_environment():
+    """An environment as on a fresh machine; whatever a test does to it is undone."""
+    kept = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "TMPDIR", "LANG")}
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(kept)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="session")
 def run_cli():
     """The real command: see `launching.run_cli`."""

@@ -466,7 +466,7 @@ FAULTS = (
         "training/optimizers.py",
         "            part.state = self.state\n",
         "            pass\n",
-        "training/test_optimizers.py training/test_pretrain.py",
+        "training/test_optimizers.py training/pretraining/test_pretrain.py",
     ),
     Fault(
         "a split by the place of a record",
@@ -491,7 +491,7 @@ FAULTS = (
     ),
     Fault(
         "a plain text without its end token",
-        "data/render.py",
+        "data/encoding/render.py",
         "ids = np.append(ids, np.int32(self._end_id))",
         "pass",
         "data/test_columns.py",

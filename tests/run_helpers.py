@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PRELOADED = (
     "finetune.sft",
     "finetune.training.build_sft",
-    "finetune.training.build_pretrain",
+    "finetune.training.pretraining.build",
     "finetune.training.preferences.build",
     "finetune.training.execute",
     "finetune.data.dataset",

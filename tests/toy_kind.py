@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from finetune.commands.doctor.check import Check, ok
+from finetune.config.base_config import BaseConfig
 from finetune.config.fields import Text, setting
 from finetune.config.kinds import RunKind, register
-from finetune.config.run_config import BaseConfig
 from finetune.errors import ConfigError, FinetuneError
 from finetune.planning.inputs import Cluster
 from finetune.planning.memory import Workload

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from finetune.config.base_config import BaseConfig
 from finetune.config.config_files import read_file
 from finetune.config.deepspeed_keys import KNOWN, REMOVED
 from finetune.config.deepspeed_settings import decides, split
 from finetune.config.names import FOREIGN, OTHERWISE, nearest, unknown_name
 from finetune.config.precedence import SourcedValue
-from finetune.config.run_config import BaseConfig
 from finetune.errors import ConfigError
 
 BLOCK = "finetune"

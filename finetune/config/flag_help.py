@@ -7,10 +7,10 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
+from finetune.config.base_config import BaseConfig
 from finetune.config.fields import GROUPS, Strict
 from finetune.config.flags import EXTRA, ONLY_IN_FILES, flags_of
 from finetune.config.names import flag
-from finetune.config.run_config import BaseConfig
 
 WIDEST = 118
 _INDENT = 38

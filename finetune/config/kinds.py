@@ -12,10 +12,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from finetune.config.base_config import BaseConfig
 from finetune.config.config_files import read_file
 from finetune.config.config_sources import BLOCK
 from finetune.config.flags import Parsed, flags_of, parse
-from finetune.config.run_config import BaseConfig, RunConfig
+from finetune.config.run_config import RunConfig
 from finetune.errors import ConfigError, FinetuneError
 from finetune.runtime.language import _
 

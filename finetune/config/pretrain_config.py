@@ -1,4 +1,4 @@
-"""Every setting of a pretraining run: its name, default, unit and rule. See `run_config` for what is shared.
+"""Every setting of a pretraining run: its name, default, unit and rule. See `base_config` for what is shared.
 
 A batch is counted in tokens here: `total_batch_size / max_seq_len` windows are the samples of one optimizer step.
 """
@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from finetune.config.base_config import BaseConfig
 from finetune.config.fields import (
     Names,
     Paths,
@@ -26,7 +27,7 @@ from finetune.config.fields import (
 )
 from finetune.config.precedence import Rule
 from finetune.config.pretrain_rules import RULES_FOR_PRETRAINING
-from finetune.config.run_config import BaseConfig, RunConfig
+from finetune.config.run_config import RunConfig
 from finetune.config.schedules import PretrainingScheduleName
 from finetune.config.sources import Weights
 from finetune.runtime.language import _

@@ -6,7 +6,7 @@ A value goes one way through these modules and returns to none of them (the sche
 2. `config_sources`, with `deepspeed_keys` and `deepspeed_settings`: those of one source -> sourced values;
 3. `precedence`: defaults < files of `--config` in order < `--deepspeed` < flags < overrides of a Python caller;
 4. `rules`, `pretrain_rules`: what depends on one another is resolved;
-5. `run_config`, `pretrain_config`: the result is validated; `schema_errors` says what is wrong with it.
+5. `base_config`, `run_config`, `pretrain_config`: the result is validated; `schema_errors` says what is wrong with it.
 
 A relative path in a file is relative to the current folder, as DeepSpeed and accelerate users expect. Everything wrong
 is collected and reported together, before torch is imported and before anything is written.
@@ -25,12 +25,13 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
+from finetune.config.base_config import BaseConfig
 from finetune.config.config_sources import ConfigSource, source_of_deepspeed_file, source_of_file, source_of_values
 from finetune.config.fields import ordered_fields, shown_of
 from finetune.config.flag_help import help_text
 from finetune.config.flags import Parsed, flags_of, parse, shown
 from finetune.config.precedence import Precedence, Resolution, SourcedValue
-from finetune.config.run_config import BaseConfig, RunConfig
+from finetune.config.run_config import RunConfig
 from finetune.config.schema_errors import new_problems, problems_of
 from finetune.errors import ConfigError, raise_problems
 

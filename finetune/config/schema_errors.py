@@ -8,11 +8,11 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from finetune.config.base_config import BaseConfig
 from finetune.config.fields import CurriculumConfig, StageConfig, Strict, ordered_fields
 from finetune.config.flags import Flag, flags_of
 from finetune.config.names import OTHERWISE, UnknownName, flag, nearest, normal
 from finetune.config.precedence import SourcedValue
-from finetune.config.run_config import BaseConfig
 from finetune.config.sources import DataSource
 from finetune.errors import ConfigError
 

@@ -21,7 +21,7 @@ from pydantic import (
 from finetune.config.fields import Columns, Strict, Text, rule_broken
 
 NATURAL = "natural"
-HUB_PREFIXES = ("hub:", "modelscope:")  # of a data set by name (data/hub_data.py)
+HUB_PREFIXES = ("hub:", "modelscope:")  # of a data set by name (data/reading/hub_data.py)
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 

@@ -21,9 +21,9 @@ from finetune.data.ngrams import BANDS, SCRIPTS, band_keys, words_of
 from finetune.data.pace import Pace
 from finetune.data.parts import Part, parts_of
 from finetune.data.problems import RecordProblem
+from finetune.data.reading.sources import DataFile
 from finetune.data.records import RecordReader
 from finetune.data.selection import content_hash
-from finetune.data.sources import DataFile
 from finetune.errors import DataError
 
 OVERLAP_WORDS = 13  # Brown et al. 2020 (GPT-3), appendix C

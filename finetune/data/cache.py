@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from finetune.errors import DataError
-from finetune.runtime.device import launch_world
+from finetune.runtime.launch_environment import launch_world
 from finetune.runtime.process_start import process_start
 from finetune.storage import durable_files
 from finetune.storage.lock_claim import claimed

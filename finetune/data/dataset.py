@@ -15,42 +15,34 @@ from transformers import PreTrainedTokenizerBase
 from finetune.config.sources import DataSource
 from finetune.data import (
     cache,
-    encode,
-    file_kinds,
     formats,
-    json_array,
     media,
     parts,
     passes,
     preparation,
     problems,
     records,
-    render,
     report,
     sample_shards,
     samples,
-    sources,
-    spans,
-    thinking,
     tools,
-    truncate,
 )
-from finetune.data import files as data_files
-from finetune.data import (
-    selection as selections,
-)
+from finetune.data import selection as selections
+from finetune.data.encoding import encode, render, spans, thinking, truncate
+from finetune.data.encoding.render import Renderer
+from finetune.data.encoding.templates import template_source
 from finetune.data.preference import records as preference_records
 from finetune.data.preference import render as preference_render
 from finetune.data.preference.records import PreferenceForm
 from finetune.data.preference.render import PreferenceRenderer
 from finetune.data.preference.samples import PreferenceSamples
 from finetune.data.preparation import Preparation
-from finetune.data.render import Renderer
+from finetune.data.reading import file_kinds, json_array, sources
+from finetune.data.reading import files as data_files
+from finetune.data.reading.sources import expand_sources
 from finetune.data.samples import Samples
 from finetune.data.selection import Selection, selection_of
 from finetune.data.source_hashes import source_hashes
-from finetune.data.sources import expand_sources
-from finetune.data.templates import template_source
 from finetune.errors import DataError
 
 if TYPE_CHECKING:
@@ -104,9 +96,8 @@ def prepare_samples(
         raise ValueError(f"on_bad_row is {on_bad_row!r}; it is 'refuse' or 'drop'")
     if template is not None:
         tokenizer.chat_template = template_source(template)
-    files = expand_sources(entries)
     task = Preparation(
-        files=files,
+        files=expand_sources(entries),
         renderer=(PreferenceRenderer if preference else Renderer)(tokenizer, cutoff_len, train_thinking=train_thinking),
         difficulties=None if difficulties is None else tuple(difficulties),
         difficulty_field=difficulty_field,
@@ -117,6 +108,14 @@ def prepare_samples(
         preference=preference,
     )
     folder_of_caches = Path(cache_dir).expanduser() if cache_dir else cache.default_cache_dir()
+    prepared = _made_or_cached(task, tokenizer, folder_of_caches)
+    for warning in prepared.report.warnings():
+        logger.warning("%s", warning)
+    return prepared
+
+
+def _made_or_cached(task: Preparation, tokenizer: PreTrainedTokenizerBase, folder_of_caches: Path) -> Samples:
+    """The samples of a task, of data files that do not change while they are read."""
     with cache.said_if_unwritable(folder_of_caches):
         folder_of_caches.mkdir(parents=True, exist_ok=True)
         hashes = source_hashes(task.paths, folder_of_caches)
@@ -127,11 +126,8 @@ def prepare_samples(
             raise DataError("the data files were changed while they were read", fix="start again when they are whole")
         return made
 
-    made_samples = PreferenceSamples if preference else Samples
-    prepared = made_samples(cache.open_or_make(folder_of_caches, _cache_key(task, tokenizer, hashes), make), files)
-    for warning in prepared.report.warnings():
-        logger.warning("%s", warning)
-    return prepared
+    folder = cache.open_or_make(folder_of_caches, _cache_key(task, tokenizer, hashes), make)
+    return (PreferenceSamples if task.preference else Samples)(folder, task.files)
 
 
 def _cache_key(task: Preparation, tokenizer: PreTrainedTokenizerBase, hashes: Sequence[str]) -> dict[str, str]:

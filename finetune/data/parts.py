@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.data.file_kinds import (
+from finetune.data.reading.file_kinds import (
     arrow_batches,
     batch_records,
     file_kind,
@@ -18,7 +18,7 @@ from finetune.data.file_kinds import (
     parquet_batches,
     said_if_unreadable,
 )
-from finetune.data.files import line_records, read_records
+from finetune.data.reading.files import line_records, read_records
 from finetune.data.records import RecordReader
 
 if TYPE_CHECKING:

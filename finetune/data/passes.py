@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from finetune.data.encoding.render import Rendered, Renderer
 from finetune.data.media import MediaLeftOut
 from finetune.data.parts import Part
 from finetune.data.problems import RecordProblem
 from finetune.data.records import RecordReader
-from finetune.data.render import Rendered, Renderer
 from finetune.data.report import NO_DIFFERENCE, NO_ROOM, DataReport
 from finetune.data.selection import KEYS, Selection
 from finetune.errors import DataError

@@ -25,17 +25,17 @@ from typing import Any
 import numpy as np
 
 from finetune.data.corpus.worker_pool import ordered_map
+from finetune.data.encoding.render import Renderer
 from finetune.data.pace import Pace
 from finetune.data.parts import Part, parts_of
 from finetune.data.passes import Checked, Lines, PartJob, Tokenized, Wanted
 from finetune.data.preference.records import PreferenceForm, reader_of
 from finetune.data.problems import LISTED_RECORDS, ProblemLog, RecordProblem
+from finetune.data.reading.sources import DataFile
 from finetune.data.records import RecordReader, refuse_unmapped
-from finetune.data.render import Renderer
 from finetune.data.report import DataReport
 from finetune.data.sample_shards import SCRATCH, TOKEN_BYTES, ShardWriter, write_arrays
 from finetune.data.selection import Selection, chosen_in_parts
-from finetune.data.sources import DataFile
 from finetune.errors import DataError
 from finetune.runtime.host import usable_cores
 from finetune.storage.durable_files import replace_file

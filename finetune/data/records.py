@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.sources import DataSource
-from finetune.data.files import read_records
 from finetune.data.formats import Conversation, detect_format, to_conversation
 from finetune.data.media import MediaLeftOut, has_media, without_media
 from finetune.data.problems import RecordProblem
+from finetune.data.reading.files import read_records
 from finetune.errors import DataError
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from finetune.data import cache
+from finetune.data.reading.sources import DataFile
 from finetune.data.report import DataReport
 from finetune.data.sample_shards import SAMPLE_ARRAYS, TOKEN_ARRAYS, map_tokens
-from finetune.data.sources import DataFile
 
 
 class Samples:

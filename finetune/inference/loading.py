@@ -20,8 +20,8 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from finetune.config.paths import is_hub_id, split_revision
-from finetune.data.render import stop_token_ids
-from finetune.data.templates import load_tokenizer, read_tokenizer
+from finetune.data.encoding.render import stop_token_ids
+from finetune.data.encoding.templates import load_tokenizer, read_tokenizer
 from finetune.errors import ConfigError, DataError
 from finetune.modeling.hub import from_modelscope
 from finetune.modeling.model_config import check_weights, load_model_config, warn_of_missing_embeddings

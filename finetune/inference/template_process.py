@@ -17,7 +17,7 @@ import signal
 import sys
 from typing import Any
 
-from finetune.runtime.device import LaunchWorld
+from finetune.runtime.launch_environment import LaunchWorld
 from finetune.runtime.parent_watchdog import die_with_launcher
 
 

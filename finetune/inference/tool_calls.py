@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from finetune.data.encoding.spans import ChatTemplate
 from finetune.data.formats import Message
 from finetune.data.problems import RecordProblem
-from finetune.data.spans import ChatTemplate
 from finetune.data.tools import Call
 
 _ID_CHARACTERS = string.ascii_letters + string.digits

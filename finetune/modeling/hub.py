@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import TypeVar
 
+from finetune.config.base_config import BaseConfig
 from finetune.config.paths import is_hub_id, split_revision
-from finetune.config.run_config import BaseConfig
 from finetune.errors import ConfigError
 from finetune.storage.run_folder import describe_folder
 

@@ -14,7 +14,7 @@ from itertools import product
 from math import ceil
 from typing import Any
 
-from finetune.config.run_config import BaseConfig
+from finetune.config.base_config import BaseConfig
 from finetune.planning.inputs import workload_of
 from finetune.planning.memory import fits, memory_of
 from finetune.planning.shapes import ModelShape

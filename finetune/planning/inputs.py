@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.adapter_config import EMBEDDINGS, HEADS, last_parts
+from finetune.config.base_config import BaseConfig
 from finetune.config.kinds import kind_of_config
 from finetune.config.paths import is_hub_id, split_revision
 from finetune.config.preference_config import PreferenceConfig
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve_object
 from finetune.config.rules import check_device
-from finetune.config.run_config import BaseConfig, RunConfig
+from finetune.config.run_config import RunConfig
 from finetune.errors import ConfigError
 from finetune.planning.activations import Computing
 from finetune.planning.adapters import adapter_numbers
@@ -216,7 +217,7 @@ def pretraining_workload(config: PretrainConfig, shape: ModelShape, cluster: Clu
             checkpointing=recomputes(config, cluster.device_type),
             compiled=compiled,
             flash=True,  # a window is one document
-            # Compiled steps are fused as a whole (training/build_pretrain.py).
+            # Compiled steps are fused as a whole (training/pretraining/build.py).
             fused_layers=cluster.device_type in ("cuda", "npu") and config.fused_layers != "off" and not compiled,
             float32_attention=cluster.device_type == "cpu" and size == 2,
         ),

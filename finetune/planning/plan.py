@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+from finetune.config.base_config import BaseConfig
 from finetune.config.kinds import kind_of_config
-from finetune.config.run_config import BaseConfig
 from finetune.planning.advice import Choice, advise
 from finetune.planning.auto import choose_execution
 from finetune.planning.inputs import with_micro_batch, with_sharding, workload_of

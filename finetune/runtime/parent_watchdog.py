@@ -15,7 +15,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-from finetune.runtime.device import LaunchWorld
+from finetune.runtime.launch_environment import LaunchWorld
 
 PARENT_CHECK_SECONDS = 2.0
 # Without a sign of progress, at least. A hung process holds its devices for so long.

@@ -16,7 +16,7 @@ import torch
 from transformers import TrainingArguments
 
 from finetune.batching.microbatch_schedule import PlanSummary, summarise
-from finetune.config.run_config import BaseConfig
+from finetune.config.base_config import BaseConfig
 from finetune.data.steps import BatchSource, Execution, StepBatches
 from finetune.errors import FinetuneError
 from finetune.modeling.attention_check import check_attention
@@ -25,7 +25,7 @@ from finetune.modeling.loss import ChunkedHead
 from finetune.modeling.objective import Objective
 from finetune.modeling.pretrained import DTYPES, count_parameters
 from finetune.runtime import device as devices
-from finetune.runtime.device import LaunchWorld
+from finetune.runtime.launch_environment import LaunchWorld
 from finetune.runtime.terminal import console as terminal_console
 from finetune.storage.checkpoint_files import verify
 from finetune.training.arguments import reporters
@@ -192,10 +192,7 @@ def make_trainer(
         folder = os.environ.get("TENSORBOARD_LOGGING_DIR") or session.output_dir / "tensorboard"
         session.runlog.draw_curves(Path(folder).expanduser())
     trainer.checkpointer = _checkpointer(trainer, config, data, world, session)
-    higher = config.metrics[best.metric.removeprefix("eval_").partition("/")[0]]
-    trainer.evaluations = Evaluations(
-        best, context, higher=higher, keep=config.keep_best, patience=config.early_stopping
-    )
+    trainer.evaluations = _evaluations(config, context, best)
     trainer.checkpointer.best = None if best.evaluated is None else best.facts()
     return trainer
 
@@ -219,6 +216,11 @@ def _checkpointer(
         verified=_resumed_here(context, session.output_dir),
         behind=config.async_save,
     )
+
+
+def _evaluations(config: BaseConfig, context: RunContext, best: Best) -> Evaluations:
+    higher = config.metrics[best.metric.removeprefix("eval_").partition("/")[0]]
+    return Evaluations(best, context, higher=higher, keep=config.keep_best, patience=config.early_stopping)
 
 
 def _compared_data(config: BaseConfig, held_out: Any) -> str | None:

@@ -26,7 +26,7 @@ from finetune.modeling.loss import ChunkedHead, make_chunked_head
 from finetune.modeling.pretrained import DTYPES, add_adapter, count_parameters, load_model
 from finetune.planning.inputs import recomputes
 from finetune.runtime import device as devices
-from finetune.runtime.device import LaunchWorld
+from finetune.runtime.launch_environment import LaunchWorld
 from finetune.training.arguments import training_arguments
 from finetune.training.build import (
     AnyTrainer,

@@ -106,6 +106,15 @@ def target_share(prefix: str, name: str, counts: Mapping[str, float]) -> dict[st
     return {f"{prefix}tokens/{name}": tokens, f"{prefix}share/{name}": round(tokens / total, 4)}
 
 
+def mean_losses(groups: LossGroups, sums: Sequence[float], tokens: Sequence[int]) -> dict[str, float]:
+    """An evaluation's mean loss of each difficulty and source that has targets; sums and targets are by group."""
+    found: dict[str, float] = {}
+    for name, by in (("loss", groups.by_difficulty), ("source_loss", groups.by_source)):
+        counts = by(tokens)
+        found |= {f"{name}/{one}": loss / counts[one] for one, loss in by(sums).items() if counts[one]}
+    return found
+
+
 # In the order of the line.
 Metric = Callable[[Interval], dict[str, Any]]
 METRICS: tuple[Metric, ...] = (speed, model_flops_utilisation, per_difficulty, per_source)

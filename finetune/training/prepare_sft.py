@@ -76,11 +76,8 @@ def prepare_with(config: RunConfig, identity: dict[str, Any]) -> Prepared:
     Args:
         identity: what makes the run this run, besides what all such runs have in theirs.
     """
-    from finetune.batching.curriculum import build_schedule
-    from finetune.batching.mixing import mix_of, source_warnings
-    from finetune.batching.sampler import GlobalBatches, count_steps
     from finetune.data.dataset import samples_of
-    from finetune.data.templates import load_tokenizer
+    from finetune.data.encoding.templates import load_tokenizer
     from finetune.modeling import model_config as models
     from finetune.runtime.device import choose_device_type
 
@@ -108,21 +105,7 @@ def prepare_with(config: RunConfig, identity: dict[str, Any]) -> Prepared:
     if learning.reason:
         logger.info("%s", learning.reason)
     config = config.model_copy(update=learning.values)
-    schedule, difficulty_ids = build_schedule(config, train.difficulties, train.record_ids)
-    total_steps = count_steps(len(train), config.samples_per_step, config.num_epochs, config.max_steps)
-    batches = GlobalBatches(
-        difficulty_ids,
-        schedule,
-        config.samples_per_step,
-        total_steps,
-        config.curriculum_seed,
-        mix=mix_of(config.sources, train.source_starts),
-        by_difficulty=train.by_difficulty,
-    )
-    for warning in source_warnings(batches.source_draws()):
-        logger.warning("%s", warning)
-    for name, samples in batches.unused.items():
-        logger.warning("difficulty %s has weight 0 in every stage: its %d samples are not trained on", name, samples)
+    batches = _global_batches(config, train)
     difficulty_names = difficulties if difficulties and train.report.difficulty_field_found else ()
     _check_metric(config.best_metric, valid, difficulty_names)
     return Prepared(
@@ -133,12 +116,35 @@ def prepare_with(config: RunConfig, identity: dict[str, Any]) -> Prepared:
         difficulty_names=difficulty_names,
         source_names=() if batches.mix is None else batches.mix.names,
         valid_source_names=source_names(config.held_out) if len(config.held_out) > 1 else (),
-        stages=tuple(stage.until for stage in schedule.stages),
+        stages=tuple(stage.until for stage in batches.schedule.stages),
         packing=_packs(config, model_config),
         padding_id=models.padding_id(model_config, tokenizer),
         identity=identity | _identity(config, train, batches) | {"weights": models.weights_identity(config.model)},
         derived=learning.values,
     )
+
+
+def _global_batches(config: RunConfig, train: Samples) -> GlobalBatches:
+    """The list of global batches. Warns of samples that it takes often, or never."""
+    from finetune.batching.curriculum import build_schedule
+    from finetune.batching.mixing import mix_of, source_warnings
+    from finetune.batching.sampler import GlobalBatches, count_steps
+
+    schedule, difficulty_ids = build_schedule(config, train.difficulties, train.record_ids)
+    batches = GlobalBatches(
+        difficulty_ids,
+        schedule,
+        config.samples_per_step,
+        count_steps(len(train), config.samples_per_step, config.num_epochs, config.max_steps),
+        config.curriculum_seed,
+        mix=mix_of(config.sources, train.source_starts),
+        by_difficulty=train.by_difficulty,
+    )
+    for warning in source_warnings(batches.source_draws()):
+        logger.warning("%s", warning)
+    for name, samples in batches.unused.items():
+        logger.warning("difficulty %s has weight 0 in every stage: its %d samples are not trained on", name, samples)
+    return batches
 
 
 def _packs(config: RunConfig, model_config: PretrainedConfig) -> bool:
@@ -169,7 +175,7 @@ def _check_metric(metric: str, valid: Samples | None, difficulty_names: tuple[st
 
 def _warn_of_untrained_stops(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Warn where answers must end with a token that LoRA, as asked for, cannot teach."""
-    from finetune.data.render import trained_end_ids
+    from finetune.data.encoding.render import trained_end_ids
     from finetune.modeling.untrained_tokens import untrained_tokens
 
     taught = token_ids(config, tokenizer)
@@ -190,7 +196,7 @@ def _warn_of_untrained_stops(config: RunConfig, tokenizer: PreTrainedTokenizerBa
 
 def token_ids(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens whose embeddings are trained beside an adapter."""
-    from finetune.data.render import trained_end_ids
+    from finetune.data.encoding.render import trained_end_ids
     from finetune.modeling.untrained_tokens import trained_token_ids
 
     if not config.train_tokens or config.trains_all_weights:

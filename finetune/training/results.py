@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.config.run_config import BaseConfig
+from finetune.config.base_config import BaseConfig
 from finetune.errors import ConfigError, ExitCode
 from finetune.storage.run_log import read_jsonl_tolerant
 

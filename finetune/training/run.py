@@ -2,10 +2,10 @@
 
 1. `run_command` or `run_config`: resolve the settings (config/resolution.py)
 2. `_check`: what can be seen without torch: paths, packages, the environment
-3. the kind's `prepare` (prepare_sft.py, prepare_pretrain.py): tokenizer, samples, the list of global batches
+3. the kind's `prepare` (prepare_sft.py, pretraining/prepare.py): tokenizer, samples, the list of global batches
 4. `decide_resume` (resume.py): where the run starts. Until here nothing is written; what is wrong is refused
 5. `Session` (session.py): the run folder's lock, identity and logs; then `process_group` and `agree_on_run`
-6. the kind's `build_trainer` (build_sft.py, build_pretrain.py): model, executor, trainer, checkpointer
+6. the kind's `build_trainer` (build_sft.py, pretraining/build.py): model, executor, trainer, checkpointer
 7. `train_and_save` (execute.py): the loop of transformers.Trainer (trainer.py, executor.py), the output, the status
 8. `_exit_code`
 
@@ -26,11 +26,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.config.base_config import BaseConfig
 from finetune.config.kinds import RunKind, kind_of_source
 from finetune.config.resolution import Resolved, format_config, resolve, resolve_object, to_yaml
-from finetune.config.run_config import BaseConfig
 from finetune.errors import INTERRUPTED, ConfigError, ExitCode, FinetuneError, raise_problems
-from finetune.runtime.device import LaunchWorld, launch_world, prepare_environment, probe_torch_npu
+from finetune.runtime.launch_environment import LaunchWorld, launch_world, prepare_environment, probe_torch_npu
 from finetune.runtime.parent_watchdog import die_with_launcher
 from finetune.runtime.quiet_import import import_bitsandbytes
 from finetune.storage.run_log import setup_console, success
@@ -116,8 +116,7 @@ def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
     with _collector_paused():
         from finetune.modeling.hub import with_model_found
         from finetune.runtime import device as devices
-        from finetune.training.resume import decide_resume
-        from finetune.training.session import Session, process_group
+        from finetune.training.session import process_group
 
         prepare = kind.load(kind.prepare)
     config = with_model_found(resolved.config)
@@ -130,30 +129,13 @@ def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
     config = config.model_copy(update=derived)
     # Who generates stands above training, and is handed to it.
     ask = kind.load(kind.ask)(config, data) if kind.ask and getattr(config, "eval_generate", None) else None
-    output_dir = Path(config.output_dir)
     total_steps = data.batches.total_steps
     check_evaluated(config, total_steps)
-    # Another rank may look when rank 0 has begun this very run.
-    resume = config.resume if world.is_main or config.resume != "never" else "auto"
-    session = Session(
-        output_dir,
-        world,
-        identity=data.identity,
-        config_yaml=to_yaml(resolved.config.model_copy(update=derived)),
-        decide=lambda damaged: decide_resume(
-            output_dir,
-            resume,
-            data.identity,
-            total_steps=total_steps,
-            allow_change=config.allow_data_change,
-            damaged=damaged,
-            is_enough=partial(ended_early, config),
-        ),
-        log_samples=config.log_samples,
-    )
+    session = _make_session(config, world, data, config_yaml=to_yaml(resolved.config.model_copy(update=derived)))
     if session.start is None:
-        logger.info("this run is finished: %s holds its output; choose another --output-dir for a new run", output_dir)
-        return RunResult(output_dir, "done", total_steps)
+        folder = session.output_dir
+        logger.info("this run is finished: %s holds its output; choose another --output-dir for a new run", folder)
+        return RunResult(folder, "done", total_steps)
     with session:
         # The libraries that build a model take seconds to load; a locked or foreign folder is refused before that.
         with _collector_paused():
@@ -169,6 +151,37 @@ def _run(kind: RunKind, resolved: Resolved, world: LaunchWorld) -> RunResult:
             trainer = build_trainer(config, world, data, session.start, session, device_type=device_type, dtype=dtype)
             trainer.ask = ask
             return train_and_save(trainer, session)
+
+
+def _make_session(config: BaseConfig, world: LaunchWorld, data: Any, *, config_yaml: str) -> Session:
+    """Where the run starts, and its folder.
+
+    Args:
+        data: what the kind's `prepare` returned.
+        config_yaml: the settings as they were asked for.
+    """
+    from finetune.training.resume import decide_resume
+    from finetune.training.session import Session
+
+    output_dir = Path(config.output_dir)
+    # Another rank may look when rank 0 has begun this very run.
+    resume = config.resume if world.is_main or config.resume != "never" else "auto"
+    return Session(
+        output_dir,
+        world,
+        identity=data.identity,
+        config_yaml=config_yaml,
+        decide=lambda damaged: decide_resume(
+            output_dir,
+            resume,
+            data.identity,
+            total_steps=data.batches.total_steps,
+            allow_change=config.allow_data_change,
+            damaged=damaged,
+            is_enough=partial(ended_early, config),
+        ),
+        log_samples=config.log_samples,
+    )
 
 
 def _choose_execution(

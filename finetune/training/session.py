@@ -21,7 +21,7 @@ from typing import Any
 
 from finetune.errors import ExitCode, FinetuneError, StateError
 from finetune.runtime import device as devices
-from finetune.runtime.device import LaunchWorld
+from finetune.runtime.launch_environment import LaunchWorld
 from finetune.storage import durable_files
 from finetune.storage.checkpoint_files import clean_staging, list_checkpoints, set_aside, verify
 from finetune.storage.run_folder import RunLock, RunState, SampleLog, list_anew, write_identity, write_status

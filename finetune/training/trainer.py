@@ -33,7 +33,7 @@ from finetune.training.checkpointer import Checkpointer
 from finetune.training.control import RunContext
 from finetune.training.executor import StepExecutor
 from finetune.training.guards import NonFiniteGuard, SpikeDetector, StepOutcomes, StillGuard, step_engine
-from finetune.training.metrics import METRICS, ComputeCost, ConsoleProgress, Metric, StepMeter, line_facts
+from finetune.training.metrics import METRICS, ComputeCost, ConsoleProgress, Metric, StepMeter, line_facts, mean_losses
 from finetune.training.optimizers import skip_where
 from finetune.training.results import Evaluations
 from finetune.training.state import Form, TrainingState, whole_weights, with_saved
@@ -292,11 +292,7 @@ class RunTrainer(Trainer):
                 total += float(precise.sum())
                 sums += sums_by_group(precise, microbatch.groups, len(sums))
         total, *of_groups = self.context.control.sum([total, *sums.tolist()])
-        found = {"loss": total / tokens}
-        for name, by in (("loss", groups.by_difficulty), ("source_loss", groups.by_source)):
-            counts = by(group_tokens.tolist())
-            found |= {f"{name}/{one}": loss / counts[one] for one, loss in by(of_groups).items() if counts[one]}
-        return found
+        return {"loss": total / tokens} | mean_losses(groups, of_groups, group_tokens.tolist())
 
     def scored(
         self, step_batches: StepBatches

@@ -8,8 +8,9 @@ import sys
 import pytest
 from pydantic import ValidationError
 
+from finetune.config.base_config import BaseConfig
 from finetune.config.fields import GROUPS, CurriculumConfig, StageConfig, ordered_fields
-from finetune.config.run_config import BaseConfig, RunConfig
+from finetune.config.run_config import RunConfig
 
 NEEDED = {"model": "m", "data": "d.jsonl", "output_dir": "runs/x"}
 

@@ -16,10 +16,10 @@ from finetune.config.resolution import resolve
 from finetune.config.sources import DataSource
 from finetune.data import formats
 from finetune.data.dataset import Samples, prepare_samples
+from finetune.data.encoding.render import Renderer
 from finetune.data.preference import records as preference_records
 from finetune.data.problems import RecordProblem
 from finetune.data.records import RecordReader
-from finetune.data.render import Renderer
 from finetune.errors import DataError, FinetuneError
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "data.md"

@@ -13,9 +13,9 @@ import pyarrow.parquet
 import pytest
 
 from finetune.config.names import did_you_mean
-from finetune.data.files import expand_paths, read_records
 from finetune.data.formats import Conversation, Message, detect_format, to_conversation
 from finetune.data.problems import ProblemLog, RecordProblem
+from finetune.data.reading.files import expand_paths, read_records
 from finetune.errors import DataError, Problems
 
 LEVELS = ("explain", "reasoning", "topology")

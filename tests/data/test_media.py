@@ -10,13 +10,13 @@ import pytest
 from chat_models import family, make_tokenizer, marked, talk
 
 from finetune.data.dataset import prepare_samples
+from finetune.data.encoding.render import Renderer
+from finetune.data.encoding.spans import Rendering, Turn
+from finetune.data.encoding.thinking import behind_thinking
 from finetune.data.formats import Conversation, Message
 from finetune.data.media import has_media, without_media
 from finetune.data.problems import RecordProblem
-from finetune.data.render import Renderer
 from finetune.data.samples import Samples
-from finetune.data.spans import Rendering, Turn
-from finetune.data.thinking import behind_thinking
 from finetune.errors import DataError
 
 QUESTION, ANSWER = {"role": "user", "content": "q1"}, {"role": "assistant", "content": "a1"}

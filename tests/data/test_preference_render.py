@@ -20,11 +20,11 @@ from tokenizers import pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from finetune.data.dataset import PreferenceSamples, prepare_samples
+from finetune.data.encoding.render import Rendered, Renderer
 from finetune.data.formats import Conversation, Message
 from finetune.data.preference.records import Preference, PreferenceReader
 from finetune.data.preference.render import PreferenceRenderer
 from finetune.data.problems import RecordProblem
-from finetune.data.render import Rendered, Renderer
 from finetune.errors import DataError
 
 TEXT = st.text(st.sampled_from("ab \n1.é什🙂"), min_size=1, max_size=8).filter(str.strip)

@@ -17,10 +17,10 @@ from finetune.config.run_config import RunConfig
 from finetune.config.sources import DataSource
 from finetune.data import parts, sample_shards
 from finetune.data.dataset import Samples, prepare_samples
+from finetune.data.encoding.render import Renderer
 from finetune.data.passes import PartJob, Wanted
 from finetune.data.problems import RecordProblem
 from finetune.data.records import RecordReader
-from finetune.data.render import Renderer
 from finetune.data.selection import KEYS, Selection, content_hash, selection_of
 from finetune.errors import DataError, FinetuneError
 from finetune.training.prepare_sft import prepare_data

@@ -32,11 +32,11 @@ from finetune.batching.curriculum import choose_schedule
 from finetune.batching.sampler import GlobalBatches
 from finetune.data import pace, parts, sample_shards, source_hashes
 from finetune.data.dataset import Samples, prepare_samples
-from finetune.data.files import read_records
+from finetune.data.encoding.render import Renderer
 from finetune.data.formats import detect_format, to_conversation
 from finetune.data.passes import NO_ROOM
 from finetune.data.problems import ProblemLog, RecordProblem
-from finetune.data.render import Renderer
+from finetune.data.reading.files import read_records
 from finetune.data.report import DataReport
 from finetune.errors import DataError
 from finetune.storage import durable_files

@@ -10,9 +10,9 @@ import pytest
 from launching import ROOT
 from transformers import AutoTokenizer
 
+from finetune.data.encoding.spans import ChatTemplate
+from finetune.data.encoding.templates import TEMPLATES
 from finetune.data.formats import Message
-from finetune.data.spans import ChatTemplate
-from finetune.data.templates import TEMPLATES
 from finetune.errors import DataError
 from finetune.inference import limited_template
 from finetune.inference.generation import load_for_generation

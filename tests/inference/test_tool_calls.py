@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tool_templates import TOOL_FAMILIES, tool_tokenizer
 
+from finetune.data.encoding.spans import ChatTemplate
 from finetune.data.formats import Message
-from finetune.data.spans import ChatTemplate
 from finetune.data.tools import Call, protocol_calls
 from finetune.inference.answer import Answer, AnswerText, Generation
 from finetune.inference.tool_calls import FORMS, CallReader, find_form, shown_tokens

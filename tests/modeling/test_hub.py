@@ -19,7 +19,7 @@ import yaml
 
 from finetune.config.paths import split_revision
 from finetune.config.run_config import RunConfig
-from finetune.data.templates import read_tokenizer
+from finetune.data.encoding.templates import read_tokenizer
 from finetune.errors import ConfigError, DataError
 from finetune.inference.loading import Source, find_source, load_weights
 from finetune.modeling.hub import from_modelscope, recorded_model, with_model_found

@@ -425,7 +425,7 @@ def test_softmax_of_16_bit_logits_is_in_float32(dtype):
 def test_evaluation_is_the_mean_over_all_targets(tmp_path: Path, tiny_model: Path, packing: bool):
     """13 validation samples in batches of 4: the last holds one; against each sample alone, per difficulty too."""
     from finetune.data.dataset import prepare_samples
-    from finetune.data.templates import load_tokenizer
+    from finetune.data.encoding.templates import load_tokenizer
 
     difficulties = ("explain", "reasoning", "topology")
     data = run_helpers.make_data(tmp_path / "train.jsonl", 30)

@@ -15,7 +15,7 @@ from launching import ROOT
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from finetune.data.render import trained_end_ids
+from finetune.data.encoding.render import trained_end_ids
 from finetune.errors import ConfigError
 from finetune.modeling.untrained_tokens import trained_token_ids, untrained_tokens
 

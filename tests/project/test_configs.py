@@ -13,7 +13,7 @@ from launching import command as command_words
 from run_helpers import events
 
 from finetune.config.resolution import resolve
-from finetune.runtime.device import free_port
+from finetune.runtime.ports import free_port
 
 PRESET = "qwen32b_lora_zero3.json"
 DEEPSPEED_FILES = sorted(path.name for path in (ROOT / "ds_configs").glob("*zero*.json"))

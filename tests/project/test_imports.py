@@ -49,7 +49,7 @@ HEAVY = ("torch", "transformers", "deepspeed", "accelerate", "peft", "datasets",
 
 @cache
 def modules() -> tuple[str, ...]:
-    """All modules of the package, without its name: `config`, `data.files`, `__init__`."""
+    """All modules of the package, without its name: `config`, `data.cache`, `__init__`."""
     paths = [path.relative_to(PACKAGE).with_suffix("") for path in sorted(PACKAGE.rglob("*.py"))]
     return tuple(".".join(path.parts) for path in paths)
 
@@ -69,7 +69,7 @@ def imports_of(module: str) -> frozenset[str]:
 
 
 def _ours(name: str) -> str | None:
-    """`finetune.data.files.read_records` -> `data.files`; None for a module that is not ours."""
+    """`finetune.data.cache.locked` -> `data.cache`; None for a module that is not ours."""
     head, *rest = name.split(".")
     if head != "finetune":
         return None

@@ -15,7 +15,7 @@ from launching import PATIENCE_SECONDS, ROOT, environment
 from run_helpers import events, sample_ids, status
 from shell_blocks import run_together, small
 
-from finetune.runtime.device import free_port
+from finetune.runtime.ports import free_port
 
 FOLDER = ROOT / "launchers"
 SCRIPTS = sorted([*FOLDER.glob("*.sh"), FOLDER / "slurm.sbatch"])

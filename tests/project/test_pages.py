@@ -127,8 +127,8 @@ def run_command(line: str, place: Path) -> None:
             assert check(output, place), f"{line}\n{output}"
 
 
-# What else than 0 a command may end with: its time is over; something is left of a run; the C library kept more than 15%
-# beside what a run on a CPU needed (docs/planning.md).
+# What else than 0 a command may end with: its time is over; something is left of a run; a CPU's C library kept memory
+# that the run did not need any more (docs/planning.md).
 CODES = {"timeout ": (0, 124), "finetune clean": (0, 1), "plan --check": (0, 1)}
 # What the output of a command with these words must be.
 CHECKS: dict[str, Callable[[str, Path], object]] = {

@@ -51,7 +51,7 @@ ORPHAN = """
 import signal, sys, time
 from pathlib import Path
 from finetune.runtime import parent_watchdog
-from finetune.runtime.device import LaunchWorld
+from finetune.runtime.launch_environment import LaunchWorld
 folder, what, told = Path(sys.argv[1]), sys.argv[2], []
 signal.signal(signal.SIGTERM, lambda *_: told.append(1))
 parent_watchdog.PARENT_CHECK_SECONDS = 0.05

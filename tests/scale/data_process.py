@@ -37,7 +37,7 @@ def ours(work: dict[str, Any]) -> dict[str, Any]:
     # Whatever it imports is there before, so that it is no memory of the data's.
     import finetune.batching.sampler
     import finetune.data.dataset
-    import finetune.data.templates
+    import finetune.data.encoding.templates
     import finetune.modeling.attention
     import finetune.modeling.model_config  # noqa: F401
     from finetune.config.run_config import RunConfig

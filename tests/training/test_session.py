@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from finetune.errors import StateError
-from finetune.runtime.device import launch_world
+from finetune.runtime.launch_environment import launch_world
 from finetune.storage import durable_files
 from finetune.storage.checkpoint_files import CheckpointWriter, list_checkpoints, verify
 from finetune.storage.run_folder import read_status, write_identity

@@ -68,7 +68,7 @@ SIGNATURES: tuple[tuple[Any, str, str, str], ...] = (
     (Trainer, "log", "logs start_time", f"{TRAINER}: log"),
     (Trainer, "_save_checkpoint", "model trial", f"{TRAINER}: _save_checkpoint"),
     (Trainer, "remove_callback", "callback", f"{TRAINER}: __init__"),
-    (Trainer, "create_optimizer", "model", "finetune/training/pretrain_trainer.py"),
+    (Trainer, "create_optimizer", "model", "finetune/training/pretraining/trainer.py"),
     (
         GenerationMixin,
         "_update_model_kwargs_for_generation",
@@ -135,9 +135,9 @@ ATTRIBUTES: tuple[tuple[type, str, str], ...] = (
     ),
     (DeepSpeedZeroOptimizer, "optimizer overflow single_partition_of_fp32_groups", f"{TRAINER}, {STATE}"),
     (DeepSpeedZeroOptimizer, "_hp_optimizer_states_linked", f"{STATE}: _link_stage_1_and_2"),
-    (torch.nn.Module, "_compiled_call_impl", "finetune/training/pretrain_trainer.py"),
+    (torch.nn.Module, "_compiled_call_impl", "finetune/training/pretraining/trainer.py"),
     (torch.nn.Module, "_modules _parameters _buffers", "finetune/modeling/layers.py: _twin"),
-    (PretrainedConfig, "_attn_implementation", "finetune/training/pretrain_trainer.py"),
+    (PretrainedConfig, "_attn_implementation", "finetune/training/pretraining/trainer.py"),
     (peft.tuners.lora.Linear, "base_layer lora_A lora_B lora_dropout scaling", "finetune/modeling/lora.py"),
     (peft.tuners.lora.Linear, "lora_variant lora_bias fan_in_fan_out", "finetune/modeling/lora.py: _is_plain"),
     (peft.tuners.lora.Linear, "disable_adapters merged active_adapters", "finetune/modeling/lora.py: _is_active"),
@@ -204,7 +204,7 @@ def _is_self(node: ast.AST) -> bool:
 def our_trainers() -> Iterator[type]:
     yield from (RunTrainer, SFTTrainer)
     try:
-        from finetune.training.pretrain_trainer import PretrainTrainer
+        from finetune.training.pretraining.trainer import PretrainTrainer
     except ImportError:
         return
     yield PretrainTrainer
@@ -447,7 +447,7 @@ def test_a_process_that_sees_several_devices_trains_on_one(monkeypatch, tmp_path
     found.__set_name__(TrainingArguments, "_setup_devices")
     monkeypatch.setattr(TrainingArguments, "_setup_devices", found)
     config = RunConfig(model="m", data=("d",), output_dir=str(tmp_path), report_to=("none",))
-    logging.getLogger("finetune").addHandler(caplog.handler)
+    monkeypatch.setattr(logging.getLogger("finetune"), "handlers", [caplog.handler])
     arguments = training_arguments(
         config,
         learning_rate=1e-4,

@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that has not all characters gets question marks
-    from finetune.runtime.device import probe_torch_npu
+    from finetune.runtime.launch_environment import probe_torch_npu
 
     probe_torch_npu()
     from finetune.inference.generation import load_for_generation

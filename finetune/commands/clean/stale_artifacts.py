@@ -160,7 +160,7 @@ def _users(path: Path, folder: Path) -> list[int]:
 def operator_locks() -> list[StaleArtifact]:
     """torch's `lock` files that a killed process of ours left: every later build there would wait without end."""
     named = os.environ.get("TORCH_EXTENSIONS_DIR")
-    # Where torch builds operators for runs of this package (runtime/device.py), and its own default.
+    # Where torch builds operators for runs of this package (runtime/launch_environment.py), and its own default.
     roots = [Path(named) if named else Path(sys.prefix) / "torch_extensions", Path("~/.cache/torch_extensions")]
     found = []
     for root in (root.expanduser() for root in roots):

@@ -240,9 +240,9 @@ def read_difficulties(config: RunConfig) -> tuple[np.ndarray, np.ndarray, list[i
     from finetune.data.media import MediaLeftOut
     from finetune.data.preference.records import reader_of
     from finetune.data.problems import ProblemLog, RecordProblem
+    from finetune.data.reading.sources import expand_sources
     from finetune.data.records import refuse_unmapped
     from finetune.data.selection import KEYS, selection_of
-    from finetune.data.sources import expand_sources
 
     names = config.curriculum.levels if config.use_curriculum else None
     index: dict[str | None, int] = {None: -1, **{name: number for number, name in enumerate(names or ())}}
@@ -291,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, rest = read_known_options(CurriculumOptions, arguments or ["--help"])
     from finetune.config.kinds import conversation_config_class
     from finetune.config.resolution import resolve
-    from finetune.runtime.device import launch_world
+    from finetune.runtime.launch_environment import launch_world
 
     settings = conversation_config_class(rest)
     config: Any = resolve(rest, world_size=launch_world().world_size, model_class=settings).config

@@ -18,14 +18,14 @@ from finetune.commands.doctor.config import check_config
 from finetune.commands.doctor.launched import check_this_world
 from finetune.commands.doctor.network import check_nodes
 from finetune.commands.doctor.suites import CheckContext
+from finetune.config.base_config import BaseConfig
 from finetune.config.fields import setting
 from finetune.config.flags import Parsed
 from finetune.config.kinds import RunKind, kind_names, kind_of_arguments, run_kind
 from finetune.config.options import SpokenOptions, read_known_options
-from finetune.config.run_config import BaseConfig
 from finetune.errors import ConfigError, ExitCode, raise_problems
-from finetune.runtime.device import launch_world
 from finetune.runtime.language import _
+from finetune.runtime.launch_environment import launch_world
 from finetune.runtime.terminal import console as terminal_console
 from finetune.runtime.terminal import libraries_to_stderr
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from finetune.commands.doctor.check import Check, fail, failed, ok, warn
+from finetune.config.base_config import BaseConfig
 from finetune.config.kinds import RunKind, kind_of_config
 from finetune.config.paths import is_hub_id
 from finetune.config.resolution import resolve
-from finetune.config.run_config import BaseConfig
 from finetune.errors import FinetuneError
 from finetune.runtime.language import _
 from finetune.storage.run_folder import describe_folder

@@ -27,7 +27,7 @@ from finetune.runtime.language import _
 
 if TYPE_CHECKING:
     from finetune.data.corpus.windows import JoinedWindows, Windows
-    from finetune.data.sources import DataFile
+    from finetune.data.reading.sources import DataFile
 
 LARGE_BYTES = 32 << 20
 SAMPLED_RECORDS = 20_000
@@ -35,7 +35,7 @@ SAMPLED_RECORDS = 20_000
 
 def probe_sft(config: RunConfig) -> Iterator[Check]:
     """Model, tokenizer and template, then the data."""
-    from finetune.data.templates import load_tokenizer
+    from finetune.data.encoding.templates import load_tokenizer
     from finetune.modeling.hub import with_model_found
     from finetune.modeling.model_config import check_adapter, check_unquantised, check_weights, load_model_config
 
@@ -55,7 +55,7 @@ def probe_sft(config: RunConfig) -> Iterator[Check]:
 
 
 def _check_data(config: RunConfig, side: Literal["train", "valid"], model_config: Any, tokenizer: Any) -> Check:
-    from finetune.data.sources import expand_sources
+    from finetune.data.reading.sources import expand_sources
     from finetune.modeling.model_config import check_ids
 
     files = expand_sources(config.sources if side == "train" else config.held_out)

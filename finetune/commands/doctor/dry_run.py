@@ -19,8 +19,8 @@ from finetune.commands.doctor.check import Check, fail, ok, skip
 from finetune.commands.doctor.launched import without_launcher
 from finetune.commands.doctor.probe import Answer, run_to_end
 from finetune.commands.doctor.rehearsals import STEPS
+from finetune.config.base_config import BaseConfig
 from finetune.config.kinds import RunKind
-from finetune.config.run_config import BaseConfig
 from finetune.runtime.language import _
 
 MODULE = "finetune.commands.doctor.dry_run"
@@ -108,7 +108,7 @@ def make(folder: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-    from finetune.data.templates import TEMPLATES
+    from finetune.data.encoding.templates import TEMPLATES
 
     specials = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

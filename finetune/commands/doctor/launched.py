@@ -25,8 +25,8 @@ from finetune.commands.doctor.check import Check, fail, ok, warn
 from finetune.commands.doctor.probe import Answer, run_to_end
 from finetune.runtime import device as devices
 from finetune.runtime.collectives import all_gather_plain
-from finetune.runtime.device import LaunchWorld, launch_world
 from finetune.runtime.language import _
+from finetune.runtime.launch_environment import LaunchWorld, launch_world, probe_torch_npu
 from finetune.runtime.parent_watchdog import die_with_launcher
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def check_this_world(device_type: str) -> tuple[LaunchWorld, list[Check]]:
     """The same checks in the world that this process was started in, judged on every rank."""
     world = launch_world()
     die_with_launcher(world)
-    devices.probe_torch_npu()
+    probe_torch_npu()
     reports = work(world, devices.choose_device_type(device_type), exchange=True)
     return world, judge(reports, world.world_size, Answer(None, 0, ""))
 

@@ -21,7 +21,7 @@ BUILD_TIMEOUT_SECONDS = 600.0
 _PREPARE = """
 import json, os, sys
 os.environ.setdefault("DS_ACCELERATOR", sys.argv[1])
-from finetune.runtime.device import launch_world, prepare_environment
+from finetune.runtime.launch_environment import launch_world, prepare_environment
 prepare_environment(launch_world(), use_deepspeed=True, timeout_seconds=60)
 """
 _SHARED_MEMORY = (

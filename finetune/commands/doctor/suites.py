@@ -19,8 +19,8 @@ from finetune.commands.doctor.operators import check_cpu_adam, check_shared_memo
 from finetune.commands.doctor.probe import ask
 from finetune.commands.doctor.torch_device import check_torch
 from finetune.commands.doctor.variables import check_variables
+from finetune.config.base_config import BaseConfig
 from finetune.config.kinds import RunKind, run_kinds
-from finetune.config.run_config import BaseConfig
 from finetune.runtime.host import HostMeter, usable_cores
 from finetune.runtime.language import _
 from finetune.runtime.smi import SmiReport, read_devices

@@ -16,7 +16,7 @@ from typing import Any
 
 from finetune.commands.doctor.check import Check, fail, ok, skip, warn
 from finetune.commands.doctor.probe import Answer, answer_with, ask
-from finetune.config.run_config import BaseConfig
+from finetune.config.base_config import BaseConfig
 from finetune.runtime import device as devices
 from finetune.runtime.language import _
 

@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command. 0: evaluated; 1: failed while evaluating; 2: refused before that; 130: interrupted."""
     options = read_options(EvalOptions, argv)
     _check_output(options.output)
-    from finetune.runtime.device import probe_torch_npu
+    from finetune.runtime.launch_environment import probe_torch_npu
     from finetune.storage.run_log import setup_console
 
     setup_console(0)

@@ -29,7 +29,7 @@ from finetune.data.dataset import prepare_samples
 from finetune.data.preference.batches import AnswerBatches
 from finetune.data.preference.records import PreferenceForm, reader_of
 from finetune.data.preference.samples import PreferenceSamples
-from finetune.data.sources import expand_sources
+from finetune.data.reading.sources import expand_sources
 from finetune.data.steps import StepBatches
 from finetune.inference.answer import Answer, AnswerStream
 from finetune.inference.generation import Generator, PromptTooLong

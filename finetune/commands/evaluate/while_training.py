@@ -13,10 +13,10 @@ import numpy as np
 from finetune.commands.evaluate.answers import find_answer, same_answer
 from finetune.commands.evaluate.prompts import EvalPrompt, read_prompts, spread_evenly, warn_of_other_answers
 from finetune.config.run_config import RunConfig
+from finetune.data.encoding.spans import ChatTemplate
 from finetune.data.problems import RecordProblem
+from finetune.data.reading.sources import expand_sources
 from finetune.data.records import RecordReader
-from finetune.data.sources import expand_sources
-from finetune.data.spans import ChatTemplate
 from finetune.errors import DataError
 from finetune.inference.greedy import answering, greedy_tokens
 from finetune.inference.loading import end_ids

@@ -12,9 +12,9 @@ from finetune.config.run_config import RunConfig
 from finetune.data.audit import OVERLAP_WORDS, Audit
 from finetune.data.cache import default_cache_dir
 from finetune.data.preparation import processes_for
+from finetune.data.reading.sources import expand_sources
 from finetune.data.records import RecordReader
 from finetune.data.samples import Samples
-from finetune.data.sources import expand_sources
 
 if TYPE_CHECKING:
     from rich.console import Console

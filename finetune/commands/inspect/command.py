@@ -84,9 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from finetune.config.kinds import conversation_config_class
     from finetune.config.resolution import resolve
     from finetune.data.dataset import samples_of
-    from finetune.data.templates import load_tokenizer
+    from finetune.data.encoding.templates import load_tokenizer
     from finetune.modeling.hub import from_modelscope
-    from finetune.runtime.device import launch_world
+    from finetune.runtime.launch_environment import launch_world
 
     world_size = launch_world().world_size
     overrides = {"output_dir": "."}  # nothing is written there

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 from finetune.commands.launch.attempt_result import AttemptResult
 from finetune.commands.launch.heartbeat import Heartbeat
 from finetune.commands.launch.rendezvous import LaunchNode, Rendezvous, RendezvousError, RendezvousResult
-from finetune.runtime.device import LaunchWorld
 from finetune.runtime.host import allow_open_files
+from finetune.runtime.launch_environment import LaunchWorld
 from finetune.runtime.parent_watchdog import die_with_launcher, progress
 
 if TYPE_CHECKING:

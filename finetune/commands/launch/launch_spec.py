@@ -21,14 +21,15 @@ from finetune.commands.launch.environment import (
 )
 from finetune.commands.launch.options import DEFAULT_RESTARTS, LaunchOptions
 from finetune.commands.launch.records import SECRET_CHARACTERS, SECRET_NAME
+from finetune.config.base_config import BaseConfig
 from finetune.config.config_sources import source_of_file
 from finetune.config.kinds import RunKind, run_kind
 from finetune.config.precedence import Precedence
 from finetune.config.resolution import Resolved, resolve
-from finetune.config.run_config import BaseConfig
 from finetune.errors import ConfigError
-from finetune.runtime.device import DEVICE_KINDS, probe_torch_npu
+from finetune.runtime.device import DEVICE_KINDS
 from finetune.runtime.language import _
+from finetune.runtime.launch_environment import probe_torch_npu
 from finetune.runtime.nodes import Nodes, nodes_here, number_of
 from finetune.storage.checkpoint_files import newest_valid, step_of
 from finetune.storage.run_folder import STATUS_NAME

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = read_options(MergeOptions, argv)
     output = options.output_dir.expanduser()
     _check_output(output)
-    from finetune.runtime.device import probe_torch_npu
+    from finetune.runtime.launch_environment import probe_torch_npu
     from finetune.storage.run_log import setup_console, success
 
     setup_console(0)
@@ -116,8 +116,8 @@ def make_gguf(folder: Path, source: Source, options: MergeOptions, *, name: str,
     from finetune.commands.merge import gguf
     from finetune.commands.merge.model_card import write_card
     from finetune.commands.merge.modelfile import write_modelfile, writes_first
-    from finetune.data.render import stop_token_ids, trained_end_ids
-    from finetune.data.spans import ChatTemplate
+    from finetune.data.encoding.render import stop_token_ids, trained_end_ids
+    from finetune.data.encoding.spans import ChatTemplate
     from finetune.inference.loading import load_tokenizer_of
 
     tokenizer = load_tokenizer_of(source, options.template, trust_remote_code=options.trust_remote_code)

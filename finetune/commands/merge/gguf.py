@@ -73,7 +73,7 @@ def check_architecture(base: str, options: MergeOptions) -> None:
 
 def check_end(source: Source, options: MergeOptions) -> None:
     """Raise ConfigError where the template writes the EOS, and another token ends answers: a GGUF has one for both."""
-    from finetune.data.render import trained_end_ids
+    from finetune.data.encoding.render import trained_end_ids
     from finetune.inference.loading import load_tokenizer_of
 
     tokenizer = load_tokenizer_of(source, options.template, trust_remote_code=options.trust_remote_code)

@@ -17,9 +17,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from finetune.data.encoding.spans import ChatTemplate
 from finetune.data.formats import Message
 from finetune.data.problems import RecordProblem
-from finetune.data.spans import ChatTemplate
 from finetune.data.tools import Call
 
 CONVERSATIONS = 50

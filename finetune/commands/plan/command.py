@@ -24,7 +24,7 @@ from finetune.runtime.peak_flops import peak_flops
 from finetune.runtime.terminal import write_filled
 
 if TYPE_CHECKING:
-    from finetune.config.run_config import BaseConfig
+    from finetune.config.base_config import BaseConfig
     from finetune.planning.plan import Plan
     from finetune.planning.workload import Cluster
 

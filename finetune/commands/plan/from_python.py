@@ -9,11 +9,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from finetune.commands.plan.command import PlanOptions, cluster_of, plan_of
+from finetune.config.base_config import BaseConfig
 from finetune.config.config_sources import BLOCK
 from finetune.config.kinds import RunKind, kind_of_source
 from finetune.config.precedence import Precedence, SourcedValue
 from finetune.config.resolution import resolve_object
-from finetune.config.run_config import BaseConfig
 from finetune.config.schema_errors import problems_of
 from finetune.errors import raise_problems
 from finetune.planning.plan import Plan

@@ -22,7 +22,8 @@ TOKEN_VARIABLE = "FINETUNE_SERVE_TOKEN"
 SHORTEST_TOKEN = 16
 _PROBE = (
     "import json, sys\n"
-    "from finetune.runtime.device import choose_device_type, device_count, probe_torch_npu\n"
+    "from finetune.runtime.device import choose_device_type, device_count\n"
+    "from finetune.runtime.launch_environment import probe_torch_npu\n"
     "from finetune.errors import FinetuneError\n"
     "try:\n"
     "    probe_torch_npu()\n"

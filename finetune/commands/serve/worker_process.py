@@ -32,7 +32,7 @@ import time
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from finetune.errors import FinetuneError
-from finetune.runtime.device import LaunchWorld
+from finetune.runtime.launch_environment import LaunchWorld
 from finetune.runtime.parent_watchdog import die_with_launcher
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import jinja2
 
 from finetune.commands.verify.evidence import Messages, Prompt
 from finetune.commands.verify.reference import TRAINED, Reference, Weights
-from finetune.data.templates import TEMPLATES
+from finetune.data.encoding.templates import TEMPLATES
 from finetune.errors import FinetuneError
 from finetune.inference.loading import Source, load_tokenizer_of
 from finetune.runtime.language import _

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(words: Sequence[str]) -> int:
     options = read_options(VerifyOptions, words)
-    from finetune.runtime.device import probe_torch_npu
+    from finetune.runtime.launch_environment import probe_torch_npu
     from finetune.storage.run_log import setup_console
 
     setup_console(0)

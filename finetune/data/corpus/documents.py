@@ -13,8 +13,9 @@ from typing import Any
 from finetune.config.config_files import similar_files
 from finetune.config.names import nearest
 from finetune.data.corpus.parquet_files import read_texts, row_groups
-from finetune.data.file_kinds import first_character
-from finetune.data.files import (
+from finetune.data.problems import RecordProblem
+from finetune.data.reading.file_kinds import first_character
+from finetune.data.reading.files import (
     decode_record,
     expand_each,
     glob_files,
@@ -22,7 +23,6 @@ from finetune.data.files import (
     read_records,
     visible_files,
 )
-from finetune.data.problems import RecordProblem
 from finetune.errors import DataError
 
 logger = logging.getLogger("finetune")

@@ -21,7 +21,7 @@ from finetune.data.corpus.shard_header import (
     index_path,
     read_header,
 )
-from finetune.data.files import expand_each, glob_files, named_twice
+from finetune.data.reading.files import expand_each, glob_files, named_twice
 from finetune.errors import DataError
 from finetune.storage.durable_files import hash_file
 

@@ -116,7 +116,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenize
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    from finetune.data.templates import TEMPLATES
+    from finetune.data.encoding.templates import TEMPLATES
 
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -174,7 +174,7 @@ def open_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     Raises:
         DataError: there is none, or it has no tokenizer.json.
     """
-    from finetune.data.templates import read_tokenizer
+    from finetune.data.encoding.templates import read_tokenizer
 
     tokenizer = read_tokenizer(str(source))
     _backend(tokenizer)

@@ -4,8 +4,8 @@ Each document is rendered, tokenized and cut as fine-tuning does it. Their promp
 
 - The tokens before the answers are equal, because no token straddles their beginning. Where they are not (some
   tokenizers split the white space at a prompt's end by what follows it), both texts are cut there.
-- Where a document is longer than the cutoff, its prompt loses its middle (see truncate.py); of two prompts that lose
-  different tokens both documents take the shorter.
+- Where a document is longer than the cutoff, its prompt loses its middle (see encoding/truncate.py); of two prompts
+  that lose different tokens both documents take the shorter.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from finetune.data.encode import Encoded
+from finetune.data.encoding.encode import Encoded
+from finetune.data.encoding.render import Rendered, Renderer
+from finetune.data.encoding.spans import ChatTemplate, Rendering, find_turns
+from finetune.data.encoding.thinking import behind_thinking
+from finetune.data.encoding.truncate import Kept, fit
 from finetune.data.formats import Conversation, Message
 from finetune.data.preference.records import Preference
 from finetune.data.problems import RecordProblem
-from finetune.data.render import Rendered, Renderer
-from finetune.data.spans import ChatTemplate, Rendering, find_turns
-from finetune.data.thinking import behind_thinking
-from finetune.data.truncate import Kept, fit
 
 
 @dataclass(frozen=True)

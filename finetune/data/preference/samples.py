@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
+from finetune.data.reading.sources import DataFile
 from finetune.data.sample_shards import PREFERENCE_ARRAYS
 from finetune.data.samples import Samples
-from finetune.data.sources import DataFile
 
 
 class PreferenceSamples(Samples):

@@ -14,7 +14,7 @@ from finetune.data.preference.samples import PreferenceSamples
 from finetune.data.samples import Samples
 from finetune.data.steps import BatchSource, InOrder
 from finetune.modeling.preference_loss import WeighedHead
-from finetune.runtime.device import LaunchWorld
+from finetune.runtime.launch_environment import LaunchWorld
 from finetune.training.build_sft import Place, build_as
 from finetune.training.preferences.objective import PreferenceObjective
 from finetune.training.preferences.reference import AdapterOff

@@ -21,13 +21,13 @@ from finetune.commands.doctor.dry_run import LOSS_TOLERANCE, check_dry_run, comp
 from finetune.commands.doctor.launched import check_launched, judge, read_reports
 from finetune.commands.doctor.operators import not_built
 from finetune.commands.doctor.probe import Answer, ask, run_to_end
+from finetune.config.base_config import BaseConfig
 from finetune.config.kinds import RunKind, run_kind, run_kinds
 from finetune.config.preference_config import PreferenceConfig
 from finetune.config.pretrain_config import PretrainConfig
 from finetune.config.resolution import resolve
-from finetune.config.run_config import BaseConfig
-from finetune.runtime.device import launch_world
 from finetune.runtime.language import speaking
+from finetune.runtime.launch_environment import launch_world
 
 FAKE_NPU = ROOT / "tests" / "fake_npu"
 FINE = Answer(None, 0, "")

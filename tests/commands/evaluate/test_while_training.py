@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.commands.evaluate.prompts import EvalPrompt, spread, spread_evenly
 from finetune.commands.evaluate.while_training import AskedPrompts
 from finetune.config.resolution import resolve
+from finetune.data.encoding.render import Renderer
 from finetune.data.formats import detect_format, to_conversation
-from finetune.data.render import Renderer
 from finetune.errors import FinetuneError
 from finetune.inference.greedy import answering, greedy_tokens
 from finetune.modeling.attention import ISOLATED, choose_attention

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from finetune.commands.inspect.command import main, marked_text, show
 from finetune.data.dataset import prepare_samples
-from finetune.data.render import render
+from finetune.data.encoding.render import render
 from finetune.errors import ConfigError, DataError, FinetuneError
 
 

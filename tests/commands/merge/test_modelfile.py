@@ -14,8 +14,8 @@ from chat_models import SPECIALS, make_tokenizer
 
 from finetune.commands.merge import modelfile
 from finetune.commands.merge.modelfile import CONVERSATIONS, ORDERS, SPACED, TEXTS, conversations, render_go
-from finetune.data.spans import ChatTemplate
-from finetune.data.templates import TEMPLATES
+from finetune.data.encoding.spans import ChatTemplate
+from finetune.data.encoding.templates import TEMPLATES
 
 # Answers are written by their place, as of templates with think blocks.
 BY_PLACE = (

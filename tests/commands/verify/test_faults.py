@@ -30,7 +30,7 @@ from launching import ROOT, environment
 
 from finetune.__main__ import main as finetune
 from finetune.commands.verify import reference
-from finetune.data.templates import TEMPLATES
+from finetune.data.encoding.templates import TEMPLATES
 
 BASE = ROOT / "data_samples" / "tiny-qwen3"
 Verify = Callable[..., dict]
@@ -199,6 +199,26 @@ def test_as_many_bits_as_asked_for_are_right(verify: Verify, adapter: Path, whol
 def test_fewer_bits_than_asked_for_are_found(verify: Verify, adapter: Path, whole: Path, tmp_path: Path):
     folder = deployment(whole, tmp_path / "computed", in_dtype(torch.bfloat16))
     assert_found(verify(adapter, "--merged", folder, "--deployed-dtype", "float32"), "arithmetic")
+
+
+def test_weights_of_fewer_bits_than_trained_are_found(verify: Verify, adapter: Path, tmp_path: Path):
+    """One number beside all of the head's changes no answer, but takes bits from its numbers in bfloat16."""
+
+    def beside(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {n: t.float() + 8.0 * (n == "lm_head.weight") for n, t in tensors.items()}
+
+    def rounded(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor.bfloat16().float() for name, tensor in tensors.items()}
+
+    base, tuned, whole = (tmp_path / name for name in ("base", "tuned", "whole"))
+    deployment(BASE, base, weights(beside))
+    changed(base, "config.json", dtype="float32")
+    shutil.copytree(adapter, tuned)
+    changed(tuned, "adapter_config.json", base_model_name_or_path=str(base))
+    assert finetune(["merge", "--adapter", str(tuned), "--output-dir", str(whole), "--dtype", "float32"]) == 0
+    assert names(verify(tuned, "--merged", whole, "--deployed-dtype", "float32")) == []
+    folder = deployment(whole, tmp_path / "rounded", weights(rounded))
+    assert_found(verify(tuned, "--merged", folder, "--deployed-dtype", "float32"), "dtype")
 
 
 def test_two_faults_are_both_found(verify: Verify, adapter: Path, merged: Path, tmp_path: Path):

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from finetune.runtime.device import launch_world
+from finetune.runtime.launch_environment import launch_world
 from finetune.runtime.parent_watchdog import die_with_launcher
 
 world = launch_world()

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.data import json_array
-from finetune.data.json_array import array_records
+from finetune.data.reading import json_array
+from finetune.data.reading.json_array import array_records
 from finetune.errors import DataError
 
 VALUES = st.recursive(

@@ -9,7 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.spans import Turn
+from finetune.data.encoding.spans import Turn
 from finetune.errors import DataError
 
 

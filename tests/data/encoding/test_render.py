@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data.encode import Encoder, trained_tokens
+from finetune.data.encoding.encode import Encoder, trained_tokens
+from finetune.data.encoding.render import Renderer, render, stop_token_ids
+from finetune.data.encoding.spans import ChatTemplate, Turn, content_span, find_turns
+from finetune.data.encoding.truncate import _share
 from finetune.data.formats import Conversation, Message
 from finetune.data.problems import RecordProblem
-from finetune.data.render import Renderer, render, stop_token_ids
-from finetune.data.spans import ChatTemplate, Turn, content_span, find_turns
-from finetune.data.truncate import _share
 from finetune.errors import DataError
 
 ONE = talk("q1", "a1")

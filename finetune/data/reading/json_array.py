@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from finetune.data.file_kinds import open_text
+from finetune.data.reading.file_kinds import open_text
 from finetune.errors import DataError
 
 CHUNK_BYTES = 1 << 20

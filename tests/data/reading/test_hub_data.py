@@ -17,7 +17,7 @@ from chat_models import family
 from finetune.config.paths import check_paths
 from finetune.config.run_config import RunConfig
 from finetune.data.dataset import prepare_samples
-from finetune.data.files import expand_paths, read_records
+from finetune.data.reading.files import expand_paths, read_records
 from finetune.errors import DataError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

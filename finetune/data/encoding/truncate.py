@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from finetune.data.encode import Encoded
+from finetune.data.encoding.encode import Encoded
 
 PROMPT_FLOOR_TOKENS = 32  # of each prompt content, before whole turns are left out
 

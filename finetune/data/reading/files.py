@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.config_files import similar_files
-from finetune.data.file_kinds import (
+from finetune.data.problems import RecordProblem
+from finetune.data.reading.file_kinds import (
     KINDS_IN_WORDS,
     arrow_batches,
     batch_records,
@@ -24,9 +25,8 @@ from finetune.data.file_kinds import (
     parquet_batches,
     said_if_unreadable,
 )
-from finetune.data.hub_data import hub_files
-from finetune.data.json_array import array_records
-from finetune.data.problems import RecordProblem
+from finetune.data.reading.hub_data import hub_files
+from finetune.data.reading.json_array import array_records
 from finetune.errors import DataError, FinetuneError, raise_problems
 
 logger = logging.getLogger("finetune")

@@ -20,8 +20,8 @@ from sample_rows import write_rows as write
 
 from finetune.data import parts
 from finetune.data.dataset import Samples, prepare_samples
-from finetune.data.files import expand_paths, read_records
 from finetune.data.problems import RecordProblem
+from finetune.data.reading.files import expand_paths, read_records
 from finetune.errors import DataError
 
 ROWS = [

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.config.sources import DataSource
-from finetune.data.files import expand_groups
+from finetune.data.reading.files import expand_groups
 
 
 @dataclass(frozen=True)

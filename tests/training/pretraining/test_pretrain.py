@@ -26,13 +26,13 @@ from finetune.data.corpus.token_shards import TokenShards
 from finetune.data.corpus.windows import Windows
 from finetune.errors import DataError
 from finetune.modeling.scratch import make_model, scratch_config
-from finetune.runtime.device import free_port
+from finetune.runtime.ports import free_port
 from finetune.training.optimizers import make_optimizer, scaled_rates, set_matrix_schedule
-from finetune.training.prepare_pretrain import prepare_data
+from finetune.training.pretraining.prepare import prepare_data
 
 STEPS, LENGTH, WINDOWS = 30, 32, 8
 SAVED, KILLED = 20, 24  # the last checkpoint of the killed run, and the step before which it is killed
-HERE = Path(__file__).resolve().parents[1]
+HERE = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from finetune.data.corpus.windows import JoinedWindows, Windows
 from finetune.errors import ConfigError, DataError, Problems
 from finetune.inference.generation import load_for_generation
 from finetune.inference.sampling import Sampling
-from finetune.training.prepare_pretrain import prepare_data, source_weights
+from finetune.training.pretraining.prepare import prepare_data, source_weights
 
 STEPS, LENGTH, WINDOWS, SAVED = 8, 32, 8, 4
 WEIGHTS = (3.0, 1.0)

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tool_templates import ONE_CALL_A_TURN, TOOL_FAMILIES, tool_tokenizer
 
+from finetune.data.encoding.render import Renderer, render
+from finetune.data.encoding.spans import ChatTemplate, find_turns
+from finetune.data.encoding.templates import TEMPLATES
 from finetune.data.formats import Conversation, detect_format, to_conversation
 from finetune.data.problems import RecordProblem
-from finetune.data.render import Renderer, render
-from finetune.data.spans import ChatTemplate, find_turns
-from finetune.data.templates import TEMPLATES
 from finetune.inference.generation import Generator
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"city": "string"}}}

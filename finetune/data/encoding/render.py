@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.encode import Encoded, Encoder, trained_tokens
+from finetune.data.encoding.encode import Encoded, Encoder, trained_tokens
+from finetune.data.encoding.spans import ChatTemplate, Rendering, content_span, find_turns
+from finetune.data.encoding.thinking import behind_thinking
+from finetune.data.encoding.truncate import Kept, fit
 from finetune.data.formats import Conversation, Message
 from finetune.data.problems import RecordProblem
-from finetune.data.spans import ChatTemplate, Rendering, content_span, find_turns
-from finetune.data.thinking import behind_thinking
-from finetune.data.truncate import Kept, fit
 from finetune.errors import DataError
 
 _PROBE_QUESTION = "What does a router do?"

@@ -9,10 +9,10 @@ import pytest
 from chat_models import SPECIALS, make_tokenizer, marked, talk
 from transformers import AutoTokenizer
 
+from finetune.data.encoding.render import render
+from finetune.data.encoding.templates import TEMPLATES, load_tokenizer, template_source
 from finetune.data.formats import Conversation, Message
 from finetune.data.problems import RecordProblem
-from finetune.data.render import render
-from finetune.data.templates import TEMPLATES, load_tokenizer, template_source
 from finetune.errors import DataError
 
 EXPECTED = {

@@ -125,7 +125,7 @@ def prepare_data(config: PretrainConfig) -> Prepared:
 
 def _continued(config: PretrainConfig) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
     """Configuration and tokenizer of the model that is continued, with the checks that need no weights."""
-    from finetune.data.templates import read_tokenizer
+    from finetune.data.encoding.templates import read_tokenizer
     from finetune.modeling import model_config as models
 
     assert config.model is not None

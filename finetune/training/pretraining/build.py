@@ -26,8 +26,9 @@ from finetune.planning.shapes import shape_of_config
 from finetune.planning.traffic import flops_per_token as planned_flops_per_token
 from finetune.planning.workload import Cluster
 from finetune.runtime import device as devices
-from finetune.runtime.device import Capabilities, LaunchWorld
+from finetune.runtime.device import Capabilities
 from finetune.runtime.host import keep_freed_memory
+from finetune.runtime.launch_environment import LaunchWorld
 from finetune.training.arguments import training_arguments
 from finetune.training.build import (
     choose_layers,
@@ -41,8 +42,8 @@ from finetune.training.build import (
 from finetune.training.control import RunContext
 from finetune.training.metrics import ComputeCost
 from finetune.training.optimizers import Rates, scaled_rates
-from finetune.training.prepare_pretrain import Prepared, source_weights
-from finetune.training.pretrain_trainer import ContinuedTrainer, PretrainTrainer, TextTrainer
+from finetune.training.pretraining.prepare import Prepared, source_weights
+from finetune.training.pretraining.trainer import ContinuedTrainer, PretrainTrainer, TextTrainer
 from finetune.training.resume import Resume
 from finetune.training.session import Session
 from finetune.training.state import TrainingState

@@ -21,7 +21,7 @@ from finetune.errors import ConfigError, FinetuneError
 from finetune.pretrain import main, start_processes
 from finetune.runtime import device as devices
 from finetune.runtime.peak_flops import peak_flops
-from finetune.training.prepare_pretrain import prepare_data
+from finetune.training.pretraining.prepare import prepare_data
 
 # preset: processes, accumulation there and the guides' numbers, written here from the guides.
 PRESETS = {
@@ -133,12 +133,12 @@ def test_backends(device: str, backend: str, right):
 
 
 def test_fp8_is_ignored_with_one_message_where_there_is_none(monkeypatch):
-    from finetune.training import build_pretrain
+    from finetune.training.pretraining import build
 
     said: list[str] = []
-    monkeypatch.setattr(build_pretrain.logger, "warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(build.logger, "warning", lambda text, *values: said.append(text % values))
     config = PretrainConfig(train_data_path=("x",), output_dir="o", fp8=True)
-    assert build_pretrain._use_fp8(torch.nn.Linear(2, 2), config, devices.capabilities("cpu")) is False
+    assert build._use_fp8(torch.nn.Linear(2, 2), config, devices.capabilities("cpu")) is False
     assert said == ["--fp8 is ignored: cpu has no float8 matrix products"]
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from finetune.data.encoding.spans import Rendering, Turn
 from finetune.data.formats import Message
 from finetune.data.problems import RecordProblem
-from finetune.data.spans import Rendering, Turn
 
 _OPEN, _CLOSE = "<think>", "</think>"
 

@@ -1,0 +1,128 @@
+"""Who this process is by its launcher, and the environment that it needs: read and set before torch is imported.
+
+An installed but unloadable torch_npu makes `import torch` itself die, so it is probed in a subprocess first.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from finetune.errors import ConfigError
+from finetune.runtime.host import usable_cores
+from finetune.runtime.ports import free_port
+
+logger = logging.getLogger("finetune")
+
+
+@dataclass(frozen=True)
+class LaunchWorld:
+    """Who this process is, as its launcher said (environment), before any process group exists."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    launched: bool  # a launcher started us; False for plain `python -m`
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def launch_world() -> LaunchWorld:
+    """Who this process is. A WORLD_SIZE without RANK (an old script's) is ignored, with a warning."""
+    environment = os.environ
+    if "RANK" not in environment:
+        if "WORLD_SIZE" in environment:
+            logger.warning(
+                "WORLD_SIZE=%s is set but RANK is not: ignored, this is a run of one process. "
+                "Fix: unset WORLD_SIZE, and start several processes with torchrun or accelerate launch.",
+                environment.pop("WORLD_SIZE"),
+            )
+        return LaunchWorld(0, 0, 1, 1, launched=False)
+    world_size = int(environment.get("WORLD_SIZE", "1"))
+    local_rank = int(environment.get("LOCAL_RANK", "0"))
+    return LaunchWorld(
+        int(environment["RANK"]), local_rank, world_size, int(environment.get("LOCAL_WORLD_SIZE", world_size)), True
+    )
+
+
+def probe_torch_npu() -> None:
+    """Raise ConfigError if torch_npu is installed but cannot be loaded: importing torch would die of it."""
+    if importlib.util.find_spec("torch_npu") is None:
+        return
+    probe = subprocess.run(
+        [sys.executable, "-c", "import torch, torch_npu"], capture_output=True, text=True, timeout=300, check=False
+    )
+    if probe.returncode == 0:
+        return
+    reason = (probe.stderr.strip().splitlines() or ["no message"])[-1]
+    raise ConfigError(
+        f"torch_npu is installed but cannot be loaded: {reason}",
+        where="import torch_npu",
+        fix="source CANN's set_env.sh in this shell (it sets ASCEND_HOME_PATH and the library path), install the "
+        "torch_npu that matches this torch, or remove torch_npu where there is no NPU: pip uninstall torch_npu",
+    )
+
+
+def prepare_environment(
+    world: LaunchWorld,
+    *,
+    use_deepspeed: bool,
+    timeout_seconds: int,
+    npu_variables: Mapping[str, tuple[str, str]] | None = None,
+) -> list[str]:
+    """Set what the user did not, before torch is imported. Returns a line per variable: what was set and why.
+
+    A variable that the user set is never changed, with three exceptions that would silently train something else:
+    ACCELERATE_USE_CPU, ACCELERATE_USE_DEEPSPEED and ACCELERATE_MIXED_PRECISION are taken out, because our own
+    configuration decides them (with ACCELERATE_USE_CPU=true, accelerate drops a DeepSpeed plugin without a word).
+
+    Raises:
+        ConfigError: the launcher asked for DeepSpeed but the configuration has no DeepSpeed keys.
+    """
+    added: list[str] = []
+    fragmentation = "less fragmentation with microbatches of many lengths"
+
+    def default(name: str, value: str, why: str) -> None:
+        if name not in os.environ:
+            os.environ[name] = value
+            added.append(f"{name}={value}: {why}")
+
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true" and not use_deepspeed:
+        raise ConfigError(
+            "the launcher asked for DeepSpeed, but the configuration has no DeepSpeed keys",
+            where="ACCELERATE_USE_DEEPSPEED (accelerate launch --use_deepspeed, or its config file)",
+            fix="add --config ds_configs/zero3.json (or --deepspeed FILE), or launch without --use_deepspeed",
+        )
+    for name in ("ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_MIXED_PRECISION"):
+        os.environ.pop(name, None)
+    if world.world_size > 1:
+        default("OMP_NUM_THREADS", str(max(1, usable_cores() // world.local_world_size)), "cores per process")
+    if use_deepspeed and sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
+        # torch's default folder is one for all environments, and each builds anew what another has built.
+        default("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"), "built once per environment")
+    if use_deepspeed and not world.launched:
+        # Without these DeepSpeed looks for mpi4py and dies.
+        default("RANK", "0", "DeepSpeed needs a rank in a run of one process")
+        default("LOCAL_RANK", "0", "DeepSpeed needs a local rank")
+        default("WORLD_SIZE", "1", "one process")
+        default("MASTER_ADDR", "127.0.0.1", "one machine")
+        default("MASTER_PORT", str(free_port()), "a free port")
+    if importlib.util.find_spec("torch_npu") is not None:
+        for name in ("HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT"):
+            default(name, str(timeout_seconds), "the same limit as the process group's")
+        default("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True", fragmentation)
+        for name, (value, why) in (npu_variables or {}).items():
+            default(name, value, why)
+    if shutil.which("nvidia-smi"):
+        default("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", fragmentation)
+    default("TOKENIZERS_PARALLELISM", "false", "tokenising is parallel by processes")
+    return added
