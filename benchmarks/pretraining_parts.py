@@ -100,11 +100,9 @@ def train(off: frozenset[str], depth: int, seed: int, rate: float, corpus: Any, 
     from finetune.training.optimizers import make_optimizer, scaled_rates, set_matrix_schedule
 
     steps, windows = options.tokens // options.total_batch_size, options.total_batch_size // SEQUENCE
-    arch = next((word[5:] for word in off if word.startswith("arch=")), "nanochat")
     config = PretrainConfig(
         train_data_path="x",
         output_dir="x",
-        arch="nanochat" if "untied" in off else arch,
         total_batch_size=options.total_batch_size,
         optimizer="muon" if "muon" in off else "normuon",
         lr_scale=rate,
@@ -113,7 +111,7 @@ def train(off: frozenset[str], depth: int, seed: int, rate: float, corpus: Any, 
     worth = config.target_param_data_ratio * (12 * depth * width**2 + VOCABULARY * width)
     rates = scaled_rates(config, width=width, worth_tokens=worth, run_tokens=options.tokens)
     if any("arch=" in word for word in off):
-        model = transformers_model(arch, depth, seed, untied="untied" in off)
+        model = transformers_model(off, depth, seed)
         optimizer: Any = make_optimizer(model.inner, config, rates, fused=True)
     else:
         model = own_model(off, depth, seed)
@@ -202,14 +200,12 @@ def own_model(off: frozenset[str], depth: int, seed: int) -> Any:
     return model
 
 
-def transformers_model(arch: str, depth: int, seed: int, untied: bool) -> Causal:
+def transformers_model(off: frozenset[str], depth: int, seed: int) -> Causal:
     """A model of transformers with our start."""
     from finetune.modeling.scratch import make_model, scratch_config
 
-    config = scratch_config(arch, depth, vocab_size=VOCABULARY, max_seq_len=SEQUENCE)
-    if untied:
-        config.tie_word_embeddings = False
-    return Causal(make_model(config, seed=seed))
+    name = next(word[5:] for word in off if word.startswith("arch="))
+    return Causal(make_model(scratch_config(name, depth, vocab_size=VOCABULARY, max_seq_len=SEQUENCE), seed=seed))
 
 
 class Causal(torch.nn.Module):

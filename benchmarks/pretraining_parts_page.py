@@ -24,7 +24,6 @@ VARIANTS = {
     "arch=nanochat,muon": "ours, `--arch nanochat --optimizer muon`",
     "arch=qwen3": "ours, `--arch qwen3`",
     "arch=lfm2": "ours, `--arch lfm2`",
-    "arch=lfm2,untied": "ours, lfm2 with a head of its own",
     "ve": "no value embeddings",
     "gate": "their gate constant",
     "smear": "no smear",

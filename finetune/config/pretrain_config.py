@@ -130,12 +130,7 @@ class PretrainConfig(BaseConfig):
         depends_on="optimizer",
         shown_default="0.02, for adamw 0.003",
     )
-    embedding_lr: Rate = optimizer_setting(
-        default_factory=lambda values: 0.03 if values.get("arch") == "lfm2" else 0.3,
-        description="Learning rate of the embedding, which is the output head, too, where these are tied.",
-        depends_on="arch",
-        shown_default="0.3, for lfm2 0.03",
-    )
+    embedding_lr: Rate = optimizer_setting(0.3, "Learning rate of the embedding.")
     unembedding_lr: Rate = optimizer_setting(0.008, "Learning rate of the output head and of vectors.")
     learning_rate: Rate | None = optimizer_setting(
         None,

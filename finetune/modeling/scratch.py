@@ -4,8 +4,7 @@ Shapes and start follow nanochat (karpathy/nanochat, gpt.py and base_train.py): 
 heads of 128; normal embeddings of 0.8, a head near zero, uniform projections, and outputs of attention and MLP that
 start at zero, so that every block starts as the identity. Llama, Qwen3 and LFM2 get the same start, because the
 learning rates belong to it; where queries and keys have scales, those start at nanochat's factor of 1.2. LFM2's MLP
-does without nanochat's 0.4 on its inputs: with it short runs learned less (docs/pretraining_parts.md, "no 0.4"). Its head is
-its embedding, as in the family's own models and wherever else they are loaded; that one starts with the usual 0.02.
+does without nanochat's 0.4 on its inputs: with it short runs learned less (docs/pretraining_parts.md, "no 0.4").
 
 Three traps of transformers' NanoChat, each with a test: its default `pad_token_id=1` makes token 1 a `padding_idx`
 that never trains; its own start is normal 0.02; its MLP is `fc1`, `fc2`, which LoRA target lists for Llama do not name.
@@ -34,7 +33,6 @@ ASPECT = 64  # width per layer
 HEAD_DIM = 128
 VOCABULARY_MULTIPLE = 64  # tensor cores want the head's width in multiples of this
 EMBEDDING_STD = 0.8
-TIED_STD = 0.02
 HEAD_STD = 0.001
 MLP_INPUT_FACTOR = 0.4
 ROPE_THETA = 100_000.0
@@ -111,7 +109,6 @@ def scratch_config(
         # Attention last, so that every depth has some.
         kinds = ["full_attention" if (depth - layer) % 2 else "conv" for layer in range(depth)]
         own = {"norm_eps": common.pop("rms_norm_eps"), "block_auto_adjust_ff_dim": False}
-        common["tie_word_embeddings"] = True
         return Lfm2Config(layer_types=kinds, conv_L_cache=CONVOLUTION_TAPS, **own, **common)
     raise ValueError(f"unknown architecture {arch!r}: nanochat, qwen3, llama and lfm2 are known")
 
@@ -154,13 +151,12 @@ def make_empty_model(config: PretrainedConfig) -> PreTrainedModel:
 
 def initialise(model: PreTrainedModel, seed: int) -> None:
     """Draw every parameter anew; the same numbers on every machine, whatever the order of the parameters."""
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    embedding_std = TIED_STD if embedding is head else EMBEDDING_STD
+    embedding = model.get_input_embeddings().weight
     for name, parameter in model.named_parameters():
         with torch.no_grad():
             if parameter is embedding:
-                parameter.copy_(_normal(parameter.shape, embedding_std, seed, name))
-            elif parameter is head:
+                parameter.copy_(_normal(parameter.shape, EMBEDDING_STD, seed, name))
+            elif parameter is model.get_output_embeddings().weight:
                 parameter.copy_(_normal(parameter.shape, HEAD_STD, seed, name))
             elif parameter.ndim < 2:
                 # Scales of norms; these architectures have no biases.

@@ -38,7 +38,7 @@ CASES = {
     "lora zero3 kept": {"model": "Qwen/Qwen3-32B", "zero3": True, "settings": KEPT},
     "full, tied": {"model": "Qwen/Qwen3-0.6B", "settings": FULL},
     "full zero3": {"model": "meta-llama/Llama-3.1-8B", "tokens": 8192, "zero3": True, "settings": FULL},
-    "pretraining": {"model": "nanochat-d12", "settings": {"device_batch_size": 8, "arch": "nanochat"}},
+    "pretraining": {"model": "nanochat-d12", "settings": {"device_batch_size": 8}},
     "pretraining lfm2": {"model": "nanochat-d12", "settings": {"device_batch_size": 8, "arch": "lfm2"}},
     "mixtral lora kept": {"model": "mixtral", "config": MIXTRAL, "settings": ATTENTION | KEPT},
     "qwen3_moe lora": {"model": "qwen3_moe", "config": QWEN3_MOE, "settings": ATTENTION},
