@@ -51,11 +51,14 @@ from finetune.commands.diagnose.log_words import (
     TRAINED,
 )
 from finetune.commands.diagnose.symptoms.base import Kind
+from finetune.commands.diagnose.symptoms.places import PLACES, symptom_of_place
 from finetune.commands.diagnose.symptoms.rules import BROKEN_OFF, ENDED_BADLY, EXPLAINED_BY_RUN, UNEXPLAINED
 from finetune.commands.diagnose.symptoms.trainers import BAD_RECORD
 
 # Of one symptom on one rank in one attempt the first lines are kept and the others counted.
 KEPT_LINES = 3
+# No rule knows these by their words.
+UNKNOWN = (UNEXPLAINED, *PLACES)
 
 
 def scan_log(file: LogFile) -> LogEvidence:
@@ -160,7 +163,7 @@ class _Scan:
         elif text.startswith((OWN_WHERE, OWN_FIX)):
             _add_error_detail(process, text)
         elif CHAINED.match(text):
-            process.chained = process.last if process.last and process.last.symptom is UNEXPLAINED else None
+            process.chained = process.last if process.last and process.last.symptom in UNKNOWN else None
         elif IGNORED.match(text):
             process.ignored = True
         elif text := relevant_part(process, line):
@@ -232,7 +235,7 @@ class _Scan:
                 process.ignored = False
                 return
             torn = (
-                process.last is not None and process.last.symptom is UNEXPLAINED and _continues(line, process.last.line)
+                process.last is not None and process.last.symptom in UNKNOWN and _continues(line, process.last.line)
             )
             cascade = (
                 (process.failed and not torn)
@@ -240,6 +243,9 @@ class _Scan:
                 or not (exception or OWN_ERROR.match(text))
             )
             symptom, values = ENDED_BADLY if cascade else UNEXPLAINED, {}
+            if not cascade and exception and within:
+                placed = symptom_of_place(process.frames, text, raised=process.raised)
+                symptom, values = placed or (symptom, values)
         else:
             return
         process.failed |= not symptom.needs  # else it is a warning
@@ -249,7 +255,7 @@ class _Scan:
         """Drop an error that was only the beginning of this line, written twice by processes that share the log."""
         if (
             last is not None
-            and last.symptom is UNEXPLAINED
+            and last.symptom in UNKNOWN
             and _continues(line, last.line)
             and last in self.found.evidence
         ):

@@ -42,6 +42,7 @@ class Process:
         self.frame_indent = 0
         self.frame_at = -TRACEBACK_LINES  # the line of the last frame of a traceback
         self.frames: list[str] = []  # of that traceback, outermost first
+        self.raised = False  # its innermost frame ends in `raise` or `assert`
         self.last: Evidence | None = None  # what a following where or fix belongs to
         self.failed = False  # a failure of this process in this attempt was seen
         self.chained: Evidence | None = None  # an unknown error that the next one is said to come from
@@ -113,8 +114,10 @@ def relevant_part(process: Process, line: LogLine) -> str:
     if FRAME.match(text):
         process.frames = [*(process.frames if process.frame_at > 0 else []), text.strip()]
         process.in_frame, process.frame_at, process.frame_indent = True, line.number, indent
+        process.raised = False
         return ""
     if process.in_frame and indent > process.frame_indent:
+        process.raised |= text.lstrip().startswith(("raise ", "assert "))
         return ""
     process.in_frame = False
     if process.in_boilerplate and not LEAVES_BOILERPLATE.search(text):
