@@ -147,7 +147,8 @@ class _Scan:
             self.found.trained = len(self.found.evidence)
         if finished:
             self.found.finished = len(self.found.evidence)
-        restarted = RESTART.search(text) is not None and matching_symptom(text) is None
+        raises = EXCEPTION.match(text) or matching_symptom(text) is not None
+        restarted = RESTART.search(text) is not None and not raises
         ended_well = ENDED_WELL.search(text) is not None
         if trained or restarted or ended_well:
             self.found.ended = len(self.found.evidence)
@@ -208,6 +209,8 @@ class _Scan:
         quiet = QUIET_LEVEL.search(text) is not None
         service = SERVICE.search(text) is not None
         within, process.frame_at = line.number - process.frame_at < TRACEBACK_LINES, -TRACEBACK_LINES
+        if within and process.raised and ENDS_TRACEBACK.match(text):
+            quiet = False  # a warning that was raised
         matched = matching_symptom(text)
         if matched is not None and service and matched[0].kind != Kind.MACHINE:
             return

@@ -22,6 +22,7 @@ from finetune.commands.diagnose.log_words import (
     OF_A_PACKAGE,
     PACKAGE_FRAME,
     QUOTED_DATA,
+    RAISES,
     READS_RECORDS,
     TABLE_ROW,
     UNDER_LOADER,
@@ -117,7 +118,7 @@ def relevant_part(process: Process, line: LogLine) -> str:
         process.raised = False
         return ""
     if process.in_frame and indent > process.frame_indent:
-        process.raised |= text.lstrip().startswith(("raise ", "assert "))
+        process.raised |= RAISES.match(text) is not None
         return ""
     process.in_frame = False
     if process.in_boilerplate and not LEAVES_BOILERPLATE.search(text):

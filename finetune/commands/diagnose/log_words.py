@@ -59,6 +59,7 @@ OWN_WHERE, OWN_FIX = "  where: ", "  fix:   "
 DIAGNOSIS_TITLE = re.compile(r"^\d+\. \w+  \(.+ [01]\.\d\d\)$")
 DIAGNOSIS_LINE = re.compile(r"^ {3}\S")
 FRAME = re.compile(r'^\s+File ".*", line \d+')
+RAISES = re.compile(r"^\s+(?:raise|assert) ")  # source code that is quoted under a frame
 BOILERPLATE = re.compile(r"Possible Cause:|Solution:")
 LEAVES_BOILERPLATE = re.compile(
     r"^\s+TraceBack |^\[?(?:ERROR|INFO|WARNING|W|E)\b|^\[PID: |^E[A-Z0-9]\d\d\d\d\b|^\S*Error\b|^Traceback "
@@ -69,7 +70,7 @@ QUIET_LEVEL = re.compile(
     r"|thrown while requesting [A-Z]+ |\[notice\]|retry loop|will retry|[Rr]etrying\b"
     r"|(?i:\b(?:re)?try|attempt) (\d+) ?(?:of|/) ?(?!\1\b)\d+\b"
     r"|[Cc]onsider installing|[Ff]alling back to"
-    r"|pip's dependency resolver|but you have \S+ "
+    r"|pip's dependency resolver|but you have \S+ \S+ which"
     r"|^(?:\$|\++) (?=[\w./-])|^(?:#\d+ (?:\[[^\]]*\] )?|Step \d+/\d+ : )RUN\b"  # commands, repeated
     # And what was done about an error.
     r"|(?:->|=>|→) ?(?:dropp|skipp|ignor|discard)(?:ed|ing)\b|^(?i:skipp|ignor)ing\b"
@@ -205,7 +206,7 @@ BATCHES = re.compile(
 
 # What tells how to read other lines.
 STRUCTURE = (
-    *(FRAME, BOILERPLATE, FINISHED, TESTS_BEGIN, TESTS_RUN, TESTS_ENDED, TRAINED, ENDED_WELL, RESTART, SUMMARY_RANK),
+    *(FRAME, RAISES, BOILERPLATE, FINISHED, TESTS_BEGIN, TESTS_RUN, TESTS_ENDED, TRAINED, ENDED_WELL, RESTART, SUMMARY_RANK),
     *(IGNORED, DIAGNOSIS_TITLE, FORCED_KILL, CHAINED, CHAT_BEGINS, CHAT_ENDS, ENDS_TRACEBACK, FENCE, HEADING),
     *(CRASHED_THREAD, PREPARING, BATCHES),
     re.compile(f"TraceBack|^{OWN_WHERE}|^{OWN_FIX}"),

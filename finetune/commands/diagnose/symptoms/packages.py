@@ -13,12 +13,12 @@ SYMPTOMS = (
             r"^\[ERROR\] (?:rank \d+: )?(?P<package>[\w.-]+) is not installed",
             r"requires (?P<package>sentencepiece|tiktoken|protobuf)\b|Couldn't instantiate the backend tokenizer",
             r"ImportError: (?P<package>[\w-]+) is required|ImportError: .*requires the (?P<package_>[\w-]+) library",
-            r"[Pp]lease install (?:the )?[`'\"]?(?P<package>[\w-]+)"
+            r"[Pp]lease install (?:the )?[`'\"]?(?P<package>(?!(?:it|an?|them|this|all|recent|backend)\b)[\w-]+)"
             r"|need to have (?P<package_>[\w-]+)(?: or \w+)? installed",
             r"python\S*: can't open file '(?P<file>[^']+)'|^\S+: No module named (?P<package__>\S+)$",
             r"(?<![\w-])(?P<package>(?!n\w+-smi)\w[\w-]*): command not found"
             r"|requires? (?:the )?[`'\"]?(?P<package_>[\w-]+)[`'\"]? (?:package"
-            r"|library)? ?(?:to be|but it was not|which is not) ?(?:installed|found)?",
+            r"|library)? ?(?:to be|but it was not|which is not) ?(?:installed|found)",
             r"(?:[Ee]rror|[Pp]lease|requir|not (?:found|installed)|need|missing|Run)\b.{0,200}(?:pip"
             r"|conda) install (?:-\S+ )*[`'\"]?(?P<package>\w[\w\[\]-]*).{0,40}$"
             r"|PackageNotFoundError: (?:No package metadata was found for )?(?P<package_>\S+)",
@@ -118,7 +118,7 @@ SYMPTOMS = (
             r"[Nn]um[Pp]y is not available|did not match any variant of untagged enum"
             r"|is required,? but found|is incompatible with (?P<library>[\w-]+)[<>=]",
             r"Tokenizer class \w+ does not exist or is not currently imported",
-            r"requires? [`'\"]?(?P<library>[\w-]+)(?:\[\w+\])? ?[><=~!]=? ?\d|[Uu]pgrad(?:e"
+            r"requires? [`'\"]?(?P<library>[\w-]+)(?:\[\w+\])? ?(?:[><~!]=?|==) ?(?:\d+\.\d|(?<=<)\d)|[Uu]pgrad(?:e"
             r"|ing) (?:your )?[`'\"]?(?P<library_>\w[\w-]+)[`'\"]? (?:version|package|to\b|>=)",
             r"[Ff]ound an incompatible version of (?P<library>\w+)|requires (?:a different"
             r"|newer) (?:version of )?(?P<library_>\w+)",

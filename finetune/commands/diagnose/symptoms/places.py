@@ -27,6 +27,14 @@ _PACKAGES = _place(
         "check`); the releases of transformers, trl, peft, accelerate and torch of about the same time belong together."
     ),
 )
+_FILE = _place(
+    "file_not_found",
+    N_("A file or folder that the run needs is not there, or not what it should be: {error} ({frame})."),
+    N_(
+        "`ls -l` the path in the shell (and container) of the run, on every node: relative paths start where the run "
+        "is started."
+    ),
+)
 _BUILD = _place(
     "compile_failed",
     N_("Compiling a kernel failed: {error} ({frame})."),
@@ -104,7 +112,7 @@ _PROGRAM = _place(
         "the program's own whose message says what it wants. Try it with one process and a few records."
     ),
 )
-PLACES = (_PACKAGES, _BUILD, _HUB, _DATA, _SAVING, _LOADING, _SETTINGS, _ARGUMENTS, _VERSIONS, _PROGRAM)
+PLACES = (_PACKAGES, _FILE, _BUILD, _HUB, _DATA, _SAVING, _LOADING, _SETTINGS, _ARGUMENTS, _VERSIONS, _PROGRAM)
 
 # From the innermost frame outwards, in each the first that matches: `PATH, in FUNCTION`.
 _BY_FRAME: tuple[tuple[re.Pattern[str], Symptom], ...] = tuple(
@@ -133,7 +141,7 @@ _BY_FRAME: tuple[tuple[re.Pattern[str], Symptom], ...] = tuple(
         (
             r", in (?:\w*from_pretrained|_?load_\w+|_?load|resume\w*|\w*load_(?:state_dict|checkpoint|model)\w*"
             r"|get_checkpoint\w*|build_model|get_model\w*|setup_model\w*)\b"
-            r"|/(?:quantizers|safetensors|auto|models/\w+/configuration_\w+)\b|core_model_loading|dynamic_module",
+            r"|/(?:quantizers|safetensors|auto|models/\w+/configuration_\w+)\b|core_model_loading|dynamic_module|/dist(?:ributed/|_)checkpoint\w*/|_cache_manager",
             _LOADING,
         ),
         (
@@ -148,10 +156,14 @@ _BY_FRAME: tuple[tuple[re.Pattern[str], Symptom], ...] = tuple(
 _REFUSED = re.compile(r"(?:Value|Type|NotImplemented|Assertion|Config\w*|Argument|Validation)Error$")
 _RAISED = re.compile(r"(?:Runtime|Index|Key|Attribute)Error$|^Exception$")
 _BROKEN = re.compile(r"(?:Attribute|Name|UnboundLocal|Type|Syntax|Indentation)Error$")
-_IMPORTS = re.compile(r"(?:Import|ModuleNotFound|PackageNotFound)Error$")
+_BY_NAME = (
+    (re.compile(r"(?:Import|ModuleNotFound|PackageNotFound)Error$"), _PACKAGES),
+    (re.compile(r"^(?:FileNotFound|FileExists|NotADirectory|IsADirectory)Error$"), _FILE),
+)
 # Of the device, the network or other processes, wherever they are raised.
 _ELSEWHERE = re.compile(
-    r"CUDA|cuda\w*_|CUBLAS|CUDNN|NCCL|HCCL|NPU|\bACL\b|aclnn|[Gg]loo|\bc10d|Dist\w*Error|Time(?:d )?out|timed? out"
+    r"CUDA (?:error|out)|CUBLAS|CUDNN|NCCL|HCCL|NPU (?:error|out)|\bACL\b|aclnn|[Gg]loo|\bc10d|Dist\w*Error"
+    r"|Time(?:d )?out|timed? out"
     r"|Connection|Memory|Interrupt|SystemError|Exit\b|Rendezvous"
 )
 # Installed, or started from its source.
@@ -172,11 +184,14 @@ def symptom_of_place(frames: Sequence[str], text: str, *, raised: bool) -> tuple
     """
     name = text.partition(":")[0].rpartition(".")[2].strip()
     refused = _REFUSED.search(name)
-    if not frames or not name.isidentifier() or _ELSEWHERE.search(name if refused else text):
+    if not frames or not name.isidentifier():
         return None
     values = {"error": text.strip(), "frame": _readable(frames[-1])}
-    if _IMPORTS.search(name):
-        return _PACKAGES, values
+    for form, symptom in _BY_NAME:
+        if form.search(name):
+            return symptom, values
+    if _ELSEWHERE.search(name if refused else text):
+        return None
     for frame in reversed(frames):
         place = frame if _LIBRARY.search(frame) else "/" + frame.rpartition("/")[2]  # a folder of one's own tells nothing
         for form, symptom in _BY_FRAME:

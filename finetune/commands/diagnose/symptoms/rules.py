@@ -20,8 +20,10 @@ from finetune.commands.diagnose.symptoms import (
     network,
     npu_devices,
     packages,
+    places,
     processes,
     programs,
+    servers,
     trainers,
 )
 from finetune.commands.diagnose.symptoms.base import SHORTEST_WORD, Kind, Symptom, fixed_words
@@ -46,6 +48,7 @@ _GROUPS = (
     packages,
     programs,
     trainers,
+    servers,
 )
 SYMPTOMS: tuple[Symptom, ...] = tuple(symptom for group in _GROUPS for symptom in group.SYMPTOMS)
 
@@ -82,7 +85,7 @@ EXPLAINED_BY_RUN = Symptom(
     source="this package",
 )
 
-_ALL = (*SYMPTOMS, trainers.BAD_RECORD, EXPLAINED_BY_RUN, UNEXPLAINED)
+_ALL = (*SYMPTOMS, trainers.BAD_RECORD, *places.PLACES, EXPLAINED_BY_RUN, UNEXPLAINED)
 CAUSES: tuple[str, ...] = tuple(dict.fromkeys(symptom.cause for symptom in _ALL))
 RESTART_CURES = frozenset(symptom.cause for symptom in _ALL if symptom.restart_cures)
 

@@ -82,6 +82,36 @@ SYMPTOMS = (
         source="transformers, accelerate",
     ),
     Symptom(
+        "device_not_visible",
+        (
+            r"FP16 Mixed precision training with AMP or APEX .{0,120}can only be used on",
+            r"Accelerator is not detected, cannot perform low precision training",
+        ),
+        N_("Training in half precision needs a GPU or NPU, and torch sees none in this process."),
+        N_(
+            "`python -c 'import torch; print(torch.__version__, torch.cuda.is_available())'` in the environment of the "
+            "run: a version with +cpu is torch without CUDA (install the one for your CUDA, on NPUs torch_npu); "
+            "otherwise make the device visible (driver, CUDA_VISIBLE_DEVICES, docker run --gpus all). To train on the "
+            "CPU leave fp16 and bf16 out (--dtype float32)."
+        ),
+        confidence=0.9,
+        source="transformers, DeepSpeed",
+    ),
+    Symptom(
+        "package_mismatch",
+        (r"`rope_scaling`(?:'s \w+ field)? must be (?:a dictionary with|a float).*",),
+        N_(
+            "The installed transformers is older than the model: it does not know the form of rope_scaling in its "
+            "config.json."
+        ),
+        N_(
+            "`pip install -U transformers` to the version that config.json names (`transformers_version`) or a newer "
+            "one. Do not shorten rope_scaling by hand: the positions would be wrong."
+        ),
+        confidence=0.86,
+        source="transformers",
+    ),
+    Symptom(
         "dtype_mismatch",
         (r"Attempting to unscale (?P<found>FP16|BFloat16) gradients",),
         N_(
