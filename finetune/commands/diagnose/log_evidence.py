@@ -246,8 +246,8 @@ class _Scan:
                 or not (exception or OWN_ERROR.match(text))
             )
             symptom, values = ENDED_BADLY if cascade else UNEXPLAINED, {}
-            if not cascade and exception and within:
-                placed = symptom_of_place(process.frames, text, raised=process.raised)
+            if not cascade and exception:
+                placed = symptom_of_place(process.frames if within else [], text, raised=process.raised)
                 symptom, values = placed or (symptom, values)
         else:
             return

@@ -86,7 +86,7 @@ SYMPTOMS = (
         "dataset_empty",
         (
             r"num_samples should be a positive integer value, but got num_samples=0",
-            r"(?:Error|Exception): .*(?:dataset|[Dd]ataloader|data loader) (?:is empty|has (?:no|0"
+            r"(?:Error|Exception): .*(?:[Dd]ataset|[Dd]ataloader|data loader) (?:is empty|has (?:no|0"
             r"|zero) (?:samples|length))",
             r"(?:Error|Exception): .*[Nn]o (?:samples|examples|records) (?:were |are )?(?:left|found|remain)",
         ),
@@ -166,7 +166,7 @@ SYMPTOMS = (
             r"Arrow(?:Invalid|IOError): .*(?:[Ff]ile is too small|[Ee]xpected to (?:be able to )?read|truncated"
             r"|[Cc]orrupt)",
             r"BadGzipFile|Compressed file ended before|zlib\.error|zstd\S*Error|tarfile\.\w*ReadError"
-            r"|unexpected end of (?:stream|archive)",
+            r"|unexpected end of (?:stream|archive)|Corrupt snappy|image file is truncated",
             r"IndexError: index \d{7,} is out of bounds for axis 0 with size \d{7,}|UnidentifiedImageError",
         ),
         N_("A prepared data file is cut short, empty, or not what its index says."),

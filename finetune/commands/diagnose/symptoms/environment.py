@@ -41,6 +41,17 @@ SYMPTOMS = (
         source="wandb",
     ),
     Symptom(
+        "wandb_login",
+        (r"^(?:swanlab|comet_ml|neptune|clearml|mlflow|aim)\.\S*(?:Error|Exception): (?P<reason>.*)",),
+        N_("The experiment tracker cannot be used here: {reason}."),
+        N_(
+            "Log in to it or give its key in the environment, see whether its server can be reached, or train without "
+            "it (--report-to none)."
+        ),
+        confidence=0.85,
+        source="swanlab, comet, neptune, clearml, mlflow",
+    ),
+    Symptom(
         "disk_full",
         (
             r"No space left on device(?:.*?'(?P<path>[^']+)')?",

@@ -108,6 +108,7 @@ SYMPTOMS = (
         (
             r"No available memory for the cache blocks|is larger than the (?:available KV"
             r"|maximum number of tokens that can be stored in KV) cache",
+            r"Free memory on device .* is less than desired GPU memory",
         ),
         N_(
             "The inference engine found no device memory for its cache of keys and values: weights, the trainer's "
@@ -128,7 +129,7 @@ SYMPTOMS = (
             r"Insufficient_Host_Memory",
             r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)(?:: you tried to allocate "
             r"(?P<wanted>\d+ bytes))?",
-            r"Errno 12\b.*Cannot allocate memory|Cannot allocate memory\W*$|\bstd::bad_alloc\b|ArrowMemoryError",
+            r"Errno 12\b.*Cannot allocate memory|Cannot allocate memory(?: \(12\))?\W*$|\bstd::bad_alloc\b|ArrowMemoryError",
             r"(?:pin_memory|cudaHostAlloc|cudaHostRegister|pinned memory).{0,60}(?:fail|out of memory|cannot)",
             r"workers? (?:were|was|are) killed due to (?:the node running low on memory|memory pressure)"
             r"|ray\S*OutOfMemoryError",
@@ -177,7 +178,7 @@ SYMPTOMS = (
     ),
     Symptom(
         "host_oom",
-        (r"^(?:\S+: line \d+: +)?\d* ?Killed\b|task \d+: Killed\b",),
+        (r"^(?:\S+: line \d+: +)?\d* ?Killed\b|^\[\d+\] +(?:\+ )?\d+ killed\b|task \d+: Killed\b",),
         N_(
             "The shell only reports that a process was killed (SIGKILL), nearly always by the kernel for lack of "
             "memory or by the container's limit."

@@ -44,6 +44,7 @@ SYMPTOMS = (
         "package_mismatch",
         (
             r"model type [`'\"]?(?P<model>[\w.-]+)[`'\"]? but Transformers does not recognize",
+            r"Model architectures \['?(?P<model>\w+).* (?:are not supported|failed to be inspected)",
             r"does not recognize this architecture|Transformers does not recognize|Unrecognized configuration class",
             r"KeyError: '(?P<model>(?:qwen|llama|mistral|mixtral|gemma|phi|deepseek|internlm|chatglm|glm"
             r"|baichuan|cohere|olmo"
@@ -113,7 +114,7 @@ SYMPTOMS = (
             r"ImportError: (?P<library>[\w.-]+) ?[><=!~]=? ?[\d.]+\S* is required",
             r"(?P<library>\w+)(?: version)? [\d.]+\S* (?:is required|or newer|or later|or higher).{0,60}(?:but|found"
             r"|installed|got)",
-            r"AttributeError: '(?P<name>\w*(?:Cache|AdamW|Accelerator|AcceleratorState|Trainer|TrainingArguments"
+            r"AttributeError: '(?P<name>\w*(?:Config|Cache|AdamW|Accelerator|AcceleratorState|Trainer|TrainingArguments"
             r"|TokenizerFast|Tokenizer))' object has no attribute",
             r"[Nn]um[Pp]y is not available|did not match any variant of untagged enum"
             r"|is required,? but found|is incompatible with (?P<library>[\w-]+)[<>=]",
@@ -144,6 +145,18 @@ SYMPTOMS = (
         kind=Kind.VAGUE,
         confidence=0.75,
         source="Python, dynamic linker, transformers",
+    ),
+    Symptom(
+        "package_mismatch",
+        (r"ModuleNotFoundError: No module named '(?P<library>\w+)\.(?P<name>[\w.]+)'",),
+        N_("The package {library} is there, but has no {name}: it is of another version than the program was written for."),
+        N_(
+            "`pip show {library}` and the program's own requirements tell the two versions: install the one that has "
+            "it (a newer one for new models), on every node. A file or folder of your own named {library} hides it too."
+        ),
+        kind=Kind.VAGUE,
+        confidence=0.81,
+        source="Python",
     ),
     Symptom(
         "package_mismatch",

@@ -21,7 +21,7 @@ def _place(cause: str, explanation: str, fix: str) -> Symptom:
 
 _PACKAGES = _place(
     "missing_package",
-    N_("A package cannot be used here: it is missing, too old, or does not fit the others: {error} ({frame})."),
+    N_("A package cannot be used here: it is missing, too old, or does not fit the others: {error}[[ ({frame})]]."),
     N_(
         "Install or update what the message names in the environment of the run, on every node (`which python`, `pip "
         "check`); the releases of transformers, trl, peft, accelerate and torch of about the same time belong together."
@@ -29,7 +29,7 @@ _PACKAGES = _place(
 )
 _FILE = _place(
     "file_not_found",
-    N_("A file or folder that the run needs is not there, or not what it should be: {error} ({frame})."),
+    N_("A file or folder that the run needs is not there, or not what it should be: {error}[[ ({frame})]]."),
     N_(
         "`ls -l` the path in the shell (and container) of the run, on every node: relative paths start where the run "
         "is started."
@@ -37,7 +37,7 @@ _FILE = _place(
 )
 _BUILD = _place(
     "compile_failed",
-    N_("Compiling a kernel failed: {error} ({frame})."),
+    N_("Compiling a kernel failed: {error}[[ ({frame})]]."),
     N_(
         "Look at the first error of the compiler above. A compiler, its headers and the CUDA toolkit must be there in "
         "the versions that torch was built with; without torch.compile (TORCHDYNAMO_DISABLE=1) and without custom "
@@ -46,7 +46,7 @@ _BUILD = _place(
 )
 _HUB = _place(
     "hub_offline",
-    N_("A request to the hub or another server failed: {error} ({frame})."),
+    N_("A request to the hub or another server failed: {error}[[ ({frame})]]."),
     N_(
         "Try the same address from this machine (`curl -I`): a wrong name, no access (HF_TOKEN), a proxy, or a server "
         "that is down. Otherwise download where there is a network, and give the folder (--model DIR, HF_HUB_OFFLINE=1)."
@@ -54,7 +54,7 @@ _HUB = _place(
 )
 _DATA = _place(
     "data_refused",
-    N_("The data, or how they are prepared, were refused[[ on rank {rank}]]: {error} ({frame})."),
+    N_("The data, or how they are prepared, were refused[[ on rank {rank}]]: {error}[[ ({frame})]]."),
     N_(
         "Print the record, the columns and the settings of the data set that this function gets, and compare them with "
         "what the message asks for; `python -m finetune inspect` shows records as they are trained. With map and "
@@ -63,7 +63,7 @@ _DATA = _place(
 )
 _SAVING = _place(
     "saving_failed",
-    N_("Saving failed[[ on rank {rank}]]: {error} ({frame})."),
+    N_("Saving failed[[ on rank {rank}]]: {error}[[ ({frame})]]."),
     N_(
         "Correct what the message names (format, shared weights, an invalid generation config, the folder), and try it "
         "with one early save. The last checkpoint before it is the one to resume from; do not trust one that was cut "
@@ -72,7 +72,7 @@ _SAVING = _place(
 )
 _LOADING = _place(
     "loading_failed",
-    N_("Loading the model, its tokenizer or a checkpoint failed[[ on rank {rank}]]: {error} ({frame})."),
+    N_("Loading the model, its tokenizer or a checkpoint failed[[ on rank {rank}]]: {error}[[ ({frame})]]."),
     N_(
         "Compare what the message names with the folder that is loaded: config.json (model_type, "
         "transformers_version, quantization), the tokenizer's files, all weights, and for a checkpoint the settings it "
@@ -81,7 +81,7 @@ _LOADING = _place(
 )
 _SETTINGS = _place(
     "invalid_settings",
-    N_("A setting was refused: {error} ({frame})."),
+    N_("A setting was refused: {error}[[ ({frame})]]."),
     N_(
         "Correct the argument that the message names, where the configuration, the trainer or the launcher gets it; "
         "names and values differ between versions of the package."
@@ -89,7 +89,7 @@ _SETTINGS = _place(
 )
 _ARGUMENTS = _place(
     "invalid_settings",
-    N_("A library refused what it was called with[[ on rank {rank}]]: {error} ({frame})."),
+    N_("A library refused what it was called with[[ on rank {rank}]]: {error}[[ ({frame})]]."),
     N_(
         "The message says what it wants: find the setting or the line of your own that gives it (the last frame of "
         "yours in the traceback). Where nothing of yours is wrong, the versions of the packages do not belong together."
@@ -97,7 +97,7 @@ _ARGUMENTS = _place(
 )
 _VERSIONS = _place(
     "package_mismatch",
-    N_("A library met something that it does not know[[ on rank {rank}]]: {error} ({frame})."),
+    N_("A library met something that it does not know[[ on rank {rank}]]: {error}[[ ({frame})]]."),
     N_(
         "Most often packages whose versions do not belong together, or a value that is None or of another type than "
         "documented: look at the last frame of yours in the traceback, then compare the installed versions with those "
@@ -106,7 +106,7 @@ _VERSIONS = _place(
 )
 _PROGRAM = _place(
     "program_error",
-    N_("The program itself stopped[[ on rank {rank}]]: {error} in {frame}."),
+    N_("The program itself stopped[[ on rank {rank}]]: {error}[[ in {frame}]]."),
     N_(
         "Read that line and those that call it: a name, an attribute or an argument that is not there, or a check of "
         "the program's own whose message says what it wants. Try it with one process and a few records."
@@ -128,7 +128,7 @@ _BY_FRAME: tuple[tuple[re.Pattern[str], Symptom], ...] = tuple(
         (r", in (?:_?save|export|consolidat|merge_and_unload|push_to|_?upload)\w*", _SAVING),
         (r"(?:tokeniz|processing|extract)\w*\.py\b.*, in (?:__init__|_?from_|_?load|get_\w*dict|get_spm|convert)\w*", _LOADING),
         (
-            r"/(?:datasets|torch/utils/data|dataset|prompt_strategies|jinja2|template)/|/(?:data|dataset)/\w+\.py"
+            r"/(?:PIL|torchvision/io|torchcodec|decord|av|soundfile|librosa|datasets|torch/utils/data|dataset|prompt_strategies|jinja2|template)/|/(?:data|dataset)/\w+\.py"
             r"|/(?:\w*data_?(?:set|loader|collator|utils)\w*|\w*tokeniz\w*|\w*prompter\w*|\w*chat_template\w*|mm_plugin"
             r"|processing_\w+|image_processing\w*|feature_extraction\w*)\.py",
             _DATA,
@@ -141,7 +141,7 @@ _BY_FRAME: tuple[tuple[re.Pattern[str], Symptom], ...] = tuple(
         (
             r", in (?:\w*from_pretrained|_?load_\w+|_?load|resume\w*|\w*load_(?:state_dict|checkpoint|model)\w*"
             r"|get_checkpoint\w*|build_model|get_model\w*|setup_model\w*)\b"
-            r"|/(?:quantizers|safetensors|auto|models/\w+/configuration_\w+)\b|core_model_loading|dynamic_module|/dist(?:ributed/|_)checkpoint\w*/|_cache_manager",
+            r"|configuration_utils\.py\b.*, in (?:_?get_config|_dict_from|from_)\w*|/(?:quantizers|safetensors|sentencepiece|auto|models/\w+/configuration_\w+)\b|core_model_loading|dynamic_module|/dist(?:ributed/|_)checkpoint\w*/|_cache_manager",
             _LOADING,
         ),
         (
@@ -159,6 +159,12 @@ _BROKEN = re.compile(r"(?:Attribute|Name|UnboundLocal|Type|Syntax|Indentation)Er
 _BY_NAME = (
     (re.compile(r"(?:Import|ModuleNotFound|PackageNotFound)Error$"), _PACKAGES),
     (re.compile(r"^(?:FileNotFound|FileExists|NotADirectory|IsADirectory)Error$"), _FILE),
+)
+_WANTS = re.compile(
+    r"\b(?:must|should|cannot|can't|requires?|invalid|unsupported|unknown|unrecogni[sz]ed|not (?:supported|allowed|valid)"
+    r"|need to|please|expected|does(?: not|n't) support"
+    r"|at least|at most|(?:greater|less|larger|smaller) than|only (?:support|one)\w*|instead of|conflicts?|incompatible)\b",
+    re.IGNORECASE,
 )
 # Of the device, the network or other processes, wherever they are raised.
 _ELSEWHERE = re.compile(
@@ -184,8 +190,10 @@ def symptom_of_place(frames: Sequence[str], text: str, *, raised: bool) -> tuple
     """
     name = text.partition(":")[0].rpartition(".")[2].strip()
     refused = _REFUSED.search(name)
-    if not frames or not name.isidentifier():
+    if not name.isidentifier():
         return None
+    if not frames:
+        return (_ARGUMENTS, {"error": text.strip()}) if refused and _WANTS.search(text) else None
     values = {"error": text.strip(), "frame": _readable(frames[-1])}
     for form, symptom in _BY_NAME:
         if form.search(name):

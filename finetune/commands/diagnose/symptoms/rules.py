@@ -14,6 +14,7 @@ from finetune.commands.diagnose.symptoms import (
     environment,
     hccl,
     hccl_links,
+    launching,
     memory,
     model,
     nccl,
@@ -49,6 +50,7 @@ _GROUPS = (
     programs,
     trainers,
     servers,
+    launching,
 )
 SYMPTOMS: tuple[Symptom, ...] = tuple(symptom for group in _GROUPS for symptom in group.SYMPTOMS)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from finetune.commands.diagnose.symptoms.base import Symptom
+from finetune.commands.diagnose.symptoms.base import Kind, Symptom
 from finetune.runtime.language import N_
 
 # Addresses inside of a machine or a cluster, and names that no hub has.
@@ -18,7 +18,7 @@ SYMPTOMS = (
             rf"Cannot connect to host (?P<server>(?={_NEAR})\S+)|(?:openai|anthropic)\.API(?:Connection|Timeout)Error",
             r"ray\S*(?:Error|Exception): .*(?:Could not (?:find|connect)|[Ff]ailed to connect|Unable to connect)"
             r"|Could not find any running Ray instance|[Ff]ailed to (?:connect|get \w+) .{0,40}\bGCS\b",
-            r"redis\.exceptions\.\w+Error|pymongo\.errors\.\w+|mlflow\.exceptions\.\w+: API request to (?P<server>\S+)",
+            r"redis\.exceptions\.\w+Error|pymongo\.errors\.\w+",
         ),
         N_("A server that the run needs does not answer[[: {server}]]. It was not started, has ended, or is elsewhere."),
         N_(
@@ -28,5 +28,17 @@ SYMPTOMS = (
         ),
         confidence=0.93,  # surer than that it is the hub
         source="TRL, Ray, requests, aiohttp",
+    ),
+    Symptom(
+        "server_unreachable",
+        (r"ConnectionRefusedError\b|Error: .*\[Errno 111\]|Failed to connect to .{0,80}(?:Connection refused|port \d+)",),
+        N_("A connection was refused[[ (rank {rank})]]: nobody listens at the address that the process asked."),
+        N_(
+            "The frames above tell what it asked for (a server, the store of the processes, a tracker): see whether "
+            "that runs, and at this address and port."
+        ),
+        kind=Kind.PEER_LOST,
+        confidence=0.6,
+        source="Python",
     ),
 )

@@ -166,7 +166,7 @@ SYMPTOMS = (
             r"(?P<reason>You are using ZeRO-Offload with a client provided optimizer) ",
             rf"{_REASON}.*no_sync context manager.*)",
             rf"{_REASON}unscale_\(\) has already been called on this optimizer.*)",
-            rf"{_REASON}Some tensors share memory.*)"
+            r"(?P<reason>Some tensors share memory.*)"
             r"|Error: (?P<reason_>The weights trying to be saved contained shared .*)",
             rf"{_REASON}No inf checks were recorded for this optimizer.*)",
             rf"{_REASON}(?:Calling )?`\.?to(?:\(\))?` is not supported for `?[48]-bit.*)",
