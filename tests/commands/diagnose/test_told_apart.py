@@ -106,7 +106,7 @@ def test_requests_tried_again_are_the_cause_only_where_nothing_else_is(tmp_path)
     )
     ended = "srun: error: gpu-1: task 0: Exited with exit code 1\n"
     assert first(tmp_path, tried + ended).cause == "hub_offline"
-    assert first(tmp_path, f"{tried}{FRAME}ValueError: nobody knows this\n{ended}").cause == "unknown"
+    assert first(tmp_path, f"{tried}{FRAME}ValueError: nobody knows this\n{ended}").cause == "program_error"
     full = "OSError: [Errno 28] No space left on device\n"
     assert first(tmp_path, f"[rank1]: {full}[rank0]: {tried}{ended}").cause == "disk_full", "no new start of the run"
     (tmp_path / "good.log").write_text(tried + STEP)
@@ -132,9 +132,9 @@ def test_what_frames_and_batches_of_ranks_tell():
 
 
 def test_an_error_outside_of_what_reads_records_is_not_blamed_on_them(tmp_path):
-    assert first(tmp_path, f"{FRAME}IndexError: list index out of range\n").cause == "unknown"
+    assert first(tmp_path, f"{FRAME}IndexError: list index out of range\n").cause == "program_error"
     loop = 'Traceback (most recent call last):\n  File "/w/t.py", line 3, in step\n    x[0]\nIndexError: list index\n'
-    assert first(tmp_path, loop).cause == "unknown"
+    assert first(tmp_path, loop).cause == "program_error"
     oom = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
     assert "eval_accumulation_steps" not in first(tmp_path, FRAME + oom).fix
     equal = "[rank0] dataloader length 5\n[rank1] dataloader length 5\n"

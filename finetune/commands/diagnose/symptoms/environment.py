@@ -43,7 +43,7 @@ SYMPTOMS = (
     Symptom(
         "wandb_login",
         (r"^(?:swanlab|comet_ml|neptune|clearml|mlflow|aim)\.\S*(?:Error|Exception): (?P<reason>.*)",),
-        N_("The experiment tracker cannot be used here: {reason}."),
+        N_("The experiment tracker cannot be used here[[: {reason}]]."),
         N_(
             "Log in to it or give its key in the environment, see whether its server can be reached, or train without "
             "it (--report-to none)."

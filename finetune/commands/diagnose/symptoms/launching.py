@@ -14,7 +14,7 @@ SYMPTOMS = (
             r"^\S+: (?:line )?\d+: (?P<reason>--?\w[\w-]*: (?:command )?not found)",
             r"(?P<reason>\S+: bad interpreter: .*)|(?P<reason_>cannot execute(?: binary file)?: .*|.*[Ee]xec format error.*)",
         ),
-        N_("The shell script that starts the run has an error, or is for another system: {reason}."),
+        N_("The shell script that starts the run has an error, or is for another system[[: {reason}]]."),
         N_(
             "Look at that line of the script: a variable that is not set, a quote or `fi` that is missing, or a line "
             "before it that does not end in a backslash alone (then an option is taken for a command). ^M: `sed -i "
@@ -30,7 +30,7 @@ SYMPTOMS = (
             r"\b(?P<reason>CreateContainer(?:Config)?Error|InvalidImageName|RunContainerError|ImageInspectError)\b",
             r"[Ff]ailed to pull image (?P<reason>.*)|error: pyxis: (?P<reason_>.*)|FATAL: +(?P<reason__>.*(?:\.sif|image)\b.*)",
         ),
-        N_("The container of the run was not started: {reason}."),
+        N_("The container of the run was not started[[: {reason}]]."),
         N_(
             "Start it by hand with the same image and options on the same node: name and access of the image, the "
             "command in it, mounts that exist on the host, secrets and config maps that the pod refers to, and the "
@@ -46,7 +46,7 @@ SYMPTOMS = (
             r"ssh: connect to host (?P<node>\S+) port \d+: (?!Connection refused)(?P<reason>.*)",
             r"ssh: (?P<reason>Could not resolve hostname .*)",
         ),
-        N_("A node cannot be reached by ssh[[ ({node})]]: {reason}. Its processes were not started."),
+        N_("A node cannot be reached by ssh[[ ({node})]][[: {reason}]]. Its processes were not started."),
         N_(
             "`ssh NODE true` from the node that starts the run: correct the name or address in the host file, and see "
             "whether the node is up and its port of ssh open. torchrun and `python -m finetune launch`, started on "
@@ -83,7 +83,7 @@ SYMPTOMS = (
             r"^(?:[\w/.-]+\.py|jsonargparse|axolotl|accelerate|torchrun|deepspeed|llamafactory-cli|swift|vllm|trl|ray): error: "
             r"(?P<reason>.*)",
         ),
-        N_("The program refused its command line: {reason}."),
+        N_("The program refused its command line[[: {reason}]]."),
         N_("`--help` of the program lists the names and values of this version. Nothing was trained yet."),
         kind=Kind.VAGUE,
         confidence=0.7,
@@ -92,7 +92,7 @@ SYMPTOMS = (
     Symptom(
         "scheduler_refused",
         (r"^(?:sbatch|salloc): error: (?P<reason>.*)",),
-        N_("The scheduler did not take the job: {reason}."),
+        N_("The scheduler did not take the job[[: {reason}]]."),
         N_(
             "Correct what it names in the job file: memory, time, GPUs, account and partition within what `sinfo` and "
             "`sacctmgr show assoc user=$USER` list; a limit of running jobs passes by itself."
@@ -105,7 +105,7 @@ SYMPTOMS = (
     Symptom(
         "compile_failed",
         (
-            r"fatal error: (?P<reason>\S+\.(?:h|hpp|cuh)): No such file|cannot find (?P<reason_>-l\w+)\b",
+            r"cannot find (?P<reason>-l(?:cuda|cudart|python[\d.]*))\b",
             r"collect2: error|nvcc fatal|ninja: build stopped|error: command '\S*(?:gcc|g\+\+|nvcc|cc|ninja|x86_64\S*)' failed",
             r"Command '\['\S*(?:gcc|g\+\+|cc|nvcc|ninja|clang)'.* returned non-zero|[Uu]nsupported GNU version",
         ),

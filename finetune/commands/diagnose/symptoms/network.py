@@ -136,7 +136,7 @@ SYMPTOMS = (
             "port in the firewall (iptables, firewalld, security groups, network policies) between them."
         ),
         kind=Kind.TIMEOUT,
-        confidence=0.91,
+        confidence=0.86,
         in_warnings=True,
         needs=("rendezvous_timeout",),
         source="torch c10d",

@@ -125,7 +125,7 @@ _BY_FRAME: tuple[tuple[re.Pattern[str], Symptom], ...] = tuple(
             r"|huggingface_hub/(?:file_download|_snapshot|hf_|_commit|lfs|utils/_(?:http|headers|auth))",
             _HUB,
         ),
-        (r", in (?:_?save|export|consolidat|merge_and_unload|push_to|_?upload)\w*", _SAVING),
+        (r", in (?:_?save|export|consolidat|merge_and_unload|to_json|push_to|_?upload)\w*", _SAVING),
         (r"(?:tokeniz|processing|extract)\w*\.py\b.*, in (?:__init__|_?from_|_?load|get_\w*dict|get_spm|convert)\w*", _LOADING),
         (
             r"/(?:PIL|torchvision/io|torchcodec|decord|av|soundfile|librosa|datasets|torch/utils/data|dataset|prompt_strategies|jinja2|template)/|/(?:data|dataset)/\w+\.py"
@@ -160,9 +160,14 @@ _BY_NAME = (
     (re.compile(r"(?:Import|ModuleNotFound|PackageNotFound)Error$"), _PACKAGES),
     (re.compile(r"^(?:FileNotFound|FileExists|NotADirectory|IsADirectory)Error$"), _FILE),
 )
+# Nobody's check: Python's own words for a value of another form.
+_SLIPPED = re.compile(
+    r"values to unpack|object (?:is not|has no|does not)|positional argument|required keyword|unexpected keyword"
+    r"|unsupported operand|argument of type|indices must be|could not convert|invalid literal"
+)
 _WANTS = re.compile(
     r"\b(?:must|should|cannot|can't|requires?|invalid|unsupported|unknown|unrecogni[sz]ed|not (?:supported|allowed|valid)"
-    r"|need to|please|expected|does(?: not|n't) support"
+    r"|need to|please|does(?: not|n't) support"
     r"|at least|at most|(?:greater|less|larger|smaller) than|only (?:support|one)\w*|instead of|conflicts?|incompatible)\b",
     re.IGNORECASE,
 )
@@ -170,7 +175,7 @@ _WANTS = re.compile(
 _ELSEWHERE = re.compile(
     r"CUDA (?:error|out)|CUBLAS|CUDNN|NCCL|HCCL|NPU (?:error|out)|\bACL\b|aclnn|[Gg]loo|\bc10d|Dist\w*Error"
     r"|Time(?:d )?out|timed? out"
-    r"|Connection|Memory|Interrupt|SystemError|Exit\b|Rendezvous"
+    r"|Connection|Memory|Interrupt|SystemError|Exit\b|Abort\b|Rendezvous"
 )
 # Installed, or started from its source.
 _LIBRARY = re.compile(
@@ -193,7 +198,7 @@ def symptom_of_place(frames: Sequence[str], text: str, *, raised: bool) -> tuple
     if not name.isidentifier():
         return None
     if not frames:
-        return (_ARGUMENTS, {"error": text.strip()}) if refused and _WANTS.search(text) else None
+        return (_ARGUMENTS, {"error": text.strip()}) if _WANTS.search(text) and refused and name != "AssertionError" else None
     values = {"error": text.strip(), "frame": _readable(frames[-1])}
     for form, symptom in _BY_NAME:
         if form.search(name):
@@ -206,6 +211,8 @@ def symptom_of_place(frames: Sequence[str], text: str, *, raised: bool) -> tuple
             if form.search(place):
                 return symptom, values | {"frame": _readable(frame)}
     if _LIBRARY.search(frames[-1]):
+        if _SLIPPED.search(text) and not raised:
+            return _VERSIONS, values
         if refused or (_RAISED.search(name) and raised):
             return _ARGUMENTS, values
     elif not _STANDARD.search(frames[-1]) and not (name == "RuntimeError" and not raised):

@@ -25,7 +25,6 @@ SYMPTOMS = (
             r"(?P<reason>Output directory .* already exists and is not empty.*)",
             r"(?P<reason>Could not find the transformer layer class .*)|Could not override '(?P<reason_>[^']+)",
             r"(?P<reason>Key '\S+' is not in struct)|(?P<reason_>Could not find a version of the config .*)",
-            r"(?P<reason>config file at .* had unknown keys .*)",
             r"^(?:\w+\.)*\w*Error: (?P<reason>.*\bis not a valid \w+, please select one of\b.*)",
         ),
         N_("The settings are not what the program takes[[: {reason}]]."),

@@ -99,7 +99,7 @@ SYMPTOMS = (
     ),
     Symptom(
         "package_mismatch",
-        (r"`rope_scaling`(?:'s \w+ field)? must be (?:a dictionary with|a float).*",),
+        (r"`rope_scaling`.{0,20} must be .*'(?:rope_type|high_freq_factor|long_factor)'",),
         N_(
             "The installed transformers is older than the model: it does not know the form of rope_scaling in its "
             "config.json."
@@ -155,6 +155,7 @@ SYMPTOMS = (
             rf"{_REASON}BuilderConfig \S+ not found\. Available.*)|Error: (?P<reason_>Config name is missing\. .*)",
             rf"{_REASON}Instruction \".*\" corresponds to no data.*)",
             rf"{_REASON}num_proc must be an integer.*)|Error: (?P<reason_>`mixed_precision` must be one of.*)",
+            rf"{_REASON}`rope_scaling` must be a dictionary with .*)",
             rf"{_REASON}The generation config instance is invalid.*)",
             rf"{_REASON}`model` and `ref_model` cannot be the same object.*)",
             rf"{_REASON}You passed `?(?:a )?`?(?:peft_config|packing=True)`.*)",
