@@ -237,9 +237,7 @@ class _Scan:
             if exception and process.ignored:
                 process.ignored = False
                 return
-            torn = (
-                process.last is not None and process.last.symptom in UNKNOWN and _continues(line, process.last.line)
-            )
+            torn = process.last is not None and process.last.symptom in UNKNOWN and _continues(line, process.last.line)
             cascade = (
                 (process.failed and not torn)
                 or CASCADE_EXCEPTIONS.search(text)
@@ -256,12 +254,7 @@ class _Scan:
 
     def _drop_torn(self, last: Evidence | None, line: LogLine) -> None:
         """Drop an error that was only the beginning of this line, written twice by processes that share the log."""
-        if (
-            last is not None
-            and last.symptom in UNKNOWN
-            and _continues(line, last.line)
-            and last in self.found.evidence
-        ):
+        if last is not None and last.symptom in UNKNOWN and _continues(line, last.line) and last in self.found.evidence:
             self.found.evidence.remove(last)
 
     def _keep(self, process: Process, evidence: Evidence) -> None:

@@ -154,7 +154,8 @@ RUN = re.compile(
     r"(?i:torch|cuda|nccl|hccl|\bnpu|gpu|ascend|deepspeed|accelerate|transformers|tokenizer|safetensors|huggingface"
     r"|wandb|python|finetune|\brank|slurm|srun|\bloss|epoch|DataLoader|gloo|c10d|xla|mpirun|sbatch)"
     r"|Traceback \(most recent|\.py\b|\bERR\d{5}\b|\[Errno \d|(?<!\w)E[A-Z0-9]\d{4}\b|\b_?[A-Z]\w*Error\b|OOMKilled"
-    r"|std::bad_alloc|^\[(?:ERROR|WARNING|INFO)\] |^the run\b|^(?:ba|z)?sh: |^\S+\.sh: line \d|exitcode|oom-kill|NVRM|GLIBC"
+    r"|std::bad_alloc|^\[(?:ERROR|WARNING|INFO)\] |^the run\b|^(?:ba|z)?sh: |exitcode|oom-kill|NVRM|GLIBC"
+    r"|^\S+\.sh: line \d"
     r"|^(?:\S+: line \d+: +)?\d* ?Killed\b|Segmentation fault|exited with code 1?3\d|exit code 1?3\d"
 )
 FOREIGN = re.compile(
@@ -206,8 +207,8 @@ BATCHES = re.compile(
 
 # What tells how to read other lines.
 STRUCTURE = (
-    *(FRAME, RAISES, BOILERPLATE, FINISHED, TESTS_BEGIN, TESTS_RUN, TESTS_ENDED, TRAINED, ENDED_WELL, RESTART, SUMMARY_RANK),
+    *(FRAME, BOILERPLATE, FINISHED, TESTS_BEGIN, TESTS_RUN, TESTS_ENDED, TRAINED, ENDED_WELL, RESTART, SUMMARY_RANK),
     *(IGNORED, DIAGNOSIS_TITLE, FORCED_KILL, CHAINED, CHAT_BEGINS, CHAT_ENDS, ENDS_TRACEBACK, FENCE, HEADING),
-    *(CRASHED_THREAD, PREPARING, BATCHES),
+    *(CRASHED_THREAD, PREPARING, BATCHES, RAISES),
     re.compile(f"TraceBack|^{OWN_WHERE}|^{OWN_FIX}"),
 )

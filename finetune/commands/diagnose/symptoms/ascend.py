@@ -99,7 +99,9 @@ SYMPTOMS = (
         (r"(?P<operator>aclnn\w+)\b.{0,80} not (?:found )?in lib\w+\.so|undefined symbol: (?P<operator_>aclnn\w+)",),
         N_("torch_npu calls an operator that the installed CANN does not have[[: {operator}]]."),
         PAIR_FIX,
-        more_fix=N_("CANN's kernels are a package of their own (Ascend-cann-kernels-CHIP): install that for this chip too."),
+        more_fix=N_(
+            "CANN's kernels are a package of their own (Ascend-cann-kernels-CHIP): install that for this chip too."
+        ),
         confidence=0.9,
         source=SOURCE,
     ),

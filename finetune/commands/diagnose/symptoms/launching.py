@@ -12,7 +12,8 @@ SYMPTOMS = (
             r"^(?!python)\S+: (?:line )?\d+: (?P<reason>.*(?:unbound variable|[Ss]yntax error.*|unexpected end of file"
             r"|unexpected EOF.*|conditional .*expected))$",
             r"^\S+: (?:line )?\d+: (?P<reason>--?\w[\w-]*: (?:command )?not found)",
-            r"(?P<reason>\S+: bad interpreter: .*)|(?P<reason_>cannot execute(?: binary file)?: .*|.*[Ee]xec format error.*)",
+            r"(?P<reason>\S+: bad interpreter: .*)|(?P<reason_>cannot execute(?: binary file)?: .*"
+            r"|.*[Ee]xec format error.*)",
         ),
         N_("The shell script that starts the run has an error, or is for another system[[: {reason}]]."),
         N_(
@@ -28,7 +29,8 @@ SYMPTOMS = (
         (
             r"docker: Error response from daemon: (?P<reason>.*)|(?P<reason_>OCI runtime (?:create|exec) failed.*)",
             r"\b(?P<reason>CreateContainer(?:Config)?Error|InvalidImageName|RunContainerError|ImageInspectError)\b",
-            r"[Ff]ailed to pull image (?P<reason>.*)|error: pyxis: (?P<reason_>.*)|FATAL: +(?P<reason__>.*(?:\.sif|image)\b.*)",
+            r"[Ff]ailed to pull image (?P<reason>.*)|error: pyxis: (?P<reason_>.*)"
+            r"|FATAL: +(?P<reason__>.*(?:\.sif|image)\b.*)",
         ),
         N_("The container of the run was not started[[: {reason}]]."),
         N_(
@@ -62,9 +64,11 @@ SYMPTOMS = (
     Symptom(
         "missing_package",
         (
-            r"^ *(?:ERROR|error): (?:Could not find a version that satisfies the requirement|No matching distribution found for) "
+            r"^ *(?:ERROR|error): (?:Could not find a version that satisfies the requirement"
+            r"|No matching distribution found for) "
             r"(?P<package>[\w.-]+)",
-            r"^ *(?:ERROR|error): (?:Failed (?:building wheel for|to build) |Could not build wheels for |Cannot install )"
+            r"^ *(?:ERROR|error): (?:Failed (?:building wheel for|to build) |Could not build wheels for "
+            r"|Cannot install )"
             r"(?P<package>[\w.-]+)|^ *(?:ERROR|error): ResolutionImpossible",
             r"env: .{0,3}(?P<package>python\d?|torchrun|bash)\W{0,3}: No such file or directory",
         ),
@@ -80,7 +84,8 @@ SYMPTOMS = (
     Symptom(
         "invalid_settings",
         (
-            r"^(?:[\w/.-]+\.py|jsonargparse|axolotl|accelerate|torchrun|deepspeed|llamafactory-cli|swift|vllm|trl|ray): error: "
+            r"^(?:[\w/.-]+\.py|jsonargparse|axolotl|accelerate|torchrun|deepspeed|llamafactory-cli|swift|vllm"
+            r"|trl|ray): error: "
             r"(?P<reason>.*)",
         ),
         N_("The program refused its command line[[: {reason}]]."),
@@ -106,7 +111,8 @@ SYMPTOMS = (
         "compile_failed",
         (
             r"cannot find (?P<reason>-l(?:cuda|cudart|python[\d.]*))\b",
-            r"collect2: error|nvcc fatal|ninja: build stopped|error: command '\S*(?:gcc|g\+\+|nvcc|cc|ninja|x86_64\S*)' failed",
+            r"collect2: error|nvcc fatal|ninja: build stopped|error: command '\S*(?:gcc|g\+\+|nvcc|cc|ninja"
+            r"|x86_64\S*)' failed",
             r"Command '\['\S*(?:gcc|g\+\+|cc|nvcc|ninja|clang)'.* returned non-zero|[Uu]nsupported GNU version",
         ),
         N_("Compiling failed here[[: {reason} is missing]]."),

@@ -129,7 +129,8 @@ SYMPTOMS = (
             r"Insufficient_Host_Memory",
             r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)(?:: you tried to allocate "
             r"(?P<wanted>\d+ bytes))?",
-            r"Errno 12\b.*Cannot allocate memory|Cannot allocate memory(?: \(12\))?\W*$|\bstd::bad_alloc\b|ArrowMemoryError",
+            r"Errno 12\b.*Cannot allocate memory|Cannot allocate memory(?: \(12\))?\W*$|\bstd::bad_alloc\b"
+            r"|ArrowMemoryError",
             r"(?:pin_memory|cudaHostAlloc|cudaHostRegister|pinned memory).{0,60}(?:fail|out of memory|cannot)",
             r"workers? (?:were|was|are) killed due to (?:the node running low on memory|memory pressure)"
             r"|ray\S*OutOfMemoryError",

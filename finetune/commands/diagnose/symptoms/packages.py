@@ -149,11 +149,16 @@ SYMPTOMS = (
     Symptom(
         "package_mismatch",
         (r"ModuleNotFoundError: No module named '(?P<library>\w+)\.(?P<name>[\w.]+)'",),
-        N_("A package[[, {library},]] is there, but lacks a module[[ ({name})]]: it is of another version than the program was "
-            "written for."),
         N_(
-            "`pip show`[[ {library}]] and the program's own requirements tell the two versions: install the one that has "
-            "it (a newer one for new models), on every node. A file or folder of your own of the same name hides it too."
+            "A package[[, {library},]] is there, but lacks a module[[ ({name})]]: it is of another version than "
+            "the program was "
+            "written for."
+        ),
+        N_(
+            "`pip show`[[ {library}]] and the program's own requirements tell the two versions: install the one "
+            "that has "
+            "it (a newer one for new models), on every node. A file or folder of your own of the same name "
+            "hides it too."
         ),
         kind=Kind.VAGUE,
         confidence=0.81,

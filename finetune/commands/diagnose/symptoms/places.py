@@ -49,7 +49,8 @@ _HUB = _place(
     N_("A request to the hub or another server failed: {error}[[ ({frame})]]."),
     N_(
         "Try the same address from this machine (`curl -I`): a wrong name, no access (HF_TOKEN), a proxy, or a server "
-        "that is down. Otherwise download where there is a network, and give the folder (--model DIR, HF_HUB_OFFLINE=1)."
+        "that is down. Otherwise download where there is a network, and give the folder (--model DIR, "
+        "HF_HUB_OFFLINE=1)."
     ),
 )
 _DATA = _place(
@@ -126,7 +127,10 @@ _BY_FRAME: tuple[tuple[re.Pattern[str], Symptom], ...] = tuple(
             _HUB,
         ),
         (r", in (?:_?save|export|consolidat|merge_and_unload|to_json|push_to|_?upload)\w*", _SAVING),
-        (r"(?:tokeniz|processing|extract)\w*\.py\b.*, in (?:__init__|_?from_|_?load|get_\w*dict|get_spm|convert)\w*", _LOADING),
+        (
+            r"(?:tokeniz|processing|extract)\w*\.py\b.*, in (?:__init__|_?from_|_?load|get_\w*dict|get_spm|convert)\w*",
+            _LOADING,
+        ),
         (
             r"/(?:PIL|torchvision/io|torchcodec|decord|av|soundfile|librosa|datasets|torch/utils/data|dataset|prompt_strategies|jinja2|template)/|/(?:data|dataset)/\w+\.py"
             r"|/(?:\w*data_?(?:set|loader|collator|utils)\w*|\w*tokeniz\w*|\w*prompter\w*|\w*chat_template\w*|mm_plugin"
@@ -141,7 +145,8 @@ _BY_FRAME: tuple[tuple[re.Pattern[str], Symptom], ...] = tuple(
         (
             r", in (?:\w*from_pretrained|_?load_\w+|_?load|resume\w*|\w*load_(?:state_dict|checkpoint|model)\w*"
             r"|get_checkpoint\w*|build_model|get_model\w*|setup_model\w*)\b"
-            r"|configuration_utils\.py\b.*, in (?:_?get_config|_dict_from|from_)\w*|/(?:quantizers|safetensors|sentencepiece|auto|models/\w+/configuration_\w+)\b|core_model_loading|dynamic_module|/dist(?:ributed/|_)checkpoint\w*/|_cache_manager",
+            r"|configuration_utils\.py\b.*, in (?:_?get_config|_dict_from|from_)\w*|/(?:quantizers|safetensors"
+            r"|sentencepiece|auto|models/\w+/configuration_\w+)\b|core_model_loading|dynamic_module|/dist(?:ributed/|_)checkpoint\w*/|_cache_manager",
             _LOADING,
         ),
         (
@@ -166,9 +171,11 @@ _SLIPPED = re.compile(
     r"|unsupported operand|argument of type|indices must be|could not convert|invalid literal"
 )
 _WANTS = re.compile(
-    r"\b(?:must|should|cannot|can't|requires?|invalid|unsupported|unknown|unrecogni[sz]ed|not (?:supported|allowed|valid)"
+    r"\b(?:must|should|cannot|can't|requires?|invalid|unsupported|unknown|unrecogni[sz]ed|not (?:supported"
+    r"|allowed|valid)"
     r"|need to|please|does(?: not|n't) support"
-    r"|at least|at most|(?:greater|less|larger|smaller) than|only (?:support|one)\w*|instead of|conflicts?|incompatible)\b",
+    r"|at least|at most|(?:greater|less|larger|smaller) than|only (?:support|one)\w*|instead of|conflicts?"
+    r"|incompatible)\b",
     re.IGNORECASE,
 )
 # Of the device, the network or other processes, wherever they are raised.
@@ -179,8 +186,8 @@ _ELSEWHERE = re.compile(
 )
 # Installed, or started from its source.
 _LIBRARY = re.compile(
-    r"(?:site|dist)-packages/|/(?:llamafactory|llmtuner|swift|axolotl|megatron|mindspeed\w*|modellink|verl|openrlhf"
-    r"|trl|peft|transformers|accelerate|deepspeed|datasets|vllm)/"
+    r"(?:site|dist)-packages/|/src/(?:trl|peft|transformers|accelerate|datasets)/"
+    r"|/(?:llamafactory|llmtuner|swift|axolotl|megatron|mindspeed\w*|modellink|verl|openrlhf)/"
 )
 _STANDARD = re.compile(r"/lib/python3|<frozen |<string>")
 
@@ -198,7 +205,8 @@ def symptom_of_place(frames: Sequence[str], text: str, *, raised: bool) -> tuple
     if not name.isidentifier():
         return None
     if not frames:
-        return (_ARGUMENTS, {"error": text.strip()}) if _WANTS.search(text) and refused and name != "AssertionError" else None
+        told = refused and name != "AssertionError" and _WANTS.search(text)
+        return (_ARGUMENTS, {"error": text.strip()}) if told else None
     values = {"error": text.strip(), "frame": _readable(frames[-1])}
     for form, symptom in _BY_NAME:
         if form.search(name):
@@ -206,7 +214,8 @@ def symptom_of_place(frames: Sequence[str], text: str, *, raised: bool) -> tuple
     if _ELSEWHERE.search(name if refused else text):
         return None
     for frame in reversed(frames):
-        place = frame if _LIBRARY.search(frame) else "/" + frame.rpartition("/")[2]  # a folder of one's own tells nothing
+        # A folder of one's own tells nothing.
+        place = frame if _LIBRARY.search(frame) else "/" + frame.rpartition("/")[2]
         for form, symptom in _BY_FRAME:
             if form.search(place):
                 return symptom, values | {"frame": _readable(frame)}

@@ -84,7 +84,7 @@ SYMPTOMS = (
     Symptom(
         "device_not_visible",
         (
-            r"FP16 Mixed precision training with AMP or APEX .{0,120}can only be used on",
+            r"\b(?:FP|BF)16 Mixed precision training with AMP\b.{0,120}can only be used on",
             r"Accelerator is not detected, cannot perform low precision training",
         ),
         N_("Training in half precision needs a GPU or NPU, and torch sees none in this process."),
