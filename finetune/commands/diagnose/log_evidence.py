@@ -14,6 +14,7 @@ from finetune.commands.diagnose.log_process import (
     Process,
     evaluating,
     is_data,
+    loading,
     record_frame,
     relevant_part,
     without_quotes,
@@ -32,6 +33,7 @@ from finetune.commands.diagnose.log_words import (
     FINISHED,
     FORCED_KILL,
     FOREIGN,
+    HANDLED,
     IGNORED,
     OTHER_PROGRAM,
     OWN_ERROR,
@@ -42,15 +44,19 @@ from finetune.commands.diagnose.log_words import (
     RECORD_ERROR,
     RESTART,
     RUN,
+    SERVED,
     SERVICE,
     SUMMARY_RANK,
     TESTS_BEGIN,
     TESTS_ENDED,
     TESTS_PASSED,
     TESTS_RUN,
+    TOO_LONG,
     TRAINED,
+    UNLIKE_SIZES,
 )
 from finetune.commands.diagnose.symptoms.base import Kind
+from finetune.commands.diagnose.symptoms.data import SAMPLE_TOO_LONG
 from finetune.commands.diagnose.symptoms.places import PLACES, symptom_of_place
 from finetune.commands.diagnose.symptoms.rules import BROKEN_OFF, ENDED_BADLY, EXPLAINED_BY_RUN, UNEXPLAINED
 from finetune.commands.diagnose.symptoms.trainers import BAD_RECORD
@@ -101,6 +107,7 @@ class _Scan:
         self._before_tests: _BeforeTests | None = None
         self._holders: dict[tuple[str, str], str] = {}  # of a device's memory, by node and device
         self._renumbered = False
+        self._too_long: list[set[str]] = []  # tokens and the model's maximum, as tokenizers warned of them
 
     def kind_of(self, text: str) -> LineKind:
         """Which lines to take; notes whether any is of a run."""
@@ -125,6 +132,10 @@ class _Scan:
             self.found.batches[line.rank] = int(batches["length"] or batches["done"])
         for name, value in facts_in(text).items():
             self.found.facts.setdefault(name, value)
+        if too_long := TOO_LONG.search(text):
+            self._too_long.append(set(too_long.groups()))
+        if SERVED.search(text):
+            self.found.served = len(self.found.evidence)
         if forced := FORCED_KILL.search(text):
             self._killed_by_launcher.add(forced["pid"])
         quoted = self._in_diagnosis and DIAGNOSIS_LINE.match(text)
@@ -212,6 +223,8 @@ class _Scan:
         if within and process.raised and ENDS_TRACEBACK.match(text):
             quiet = False  # a warning that was raised
         matched = matching_symptom(text)
+        if quiet and HANDLED.search(text) and (matched is None or matched[0].kind != Kind.MACHINE):
+            return
         if matched is not None and service and matched[0].kind != Kind.MACHINE:
             return
         if matched is not None and (not quiet or matched[0].in_warnings):
@@ -225,6 +238,11 @@ class _Scan:
             }
             if symptom.cause == "device_oom" and within and (function := evaluating(process)):
                 values["evaluation"] = function
+            if symptom.cause == "device_oom" and within and (function := loading(process)):
+                values["loading"] = function
+                values.pop("holder", None)  # the other ranks of this run
+            if symptom.cause == "shape_mismatch" and (sizes := self._sizes_of_sample(process, text)):
+                symptom, values = SAMPLE_TOO_LONG, sizes
             process.ignored = False
             if process.chained in self.found.evidence:
                 self.found.evidence.remove(process.chained)
@@ -250,7 +268,20 @@ class _Scan:
         else:
             return
         process.failed |= not symptom.needs  # else it is a warning
-        self._keep(process, Evidence(symptom, line, values, self.attempt, quiet=quiet))
+        bare = not within and EXCEPTION.match(text) is not None
+        self._keep(process, Evidence(symptom, line, values, self.attempt, quiet=quiet, bare=bare))
+
+    def _sizes_of_sample(self, process: Process, text: str) -> dict[str, str]:
+        """Tokens of a sample and the model's maximum, where these are the sizes that do not fit; empty where not."""
+        sizes = UNLIKE_SIZES.search(text)
+        if sizes is None:
+            return {}
+        tokens, limit = sizes["tokens"], sizes["limit"]
+        found = {"tokens": max(tokens, limit, key=int), "limit": min(tokens, limit, key=int)}
+        if {tokens, limit} in self._too_long:
+            return found
+        at_positions = sizes["dimension"] == "1" and "position" in process.source and int(tokens) > int(limit)
+        return found if at_positions else {}
 
     def _drop_torn(self, last: Evidence | None, line: LogLine) -> None:
         """Drop an error that was only the beginning of this line, written twice by processes that share the log."""

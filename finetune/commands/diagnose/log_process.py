@@ -19,9 +19,12 @@ from finetune.commands.diagnose.log_words import (
     FRAME,
     HEADING,
     LEAVES_BOILERPLATE,
+    LOADS_ONTO_DEVICE,
     OF_A_PACKAGE,
+    OF_TORCH_LOAD,
     PACKAGE_FRAME,
     QUOTED_DATA,
+    QUOTED_INSTANCE,
     RAISES,
     READS_RECORDS,
     TABLE_ROW,
@@ -43,6 +46,7 @@ class Process:
         self.frame_indent = 0
         self.frame_at = -TRACEBACK_LINES  # the line of the last frame of a traceback
         self.frames: list[str] = []  # of that traceback, outermost first
+        self.source = ""  # the code that is quoted under its innermost frame
         self.raised = False  # its innermost frame ends in `raise` or `assert`
         self.last: Evidence | None = None  # what a following where or fix belongs to
         self.failed = False  # a failure of this process in this attempt was seen
@@ -72,7 +76,7 @@ def is_data(process: Process, line: LogLine) -> bool:
 
 def without_quotes(line: LogLine) -> LogLine:
     """The line without prompts, answers and records that it quotes."""
-    text = QUOTED_DATA.sub(r"\1", line.text)
+    text = QUOTED_DATA.sub(r"\1", QUOTED_INSTANCE.sub("", line.text))
     return line if text == line.text else replace(line, text=text)
 
 
@@ -107,6 +111,14 @@ def evaluating(process: Process) -> str | None:
     return found[-1] if found else None
 
 
+def loading(process: Process) -> str | None:
+    """The function that calls torch.load, where the traceback ends in its moving tensors to a device."""
+    if not any(LOADS_ONTO_DEVICE.search(frame) for frame in process.frames):
+        return None
+    number = next(n for n, frame in enumerate(process.frames) if OF_TORCH_LOAD.search(frame))
+    return process.frames[number - 1].rpartition(", in ")[2] if number else "torch.load"
+
+
 def relevant_part(process: Process, line: LogLine) -> str:
     """The part of the line that is about this failure: no quoted source code, no fixed advice."""
     text = line.text
@@ -119,6 +131,7 @@ def relevant_part(process: Process, line: LogLine) -> str:
         return ""
     if process.in_frame and indent > process.frame_indent:
         process.raised |= RAISES.match(text) is not None
+        process.source = text.strip()
         return ""
     process.in_frame = False
     if process.in_boilerplate and not LEAVES_BOILERPLATE.search(text):

@@ -10,7 +10,9 @@ _DEVICE_OOM_FIX = N_(
     "]][[This process itself holds only {own_share}: end what else is on it, and give every rank a device of its own "
     "(set_device(LOCAL_RANK), not a fixed number). ]][[In evaluation ({evaluation}) the trainer keeps the logits of "
     "all batches on the device: set eval_accumulation_steps, reduce them in preprocess_logits_for_metrics, or set "
-    "prediction_loss_only; and lower per_device_eval_batch_size. ]][[{fragmented} are reserved but not in use, "
+    "prediction_loss_only; and lower per_device_eval_batch_size. ]][[{loading} calls torch.load, which puts what it "
+    "reads onto the device that it was saved from, for every rank the same one: give it map_location='cpu', or save "
+    "and load sharded states. ]][[{fragmented} are reserved but not in use, "
     "which is "
     "fragmentation: set expandable_segments first (below). ]]Lower --micro-batch-size[[ (now {micro_batch_size}; try "
     "{half_micro_batch_size})]]: the global batch stays the same, split into more micro-steps. Then, one at a time: "
@@ -55,6 +57,7 @@ SYMPTOMS = (
         ),
         N_(
             "A device ran out of memory[[ on rank {rank}]][[ at step {step}]][[ in evaluation ({evaluation})]]"
+            "[[ while a checkpoint was loaded ({loading})]]"
             "[[: {wanted} more were requested]][[, of "
             "{capacity} in total]]."
         ),
