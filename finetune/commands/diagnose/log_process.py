@@ -76,7 +76,9 @@ def is_data(process: Process, line: LogLine) -> bool:
 
 def without_quotes(line: LogLine) -> LogLine:
     """The line without prompts, answers and records that it quotes."""
-    text = QUOTED_DATA.sub(r"\1", QUOTED_INSTANCE.sub("", line.text))
+    text = QUOTED_INSTANCE.sub("", line.text)
+    if text == line.text:
+        text = QUOTED_DATA.sub(r"\1", text)
     return line if text == line.text else replace(line, text=text)
 
 

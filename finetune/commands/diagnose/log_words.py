@@ -150,7 +150,9 @@ FENCE = re.compile(r"^\W{0,3}(?:```|~~~)[\w+-]*\s*$")
 TABLE_ROW = re.compile(r"^[|│┃](?:[^|│┃]*[|│┃]){2,}\s*$")
 HEADING = re.compile(
     r"^(?:#{1,4} ?(?:instruction|input|output|response|question|answer|prompt|completion)\b.{0,3}"
-    r"|(?:output|response|answer|prompt|completion|prediction|generation)s?:)\s*$",
+    r"|(?:output|response|answer|prompt|completion|prediction|generation)s?:)\s*$"
+    # A program under test that failed.
+    r"|^\W*(?:task|problem|solution|candidate|answer|sample|completion|test case)\b.{0,60}: Traceback \(most recent",
     re.IGNORECASE,
 )
 DATA = re.compile(

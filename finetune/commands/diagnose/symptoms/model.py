@@ -124,7 +124,7 @@ SYMPTOMS = (
     Symptom(
         "nan_loss",
         (
-            r"^(?!.*(?:\b0 samples|\bempty|ignored))(?:.*\W)?loss['\"]?\s*[:= ]\s*['\"]?-?(?i:nan|inf)\b",
+            r"^(?!.*(?:\b0 samples|\bempty|ignored|pruned))(?:.*\W)?loss['\"]?\s*[:= ]\s*['\"]?-?(?i:nan|inf)\b",
             r"(?i:\bgrad[_ ]?norm)['\"]?\s*[:= ]\s*['\"]?(?i:nan)\b",
         ),
         _NAN_TEXT,

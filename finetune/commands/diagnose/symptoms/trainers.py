@@ -234,7 +234,10 @@ SYMPTOMS = (
     ),
     Symptom(
         "remote_code_refused",
-        (r"Error: Dataset scripts are no longer supported, but found (?P<name>\S+)",),
+        (
+            r"Error: Dataset scripts are no longer supported, but found (?P<name>\S+)",
+            r"Error: [Ll]oading (?P<name>\S+) requires you to execute the dataset script",
+        ),
         N_("The data set[[ {name}]] is loaded by a script of its own, which this version of datasets does not run."),
         N_(
             "Take the data as files (Parquet or JSON Lines; the hub keeps converted ones in the branch "
