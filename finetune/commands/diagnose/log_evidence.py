@@ -256,6 +256,9 @@ class _Scan:
                 process.ignored = False
                 return
             torn = process.last is not None and process.last.symptom in UNKNOWN and _continues(line, process.last.line)
+            if within and exception and not CASCADE_EXCEPTIONS.search(text) and _was_only_said(process.last):
+                torn = True  # what was printed before did not end the process
+                self.found.evidence = [piece for piece in self.found.evidence if piece is not process.last]
             cascade = (
                 (process.failed and not torn)
                 or CASCADE_EXCEPTIONS.search(text)
@@ -280,7 +283,7 @@ class _Scan:
         found = {"tokens": max(tokens, limit, key=int), "limit": min(tokens, limit, key=int)}
         if {tokens, limit} in self._too_long:
             return found
-        at_positions = sizes["dimension"] == "1" and "position" in process.source and int(tokens) > int(limit)
+        at_positions = sizes["dimension"] == "1" and process.at_positions and int(tokens) > int(limit)
         return found if at_positions else {}
 
     def _drop_torn(self, last: Evidence | None, line: LogLine) -> None:
@@ -307,6 +310,11 @@ class _Scan:
         kept.append(evidence)
         self.found.evidence.append(evidence)
         process.last = evidence
+
+
+def _was_only_said(evidence: Evidence | None) -> bool:
+    """Whether it is an unknown exception without a traceback, of a line that names no rank."""
+    return bool(evidence and evidence.bare and evidence.symptom is UNEXPLAINED and evidence.line.rank is None)
 
 
 def _continues(line: LogLine, piece: LogLine) -> bool:

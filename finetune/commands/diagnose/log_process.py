@@ -8,6 +8,7 @@ from dataclasses import replace
 from finetune.commands.diagnose.evidence import Evidence
 from finetune.commands.diagnose.log_reading import LogLine
 from finetune.commands.diagnose.log_words import (
+    AT_POSITIONS,
     BOILERPLATE,
     CHAT_BEGINS,
     CHAT_ENDS,
@@ -46,7 +47,7 @@ class Process:
         self.frame_indent = 0
         self.frame_at = -TRACEBACK_LINES  # the line of the last frame of a traceback
         self.frames: list[str] = []  # of that traceback, outermost first
-        self.source = ""  # the code that is quoted under its innermost frame
+        self.at_positions = False  # the code of that frame takes embeddings of positions
         self.raised = False  # its innermost frame ends in `raise` or `assert`
         self.last: Evidence | None = None  # what a following where or fix belongs to
         self.failed = False  # a failure of this process in this attempt was seen
@@ -129,11 +130,11 @@ def relevant_part(process: Process, line: LogLine) -> str:
     if FRAME.match(text):
         process.frames = [*(process.frames if process.frame_at > 0 else []), text.strip()]
         process.in_frame, process.frame_at, process.frame_indent = True, line.number, indent
-        process.raised = False
+        process.raised = process.at_positions = False
         return ""
     if process.in_frame and indent > process.frame_indent:
         process.raised |= RAISES.match(text) is not None
-        process.source = text.strip()
+        process.at_positions |= AT_POSITIONS.match(text) is not None
         return ""
     process.in_frame = False
     if process.in_boilerplate and not LEAVES_BOILERPLATE.search(text):

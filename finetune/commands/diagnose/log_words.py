@@ -60,6 +60,7 @@ DIAGNOSIS_TITLE = re.compile(r"^\d+\. \w+  \(.+ [01]\.\d\d\)$")
 DIAGNOSIS_LINE = re.compile(r"^ {3}\S")
 FRAME = re.compile(r'^\s+File ".*", line \d+')
 RAISES = re.compile(r"^\s+(?:raise|assert) ")  # source code that is quoted under a frame
+AT_POSITIONS = re.compile(r"^\s+\S.*\bpos(?:ition)?_embed")
 BOILERPLATE = re.compile(r"Possible Cause:|Solution:")
 LEAVES_BOILERPLATE = re.compile(
     r"^\s+TraceBack |^\[?(?:ERROR|INFO|WARNING|W|E)\b|^\[PID: |^E[A-Z0-9]\d\d\d\d\b|^\S*Error\b|^Traceback "
@@ -245,6 +246,6 @@ BATCHES = re.compile(
 STRUCTURE = (
     *(FRAME, BOILERPLATE, FINISHED, TESTS_BEGIN, TESTS_RUN, TESTS_ENDED, TRAINED, ENDED_WELL, RESTART, SUMMARY_RANK),
     *(IGNORED, DIAGNOSIS_TITLE, FORCED_KILL, CHAINED, CHAT_BEGINS, CHAT_ENDS, ENDS_TRACEBACK, FENCE, HEADING),
-    *(CRASHED_THREAD, PREPARING, BATCHES, RAISES, SERVED, TOO_LONG),
+    *(CRASHED_THREAD, PREPARING, BATCHES, RAISES, AT_POSITIONS, SERVED, TOO_LONG),
     re.compile(f"TraceBack|^{OWN_WHERE}|^{OWN_FIX}"),
 )

@@ -18,6 +18,7 @@ from finetune.commands.diagnose.command import diagnose_logs, main, render_findi
 from finetune.commands.diagnose.document import renewed
 from finetune.commands.diagnose.log_facts import facts_in, holder_in, with_next_values
 from finetune.commands.diagnose.symptoms.base import Symptom, fill, fixed_words
+from finetune.commands.diagnose.symptoms.data import SAMPLE_TOO_LONG
 from finetune.commands.diagnose.symptoms.network import UNEQUAL_BATCHES, WAITED_FOR_DATA
 from finetune.commands.diagnose.symptoms.places import PLACES
 from finetune.commands.diagnose.symptoms.processes import INTERRUPTED
@@ -134,7 +135,7 @@ def test_a_pattern_without_fixed_words_is_refused():
 @pytest.mark.parametrize("language", ["en", "zh"])
 @pytest.mark.parametrize(
     "symptom",
-    [*SYMPTOMS, INTERRUPTED, WAITED_FOR_DATA, UNEQUAL_BATCHES, BAD_RECORD, *PLACES, UNEXPLAINED],
+    [*SYMPTOMS, INTERRUPTED, WAITED_FOR_DATA, UNEQUAL_BATCHES, BAD_RECORD, SAMPLE_TOO_LONG, *PLACES, UNEXPLAINED],
     ids=lambda symptom: symptom.cause,
 )
 def test_texts_are_whole_whatever_is_known(symptom: Symptom, language: str):

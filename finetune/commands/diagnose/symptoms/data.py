@@ -20,10 +20,10 @@ _EMBEDDING = (
 )
 
 _TOO_LONG_TEXT = N_(
-    "A sample has more tokens ({tokens}) than the model has positions ({limit}), and was not truncated."
+    "A sample has more tokens[[ ({tokens})]] than the model has positions[[ ({limit})]], and was not truncated."
 )
 _TOO_LONG_FIX = N_(
-    "Tokenize with truncation=True and max_length={limit} (--cutoff-len {limit}), split long texts before, or take a "
+    "Tokenize with truncation=True[[ and max_length={limit} (--cutoff-len {limit})]], split long texts before, or take a "
     "model made for longer ones."
 )
 # Sizes that do not fit, where the log tells that they are those of a sample and of the model's positions.
