@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 from finetune.commands.diagnose.symptoms.base import Kind, Symptom
-from finetune.commands.diagnose.symptoms.data import SAMPLE_TOO_LONG
 from finetune.commands.diagnose.symptoms.network import UNEQUAL_BATCHES, WAITED_FOR_DATA
 from finetune.commands.diagnose.symptoms.places import PLACES
 from finetune.commands.diagnose.symptoms.rules import EXPLAINED_BY_RUN, RESTART_CURES, SYMPTOMS, UNEXPLAINED

@@ -12,11 +12,15 @@ from finetune.commands.diagnose.log_kinds import is_failure, line_kind, matching
 from finetune.commands.diagnose.log_process import (
     TRACEBACK_LINES,
     Process,
+    add_error_detail,
+    continues,
     evaluating,
     is_data,
     loading,
     record_frame,
     relevant_part,
+    sizes_of_sample,
+    was_only_said,
     without_quotes,
 )
 from finetune.commands.diagnose.log_reading import SURVIVED_STEPS, LineKind, LogFile, LogLine, Moment
@@ -53,12 +57,11 @@ from finetune.commands.diagnose.log_words import (
     TESTS_RUN,
     TOO_LONG,
     TRAINED,
-    UNLIKE_SIZES,
 )
 from finetune.commands.diagnose.symptoms.base import Kind
 from finetune.commands.diagnose.symptoms.data import SAMPLE_TOO_LONG
 from finetune.commands.diagnose.symptoms.places import PLACES, symptom_of_place
-from finetune.commands.diagnose.symptoms.rules import BROKEN_OFF, ENDED_BADLY, EXPLAINED_BY_RUN, UNEXPLAINED
+from finetune.commands.diagnose.symptoms.rules import BROKEN_OFF, ENDED_BADLY, UNEXPLAINED
 from finetune.commands.diagnose.symptoms.trainers import BAD_RECORD
 
 # Of one symptom on one rank in one attempt the first lines are kept and the others counted.
@@ -173,7 +176,7 @@ class _Scan:
         elif match := SUMMARY_RANK.match(text):
             self._summary_rank = int(match["rank"])
         elif text.startswith((OWN_WHERE, OWN_FIX)):
-            _add_error_detail(process, text)
+            add_error_detail(process, text)
         elif CHAINED.match(text):
             process.chained = process.last if process.last and process.last.symptom in UNKNOWN else None
         elif IGNORED.match(text):
@@ -241,7 +244,7 @@ class _Scan:
             if symptom.cause == "device_oom" and within and (function := loading(process)):
                 values["loading"] = function
                 values.pop("holder", None)  # the other ranks of this run
-            if symptom.cause == "shape_mismatch" and (sizes := self._sizes_of_sample(process, text)):
+            if symptom.cause == "shape_mismatch" and (sizes := sizes_of_sample(process, text, self._too_long)):
                 symptom, values = SAMPLE_TOO_LONG, sizes
             process.ignored = False
             if process.chained in self.found.evidence:
@@ -255,8 +258,8 @@ class _Scan:
             if exception and process.ignored:
                 process.ignored = False
                 return
-            torn = process.last is not None and process.last.symptom in UNKNOWN and _continues(line, process.last.line)
-            if within and exception and not CASCADE_EXCEPTIONS.search(text) and _was_only_said(process.last):
+            torn = process.last is not None and process.last.symptom in UNKNOWN and continues(line, process.last.line)
+            if within and exception and not CASCADE_EXCEPTIONS.search(text) and was_only_said(process.last):
                 torn = True  # what was printed before did not end the process
                 self.found.evidence = [piece for piece in self.found.evidence if piece is not process.last]
             cascade = (
@@ -274,21 +277,9 @@ class _Scan:
         bare = not within and EXCEPTION.match(text) is not None
         self._keep(process, Evidence(symptom, line, values, self.attempt, quiet=quiet, bare=bare))
 
-    def _sizes_of_sample(self, process: Process, text: str) -> dict[str, str]:
-        """Tokens of a sample and the model's maximum, where these are the sizes that do not fit; empty where not."""
-        sizes = UNLIKE_SIZES.search(text)
-        if sizes is None:
-            return {}
-        tokens, limit = sizes["tokens"], sizes["limit"]
-        found = {"tokens": max(tokens, limit, key=int), "limit": min(tokens, limit, key=int)}
-        if {tokens, limit} in self._too_long:
-            return found
-        at_positions = sizes["dimension"] == "1" and process.at_positions and int(tokens) > int(limit)
-        return found if at_positions else {}
-
     def _drop_torn(self, last: Evidence | None, line: LogLine) -> None:
         """Drop an error that was only the beginning of this line, written twice by processes that share the log."""
-        if last is not None and last.symptom in UNKNOWN and _continues(line, last.line) and last in self.found.evidence:
+        if last is not None and last.symptom in UNKNOWN and continues(line, last.line) and last in self.found.evidence:
             self.found.evidence.remove(last)
 
     def _keep(self, process: Process, evidence: Evidence) -> None:
@@ -310,25 +301,3 @@ class _Scan:
         kept.append(evidence)
         self.found.evidence.append(evidence)
         process.last = evidence
-
-
-def _was_only_said(evidence: Evidence | None) -> bool:
-    """Whether it is an unknown exception without a traceback, of a line that names no rank."""
-    return bool(evidence and evidence.bare and evidence.symptom is UNEXPLAINED and evidence.line.rank is None)
-
-
-def _continues(line: LogLine, piece: LogLine) -> bool:
-    return len(piece.text) < len(line.text) and line.text.startswith(piece.text.rstrip())
-
-
-def _add_error_detail(process: Process, text: str) -> None:
-    """Take where an error of this package was, or its fix, from the lines after it."""
-    last = process.last
-    if last is None:
-        return
-    name = "error_where" if text.startswith(OWN_WHERE) else "error_fix"
-    last.values.setdefault(name, text.removeprefix(OWN_WHERE).removeprefix(OWN_FIX))
-    own = OWN_ERROR.match(last.line.text)
-    if name == "error_fix" and own and last.symptom in (UNEXPLAINED, ENDED_BADLY):
-        last.symptom = EXPLAINED_BY_RUN
-        last.values.setdefault("error", own["error"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from finetune.commands.diagnose.evidence import Evidence
@@ -23,6 +23,9 @@ from finetune.commands.diagnose.log_words import (
     LOADS_ONTO_DEVICE,
     OF_A_PACKAGE,
     OF_TORCH_LOAD,
+    OWN_ERROR,
+    OWN_FIX,
+    OWN_WHERE,
     PACKAGE_FRAME,
     QUOTED_DATA,
     QUOTED_INSTANCE,
@@ -30,7 +33,9 @@ from finetune.commands.diagnose.log_words import (
     READS_RECORDS,
     TABLE_ROW,
     UNDER_LOADER,
+    UNLIKE_SIZES,
 )
+from finetune.commands.diagnose.symptoms.rules import ENDED_BADLY, EXPLAINED_BY_RUN, UNEXPLAINED
 
 # A conversation in training data that is not closed is taken to be over after as many lines.
 CHAT_LINES = 60
@@ -142,3 +147,42 @@ def relevant_part(process: Process, line: LogLine) -> str:
     cut = BOILERPLATE.search(text)
     process.in_boilerplate = cut is not None
     return text[: cut.start()] if cut else text
+
+
+def sizes_of_sample(process: Process, text: str, warned: Sequence[set[str]]) -> dict[str, str]:
+    """Tokens of a sample and the model's maximum, where these are the sizes that do not fit; empty where not.
+
+    Args:
+        warned: pairs of them that tokenizers warned of.
+    """
+    sizes = UNLIKE_SIZES.search(text)
+    if sizes is None:
+        return {}
+    tokens, limit = sizes["tokens"], sizes["limit"]
+    at_positions = sizes["dimension"] == "1" and process.at_positions and int(tokens) > int(limit)
+    if {tokens, limit} not in warned and not at_positions:
+        return {}
+    return {"tokens": max(tokens, limit, key=int), "limit": min(tokens, limit, key=int)}
+
+
+def was_only_said(evidence: Evidence | None) -> bool:
+    """Whether it is an unknown exception without a traceback, of a line that names no rank."""
+    return bool(evidence and evidence.bare and evidence.symptom is UNEXPLAINED and evidence.line.rank is None)
+
+
+def continues(line: LogLine, piece: LogLine) -> bool:
+    """Whether an earlier line is the beginning of this one."""
+    return len(piece.text) < len(line.text) and line.text.startswith(piece.text.rstrip())
+
+
+def add_error_detail(process: Process, text: str) -> None:
+    """Take where an error of this package was, or its fix, from the lines after it."""
+    last = process.last
+    if last is None:
+        return
+    name = "error_where" if text.startswith(OWN_WHERE) else "error_fix"
+    last.values.setdefault(name, text.removeprefix(OWN_WHERE).removeprefix(OWN_FIX))
+    own = OWN_ERROR.match(last.line.text)
+    if name == "error_fix" and own and last.symptom in (UNEXPLAINED, ENDED_BADLY):
+        last.symptom = EXPLAINED_BY_RUN
+        last.values.setdefault("error", own["error"])

@@ -37,9 +37,9 @@ def _survived_here(evidence: Evidence, number: int, log: LogEvidence) -> bool:
         return True
     if evidence.symptom.lasting:
         return False
-    if evidence.bare and evidence.symptom.kind == Kind.UNEXPLAINED and rank is None:  # said, and no process ended by it
-        if most > 0 or number < max(log.ended, log.trained):
-            return True
+    said = evidence.bare and evidence.symptom.kind == Kind.UNEXPLAINED and rank is None  # and no process ended by it
+    if said and (most > 0 or number < max(log.ended, log.trained)):
+        return True
     if number < log.served and not log.steps and evidence.symptom.kind not in (Kind.MACHINE, Kind.KILLED):
         return True
     # What is stopped or complains when the training is over, and whoever ran it says that all went well.

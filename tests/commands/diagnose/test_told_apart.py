@@ -196,6 +196,6 @@ def test_who_loads_a_checkpoint_onto_one_device_is_named():
 
 
 def test_sizes_that_are_no_sample_and_no_maximum(tmp_path):
-    unlike = "RuntimeError: The size of tensor a (768) must match the size of tensor b (1024) at non-singleton dimension 2"
+    unlike = "RuntimeError: size of tensor a (768) must match the size of tensor b (1024) at non-singleton dimension 2"
     warned = "Token indices sequence length is longer than the specified maximum sequence length for this model (9 > 8)"
     assert first(tmp_path, f"{warned}\n{FRAME}{unlike}\n").cause == "shape_mismatch"

@@ -23,8 +23,8 @@ _TOO_LONG_TEXT = N_(
     "A sample has more tokens[[ ({tokens})]] than the model has positions[[ ({limit})]], and was not truncated."
 )
 _TOO_LONG_FIX = N_(
-    "Tokenize with truncation=True[[ and max_length={limit} (--cutoff-len {limit})]], split long texts before, or take a "
-    "model made for longer ones."
+    "Tokenize with truncation=True[[ and max_length={limit} (--cutoff-len {limit})]], split long texts before, or take "
+    "a model made for longer ones."
 )
 # Sizes that do not fit, where the log tells that they are those of a sample and of the model's positions.
 SAMPLE_TOO_LONG = Symptom(
@@ -72,8 +72,8 @@ SYMPTOMS = (
     Symptom(
         "sequence_too_long",
         (
-            r"expanded size of the tensor \((?P<tokens>\d+)\) must match the existing size \((?P<limit>512|514|1024|1026"
-            r"|2048|4096|8192)\) at non-singleton dimension 1\.\s+Target sizes: \[\d+, (?P=tokens)\]\.\s+"
+            r"expanded size of the tensor \((?P<tokens>\d+)\) must match the existing size \((?P<limit>512|514|1024"
+            r"|1026|2048|4096|8192)\) at non-singleton dimension 1\.\s+Target sizes: \[\d+, (?P=tokens)\]\.\s+"
             r"Tensor sizes: \[1, (?P=limit)\]",
         ),
         _TOO_LONG_TEXT,
