@@ -129,18 +129,7 @@ class _Scan:
             self._renumbered = True
         if OTHER_PROGRAM.search(text) or is_data(process, line):
             return
-        if prepared := PREPARING.search(text):
-            self.found.preparing = None if prepared["percent"] == "100" else line
-        if line.rank is not None and (batches := BATCHES.search(text)):
-            self.found.batches[line.rank] = int(batches["length"] or batches["done"])
-        for name, value in facts_in(text).items():
-            self.found.facts.setdefault(name, value)
-        if too_long := TOO_LONG.search(text):
-            self._too_long.append(set(too_long.groups()))
-        if SERVED.search(text):
-            self.found.served = len(self.found.evidence)
-        if forced := FORCED_KILL.search(text):
-            self._killed_by_launcher.add(forced["pid"])
+        self._note_told(line, text)
         quoted = self._in_diagnosis and DIAGNOSIS_LINE.match(text)
         self._in_diagnosis = bool(quoted or DIAGNOSIS_TITLE.match(text))
         if self._in_diagnosis:
@@ -183,6 +172,21 @@ class _Scan:
             process.ignored = True
         elif text := relevant_part(process, line):
             self._match(process, line, text)
+
+    def _note_told(self, line: LogLine, text: str) -> None:
+        """Note what the line tells that is no evidence by itself."""
+        if prepared := PREPARING.search(text):
+            self.found.preparing = None if prepared["percent"] == "100" else line
+        if line.rank is not None and (batches := BATCHES.search(text)):
+            self.found.batches[line.rank] = int(batches["length"] or batches["done"])
+        for name, value in facts_in(text).items():
+            self.found.facts.setdefault(name, value)
+        if too_long := TOO_LONG.search(text):
+            self._too_long.append(set(too_long.groups()))
+        if SERVED.search(text):
+            self.found.served = len(self.found.evidence)
+        if forced := FORCED_KILL.search(text):
+            self._killed_by_launcher.add(forced["pid"])
 
     def name_holders(self) -> None:
         """Say who held the memory of the devices that ran out, where their numbers are those of the tables."""
