@@ -8,6 +8,7 @@ from pathlib import Path
 
 from finetune.commands.diagnose.symptoms.base import Kind, Symptom
 from finetune.commands.diagnose.symptoms.network import UNEQUAL_BATCHES, WAITED_FOR_DATA
+from finetune.commands.diagnose.symptoms.places import PLACES
 from finetune.commands.diagnose.symptoms.rules import EXPLAINED_BY_RUN, RESTART_CURES, SYMPTOMS, UNEXPLAINED
 from finetune.commands.diagnose.symptoms.trainers import BAD_RECORD
 
@@ -17,7 +18,7 @@ _HEADING = "## Causes\n"
 def renewed(text: str) -> str:
     """The document with everything from the heading of the causes on made anew."""
     causes: dict[str, list[Symptom]] = {}
-    for symptom in (*SYMPTOMS, WAITED_FOR_DATA, UNEQUAL_BATCHES, BAD_RECORD, EXPLAINED_BY_RUN, UNEXPLAINED):
+    for symptom in (*SYMPTOMS, WAITED_FOR_DATA, UNEQUAL_BATCHES, BAD_RECORD, *PLACES, EXPLAINED_BY_RUN, UNEXPLAINED):
         causes.setdefault(symptom.cause, []).append(symptom)
     sections = [_section(cause, symptoms) for cause, symptoms in causes.items()]
     return text.partition(_HEADING)[0] + "\n".join([_HEADING, _table(causes), *sections])

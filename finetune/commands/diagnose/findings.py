@@ -165,7 +165,8 @@ def _groups(evidence: Sequence[Evidence]) -> list[_Group]:
     for piece in evidence:
         counts[id(piece.symptom)] += piece.count
         values[id(piece.symptom)].add(piece.values.get(piece.symptom.differs, "").lower())
-    present = {piece.symptom.cause for piece in evidence if not piece.symptom.needs}
+    reasons = [piece for piece in evidence if not piece.symptom.needs]
+    present = {piece.symptom.cause for piece in reasons} | {piece.values.get("reason", "") for piece in reasons}
     by_cause: dict[str, list[Evidence]] = {}
     for piece in evidence:
         symptom, number = piece.symptom, id(piece.symptom)

@@ -12,10 +12,15 @@ from finetune.commands.diagnose.log_kinds import is_failure, line_kind, matching
 from finetune.commands.diagnose.log_process import (
     TRACEBACK_LINES,
     Process,
+    add_error_detail,
+    continues,
     evaluating,
     is_data,
+    loading,
     record_frame,
     relevant_part,
+    sizes_of_sample,
+    was_only_said,
     without_quotes,
 )
 from finetune.commands.diagnose.log_reading import SURVIVED_STEPS, LineKind, LogFile, LogLine, Moment
@@ -32,6 +37,7 @@ from finetune.commands.diagnose.log_words import (
     FINISHED,
     FORCED_KILL,
     FOREIGN,
+    HANDLED,
     IGNORED,
     OTHER_PROGRAM,
     OWN_ERROR,
@@ -42,20 +48,26 @@ from finetune.commands.diagnose.log_words import (
     RECORD_ERROR,
     RESTART,
     RUN,
+    SERVED,
     SERVICE,
     SUMMARY_RANK,
     TESTS_BEGIN,
     TESTS_ENDED,
     TESTS_PASSED,
     TESTS_RUN,
+    TOO_LONG,
     TRAINED,
 )
 from finetune.commands.diagnose.symptoms.base import Kind
-from finetune.commands.diagnose.symptoms.rules import BROKEN_OFF, ENDED_BADLY, EXPLAINED_BY_RUN, UNEXPLAINED
+from finetune.commands.diagnose.symptoms.data import SAMPLE_TOO_LONG
+from finetune.commands.diagnose.symptoms.places import PLACES, symptom_of_place
+from finetune.commands.diagnose.symptoms.rules import BROKEN_OFF, ENDED_BADLY, UNEXPLAINED
 from finetune.commands.diagnose.symptoms.trainers import BAD_RECORD
 
 # Of one symptom on one rank in one attempt the first lines are kept and the others counted.
 KEPT_LINES = 3
+# No rule knows these by their words.
+UNKNOWN = (UNEXPLAINED, *PLACES)
 
 
 def scan_log(file: LogFile) -> LogEvidence:
@@ -98,6 +110,7 @@ class _Scan:
         self._before_tests: _BeforeTests | None = None
         self._holders: dict[tuple[str, str], str] = {}  # of a device's memory, by node and device
         self._renumbered = False
+        self._too_long: list[set[str]] = []  # tokens and the model's maximum, as tokenizers warned of them
 
     def kind_of(self, text: str) -> LineKind:
         """Which lines to take; notes whether any is of a run."""
@@ -116,14 +129,7 @@ class _Scan:
             self._renumbered = True
         if OTHER_PROGRAM.search(text) or is_data(process, line):
             return
-        if prepared := PREPARING.search(text):
-            self.found.preparing = None if prepared["percent"] == "100" else line
-        if line.rank is not None and (batches := BATCHES.search(text)):
-            self.found.batches[line.rank] = int(batches["length"] or batches["done"])
-        for name, value in facts_in(text).items():
-            self.found.facts.setdefault(name, value)
-        if forced := FORCED_KILL.search(text):
-            self._killed_by_launcher.add(forced["pid"])
+        self._note_told(line, text)
         quoted = self._in_diagnosis and DIAGNOSIS_LINE.match(text)
         self._in_diagnosis = bool(quoted or DIAGNOSIS_TITLE.match(text))
         if self._in_diagnosis:
@@ -144,7 +150,8 @@ class _Scan:
             self.found.trained = len(self.found.evidence)
         if finished:
             self.found.finished = len(self.found.evidence)
-        restarted = RESTART.search(text) is not None and matching_symptom(text) is None
+        raises = EXCEPTION.match(text) or matching_symptom(text) is not None
+        restarted = RESTART.search(text) is not None and not raises
         ended_well = ENDED_WELL.search(text) is not None
         if trained or restarted or ended_well:
             self.found.ended = len(self.found.evidence)
@@ -158,13 +165,28 @@ class _Scan:
         elif match := SUMMARY_RANK.match(text):
             self._summary_rank = int(match["rank"])
         elif text.startswith((OWN_WHERE, OWN_FIX)):
-            _add_error_detail(process, text)
+            add_error_detail(process, text)
         elif CHAINED.match(text):
-            process.chained = process.last if process.last and process.last.symptom is UNEXPLAINED else None
+            process.chained = process.last if process.last and process.last.symptom in UNKNOWN else None
         elif IGNORED.match(text):
             process.ignored = True
         elif text := relevant_part(process, line):
             self._match(process, line, text)
+
+    def _note_told(self, line: LogLine, text: str) -> None:
+        """Note what the line tells that is no evidence by itself."""
+        if prepared := PREPARING.search(text):
+            self.found.preparing = None if prepared["percent"] == "100" else line
+        if line.rank is not None and (batches := BATCHES.search(text)):
+            self.found.batches[line.rank] = int(batches["length"] or batches["done"])
+        for name, value in facts_in(text).items():
+            self.found.facts.setdefault(name, value)
+        if too_long := TOO_LONG.search(text):
+            self._too_long.append(set(too_long.groups()))
+        if SERVED.search(text):
+            self.found.served = len(self.found.evidence)
+        if forced := FORCED_KILL.search(text):
+            self._killed_by_launcher.add(forced["pid"])
 
     def name_holders(self) -> None:
         """Say who held the memory of the devices that ran out, where their numbers are those of the tables."""
@@ -205,7 +227,11 @@ class _Scan:
         quiet = QUIET_LEVEL.search(text) is not None
         service = SERVICE.search(text) is not None
         within, process.frame_at = line.number - process.frame_at < TRACEBACK_LINES, -TRACEBACK_LINES
+        if within and process.raised and ENDS_TRACEBACK.match(text):
+            quiet = False  # a warning that was raised
         matched = matching_symptom(text)
+        if quiet and HANDLED.search(text) and (matched is None or matched[0].kind != Kind.MACHINE):
+            return
         if matched is not None and service and matched[0].kind != Kind.MACHINE:
             return
         if matched is not None and (not quiet or matched[0].in_warnings):
@@ -219,6 +245,11 @@ class _Scan:
             }
             if symptom.cause == "device_oom" and within and (function := evaluating(process)):
                 values["evaluation"] = function
+            if symptom.cause == "device_oom" and within and (function := loading(process)):
+                values["loading"] = function
+                values.pop("holder", None)  # the other ranks of this run
+            if symptom.cause == "shape_mismatch" and (sizes := sizes_of_sample(process, text, self._too_long)):
+                symptom, values = SAMPLE_TOO_LONG, sizes
             process.ignored = False
             if process.chained in self.found.evidence:
                 self.found.evidence.remove(process.chained)
@@ -231,28 +262,28 @@ class _Scan:
             if exception and process.ignored:
                 process.ignored = False
                 return
-            torn = (
-                process.last is not None and process.last.symptom is UNEXPLAINED and _continues(line, process.last.line)
-            )
+            torn = process.last is not None and process.last.symptom in UNKNOWN and continues(line, process.last.line)
+            if within and exception and not CASCADE_EXCEPTIONS.search(text) and was_only_said(process.last):
+                torn = True  # what was printed before did not end the process
+                self.found.evidence = [piece for piece in self.found.evidence if piece is not process.last]
             cascade = (
                 (process.failed and not torn)
                 or CASCADE_EXCEPTIONS.search(text)
                 or not (exception or OWN_ERROR.match(text))
             )
             symptom, values = ENDED_BADLY if cascade else UNEXPLAINED, {}
+            if not cascade and exception:
+                placed = symptom_of_place(process.frames if within else [], text, raised=process.raised)
+                symptom, values = placed or (symptom, values)
         else:
             return
         process.failed |= not symptom.needs  # else it is a warning
-        self._keep(process, Evidence(symptom, line, values, self.attempt, quiet=quiet))
+        bare = not within and EXCEPTION.match(text) is not None
+        self._keep(process, Evidence(symptom, line, values, self.attempt, quiet=quiet, bare=bare))
 
     def _drop_torn(self, last: Evidence | None, line: LogLine) -> None:
         """Drop an error that was only the beginning of this line, written twice by processes that share the log."""
-        if (
-            last is not None
-            and last.symptom is UNEXPLAINED
-            and _continues(line, last.line)
-            and last in self.found.evidence
-        ):
+        if last is not None and last.symptom in UNKNOWN and continues(line, last.line) and last in self.found.evidence:
             self.found.evidence.remove(last)
 
     def _keep(self, process: Process, evidence: Evidence) -> None:
@@ -274,20 +305,3 @@ class _Scan:
         kept.append(evidence)
         self.found.evidence.append(evidence)
         process.last = evidence
-
-
-def _continues(line: LogLine, piece: LogLine) -> bool:
-    return len(piece.text) < len(line.text) and line.text.startswith(piece.text.rstrip())
-
-
-def _add_error_detail(process: Process, text: str) -> None:
-    """Take where an error of this package was, or its fix, from the lines after it."""
-    last = process.last
-    if last is None:
-        return
-    name = "error_where" if text.startswith(OWN_WHERE) else "error_fix"
-    last.values.setdefault(name, text.removeprefix(OWN_WHERE).removeprefix(OWN_FIX))
-    own = OWN_ERROR.match(last.line.text)
-    if name == "error_fix" and own and last.symptom in (UNEXPLAINED, ENDED_BADLY):
-        last.symptom = EXPLAINED_BY_RUN
-        last.values.setdefault("error", own["error"])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from finetune.commands.diagnose.evidence import Evidence
 from finetune.commands.diagnose.log_reading import LogLine
 from finetune.commands.diagnose.log_words import (
+    AT_POSITIONS,
     BOILERPLATE,
     CHAT_BEGINS,
     CHAT_ENDS,
@@ -19,13 +20,22 @@ from finetune.commands.diagnose.log_words import (
     FRAME,
     HEADING,
     LEAVES_BOILERPLATE,
+    LOADS_ONTO_DEVICE,
     OF_A_PACKAGE,
+    OF_TORCH_LOAD,
+    OWN_ERROR,
+    OWN_FIX,
+    OWN_WHERE,
     PACKAGE_FRAME,
     QUOTED_DATA,
+    QUOTED_INSTANCE,
+    RAISES,
     READS_RECORDS,
     TABLE_ROW,
     UNDER_LOADER,
+    UNLIKE_SIZES,
 )
+from finetune.commands.diagnose.symptoms.rules import ENDED_BADLY, EXPLAINED_BY_RUN, UNEXPLAINED
 
 # A conversation in training data that is not closed is taken to be over after as many lines.
 CHAT_LINES = 60
@@ -42,6 +52,8 @@ class Process:
         self.frame_indent = 0
         self.frame_at = -TRACEBACK_LINES  # the line of the last frame of a traceback
         self.frames: list[str] = []  # of that traceback, outermost first
+        self.at_positions = False  # the code of that frame takes embeddings of positions
+        self.raised = False  # its innermost frame ends in `raise` or `assert`
         self.last: Evidence | None = None  # what a following where or fix belongs to
         self.failed = False  # a failure of this process in this attempt was seen
         self.chained: Evidence | None = None  # an unknown error that the next one is said to come from
@@ -70,7 +82,9 @@ def is_data(process: Process, line: LogLine) -> bool:
 
 def without_quotes(line: LogLine) -> LogLine:
     """The line without prompts, answers and records that it quotes."""
-    text = QUOTED_DATA.sub(r"\1", line.text)
+    text = QUOTED_INSTANCE.sub("", line.text)
+    if text == line.text:
+        text = QUOTED_DATA.sub(r"\1", text)
     return line if text == line.text else replace(line, text=text)
 
 
@@ -105,6 +119,14 @@ def evaluating(process: Process) -> str | None:
     return found[-1] if found else None
 
 
+def loading(process: Process) -> str | None:
+    """The function that calls torch.load, where the traceback ends in its moving tensors to a device."""
+    if not any(LOADS_ONTO_DEVICE.search(frame) for frame in process.frames):
+        return None
+    number = next(n for n, frame in enumerate(process.frames) if OF_TORCH_LOAD.search(frame))
+    return process.frames[number - 1].rpartition(", in ")[2] if number else "torch.load"
+
+
 def relevant_part(process: Process, line: LogLine) -> str:
     """The part of the line that is about this failure: no quoted source code, no fixed advice."""
     text = line.text
@@ -113,8 +135,11 @@ def relevant_part(process: Process, line: LogLine) -> str:
     if FRAME.match(text):
         process.frames = [*(process.frames if process.frame_at > 0 else []), text.strip()]
         process.in_frame, process.frame_at, process.frame_indent = True, line.number, indent
+        process.raised = process.at_positions = False
         return ""
     if process.in_frame and indent > process.frame_indent:
+        process.raised |= RAISES.match(text) is not None
+        process.at_positions |= AT_POSITIONS.match(text) is not None
         return ""
     process.in_frame = False
     if process.in_boilerplate and not LEAVES_BOILERPLATE.search(text):
@@ -122,3 +147,42 @@ def relevant_part(process: Process, line: LogLine) -> str:
     cut = BOILERPLATE.search(text)
     process.in_boilerplate = cut is not None
     return text[: cut.start()] if cut else text
+
+
+def sizes_of_sample(process: Process, text: str, warned: Sequence[set[str]]) -> dict[str, str]:
+    """Tokens of a sample and the model's maximum, where these are the sizes that do not fit; empty where not.
+
+    Args:
+        warned: pairs of them that tokenizers warned of.
+    """
+    sizes = UNLIKE_SIZES.search(text)
+    if sizes is None:
+        return {}
+    tokens, limit = sizes["tokens"], sizes["limit"]
+    at_positions = sizes["dimension"] == "1" and process.at_positions and int(tokens) > int(limit)
+    if {tokens, limit} not in warned and not at_positions:
+        return {}
+    return {"tokens": max(tokens, limit, key=int), "limit": min(tokens, limit, key=int)}
+
+
+def was_only_said(evidence: Evidence | None) -> bool:
+    """Whether it is an unknown exception without a traceback, of a line that names no rank."""
+    return bool(evidence and evidence.bare and evidence.symptom is UNEXPLAINED and evidence.line.rank is None)
+
+
+def continues(line: LogLine, piece: LogLine) -> bool:
+    """Whether an earlier line is the beginning of this one."""
+    return len(piece.text) < len(line.text) and line.text.startswith(piece.text.rstrip())
+
+
+def add_error_detail(process: Process, text: str) -> None:
+    """Take where an error of this package was, or its fix, from the lines after it."""
+    last = process.last
+    if last is None:
+        return
+    name = "error_where" if text.startswith(OWN_WHERE) else "error_fix"
+    last.values.setdefault(name, text.removeprefix(OWN_WHERE).removeprefix(OWN_FIX))
+    own = OWN_ERROR.match(last.line.text)
+    if name == "error_fix" and own and last.symptom in (UNEXPLAINED, ENDED_BADLY):
+        last.symptom = EXPLAINED_BY_RUN
+        last.values.setdefault("error", own["error"])

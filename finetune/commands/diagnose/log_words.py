@@ -59,17 +59,30 @@ OWN_WHERE, OWN_FIX = "  where: ", "  fix:   "
 DIAGNOSIS_TITLE = re.compile(r"^\d+\. \w+  \(.+ [01]\.\d\d\)$")
 DIAGNOSIS_LINE = re.compile(r"^ {3}\S")
 FRAME = re.compile(r'^\s+File ".*", line \d+')
+RAISES = re.compile(r"^\s+(?:raise|assert) ")  # source code that is quoted under a frame
+AT_POSITIONS = re.compile(r"^\s+\S.*\bpos(?:ition)?_embed")
 BOILERPLATE = re.compile(r"Possible Cause:|Solution:")
 LEAVES_BOILERPLATE = re.compile(
     r"^\s+TraceBack |^\[?(?:ERROR|INFO|WARNING|W|E)\b|^\[PID: |^E[A-Z0-9]\d\d\d\d\b|^\S*Error\b|^Traceback "
 )
+_BEFORE_LEVEL = r"^(?:(?!\S*(?:ERROR|CRITICAL|FATAL|NCCL|Error|Exception))\S+ ){0,4}[\[(]?"
+_EXCEPTION_NAME = r"\w(?:Error|Exception|Timeout)\b"
+_SKIPPED = (
+    r"(?<!not )(?<!be )\b(?i:skipp(?:ed|ing)|ignor(?:ed|ing)|retrying|will retry|fall(?:ing|s|en)? back"
+    r"|us(?:ing|es) (?:the )?default|recovered)\b"
+)
+_CAUGHT = rf"(?:{_SKIPPED}|(?<!not )(?<!un)(?i:\bcaught|\bhandled)\b)"
+# Not a line that begins with the exception, as the end of a traceback does, nor one that says that this is the end.
+_GOES_ON = rf"^(?![\w.]*{_EXCEPTION_NAME}|.*\b(?i:exiting|abort\w*|terminat\w*|giving up|gave up|fatal))"
 QUIET_LEVEL = re.compile(
-    r"^\[?[IWD]\d{3,4} \d\d:\d\d:|\[(?:INFO|DEBUG|WARNING|SUCCESS|NOTICE|TRACE)\]|\bNCCL INFO\b"
+    rf"{_BEFORE_LEVEL}(?:INFO|WARN(?:ING)?|DEBUG)(?=[\]:|,) -])"
+    rf"|{_GOES_ON}.*(?:{_SKIPPED}.*{_EXCEPTION_NAME}|{_EXCEPTION_NAME}.*{_SKIPPED})"
+    r"|^\[?[IWD]\d{3,4} \d\d:\d\d:|\[(?:INFO|DEBUG|WARNING|SUCCESS|NOTICE|TRACE)\]|\bNCCL INFO\b"
     r"|[ |](?:INFO|WARNING|DEBUG) *(?:-|\|)|^(?:INFO|WARNING|DEBUG)[: ]|\b\w*Warning: |(?i:\bwarning: )|\[warn\]"
     r"|thrown while requesting [A-Z]+ |\[notice\]|retry loop|will retry|[Rr]etrying\b"
     r"|(?i:\b(?:re)?try|attempt) (\d+) ?(?:of|/) ?(?!\1\b)\d+\b"
     r"|[Cc]onsider installing|[Ff]alling back to"
-    r"|pip's dependency resolver|but you have \S+ "
+    r"|pip's dependency resolver|but you have \S+ \S+ which"
     r"|^(?:\$|\++) (?=[\w./-])|^(?:#\d+ (?:\[[^\]]*\] )?|Step \d+/\d+ : )RUN\b"  # commands, repeated
     # And what was done about an error.
     r"|(?:->|=>|→) ?(?:dropp|skipp|ignor|discard)(?:ed|ing)\b|^(?i:skipp|ignor)ing\b"
@@ -77,6 +90,22 @@ QUIET_LEVEL = re.compile(
     r"(?: (?!is\b|of\b)[\w ]{1,30})?[.)]*$"
     # And the reason behind it.
     r"|\b(?:skipped|ignored|dropped|discarded) \([\w.]*(?:Error|Exception)\b"
+)
+# In a line of that level: an exception that was dealt with.
+HANDLED = re.compile(rf"{_GOES_ON}.*(?:{_CAUGHT}.*{_EXCEPTION_NAME}|{_EXCEPTION_NAME}.*{_CAUGHT})")
+# A server that is up, or answered a request for work (not for its health), or makes tokens.
+SERVED = re.compile(
+    r"Application startup complete|Uvicorn running on|server is fired up and ready"
+    r"|\"POST /\S* HTTP/[\d.]+\"?,? 2\d\d\b|generation throughput: (?!0\.0\b)\d|gen throughput \(token/s\): [1-9]"
+)
+# A text that is longer than what the model was made for, counted in tokens.
+TOO_LONG = re.compile(
+    r"sequence length is longer than the specified maximum sequence length for this model "
+    r"\((?P<tokens>\d+) > (?P<limit>\d+)\)"
+)
+UNLIKE_SIZES = re.compile(
+    r"size of tensor a \((?P<tokens>\d+)\) must match the size of tensor b \((?P<limit>\d+)\) at "
+    r"non-singleton dimension (?P<dimension>\d)"
 )
 EXCEPTION = re.compile(
     r"^(?P<exception>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Timeout|Failure|Expired|NotFound|Group)"
@@ -122,7 +151,9 @@ FENCE = re.compile(r"^\W{0,3}(?:```|~~~)[\w+-]*\s*$")
 TABLE_ROW = re.compile(r"^[|│┃](?:[^|│┃]*[|│┃]){2,}\s*$")
 HEADING = re.compile(
     r"^(?:#{1,4} ?(?:instruction|input|output|response|question|answer|prompt|completion)\b.{0,3}"
-    r"|(?:output|response|answer|prompt|completion|prediction|generation)s?:)\s*$",
+    r"|(?:output|response|answer|prompt|completion|prediction|generation)s?:)\s*$"
+    # A program under test that failed.
+    r"|^\W*(?:task|problem|solution|candidate|answer|sample|completion|test case)\b.{0,60}: Traceback \(most recent",
     re.IGNORECASE,
 )
 DATA = re.compile(
@@ -148,12 +179,15 @@ QUOTED_DATA = re.compile(
     r"(?:(['\"`]).*\2|['\"`].*|“[^”]*”?|「[^」]*」?)",
     re.IGNORECASE,
 )
+# The text in which trl found no response.
+QUOTED_INSTANCE = re.compile(r"(?<=in the following instance: ).*(?= This instance will be ignored)")
 # A log without any of these is another program's: what its lines say of disks and connections is not about a run.
 RUN = re.compile(
     r"(?i:torch|cuda|nccl|hccl|\bnpu|gpu|ascend|deepspeed|accelerate|transformers|tokenizer|safetensors|huggingface"
     r"|wandb|python|finetune|\brank|slurm|srun|\bloss|epoch|DataLoader|gloo|c10d|xla|mpirun|sbatch)"
     r"|Traceback \(most recent|\.py\b|\bERR\d{5}\b|\[Errno \d|(?<!\w)E[A-Z0-9]\d{4}\b|\b_?[A-Z]\w*Error\b|OOMKilled"
     r"|std::bad_alloc|^\[(?:ERROR|WARNING|INFO)\] |^the run\b|^(?:ba|z)?sh: |exitcode|oom-kill|NVRM|GLIBC"
+    r"|^\S+\.sh: line \d"
     r"|^(?:\S+: line \d+: +)?\d* ?Killed\b|Segmentation fault|exited with code 1?3\d|exit code 1?3\d"
 )
 FOREIGN = re.compile(
@@ -195,6 +229,11 @@ EVALUATES = re.compile(
     r", in (?P<function>evaluation_loop|prediction_step|prediction_loop|nested_concat|nested_gather"
     r"|preprocess_logits\w*|gather_for_metrics)\b"
 )
+# Reading of weights and states by torch.load onto the device that they were saved from.
+LOADS_ONTO_DEVICE = re.compile(
+    r"torch/serialization\.py.*, in (?:_(?:cuda|privateuse1|npu)\w*|default_restore_location|restore_location)\b"
+)
+OF_TORCH_LOAD = re.compile(r"torch/serialization\.py")
 # The number of batches that a rank has, or had when it was through with its part.
 BATCHES = re.compile(
     r"(?i:\b(?:data ?loader (?:length|size|len)|len\((?:train_?)?(?:data)?loader\)|(?:number of|num)[ _]"
@@ -207,6 +246,6 @@ BATCHES = re.compile(
 STRUCTURE = (
     *(FRAME, BOILERPLATE, FINISHED, TESTS_BEGIN, TESTS_RUN, TESTS_ENDED, TRAINED, ENDED_WELL, RESTART, SUMMARY_RANK),
     *(IGNORED, DIAGNOSIS_TITLE, FORCED_KILL, CHAINED, CHAT_BEGINS, CHAT_ENDS, ENDS_TRACEBACK, FENCE, HEADING),
-    *(CRASHED_THREAD, PREPARING, BATCHES),
+    *(CRASHED_THREAD, PREPARING, BATCHES, RAISES, AT_POSITIONS, SERVED, TOO_LONG),
     re.compile(f"TraceBack|^{OWN_WHERE}|^{OWN_FIX}"),
 )

@@ -29,12 +29,19 @@ def _survived_here(evidence: Evidence, number: int, log: LogEvidence) -> bool:
     rank, before = evidence.line.rank, evidence.line.steps_before
     after = {logging: count - before.get(logging, 0) for logging, count in log.steps.items()}
     most = max(after.values(), default=0)
+    if evidence.symptom.needs and evidence.symptom.lasting:
+        return False
     if most >= (SURVIVED_STEPS if after.get(rank, most) > 0 else SURVIVED_STEPS_OF_OTHERS):
         return True
     if evidence.symptom.passing and most > 0:
         return True
     if evidence.symptom.lasting:
         return False
+    said = evidence.bare and evidence.symptom.kind == Kind.UNEXPLAINED and rank is None  # and no process ended by it
+    if said and (most > 0 or number < max(log.ended, log.trained)):
+        return True
+    if number < log.served and not log.steps and evidence.symptom.kind not in (Kind.MACHINE, Kind.KILLED):
+        return True
     # What is stopped or complains when the training is over, and whoever ran it says that all went well.
     after_its_end = 0 <= log.trained <= number and log.steps
     if after_its_end and evidence.symptom.kind in AFTER_THE_END and (number < log.ended or not _is_an_end(evidence)):

@@ -18,7 +18,9 @@ from finetune.commands.diagnose.command import diagnose_logs, main, render_findi
 from finetune.commands.diagnose.document import renewed
 from finetune.commands.diagnose.log_facts import facts_in, holder_in, with_next_values
 from finetune.commands.diagnose.symptoms.base import Symptom, fill, fixed_words
+from finetune.commands.diagnose.symptoms.data import SAMPLE_TOO_LONG
 from finetune.commands.diagnose.symptoms.network import UNEQUAL_BATCHES, WAITED_FOR_DATA
+from finetune.commands.diagnose.symptoms.places import PLACES
 from finetune.commands.diagnose.symptoms.processes import INTERRUPTED
 from finetune.commands.diagnose.symptoms.rules import CAUSES, EXPLAINED_BY_RUN, RESTART_CURES, SYMPTOMS, UNEXPLAINED
 from finetune.commands.diagnose.symptoms.trainers import BAD_RECORD
@@ -133,7 +135,7 @@ def test_a_pattern_without_fixed_words_is_refused():
 @pytest.mark.parametrize("language", ["en", "zh"])
 @pytest.mark.parametrize(
     "symptom",
-    [*SYMPTOMS, INTERRUPTED, WAITED_FOR_DATA, UNEQUAL_BATCHES, BAD_RECORD, UNEXPLAINED],
+    [*SYMPTOMS, INTERRUPTED, WAITED_FOR_DATA, UNEQUAL_BATCHES, BAD_RECORD, SAMPLE_TOO_LONG, *PLACES, UNEXPLAINED],
     ids=lambda symptom: symptom.cause,
 )
 def test_texts_are_whole_whatever_is_known(symptom: Symptom, language: str):
@@ -228,7 +230,7 @@ def test_what_a_run_got_over_is_no_failure(tmp_path):
 
 def test_quoted_source_code_is_not_matched(tmp_path):
     quoted = 'Traceback (most recent call last):\n  File "a.py", line 3, in f\n    raise X("No space left on device")\n'
-    assert causes_of_text(tmp_path, f"{quoted}mine.OwnError: bad\n") == ["unknown"]
+    assert causes_of_text(tmp_path, f"{quoted}mine.OwnError: bad\n") == ["program_error"]
 
 
 @pytest.mark.parametrize("symptom", SYMPTOMS, ids=lambda symptom: symptom.cause)

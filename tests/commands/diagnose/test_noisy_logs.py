@@ -209,7 +209,7 @@ def test_a_warning_is_the_cause_only_of_what_followed_from_it(tmp_path):
 @pytest.mark.parametrize("name", ["my.module.Refused", "BackendCompilerFailed", "jinja2.exceptions.TemplateError"])
 def test_whatever_ends_a_traceback_is_a_failure(name, tmp_path):
     frame = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    main()\n'
-    assert causes_of(tmp_path, f"{frame}{name}: it broke\n") == ["unknown"]
+    assert causes_of(tmp_path, f"{frame}{name}: it broke\n") == ["program_error"]
     assert causes_of(tmp_path, f"[INFO] rank 0: epoch 1\n{name.removesuffix('Error')}: it is so\n") == []
 
 

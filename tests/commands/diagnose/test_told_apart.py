@@ -106,7 +106,7 @@ def test_requests_tried_again_are_the_cause_only_where_nothing_else_is(tmp_path)
     )
     ended = "srun: error: gpu-1: task 0: Exited with exit code 1\n"
     assert first(tmp_path, tried + ended).cause == "hub_offline"
-    assert first(tmp_path, f"{tried}{FRAME}ValueError: nobody knows this\n{ended}").cause == "unknown"
+    assert first(tmp_path, f"{tried}{FRAME}ValueError: nobody knows this\n{ended}").cause == "program_error"
     full = "OSError: [Errno 28] No space left on device\n"
     assert first(tmp_path, f"[rank1]: {full}[rank0]: {tried}{ended}").cause == "disk_full", "no new start of the run"
     (tmp_path / "good.log").write_text(tried + STEP)
@@ -132,10 +132,70 @@ def test_what_frames_and_batches_of_ranks_tell():
 
 
 def test_an_error_outside_of_what_reads_records_is_not_blamed_on_them(tmp_path):
-    assert first(tmp_path, f"{FRAME}IndexError: list index out of range\n").cause == "unknown"
+    assert first(tmp_path, f"{FRAME}IndexError: list index out of range\n").cause == "program_error"
     loop = 'Traceback (most recent call last):\n  File "/w/t.py", line 3, in step\n    x[0]\nIndexError: list index\n'
-    assert first(tmp_path, loop).cause == "unknown"
+    assert first(tmp_path, loop).cause == "program_error"
     oom = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
     assert "eval_accumulation_steps" not in first(tmp_path, FRAME + oom).fix
     equal = "[rank0] dataloader length 5\n[rank1] dataloader length 5\n"
     assert "unequal" not in first(tmp_path, equal + TIMEOUT).explanation
+
+
+def test_an_exception_that_was_handled_counts_where_the_process_ends_by_it(tmp_path):
+    handled = "WARNING: caught RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB, batch skipped\n"
+    (tmp_path / "good.log").write_text(f"torchrun\n{handled}")
+    assert diagnose_logs(tmp_path / "good.log") == []
+    ended = f"{FRAME}torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+    assert first(tmp_path, handled + ended).cause == "device_oom"
+    assert first(tmp_path, "caught RuntimeError: CUDA error: out of memory, exiting\n").cause == "device_oom"
+    cut = "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xe2 in position 900: unexpected end of data\n"
+    assert [found.cause for found in diagnose_logs(_written(tmp_path, FRAME + cut))] == ["dataset_bad_json"]
+
+
+def _written(folder: Path, text: str) -> Path:
+    (folder / "run.log").write_text(text, encoding="utf-8")
+    return folder / "run.log"
+
+
+ANSWERED = 'INFO:     10.0.0.2:5000 - "POST /v1/completions HTTP/1.1" 200 OK\n'
+UP = "INFO:     Application startup complete.\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (f"{UP}{FRAME}RuntimeError: CUDA error: out of memory\n{ANSWERED}", None),
+        (f"{UP}{ANSWERED}{FRAME}RuntimeError: CUDA error: out of memory\n", "device_oom"),
+        (f'{UP}{FRAME}RuntimeError: CUDA error: out of memory\n"GET /health HTTP/1.1" 200 OK\n', "device_oom"),
+        (f"{UP}NVRM: Xid (PCI:0000:18:00): 79, GPU has fallen off the bus.\n{ANSWERED}", "illegal_memory_or_ecc"),
+        (f"CommandNotFoundError: not configured\npython x.py\n{STEP}", None),
+        (f"CommandNotFoundError: not configured\n{UP}", None),
+        (f"CommandNotFoundError: not configured\n{FRAME}ZeroDivisionError: division by zero\n", "program_error"),
+    ],
+)
+def test_what_a_server_or_a_run_goes_on_after_is_not_its_end(text, cause, tmp_path):
+    found = [finding.cause for finding in diagnose_logs(_written(tmp_path, "python\n" + text))]
+    assert found[:1] == ([cause] if cause else [])
+
+
+@pytest.mark.parametrize(
+    ("end", "cause"), [("TIME LIMIT", "device_throttled"), ("PREEMPTION", "preempted"), ("NODE FAILURE", "preempted")]
+)
+def test_a_slow_device_is_the_cause_only_of_a_job_out_of_time(end, cause, tmp_path):
+    slow = "GPU6 clocks_event_reasons.hw_thermal_slowdown=Active\n"
+    cancelled = f"slurmstepd: error: *** JOB 1 ON n1 CANCELLED AT 2025-06-01T10:20:30 DUE TO {end} ***\n"
+    assert first(tmp_path, STEP + slow + STEP * 5 + cancelled).cause == cause
+    for healthy in ("hw_thermal_slowdown=Not Active\n", "SW Power Cap : Active\n", "GPU thermal_throttle: 0\n"):
+        assert first(tmp_path, STEP + healthy + cancelled).cause == "preempted"
+
+
+def test_who_loads_a_checkpoint_onto_one_device_is_named():
+    finding = diagnose_logs(LOGS / "device_oom" / "loaded_onto_one_device.log")[0]
+    assert "(load_fsdp_optimizer)" in finding.explanation and "map_location" in finding.fix
+    assert "stop it or take another device" not in finding.fix
+
+
+def test_sizes_that_are_no_sample_and_no_maximum(tmp_path):
+    unlike = "RuntimeError: size of tensor a (768) must match the size of tensor b (1024) at non-singleton dimension 2"
+    warned = "Token indices sequence length is longer than the specified maximum sequence length for this model (9 > 8)"
+    assert first(tmp_path, f"{warned}\n{FRAME}{unlike}\n").cause == "shape_mismatch"

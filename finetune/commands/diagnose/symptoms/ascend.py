@@ -96,6 +96,17 @@ SYMPTOMS = (
     ),
     Symptom(
         "npu_driver_cann_mismatch",
+        (r"(?P<operator>aclnn\w+)\b.{0,80} not (?:found )?in lib\w+\.so|undefined symbol: (?P<operator_>aclnn\w+)",),
+        N_("torch_npu calls an operator that the installed CANN does not have[[: {operator}]]."),
+        PAIR_FIX,
+        more_fix=N_(
+            "CANN's kernels are a package of their own (Ascend-cann-kernels-CHIP): install that for this chip too."
+        ),
+        confidence=0.9,
+        source=SOURCE,
+    ),
+    Symptom(
+        "npu_driver_cann_mismatch",
         (
             returned("507899"),
             cann("EL0003", "EL0014", "EL9999") + "|" + returned("207000") + "|" + returned("50000[034]"),

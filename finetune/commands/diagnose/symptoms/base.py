@@ -49,7 +49,8 @@ class Symptom:
         reported_late: printed by someone who watches, after what it brought about: order in the log tells nothing.
         differs: a named group: the lines count only where it has different values, on different ranks or nodes.
         in_warnings: lines that call themselves a warning or information count too.
-        needs: causes that it tells the reason of: without one of them in the logs it is a warning like others.
+        needs: causes, or reasons that their lines name, of which it tells why: without one of them in the logs it is
+            a warning like others. Of one that is `lasting`, too, training that goes on proves nothing.
         by_order: of it and a failure that is no root (KILLED to UNEXPLAINED) the earlier is nearer.
         passing: one logged step of training after it shows that it was got over.
         restart_cures: starting the same command again can cure the cause, e.g. as our run starts smaller.

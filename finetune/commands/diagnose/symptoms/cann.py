@@ -89,6 +89,7 @@ SYMPTOMS = (
             r"an exception of (?:fftsplus )?ai(?:core|vec|cpu)\w* error|there is an ai\w+ error exception",
             r"The (?:aicore|vector core|aicpu) execution (?:is abnormal|times out)|call acln+\w+ failed",
             r"errorStr: ?(?P<reason>[A-Z][^.\[]{5,120})",
+            r"^RuntimeError: (?P<reason>npu_\w+\b.*)",
             r"Aicore kernel execute failed|fault kernel_name=(?P<reason>\w+)|exception occurred during AICPU",
         ),
         N_(

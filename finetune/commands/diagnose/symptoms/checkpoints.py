@@ -16,7 +16,7 @@ SYMPTOMS = (
             r"unexpected EOF, expected|file might be corrupted|truncated file: eof|CheckpointReadError"
             r"|Corrupt\w* checkpoint",
             r"Unable to load weights from (?:pytorch )?checkpoint file|[Cc]hecksum (?:mismatch|does not match)"
-            r"|unexpected end of (?:data|file)|BadZipFile",
+            r"|(?<!\d: )unexpected end of (?:data|file)|BadZipFile",
             r"PytorchStreamReader failed (?P<reason>.*)",
             r"UnpicklingError: (?P<reason>.*)|EOFError: Ran out of input",
             r"^\[ERROR\] .*the checkpoint is not valid: (?P<reason>.*)",

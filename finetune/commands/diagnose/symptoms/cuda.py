@@ -152,7 +152,8 @@ SYMPTOMS = (
     Symptom(
         "device_not_visible",
         (
-            r"invalid device ordinal|No CUDA GPUs are available|no CUDA-capable device is detected",
+            r"invalid device ordinal|Attempting to deserialize object on CUDA device \d+"
+            r"|No CUDA GPUs are available|no CUDA-capable device is detected",
             r"all CUDA-capable devices are busy or unavailable|CUDA_ERROR_(?:NO_DEVICE|INVALID_DEVICE"
             r"|DEVICE_UNAVAILABLE)",
             r"(?:more|fewer|not enough) (?:processes|ranks|GPUs|devices) .{0,40}(?:than|available|visible)",

@@ -19,6 +19,18 @@ _EMBEDDING = (
     r"|embeddings?\.weight|shared\.weight|embedding\.weight)"
 )
 
+_TOO_LONG_TEXT = N_(
+    "A sample has more tokens[[ ({tokens})]] than the model has positions[[ ({limit})]], and was not truncated."
+)
+_TOO_LONG_FIX = N_(
+    "Tokenize with truncation=True[[ and max_length={limit} (--cutoff-len {limit})]], split long texts before, or take "
+    "a model made for longer ones."
+)
+# Sizes that do not fit, where the log tells that they are those of a sample and of the model's positions.
+SAMPLE_TOO_LONG = Symptom(
+    "sequence_too_long", (), _TOO_LONG_TEXT, _TOO_LONG_FIX, confidence=0.88, source="torch, transformers"
+)
+
 SYMPTOMS = (
     Symptom(
         "dataset_missing_field",
@@ -58,6 +70,38 @@ SYMPTOMS = (
         source="datasets",
     ),
     Symptom(
+        "sequence_too_long",
+        (
+            r"expanded size of the tensor \((?P<tokens>\d+)\) must match the existing size \((?P<limit>512|514|1024"
+            r"|1026|2048|4096|8192)\) at non-singleton dimension 1\.\s+Target sizes: \[\d+, (?P=tokens)\]\.\s+"
+            r"Tensor sizes: \[1, (?P=limit)\]",
+        ),
+        _TOO_LONG_TEXT,
+        _TOO_LONG_FIX,
+        confidence=0.88,
+        source="torch, transformers",
+    ),
+    Symptom(
+        "chat_template_mismatch",
+        (r"Could not find (?:response|instruction) key (?P<key>.{1,80}?) in the following instance",),
+        N_(
+            "The text that is to begin every response[[ ({key})]] is not in the samples as they are formatted, so that "
+            "they were left out of the loss: where none is left, the loss is 0 and the gradients are NaN."
+        ),
+        N_(
+            "Print one formatted sample, and give the template (or the token ids of it) that stands in it: the "
+            "response_template must be that of the model's chat format, like '[/INST]' or '<|im_start|>assistant\\n'. "
+            "Where a response was only cut off, raise the length limit."
+        ),
+        confidence=0.86,
+        in_warnings=True,
+        lasting=True,
+        at_least=2,
+        needs=("nan_loss",),
+        explains=("nan_loss",),
+        source="trl",
+    ),
+    Symptom(
         "chat_template_mismatch",
         (
             r"(?:Error|Exception): (?P<reason>.*\broles must alternate\b.*)",
@@ -86,7 +130,7 @@ SYMPTOMS = (
         "dataset_empty",
         (
             r"num_samples should be a positive integer value, but got num_samples=0",
-            r"(?:Error|Exception): .*(?:dataset|[Dd]ataloader|data loader) (?:is empty|has (?:no|0"
+            r"(?:Error|Exception): .*(?:[Dd]ataset|[Dd]ataloader|data loader) (?:is empty|has (?:no|0"
             r"|zero) (?:samples|length))",
             r"(?:Error|Exception): .*[Nn]o (?:samples|examples|records) (?:were |are )?(?:left|found|remain)",
         ),
@@ -166,7 +210,7 @@ SYMPTOMS = (
             r"Arrow(?:Invalid|IOError): .*(?:[Ff]ile is too small|[Ee]xpected to (?:be able to )?read|truncated"
             r"|[Cc]orrupt)",
             r"BadGzipFile|Compressed file ended before|zlib\.error|zstd\S*Error|tarfile\.\w*ReadError"
-            r"|unexpected end of (?:stream|archive)",
+            r"|unexpected end of (?:stream|archive)|Corrupt snappy|image file is truncated",
             r"IndexError: index \d{7,} is out of bounds for axis 0 with size \d{7,}|UnidentifiedImageError",
         ),
         N_("A prepared data file is cut short, empty, or not what its index says."),

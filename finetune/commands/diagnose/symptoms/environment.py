@@ -41,6 +41,17 @@ SYMPTOMS = (
         source="wandb",
     ),
     Symptom(
+        "wandb_login",
+        (r"^(?:swanlab|comet_ml|neptune|clearml|mlflow|aim)\.\S*(?:Error|Exception): (?P<reason>.*)",),
+        N_("The experiment tracker cannot be used here[[: {reason}]]."),
+        N_(
+            "Log in to it or give its key in the environment, see whether its server can be reached, or train without "
+            "it (--report-to none)."
+        ),
+        confidence=0.85,
+        source="swanlab, comet, neptune, clearml, mlflow",
+    ),
+    Symptom(
         "disk_full",
         (
             r"No space left on device(?:.*?'(?P<path>[^']+)')?",
@@ -144,6 +155,35 @@ SYMPTOMS = (
         reported_late=True,
         source="Linux kernel",
         explains=("dataloader_worker_killed_shm",),
+    ),
+    Symptom(
+        "device_throttled",
+        (
+            # Power caps of software are everyday.
+            r"(?i:(?:hw[ _](?:thermal[ _]|power[ _]brake[ _])?|(?:sw[ _])?thermal[ _]|power[ _]brake[ _])slowdown)"
+            r"['\"]?\s*[:=]\s*Active\b",
+            r"\((?:[\w ]+ \| )*(?:HW|SW Thermal|HW Thermal|HW Power Brake) Slowdown(?: \| [\w ]+)*\)",
+            r"(?i:\b(?:[gn]pu|device|chip|card|accelerator)\b.{0,60}\b(?:(?:is|was|are|being) throttl(?:ed|ing)\b"
+            r"|(?:thermal(?:ly)?|power[ _]brake)[ _]throttl(?!\w*['\"]?\s*[:=]\s*(?:not?|none|0|false|inactive)\b)))",
+            r"(?i:\b(?:sm|core|ai ?core|graphics|[gn]pu)[ _]?(?:clocks?|freq(?:uency)?) .{0,30}\b(?:lowered|reduced"
+            r"|dropped|throttled) (?:to|from|by|because|due))",
+        ),
+        N_(
+            "A device lowered its clocks because it was too hot or got too little power[[ (rank {rank})]]: every step "
+            "waits for the slowest device, so that the run was not done in its time."
+        ),
+        N_(
+            "`nvidia-smi -q -d PERFORMANCE,TEMPERATURE,CLOCK` (on an NPU `npu-smi info -t temp -i N`) on the node that "
+            "the evidence names: have its cooling, fans and power supply checked, and start the same command again on "
+            "another one: the run resumes from its last checkpoint."
+        ),
+        confidence=0.86,
+        in_warnings=True,
+        lasting=True,
+        needs=("TIME LIMIT", "TIMEOUT", "DEADLINE", "DeadlineExceeded", "RUNLIMIT", "collective_timeout"),
+        explains=("preempted", "collective_timeout"),
+        source="NVIDIA driver",
+        restart_cures=True,
     ),
     Symptom(
         "storage_error",

@@ -31,6 +31,23 @@ SYMPTOMS = (
     ),
     Symptom(
         "hccl_link_down",
+        (r"packets transmitted, 0 (?:packets )?received|^recv seq=\d+, ?time ?out",),
+        N_("The network of the NPUs does not pass between the machines: a ping from one to another gets no answer."),
+        N_(
+            "`hccn_tool -i N -ping -g address OTHER_DEVICE_IP` must answer between all NPUs. Check addresses, netmask "
+            "and gateway (`-ip -g`, `-gateway -g`), the link (`-link -g`), and VLAN and routes on the switch; HCCL "
+            "does not use the network of the hosts for its data."
+        ),
+        kind=Kind.MACHINE,
+        confidence=0.91,
+        in_warnings=True,
+        reported_late=True,  # pinged by hand, after it had failed
+        source=SOURCE,
+        needs=("hccl_connect_timeout",),
+        explains=("hccl_connect_timeout",),
+    ),
+    Symptom(
+        "hccl_link_down",
         (
             cann("EI0010") + "|" + returned("507904") + "|" + hccl_returned("23") + "|Communication_Error_P2P",
             r"P2P communication failed|enable p2p .{0,20}(?:time ?out|fail)",

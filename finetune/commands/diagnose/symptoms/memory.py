@@ -10,7 +10,9 @@ _DEVICE_OOM_FIX = N_(
     "]][[This process itself holds only {own_share}: end what else is on it, and give every rank a device of its own "
     "(set_device(LOCAL_RANK), not a fixed number). ]][[In evaluation ({evaluation}) the trainer keeps the logits of "
     "all batches on the device: set eval_accumulation_steps, reduce them in preprocess_logits_for_metrics, or set "
-    "prediction_loss_only; and lower per_device_eval_batch_size. ]][[{fragmented} are reserved but not in use, "
+    "prediction_loss_only; and lower per_device_eval_batch_size. ]][[{loading} calls torch.load, which puts what it "
+    "reads onto the device that it was saved from, for every rank the same one: give it map_location='cpu', or save "
+    "and load sharded states. ]][[{fragmented} are reserved but not in use, "
     "which is "
     "fragmentation: set expandable_segments first (below). ]]Lower --micro-batch-size[[ (now {micro_batch_size}; try "
     "{half_micro_batch_size})]]: the global batch stays the same, split into more micro-steps. Then, one at a time: "
@@ -55,6 +57,7 @@ SYMPTOMS = (
         ),
         N_(
             "A device ran out of memory[[ on rank {rank}]][[ at step {step}]][[ in evaluation ({evaluation})]]"
+            "[[ while a checkpoint was loaded ({loading})]]"
             "[[: {wanted} more were requested]][[, of "
             "{capacity} in total]]."
         ),
@@ -108,6 +111,7 @@ SYMPTOMS = (
         (
             r"No available memory for the cache blocks|is larger than the (?:available KV"
             r"|maximum number of tokens that can be stored in KV) cache",
+            r"Free memory on device .* is less than desired GPU memory",
         ),
         N_(
             "The inference engine found no device memory for its cache of keys and values: weights, the trainer's "
@@ -128,7 +132,8 @@ SYMPTOMS = (
             r"Insufficient_Host_Memory",
             r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)(?:: you tried to allocate "
             r"(?P<wanted>\d+ bytes))?",
-            r"Errno 12\b.*Cannot allocate memory|Cannot allocate memory\W*$|\bstd::bad_alloc\b|ArrowMemoryError",
+            r"Errno 12\b.*Cannot allocate memory|Cannot allocate memory(?: \(12\))?\W*$|\bstd::bad_alloc\b"
+            r"|ArrowMemoryError",
             r"(?:pin_memory|cudaHostAlloc|cudaHostRegister|pinned memory).{0,60}(?:fail|out of memory|cannot)",
             r"workers? (?:were|was|are) killed due to (?:the node running low on memory|memory pressure)"
             r"|ray\S*OutOfMemoryError",
@@ -177,7 +182,7 @@ SYMPTOMS = (
     ),
     Symptom(
         "host_oom",
-        (r"^(?:\S+: line \d+: +)?\d* ?Killed\b|task \d+: Killed\b",),
+        (r"^(?:\S+: line \d+: +)?\d* ?Killed\b|^\[\d+\] +(?:\+ )?\d+ killed\b|task \d+: Killed\b",),
         N_(
             "The shell only reports that a process was killed (SIGKILL), nearly always by the kernel for lack of "
             "memory or by the container's limit."

@@ -124,7 +124,7 @@ SYMPTOMS = (
     Symptom(
         "nan_loss",
         (
-            r"^(?!.*(?:\b0 samples|\bempty|ignored))(?:.*\W)?loss['\"]?\s*[:= ]\s*['\"]?-?(?i:nan|inf)\b",
+            r"^(?!.*(?:\b0 samples|\bempty|ignored|pruned))(?:.*\W)?loss['\"]?\s*[:= ]\s*['\"]?-?(?i:nan|inf)\b",
             r"(?i:\bgrad[_ ]?norm)['\"]?\s*[:= ]\s*['\"]?(?i:nan)\b",
         ),
         _NAN_TEXT,
@@ -270,8 +270,8 @@ SYMPTOMS = (
         "fp8_unsupported",
         (
             r"required for FP8 execution|fp8\w* (?:data ?type )?(?:is )?not supported (?:in|on|for)",
-            r"(?:Error|Exception): .*(?:FP8|fp8|[Ff]loat8)\b.{0,80}(?:only supported|requires?|not support"
-            r"|compute capability)",
+            r"(?:Error|Exception): .*(?:FP8|fp8|[Ff]loat8)\b.{0,80}(?:only supported|not supported (?:on|by|in) "
+            r"|requires? (?:an? )?(?:\w+ )?(?:GPU|Hopper|Ada|compute)|compute capability)",
             r"(?:Error|Exception): .*(?:does not|doesn't) support (?:FP8|fp8|float8)",
         ),
         N_(

@@ -122,6 +122,29 @@ SYMPTOMS = (
     Symptom(
         "rendezvous_timeout",
         (
+            r"connect to \[?(?P<master_addr>[\w.:-]+?)\]?(?::|, )(?P<master_port>\d+)\)? .{0,40}"
+            r"(?:No route to host|Network is unreachable)",
+            r"errno: (?:113|101)\b|packets transmitted, 0 (?:packets )?received",
+        ),
+        N_(
+            "There is no way to the machine where the processes meet[[ ({master_addr}, port {master_port})]]: no route "
+            "to it, or a firewall refuses (No route to host)."
+        ),
+        N_(
+            "From this node `ping[[ {master_addr}]]` and `nc -vz[[ {master_addr}]][[ {master_port}]]`: correct "
+            "MASTER_ADDR to an address of node 0 in a network that all nodes share (`hostname -I` there), and open the "
+            "port in the firewall (iptables, firewalld, security groups, network policies) between them."
+        ),
+        kind=Kind.TIMEOUT,
+        confidence=0.86,
+        in_warnings=True,
+        needs=("rendezvous_timeout",),
+        source="torch c10d",
+        restart_cures=True,
+    ),
+    Symptom(
+        "rendezvous_timeout",
+        (
             r"(?:Error|Exception): .*\((?P<master_addr>[^\s,()]+), (?P<master_port>\d+)\) cannot be retrieved",
             r"(?:Error|Exception): .*gai ?error: -\d+",
         ),

@@ -49,7 +49,9 @@ SYMPTOMS = (
             cann("E39009", "E30005", "EL0015"),
             returned(r"507(?:010|05[1345]|901)"),
             r"(?:NPU|device)(?: device)? \d+ is in (?:an )?abnormal state",
-            r"HBM MULTI BIT ECC ERROR|HBM .*multi-bit ECC|\bUCE ERROR\b|SUSPECT (?:DEVICE )?MEM ERROR",
+            r"(?i:\bhbm (?:ecc error exception|multi[- ]bit ecc(?:\]|,| error(?! ?count))))|HBM .*multi-bit ECC"
+            r"|\bUCE ERROR\b"
+            r"|SUSPECT (?:DEVICE )?MEM ERROR",
             r"(?:NPU|npu|davinci|devdrv)\W?\d* .{0,20}heart ?beat (?:is )?lost|lost heart ?beat",
             r"ts lost heartbeat|device (?:heartbeat|lost heart)|hdc disconnect",
             r"(?:device|chip|npu)\W?\d* (?:is )?(?:lost|offline|dropped|not healthy)|Health\s*:\s*(?:Alarm|Critical)",

@@ -13,12 +13,12 @@ SYMPTOMS = (
             r"^\[ERROR\] (?:rank \d+: )?(?P<package>[\w.-]+) is not installed",
             r"requires (?P<package>sentencepiece|tiktoken|protobuf)\b|Couldn't instantiate the backend tokenizer",
             r"ImportError: (?P<package>[\w-]+) is required|ImportError: .*requires the (?P<package_>[\w-]+) library",
-            r"[Pp]lease install (?:the )?[`'\"]?(?P<package>[\w-]+)"
+            r"[Pp]lease install (?:the )?[`'\"]?(?P<package>(?!(?:it|an?|them|this|all|recent|backend)\b)[\w-]+)"
             r"|need to have (?P<package_>[\w-]+)(?: or \w+)? installed",
             r"python\S*: can't open file '(?P<file>[^']+)'|^\S+: No module named (?P<package__>\S+)$",
             r"(?<![\w-])(?P<package>(?!n\w+-smi)\w[\w-]*): command not found"
             r"|requires? (?:the )?[`'\"]?(?P<package_>[\w-]+)[`'\"]? (?:package"
-            r"|library)? ?(?:to be|but it was not|which is not) ?(?:installed|found)?",
+            r"|library)? ?(?:to be|but it was not|which is not) ?(?:installed|found)",
             r"(?:[Ee]rror|[Pp]lease|requir|not (?:found|installed)|need|missing|Run)\b.{0,200}(?:pip"
             r"|conda) install (?:-\S+ )*[`'\"]?(?P<package>\w[\w\[\]-]*).{0,40}$"
             r"|PackageNotFoundError: (?:No package metadata was found for )?(?P<package_>\S+)",
@@ -44,6 +44,7 @@ SYMPTOMS = (
         "package_mismatch",
         (
             r"model type [`'\"]?(?P<model>[\w.-]+)[`'\"]? but Transformers does not recognize",
+            r"Model architectures \['?(?P<model>\w+).* (?:are not supported|failed to be inspected)",
             r"does not recognize this architecture|Transformers does not recognize|Unrecognized configuration class",
             r"KeyError: '(?P<model>(?:qwen|llama|mistral|mixtral|gemma|phi|deepseek|internlm|chatglm|glm"
             r"|baichuan|cohere|olmo"
@@ -113,12 +114,12 @@ SYMPTOMS = (
             r"ImportError: (?P<library>[\w.-]+) ?[><=!~]=? ?[\d.]+\S* is required",
             r"(?P<library>\w+)(?: version)? [\d.]+\S* (?:is required|or newer|or later|or higher).{0,60}(?:but|found"
             r"|installed|got)",
-            r"AttributeError: '(?P<name>\w*(?:Cache|AdamW|Accelerator|AcceleratorState|Trainer|TrainingArguments"
+            r"AttributeError: '(?P<name>\w*(?:Config|Cache|AdamW|Accelerator|AcceleratorState|Trainer|TrainingArguments"
             r"|TokenizerFast|Tokenizer))' object has no attribute",
             r"[Nn]um[Pp]y is not available|did not match any variant of untagged enum"
             r"|is required,? but found|is incompatible with (?P<library>[\w-]+)[<>=]",
             r"Tokenizer class \w+ does not exist or is not currently imported",
-            r"requires? [`'\"]?(?P<library>[\w-]+)(?:\[\w+\])? ?[><=~!]=? ?\d|[Uu]pgrad(?:e"
+            r"requires? [`'\"]?(?P<library>[\w-]+)(?:\[\w+\])? ?(?:[><~!]=?|==) ?(?:\d+\.\d|(?<=<)\d)|[Uu]pgrad(?:e"
             r"|ing) (?:your )?[`'\"]?(?P<library_>\w[\w-]+)[`'\"]? (?:version|package|to\b|>=)",
             r"[Ff]ound an incompatible version of (?P<library>\w+)|requires (?:a different"
             r"|newer) (?:version of )?(?P<library_>\w+)",
@@ -144,6 +145,24 @@ SYMPTOMS = (
         kind=Kind.VAGUE,
         confidence=0.75,
         source="Python, dynamic linker, transformers",
+    ),
+    Symptom(
+        "package_mismatch",
+        (r"ModuleNotFoundError: No module named '(?P<library>\w+)\.(?P<name>[\w.]+)'",),
+        N_(
+            "A package[[, {library},]] is there, but lacks a module[[ ({name})]]: it is of another version than "
+            "the program was "
+            "written for."
+        ),
+        N_(
+            "`pip show`[[ {library}]] and the program's own requirements tell the two versions: install the one "
+            "that has "
+            "it (a newer one for new models), on every node. A file or folder of your own of the same name "
+            "hides it too."
+        ),
+        kind=Kind.VAGUE,
+        confidence=0.81,
+        source="Python",
     ),
     Symptom(
         "package_mismatch",

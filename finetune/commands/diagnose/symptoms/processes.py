@@ -190,17 +190,16 @@ SYMPTOMS = (
     Symptom(
         "native_crash",
         (
-            r"Fatal Python error: (?P<signal>Segmentation fault|Illegal instruction|Bus error)",
+            r"Fatal Python error: (?P<signal>Segmentation fault|Bus error)",
             r"^Segmentation fault|Segmentation fault \(core dumped\)|segfault at [0-9a-f]+ ip",
             r"(?:free|malloc|realloc|munmap_chunk|malloc_consolidate)\(\): (?:invalid|corrupted|unaligned|mismatching"
             r"|double free|memory corruption|unsorted)|double free or corruption|corrupted (?:size vs\. prev_size"
             r"|double-linked list)|\*\*\* (?:stack smashing|buffer overflow) detected|pure virtual method called",
-            r"is killed by signal: (?P<signal>Segmentation fault|Illegal instruction|Aborted)",
+            r"is killed by signal: (?P<signal>Segmentation fault|Aborted)",
             r"Segfault encountered|unaligned tcache chunk|malloc\.c:\d+: |Fatal glibc error|SIGSEGV received at",
-            r"^(?:Illegal instruction|Floating point exception)\b|traps: \S+ (?:general protection|trap)",
+            r"^Floating point exception\b|traps: \S+ (?:general protection|trap)",
             *ended_by(11, "SIGSEGV"),
-            *ended_by(4, "SIGILL"),
-            r"[Cc]aught signal (?:11|4) \(|Signal: (?P<signal>Segmentation fault|Illegal instruction) \(\d+\)",
+            r"[Cc]aught signal 11 \(|Signal: (?P<signal>Segmentation fault) \(\d+\)",
         ),
         N_(
             "A process[[ ({pid})]][[ of rank {rank}]] crashed inside native code[[ that was called from {library}]]: "
@@ -214,6 +213,27 @@ SYMPTOMS = (
         ),
         kind=Kind.VAGUE,
         confidence=0.6,
+        source="Linux, Python, torch elastic",
+        explains=("unknown",),
+    ),
+    Symptom(
+        "native_crash",
+        (
+            r"(?:Fatal Python error|killed by signal): Illegal instruction|^Illegal instruction\b|trap invalid opcode",
+            r"[Cc]aught signal 4 \(|Signal: Illegal instruction \(\d+\)",
+            *ended_by(4, "SIGILL"),
+        ),
+        N_(
+            "A process[[ ({pid})]][[ of rank {rank}]] met an instruction that this processor does not have (SIGILL): a "
+            "compiled package was built for a newer one (AVX2, AVX-512) or for another architecture."
+        ),
+        N_(
+            "`lscpu | grep -i -E 'model name|flags'` shows what the processor has. `python -X faulthandler` names the "
+            "package: install a build of it for this processor (or build it here), remove kernels that were compiled "
+            "elsewhere (~/.cache/torch_extensions), or use a newer machine."
+        ),
+        kind=Kind.VAGUE,
+        confidence=0.7,
         source="Linux, Python, torch elastic",
         explains=("unknown",),
     ),

@@ -198,7 +198,8 @@ SYMPTOMS = (
         "device_after_fork",
         (
             r"Cannot re-initialize (?P<device>\w+) in forked subprocess",
-            r"[Cc]an't pickle local object|[Cc]annot pickle '[\w.]+' object",
+            r"attempt has been made to start a new process before|[Cc]an't pickle local object"
+            r"|[Cc]annot pickle '[\w.]+' object",
         ),
         N_("A child process was started in a way that it cannot take[[: it was forked after {device} had been used]]."),
         N_(
@@ -212,7 +213,8 @@ SYMPTOMS = (
     Symptom(
         "autograd_misuse",
         (
-            r"modified by an inplace operation|a leaf Variable that requires grad is being used in an in-place",
+            r"One of the differentiated Tensors does not require grad|modified by an inplace operation"
+            r"|a leaf Variable that requires grad is being used in an in-place",
             r"Trying to backward through the graph a second time"
             r"|grad can be implicitly created only for scalar outputs",
         ),

@@ -14,14 +14,17 @@ from finetune.commands.diagnose.symptoms import (
     environment,
     hccl,
     hccl_links,
+    launching,
     memory,
     model,
     nccl,
     network,
     npu_devices,
     packages,
+    places,
     processes,
     programs,
+    servers,
     trainers,
 )
 from finetune.commands.diagnose.symptoms.base import SHORTEST_WORD, Kind, Symptom, fixed_words
@@ -46,6 +49,8 @@ _GROUPS = (
     packages,
     programs,
     trainers,
+    servers,
+    launching,
 )
 SYMPTOMS: tuple[Symptom, ...] = tuple(symptom for group in _GROUPS for symptom in group.SYMPTOMS)
 
@@ -82,7 +87,7 @@ EXPLAINED_BY_RUN = Symptom(
     source="this package",
 )
 
-_ALL = (*SYMPTOMS, trainers.BAD_RECORD, EXPLAINED_BY_RUN, UNEXPLAINED)
+_ALL = (*SYMPTOMS, trainers.BAD_RECORD, *places.PLACES, EXPLAINED_BY_RUN, UNEXPLAINED)
 CAUSES: tuple[str, ...] = tuple(dict.fromkeys(symptom.cause for symptom in _ALL))
 RESTART_CURES = frozenset(symptom.cause for symptom in _ALL if symptom.restart_cures)
 

@@ -82,6 +82,36 @@ SYMPTOMS = (
         source="transformers, accelerate",
     ),
     Symptom(
+        "device_not_visible",
+        (
+            r"\b(?:FP|BF)16 Mixed precision training with AMP\b.{0,120}can only be used on",
+            r"Accelerator is not detected, cannot perform low precision training",
+        ),
+        N_("Training in half precision needs a GPU or NPU, and torch sees none in this process."),
+        N_(
+            "`python -c 'import torch; print(torch.__version__, torch.cuda.is_available())'` in the environment of the "
+            "run: a version with +cpu is torch without CUDA (install the one for your CUDA, on NPUs torch_npu); "
+            "otherwise make the device visible (driver, CUDA_VISIBLE_DEVICES, docker run --gpus all). To train on the "
+            "CPU leave fp16 and bf16 out (--dtype float32)."
+        ),
+        confidence=0.9,
+        source="transformers, DeepSpeed",
+    ),
+    Symptom(
+        "package_mismatch",
+        (r"`rope_scaling`.{0,20} must be .*'(?:rope_type|high_freq_factor|long_factor)'",),
+        N_(
+            "The installed transformers is older than the model: it does not know the form of rope_scaling in its "
+            "config.json."
+        ),
+        N_(
+            "`pip install -U transformers` to the version that config.json names (`transformers_version`) or a newer "
+            "one. Do not shorten rope_scaling by hand: the positions would be wrong."
+        ),
+        confidence=0.86,
+        source="transformers",
+    ),
+    Symptom(
         "dtype_mismatch",
         (r"Attempting to unscale (?P<found>FP16|BFloat16) gradients",),
         N_(
@@ -119,7 +149,6 @@ SYMPTOMS = (
             rf"{_REASON}You have set `args\.eval\w*_strategy` to .*)",
             rf"{_REASON}.*`?metric_for_best_model`?.*)|EarlyStoppingCallback requires (?P<reason_>.*)",
             rf"{_REASON}You can't use both `?fp16.*)|Error: (?P<reason_>At most one of fp16 and bf16 .*)",
-            rf"{_REASON}FP16 Mixed precision training with AMP or APEX .*)",
             rf"{_REASON}.*train_dataset does not implement __len__.*)|Error: (?P<reason_>object of type "
             r"'IterableDataset' has no len\(\))",
             rf"{_REASON}unhandled prompt tokenization strategy.*)|Error: (?P<reason_>Template \S+ does not exist\.?)",
@@ -138,7 +167,7 @@ SYMPTOMS = (
             r"(?P<reason>You are using ZeRO-Offload with a client provided optimizer) ",
             rf"{_REASON}.*no_sync context manager.*)",
             rf"{_REASON}unscale_\(\) has already been called on this optimizer.*)",
-            rf"{_REASON}Some tensors share memory.*)"
+            r"(?P<reason>Some tensors share memory.*)"
             r"|Error: (?P<reason_>The weights trying to be saved contained shared .*)",
             rf"{_REASON}No inf checks were recorded for this optimizer.*)",
             rf"{_REASON}(?:Calling )?`\.?to(?:\(\))?` is not supported for `?[48]-bit.*)",
@@ -205,7 +234,10 @@ SYMPTOMS = (
     ),
     Symptom(
         "remote_code_refused",
-        (r"Error: Dataset scripts are no longer supported, but found (?P<name>\S+)",),
+        (
+            r"Error: Dataset scripts are no longer supported, but found (?P<name>\S+)",
+            r"Error: [Ll]oading (?P<name>\S+) requires you to execute the dataset script",
+        ),
         N_("The data set[[ {name}]] is loaded by a script of its own, which this version of datasets does not run."),
         N_(
             "Take the data as files (Parquet or JSON Lines; the hub keeps converted ones in the branch "
