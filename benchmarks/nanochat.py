@@ -42,7 +42,15 @@ from nanochat_report import (
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "benchmarks_pretraining.md"
 NANOCHAT_RATES = {"matrix-lr": 0.02, "embedding-lr": 0.3, "unembedding-lr": 0.008}  # its defaults
-USUAL = ("nanochat", "nanochat-plain", "nanochat-our-rates", "nanochat-plain-our-rates", "ours-fp32", "ours-bf16")
+USUAL = (
+    "nanochat",
+    "nanochat-plain",
+    "nanochat-our-rates",
+    "nanochat-plain-our-rates",
+    "ours-fp32",
+    "ours-bf16",
+    "ours-lfm2",
+)
 STEP_LINE = re.compile(r"^step (\d+)/\d+ .*\| dt: ([\d.]+)ms")
 
 
@@ -305,6 +313,7 @@ def _run_ours(variant: str, folder: Path, corpus: Corpus, options: argparse.Name
     settings = _our_settings(corpus.tokens, folder / "run", options) | {
         "dtype": "bfloat16" if variant == "ours-bf16" else "float32",
         "compile": variant != "ours-eager",
+        "arch": "lfm2" if variant == "ours-lfm2" else "nanochat",
     }
     flags = [word for name, value in settings.items() for word in (f"--{name}", str(value).lower())]
     for name in ("train_data_path", "valid_data_path", "output_dir"):
