@@ -14,12 +14,11 @@ from finetune.commands.diagnose.log_process import (
     Process,
     add_error_detail,
     continues,
-    evaluating,
     is_data,
-    loading,
     record_frame,
     relevant_part,
     sizes_of_sample,
+    told_by_traceback,
     was_only_said,
     without_quotes,
 )
@@ -89,7 +88,7 @@ class _BeforeTests:
     """What was known where tests began: what they print counts only where one of them failed."""
 
     found: LogEvidence
-    killed_by_launcher: set[str]
+    killed_by_launcher: set[str | None]
     attempt: int
     summary_rank: int | None
     steps: Mapping[int | None, int]
@@ -103,7 +102,7 @@ class _Scan:
         self.of_a_run = False
         self._processes: dict[tuple[str, int | None], Process] = defaultdict(Process)
         self._kept: dict[tuple[object, ...], list[Evidence]] = defaultdict(list)
-        self._killed_by_launcher: set[str] = set()
+        self._killed_by_launcher: set[str | None] = set()
         self.attempt = 0
         self._summary_rank: int | None = None
         self._in_diagnosis = False
@@ -243,11 +242,8 @@ class _Scan:
             values = {
                 name.rstrip("_"): value.rstrip(". ") for name, value in match.groupdict().items() if value is not None
             }
-            if symptom.cause == "device_oom" and within and (function := evaluating(process)):
-                values["evaluation"] = function
-            if symptom.cause == "device_oom" and within and (function := loading(process)):
-                values["loading"] = function
-                values.pop("holder", None)  # the other ranks of this run
+            if within:
+                symptom, values = told_by_traceback(process, symptom, values)
             if symptom.cause == "shape_mismatch" and (sizes := sizes_of_sample(process, text, self._too_long)):
                 symptom, values = SAMPLE_TOO_LONG, sizes
             process.ignored = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -18,10 +19,12 @@ from finetune.commands.diagnose.log_words import (
     EXCEPTION,
     FENCE,
     FRAME,
+    GATHERS_STATE,
     HEADING,
     LEAVES_BOILERPLATE,
     LOADS_ONTO_DEVICE,
     OF_A_PACKAGE,
+    OF_SAVING,
     OF_TORCH_LOAD,
     OWN_ERROR,
     OWN_FIX,
@@ -31,11 +34,14 @@ from finetune.commands.diagnose.log_words import (
     QUOTED_INSTANCE,
     RAISES,
     READS_RECORDS,
+    SERVES_HTTP,
     TABLE_ROW,
     UNDER_LOADER,
     UNLIKE_SIZES,
 )
+from finetune.commands.diagnose.symptoms.base import Symptom
 from finetune.commands.diagnose.symptoms.rules import ENDED_BADLY, EXPLAINED_BY_RUN, UNEXPLAINED
+from finetune.commands.diagnose.symptoms.servers import HTTP_PORT
 
 # A conversation in training data that is not closed is taken to be over after as many lines.
 CHAT_LINES = 60
@@ -113,13 +119,20 @@ def record_frame(process: Process) -> str | None:
     return None
 
 
-def evaluating(process: Process) -> str | None:
-    """The function of evaluation that the traceback goes through, None for training."""
-    found = [match["function"] for frame in process.frames if (match := EVALUATES.search(frame))]
-    return found[-1] if found else None
+def _work_outside_training(process: Process) -> dict[str, str]:
+    """The function of evaluation, of loading or of gathering a checkpoint that the traceback goes through, if any."""
+    gathering = _innermost(process, GATHERS_STATE)
+    if gathering == "summon_full_params" and not any(OF_SAVING.search(frame) for frame in process.frames):
+        gathering = None  # to generate, or to look at gradients
+    works = {"evaluation": _innermost(process, EVALUATES), "loading": _loading(process), "gathering": gathering}
+    return {work: function for work, function in works.items() if function}
 
 
-def loading(process: Process) -> str | None:
+def _innermost(process: Process, form: re.Pattern[str]) -> str | None:
+    return next((match["function"] for frame in reversed(process.frames) if (match := form.search(frame))), None)
+
+
+def _loading(process: Process) -> str | None:
     """The function that calls torch.load, where the traceback ends in its moving tensors to a device."""
     if not any(LOADS_ONTO_DEVICE.search(frame) for frame in process.frames):
         return None
@@ -147,6 +160,17 @@ def relevant_part(process: Process, line: LogLine) -> str:
     cut = BOILERPLATE.search(text)
     process.in_boilerplate = cut is not None
     return text[: cut.start()] if cut else text
+
+
+def told_by_traceback(process: Process, symptom: Symptom, values: dict[str, str]) -> tuple[Symptom, dict[str, str]]:
+    """The symptom of the exception that ends a traceback, and its values, with what the frames tell of them."""
+    if symptom.cause == "device_oom" and (work := _work_outside_training(process)):
+        values |= work
+        if "loading" in work:
+            values.pop("holder", None)  # the other ranks of this run
+    if symptom.cause == "port_in_use" and any(SERVES_HTTP.search(frame) for frame in process.frames):
+        symptom = HTTP_PORT
+    return symptom, values
 
 
 def sizes_of_sample(process: Process, text: str, warned: Sequence[set[str]]) -> dict[str, str]:

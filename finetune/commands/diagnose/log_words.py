@@ -142,7 +142,10 @@ FAILURE = re.compile(
 # An error that comes from the one before it, which is only where it began.
 CHAINED = re.compile(r"^(?:During handling of the above exception|The above exception was the direct cause)")
 # Ended by the launcher because another process had failed: no news.
-FORCED_KILL = re.compile(r"process (?P<pid>\d+) via \S+, forcefully exiting via \S*SIGKILL")
+# SGLang ends all that it started, and itself, without naming them.
+FORCED_KILL = re.compile(
+    r"process (?P<pid>\d+) via \S+, forcefully exiting via \S*SIGKILL|Received sigquit from a child process"
+)
 # Training data, prompts and generated text speak of anything.
 CHAT_BEGINS = re.compile(r"<\|(?:im_start|start_header_id|user|system)\|>|\[INST\]|<start_of_turn>")
 CHAT_ENDS = re.compile(r"<\|(?:im_end|eot_id|endoftext|end)\|>|\[/INST\]|<end_of_turn>|</s>")
@@ -232,6 +235,16 @@ EVALUATES = re.compile(
 # Reading of weights and states by torch.load onto the device that they were saved from.
 LOADS_ONTO_DEVICE = re.compile(
     r"torch/serialization\.py.*, in (?:_(?:cuda|privateuse1|npu)\w*|default_restore_location|restore_location)\b"
+)
+# Collecting the whole state of a sharded model or optimizer; parameters are collected for other work, too.
+GATHERS_STATE = re.compile(
+    r", in (?P<function>(?:_?get_(?:model_|optim\w*_)?|_?full_(?:optim_)?|_?optim_|_?gather_|consolidate_)state_dict"
+    r"(?:_impl)?|_full_(?:pre|post)_state_dict_hook|_(?:zero3_)?consolidated_16bit_state_dict|summon_full_params)$"
+)
+OF_SAVING = re.compile(r", in \w*save\w*$")
+SERVES_HTTP = re.compile(
+    r"/(?:uvicorn|hypercorn|gradio|tensorboard|werkzeug|flask|jupyter\w*|notebook|aiohttp|tornado)/|/http/server\.py"
+    r"|/socketserver\.py|/entrypoints/(?:openai|api_server|http_server)|/(?:api|http)_server\w*\.py"
 )
 OF_TORCH_LOAD = re.compile(r"torch/serialization\.py")
 # The number of batches that a rank has, or had when it was through with its part.

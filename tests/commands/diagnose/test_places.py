@@ -76,3 +76,10 @@ def test_an_exception_with_words_of_a_restart_is_a_failure(tmp_path):
         (f"{LIBRARY}accelerate/accelerator.py", "prepare"), end="ValueError: Only one is taken when using x"
     )
     assert first(tmp_path, text).cause == "invalid_settings"
+
+
+def test_a_library_that_refused_without_saying_why_is_no_refusal(tmp_path):
+    text = traceback(
+        (f"{LIBRARY}some_kernels/setup.py", "<module>"), end="RuntimeError: ", source="raise RuntimeError("
+    )
+    assert first(tmp_path, text + "        the reason\n").cause == "unknown"

@@ -199,3 +199,54 @@ def test_sizes_that_are_no_sample_and_no_maximum(tmp_path):
     unlike = "RuntimeError: size of tensor a (768) must match the size of tensor b (1024) at non-singleton dimension 2"
     warned = "Token indices sequence length is longer than the specified maximum sequence length for this model (9 > 8)"
     assert first(tmp_path, f"{warned}\n{FRAME}{unlike}\n").cause == "shape_mismatch"
+
+
+def out_of_memory(*functions: str) -> str:
+    frames = "".join(f'  File "/e/lib/python3.11/site-packages/torch/x.py", line 2, in {name}\n' for name in functions)
+    return f"{FRAME}{frames}torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+
+
+def test_memory_that_gathering_a_checkpoint_took(tmp_path):
+    finding = diagnose_logs(LOGS / "device_oom" / "state_gathered.log")[0]
+    assert "(_zero3_consolidated_16bit_state_dict)" in finding.explanation and "offload_to_cpu" in finding.fix
+    for functions in (("_full_post_state_dict_hook", "_unshard"), ("save_model", "summon_full_params")):
+        assert "SHARDED_STATE_DICT" in first(tmp_path, out_of_memory(*functions)).fix
+    for functions in (("generate", "summon_full_params"), ("load_state_dict", "x"), ("_pre_load_state_dict_hook",)):
+        assert "SHARDED_STATE_DICT" not in first(tmp_path, out_of_memory(*functions)).fix
+
+
+def test_the_port_of_an_http_server_is_no_rendezvous(tmp_path):
+    taken = "OSError: [Errno 98] Address already in use\n"
+    serves = f'{FRAME}  File "/e/site-packages/vllm/entrypoints/openai/api_server.py", line 5, in run_server\n{taken}'
+    finding = diagnose_logs(LOGS / "port_in_use" / "http_server.log")[0]
+    assert "port 8000" in finding.explanation and "--port 8001" in finding.fix and ":8000" in finding.fix
+    for text in (serves, "ValueError: port 30000 is already in use\n"):
+        found = first(tmp_path, text)
+        assert found.cause == "port_in_use" and "rendezvous" not in found.explanation
+    for text in (FRAME + taken, "RuntimeError: port 29500 is already in use\n"):
+        assert "rendezvous" in first(tmp_path, text).explanation
+
+
+def test_a_board_without_a_port_does_not_end_a_run(tmp_path):
+    board = "ERROR: TensorBoard could not bind to port 6006, it was already in use\n"
+    assert first(tmp_path, f"{board}{FRAME}ZeroDivisionError: division by zero\n").cause == "program_error"
+    assert diagnose_logs(_written(tmp_path, f"python x.py\n{board}{STEP * 3}")) == []
+
+
+def test_an_engine_that_ended_its_own_processes_was_not_killed_for_memory(tmp_path):
+    sigquit = "[2025-04-01 10:00:20] Received sigquit from a child process. It usually means the child failed.\n"
+    unknown = f"{FRAME}ValueError: nobody knows this\n"
+    assert first(tmp_path, f"{unknown}{sigquit}Killed\n").cause == "program_error"
+    assert first(tmp_path, f"{STEP}Killed\n").cause == "host_oom"
+    cache = "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`.\n"
+    failed = f"{FRAME}RuntimeError: Engine core initialization failed. See root cause above.\n"
+    causes = [found.cause for found in diagnose_logs(_written(tmp_path, f"{FRAME}{cache}{failed}Killed\n"))]
+    assert causes == ["device_oom"]
+
+
+@pytest.mark.parametrize("module", ["tbe", "te", "tbe.common", "hccl", "acl", "topi", "mspti"])
+def test_packages_of_cann_are_not_installed_with_pip(module, tmp_path):
+    finding = first(tmp_path, f"{FRAME}ModuleNotFoundError: No module named '{module}'\n")
+    assert finding.cause == "torch_npu_missing_or_mismatch" and "set_env.sh" in finding.fix
+    other = first(tmp_path, f"{FRAME}ModuleNotFoundError: No module named '{module.replace('.', 'x')}nsor'\n")
+    assert other.cause == "missing_package"

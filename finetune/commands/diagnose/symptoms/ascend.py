@@ -174,6 +174,20 @@ SYMPTOMS = (
         explains=("missing_package", "package_mismatch"),
     ),
     Symptom(
+        "torch_npu_missing_or_mismatch",
+        (r"No module named '?(?P<module>(?:tbe|te|topi|hccl|acl|mspti|opc_tool|auto_tune)\b[\w.]*)",),
+        N_("CANN's Python package[[ {module}]] was not found: CANN's environment is not set where the run was started."),
+        N_(
+            "`source /usr/local/Ascend/ascend-toolkit/set_env.sh` in the shell (or job script, container entry point) "
+            "that starts the run: it puts CANN's packages into PYTHONPATH, and what sets that afterwards must keep "
+            "them. They come with CANN, not from pip: packages of these names on PyPI are something else. If it is "
+            "sourced, the toolkit is not fully installed, or is for another Python."
+        ),
+        confidence=0.94,
+        source=SOURCE,
+        explains=("missing_package", "package_mismatch", "npu_driver_cann_mismatch", "npu_op_exception"),
+    ),
+    Symptom(
         "npu_busy_or_owned",
         (r"[Ff]ail\w* .{0,60}resource\[(?:notify|stream|event|queue)\]|\b[Nn]o (?:notify|stream|event) resource",),
         N_(

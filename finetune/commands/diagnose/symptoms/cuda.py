@@ -47,7 +47,6 @@ SYMPTOMS = (
             r"CUDA initialization: |CUDA driver initialization failed|cuInit.{0,40}(?:fail|error)"
             r"|PTX was compiled with an unsupported",
             r"CUDA_ERROR_(?:SYSTEM_DRIVER_MISMATCH|NO_BINARY_FOR_GPU|UNSUPPORTED_PTX_VERSION|COMPAT_NOT_SUPPORTED)",
-            r"could not select device driver .*gpu|nvidia-container-cli: .*(?:driver|nvml|libcuda)",
             r"lib(?:cud(?:a|art|nn)|cublas|cufft|curand|cusparse|cusolver|nvrtc|nvJitLink"
             r"|nvidia-ml)\w*\.so\S*: (?:cannot open|undefined)",
             r"is not compatible with the current PyTorch installation"
@@ -130,7 +129,8 @@ SYMPTOMS = (
             r"(?:Error|Exception): .*(?:CUDA is required but not available for bitsandbytes"
             r"|bitsandbytes\b.{0,80}(?:requires? (?:CUDA|a GPU)|without (?:GPU|CUDA) support|no GPU))",
             r"(?:Error|Exception): .*None of the available devices `?available_devices.{0,200}bitsandbytes",
-            r"(?:Error|Exception): .*No GPU found\. A GPU is needed for quantization",
+            r"(?:Error|Exception): .*No GPU found\. A GPU is needed for quantization"
+            r"|CUDA Setup failed despite (?:GPU|CUDA) being available",
             r"AttributeError: 'NoneType' object has no attribute 'c(?:adam|adagrad|lion|momentum|rmsprop|lars|lamb"
             r"|quantize|dequantize|get_|int8|igemm|gemm|gemv|blockwise)\w*'",
         ),

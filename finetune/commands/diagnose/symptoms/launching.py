@@ -43,6 +43,24 @@ SYMPTOMS = (
         passing=True,
     ),
     Symptom(
+        "cuda_driver_mismatch",
+        (
+            r"could not select device driver .*gpu|nvidia-container-cli: .*(?:initialization|driver|nvml|libcuda)",
+            r"[Uu]nknown or invalid runtime name: nvidia|unresolvable CDI devices nvidia",
+        ),
+        N_(
+            "The container was not given the GPUs: the NVIDIA container toolkit is not installed on this machine, is "
+            "not configured for docker, or (nvidia-container-cli) does not find the driver."
+        ),
+        N_(
+            "`nvidia-smi` must work on the machine itself; else install its driver first. Then install "
+            "nvidia-container-toolkit, `sudo nvidia-ctk runtime configure --runtime=docker`, `sudo systemctl restart "
+            "docker`, and try `docker run --rm --gpus all ubuntu nvidia-smi`."
+        ),
+        confidence=0.93,
+        source="Docker, NVIDIA container toolkit",
+    ),
+    Symptom(
         "rendezvous_timeout",
         (
             r"ssh: connect to host (?P<node>\S+) port \d+: (?!Connection refused)(?P<reason>.*)",

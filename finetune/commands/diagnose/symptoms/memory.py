@@ -12,7 +12,10 @@ _DEVICE_OOM_FIX = N_(
     "all batches on the device: set eval_accumulation_steps, reduce them in preprocess_logits_for_metrics, or set "
     "prediction_loss_only; and lower per_device_eval_batch_size. ]][[{loading} calls torch.load, which puts what it "
     "reads onto the device that it was saved from, for every rank the same one: give it map_location='cpu', or save "
-    "and load sharded states. ]][[{fragmented} are reserved but not in use, "
+    "and load sharded states. ]][[{gathering} collects the whole model or optimizer on the device: save sharded states "
+    "(fsdp_state_dict_type SHARDED_STATE_DICT; with DeepSpeed stage3_gather_16bit_weights_on_model_save false, and "
+    "zero_to_fp32.py afterwards), or collect them in the host's memory and on rank 0 only (offload_to_cpu=True, "
+    "rank0_only=True, in StateDictOptions cpu_offload=True). ]][[{fragmented} are reserved but not in use, "
     "which is "
     "fragmentation: set expandable_segments first (below). ]]Lower --micro-batch-size[[ (now {micro_batch_size}; try "
     "{half_micro_batch_size})]]: the global batch stays the same, split into more micro-steps. Then, one at a time: "
@@ -58,6 +61,7 @@ SYMPTOMS = (
         N_(
             "A device ran out of memory[[ on rank {rank}]][[ at step {step}]][[ in evaluation ({evaluation})]]"
             "[[ while a checkpoint was loaded ({loading})]]"
+            "[[ while the whole state was gathered for a checkpoint ({gathering})]]"
             "[[: {wanted} more were requested]][[, of "
             "{capacity} in total]]."
         ),
@@ -111,7 +115,8 @@ SYMPTOMS = (
         (
             r"No available memory for the cache blocks|is larger than the (?:available KV"
             r"|maximum number of tokens that can be stored in KV) cache",
-            r"Free memory on device .* is less than desired GPU memory",
+            r"Free memory on device .* is less than desired GPU memory"
+            r"|Not enough memory\W{1,3}Please try (?:to increase|increasing) --mem-fraction-static",
         ),
         N_(
             "The inference engine found no device memory for its cache of keys and values: weights, the trainer's "
@@ -120,10 +125,10 @@ SYMPTOMS = (
         N_(
             "Raise gpu_memory_utilization, or lower max_model_len and the number of sequences; where a trainer shares "
             "the device, offload its weights and optimizer while the engine generates, or give the engine devices of "
-            "its own (more tensor parallelism)."
+            "its own (more tensor parallelism). SGLang calls them --mem-fraction-static and --context-length."
         ),
         confidence=0.96,
-        source="vLLM",
+        source="vLLM, SGLang",
     ),
     Symptom(
         "host_oom",

@@ -222,7 +222,7 @@ def symptom_of_place(frames: Sequence[str], text: str, *, raised: bool) -> tuple
     if _LIBRARY.search(frames[-1]):
         if _SLIPPED.search(text) and not raised:
             return _VERSIONS, values
-        if refused or (_RAISED.search(name) and raised):
+        if (refused or (_RAISED.search(name) and raised)) and text.strip()[-1] != ":":  # its message is in other lines
             return _ARGUMENTS, values
     elif not _STANDARD.search(frames[-1]) and not (name == "RuntimeError" and not raised):
         return _PROGRAM, values

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from finetune.commands.diagnose.symptoms.base import Kind, Symptom
 from finetune.runtime.language import N_
 
@@ -10,7 +12,38 @@ _NEAR = (
     r"(?:localhost|127\.|0\.0\.0\.0|10\.|192\.168\.|172\.(?:1[6-9]|2\d|3[01])\.|[\w-]+(?:['\":/]|\.(?:svc|local)\b))"
 )
 
+HTTP_PORT = Symptom(
+    "port_in_use",
+    (
+        r"error while attempting to bind on address \('[^']*', (?P<port>\d+)",
+        r"Cannot find empty port in range: (?P<port>\d+)|Connection in use: \('[^']*', (?P<port_>\d+)\)",
+        r"[Pp]ort (?P<port>8[08]\d\d|6006|7860|30000|5000) is (?:already )?(?:in use|used|taken|occupied|not available)"
+        r"(?!.*\b(?:trying|using|instead))",
+    ),
+    N_(
+        "The port[[ {port}]] on which an HTTP server is to listen is taken on this machine, often by the same server "
+        "from an earlier start."
+    ),
+    N_(
+        "See who holds it (`ss -ltnp[[ 'sport = :{port}']]`) and end that, or start this server with another one "
+        "(`--port[[ {next_port}]]`) and give that to those who ask it."
+    ),
+    confidence=0.96,  # surer than that it is the rendezvous
+    source="asyncio (uvicorn, vLLM, SGLang), gradio, gunicorn",
+    explains=("server_unreachable",),
+)
+
 SYMPTOMS = (
+    HTTP_PORT,
+    replace(
+        HTTP_PORT,
+        patterns=(
+            r"TensorBoard could not bind to port (?P<port>\d+), it was already in use\W*$",
+            r"(?:notebook|Jupyter) server could not be started because no available port",
+        ),
+        kind=Kind.CASCADE,  # runs go on without
+        source="TensorBoard, Jupyter",
+    ),
     Symptom(
         "server_unreachable",
         (
