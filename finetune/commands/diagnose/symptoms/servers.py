@@ -42,6 +42,7 @@ SYMPTOMS = (
             r"(?:notebook|Jupyter) server could not be started because no available port",
         ),
         kind=Kind.CASCADE,  # runs go on without
+        confidence=0.45,
         source="TensorBoard, Jupyter",
     ),
     Symptom(
