@@ -273,7 +273,7 @@ class _Scan:
                 symptom, values = placed or (symptom, values)
         else:
             return
-        process.failed |= not symptom.needs  # else it is a warning
+        process.failed |= not (symptom.needs or symptom.passing)  # else it is a warning, or may pass
         bare = not within and EXCEPTION.match(text) is not None
         self._keep(process, Evidence(symptom, line, values, self.attempt, quiet=quiet, bare=bare))
 

@@ -176,7 +176,9 @@ SYMPTOMS = (
     Symptom(
         "torch_npu_missing_or_mismatch",
         (r"No module named '?(?P<module>(?:tbe|te|topi|hccl|acl|mspti|opc_tool|auto_tune)\b[\w.]*)",),
-        N_("CANN's Python package[[ {module}]] was not found: CANN's environment is not set where the run was started."),
+        N_(
+            "CANN's Python package[[ {module}]] was not found: CANN's environment is not set where the run was started."
+        ),
         N_(
             "`source /usr/local/Ascend/ascend-toolkit/set_env.sh` in the shell (or job script, container entry point) "
             "that starts the run: it puts CANN's packages into PYTHONPATH, and what sets that afterwards must keep "

@@ -43,6 +43,7 @@ SYMPTOMS = (
         ),
         kind=Kind.CASCADE,  # runs go on without
         confidence=0.45,
+        passing=True,
         source="TensorBoard, Jupyter",
     ),
     Symptom(
