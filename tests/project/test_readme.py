@@ -45,7 +45,8 @@ LAUNCHER_FLAGS |= {
 }
 LAUNCHER_FLAGS |= {"--dataset", "--dataset_name", "--model_name_or_path", "--use_peft", "--rlhf_type"}  # of other tools
 LAUNCHER_FLAGS |= {"--accelerate_config", "--zero_stage", "--deepspeed_config_file"}  # that these pass on
-LAUNCHER_FLAGS |= {"--max-model-len"}  # of vLLM
+LAUNCHER_FLAGS |= {"--max-model-len", "--mem-fraction-static", "--context-length"}  # of vLLM and SGLang
+LAUNCHER_FLAGS |= {"--runtime", "--rm"}  # of nvidia-ctk and docker
 LAUNCHER_FLAGS |= {"--jobs", "--every"}  # of tests/grid.py
 LAUNCHER_FLAGS |= {"--machine_rank", "--main_process_ip", "--main_process_port", "--use_deepspeed", "--flag"}
 
