@@ -80,7 +80,9 @@ def page(runs: list[dict[str, Any]]) -> str:
     return TEXT.format(
         parts=table(["", *(f"depth {depth}" for depth in depths)], parts),
         rates=table(["all rates times", *(f"{rate:g}" for rate in rates)], grid),
-        long=table(["depth", "tokens", "", "bits per byte", "seconds, beside other work"], lasting),
+        long=LONG.format(table(["depth", "tokens", "", "bits per byte", "seconds, beside other work"], lasting))
+        if lasting
+        else "",
     )
 
 
@@ -102,11 +104,7 @@ Both sides with all rates times a factor, one seed:
 
 {rates}
 
-Twelve tokens for each number of nanochat's matrices and head, one seed:
-
-{long}
-
-Needs a checkout of nanochat, and takes hours:
+{long}Needs a checkout of nanochat, and takes hours:
 
 ```
 git clone https://github.com/karpathy/nanochat && git -C nanochat checkout 92d63d4
@@ -120,8 +118,13 @@ python benchmarks/pretraining_parts.py --nanochat nanochat --work-dir runs/parts
 python benchmarks/pretraining_parts_page.py
 ```
 
-The models are tiny, and all but the last runs far shorter than twelve tokens per parameter: what wins here need not win
-there.
+The models are tiny, and runs of 524,288 tokens far shorter than twelve tokens per parameter: what wins here need not
+win there.
+"""
+LONG = """Twelve tokens for each number of nanochat's matrices and head, one seed:
+
+{}
+
 """
 
 

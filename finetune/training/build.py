@@ -87,7 +87,7 @@ def make_context(
         learning_rate_factor=learning_rate_factor,
         epochs_per_step=epochs_per_step,
         control=session.control,
-        signals=StopSignals(),
+        signals=StopSignals(launched=world.launched),
         runlog=session.runlog,
         sample_log=session.sample_log,
     )

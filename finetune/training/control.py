@@ -177,32 +177,38 @@ class StoppedBeforeTraining(Exception):
 class StopSignals:
     """SIGTERM and SIGINT ask for a stop at the end of the step; a second one, seconds later, leaves at once.
 
-    A context manager: handlers are put back on exit; what belongs to a request that came is still taken for it.
-    Outside the main thread (a notebook's worker, a test) Python does
-    not allow handlers; then signals keep their meaning and this asks for nothing.
+    A context manager: handlers are put back on exit; in a launcher's worker, what still comes of a request is taken for
+    it. Outside the main thread (a notebook's worker, a test) Python does not allow handlers; then signals keep their
+    meaning and this asks for nothing.
+
+    Args:
+        launched: whether this process is a launcher's worker.
 
     Attributes:
         name: of the first signal that came; None before one does.
         answer: what is said then: what comes of it where the run is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, launched: bool = False) -> None:
         self.name: str | None = None
+        self._launched = launched
         self.answer = "saving after this step, then stopping"
         self._first_seconds = 0.0
-        self._previous: dict[int, Callable[..., Any] | int | None] = {}
+        self._previous: dict[int, Callable[..., Any] | int] = {}
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
-                self._previous[number] = signal.signal(number, self._handle)
+                # None: of one that was not set by Python, and cannot be put back by it.
+                self._previous[number] = signal.signal(number, self._handle) or signal.SIG_DFL
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             # Linux sends a worker one SIGTERM per thread of its launcher as they die: a late one would end a worker
             # that has saved and waits for its peers to be done.
-            signal.signal(number, handler if self.name is None else partial(self._after, handler))
+            late = self._launched and self.name is not None
+            signal.signal(number, partial(self._after, handler) if late else handler)
 
     @property
     def requested(self) -> bool:
@@ -232,7 +238,7 @@ class StopSignals:
         text = f"{self.answer}; once more in {SAME_REQUEST_SECONDS:.0f} s leaves at once"
         os.write(2, f"[WARNING] {self.name}: {text}\n".encode())
 
-    def _after(self, previous: Callable[..., Any] | int | None, number: int, frame: FrameType | None) -> None:
+    def _after(self, previous: Callable[..., Any] | int, number: int, frame: FrameType | None) -> None:
         if self._is_same_request:
             return
         signal.signal(number, previous)

@@ -122,13 +122,23 @@ def test_a_second_signal_leaves_at_once(materials, uninterrupted, tmp_path):
     assert_same_run(output_dir, uninterrupted("ddp"))
 
 
+def test_handlers_are_put_back_where_no_launcher_is(monkeypatch):
+    """A program that calls `finetune.run` again and again gets its own handlers, the very same."""
+    monkeypatch.setattr(os, "write", lambda *_: 0)
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with StopSignals() as stop:
+        signal.raise_signal(signal.SIGINT)
+    assert stop.name == "SIGINT"
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
 def test_a_signal_that_comes_twice_is_one_after_the_end_too(monkeypatch):
     """Linux tells a worker of its launcher's death once per thread of it (kernel/exit.c, forget_original_parent)."""
     heard: list[int] = []
     monkeypatch.setattr(os, "write", lambda *_: 0)
     before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     try:
-        with StopSignals() as stop:
+        with StopSignals(launched=True) as stop:
             signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
         assert (stop.name, heard) == ("SIGTERM", [])
