@@ -58,7 +58,7 @@ def main() -> None:
     elif options.part == "sweep":
         sweep(options.work_dir, options.share)
     else:
-        DOCUMENT.write_text(page(read_results()), encoding="utf-8")
+        DOCUMENT.write_text(page(results()), encoding="utf-8")
         print(DOCUMENT.read_text(encoding="utf-8"))
 
 
@@ -149,7 +149,7 @@ def key(run: Run) -> tuple[Any, ...]:
     return tuple(run[name] for name in SETTINGS)
 
 
-def read_results() -> list[Run]:
+def results() -> list[Run]:
     return records(RESULTS) if RESULTS.exists() else []
 
 
@@ -165,14 +165,14 @@ def sweep(work: Path, share: str) -> None:
     lines = (DATA / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     for rows in ROWS:  # the file is shuffled
         (work / f"train-{rows}.jsonl").write_text("".join(lines[:rows]), encoding="utf-8")
-    done = {key(run) for run in read_results()}
+    done = {key(run) for run in results()}
     number, of = map(int, share.split("/"))
     cheapest_first = sorted(planned(), key=lambda run: run["rows"] * run["width"])
     for run in [run for run in cheapest_first if key(run) not in done][number - 1 :: of]:
         if (base_of(work, run["width"]) / "model.safetensors").exists():
             found = {**run, **train(work, run)}
-            with RESULTS.open("a", encoding="utf-8") as results:
-                results.write(json.dumps(found) + "\n")
+            with RESULTS.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(found) + "\n")
             print(*key(run), f"{found['loss']:.4f}", file=sys.stderr, flush=True)
 
 
@@ -210,7 +210,7 @@ def train(work: Path, run: Run) -> dict[str, Any]:
 # ---------------------------------------------------------------------- page
 
 
-def page(results: list[Run]) -> str:
+def page(found: list[Run]) -> str:
     bases = ", ".join(f"{width} wide and {LAYERS[width]} layers deep" for width in WIDTHS)
     lines = [
         "# Learning rates and batches, measured",
@@ -227,7 +227,7 @@ def page(results: list[Run]) -> str:
     ]
     for method in RATES:
         for width in WIDTHS:
-            cells = [run for run in results if run["method"] == method and run["width"] == width]
+            cells = [run for run in found if run["method"] == method and run["width"] == width]
             if cells:
                 lines += [f"## {method}, {width} wide", "", *table(cells), ""]
     return "\n".join(lines)

@@ -12,7 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "pretraining_parts.jsonl"
-PAGE = ROOT / "docs" / "pretraining_parts.md"
+DOCUMENT = ROOT / "docs" / "pretraining_parts.md"
 SHORT = 2**19  # tokens
 PLAIN = "ve,smear,resid,x0,backout"
 # Words that leave a part out (with a plus: put one in); of "arch=" transformers' own models. What the page calls them.
@@ -41,6 +41,10 @@ VARIANTS = {
     "renorm": "norm as it comes out",
     "aspect": "one rate for all shapes",
 }
+
+
+def results() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
 
 
 def page(runs: list[dict[str, Any]]) -> str:
@@ -129,4 +133,4 @@ LONG = """Twelve tokens for each number of nanochat's matrices and head, one see
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page([json.loads(line) for line in RESULTS.read_text().splitlines()]), encoding="utf-8")
+    DOCUMENT.write_text(page(results()), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""benchmarks/sft.py: what was not the same work is never ranked; and its table of what was."""
+"""benchmarks/sft.py: what was not the same work is never ranked; and its table of what was. Pages made of results."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from launching import ROOT
 
 TOKENS, SUPERVISED = 40, 30
+OF_RESULTS = ("defaults", "peers_settings", "pretraining_parts_page")
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     yield importlib.import_module("sft_report")
     for name in set(sys.modules) - before:
-        if name.startswith("sft_"):
+        if name.startswith(("sft_", *OF_RESULTS)):
             del sys.modules[name]
 
 
@@ -268,3 +269,9 @@ def test_documents_that_see_each_other_are_one(scripts: ModuleType) -> None:
     process = importlib.import_module("sft_process")
     leaking = calls()["packed, labels"] | {"position_ids": torch.arange(5)[None]}
     assert process.documents(leaking) == [([5, 6, 7, 8, 9], [1, 2, 4])]
+
+
+@pytest.mark.parametrize("name", OF_RESULTS)
+def test_a_page_of_results_is_that_of_the_results_that_are_kept(name: str, scripts: ModuleType) -> None:
+    made = importlib.import_module(name)
+    assert made.DOCUMENT.read_text(encoding="utf-8") == made.page(made.results()), f"python benchmarks/{name}.py page"
