@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from finetune.commands.diagnose.evidence import LogEvidence
-from finetune.commands.diagnose.findings import Finding, rank_findings
+from finetune.commands.diagnose.findings import Finding, FindingByPlace, rank_findings
 from finetune.commands.diagnose.log_evidence import scan_log
 from finetune.commands.diagnose.log_reading import LogFile, rank_in_name
 from finetune.commands.diagnose.run_evidence import RunFolder
@@ -21,7 +21,7 @@ from finetune.errors import DataError, ExitCode
 from finetune.runtime.language import _
 from finetune.runtime.terminal import write_filled
 
-__all__ = ["RESTART_CURES", "Finding", "diagnose_logs", "main", "render_findings"]
+__all__ = ["RESTART_CURES", "Finding", "FindingByPlace", "diagnose_logs", "main", "render_findings"]
 
 
 def diagnose_logs(paths: Path | str | Sequence[Path | str]) -> list[Finding]:

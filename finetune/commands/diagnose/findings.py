@@ -12,6 +12,7 @@ from finetune.commands.diagnose.log_words import PREPARING
 from finetune.commands.diagnose.survival import CLOCK_SLACK_SECONDS, nearest_year, standing_evidence
 from finetune.commands.diagnose.symptoms.base import Kind, fill
 from finetune.commands.diagnose.symptoms.network import RETRIED, UNEQUAL_BATCHES, WAITED_FOR_DATA
+from finetune.commands.diagnose.symptoms.places import PLACES
 from finetune.commands.diagnose.symptoms.processes import INTERRUPTED
 from finetune.commands.diagnose.symptoms.rules import ENDED_BADLY, EXPLAINED_BY_RUN, UNEXPLAINED
 from finetune.plain_text import mask_secrets, plain_text
@@ -51,6 +52,11 @@ class Finding:
     fix: str
     rank: int | None = None
     consequences: list[str] = field(default_factory=list)
+
+
+@dataclass
+class FindingByPlace(Finding):
+    """Told by where an exception was raised, not by what it says: whether starting again cures it is not known."""
 
 
 class _Group:
@@ -241,7 +247,7 @@ def _finding(group: _Group, facts: dict[str, str]) -> Finding:
     if "error_fix" in values and symptom is not EXPLAINED_BY_RUN:
         fix += " " + _("The run itself advises: {fix}").format(fix=values["error_fix"])
     rank = clearest.values.get("rank")
-    return Finding(
+    return (FindingByPlace if symptom in PLACES else Finding)(
         symptom.cause,
         group.confidence,
         [_quote(e) for e in [clearest, *others][:EVIDENCE_LINES]],

@@ -199,7 +199,7 @@ class Supervisor:
 
     def _explain(self, result: AttemptResult, begin_bytes: int) -> list[str]:
         """Log how it ended; where it failed, diagnose this attempt's part of the log. The causes, best first."""
-        from finetune.commands.diagnose.command import diagnose_logs, render_findings
+        from finetune.commands.diagnose.command import FindingByPlace, diagnose_logs, render_findings
 
         if result.exit_code in (ExitCode.DONE, ExitCode.STOPPED) or result.stop_signal:
             return []
@@ -218,7 +218,8 @@ class Supervisor:
             self.log.info(omitted.format(lines=folded, log=self.log.path))
         if findings:
             self.log.error(_("diagnosis, the most likely cause first:") + "\n" + render_findings(findings))
-        return [finding.cause for finding in findings]
+        # Nobody knows whether starting again cures what only the place of an exception tells.
+        return ["unknown" if isinstance(finding, FindingByPlace) else finding.cause for finding in findings]
 
     def _logged_bytes(self) -> int:
         try:
