@@ -60,6 +60,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "scheduler.params.last_batch_iteration": (-1,),
     "gradient_allreduce_op": ("mean",),  # the loss is scaled for a mean over ranks
     "gradient_predivide_factor": (1,),  # ZeRO-3 multiplies by it into a copy that it drops
+    "prescale_gradients": (False,),  # the same mean; and with reduce_scatter an assertion, when all is loaded
     "managed_gradient_accumulation": (True,),  # false has every microbatch end the step
     "disable_allgather": (False,),
     "data_types.grad_accum_dtype": ("fp32",),  # in 16 bits the sum depends on how many microbatches there are

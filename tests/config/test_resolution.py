@@ -271,6 +271,7 @@ def test_old_name_of_bf16() -> None:
         ({"zero_optimization": {"stage": True}}, "1 or 2 or 3"),
         ({"gradient_allreduce_op": "sum"}, "it may be 'mean'"),
         ({"gradient_predivide_factor": 2.0}, "it may be 1"),
+        ({"prescale_gradients": True}, "it may be False"),
         ({"managed_gradient_accumulation": False}, "it may be True"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "it may be 'fp32'"),
         ({"bf16": {"check_grad_overflow": False}}, "it may be True"),
