@@ -19,7 +19,7 @@ class Evidence:
         attempt: 0 for the log's first start, one more after every restart in it.
         count: lines like it on this rank.
         quiet: its line calls itself a warning or information.
-        bare: an exception's name begins its line, and no traceback stands before it.
+        ends_traceback: it is what a traceback ends with.
     """
 
     symptom: Symptom
@@ -28,7 +28,7 @@ class Evidence:
     attempt: int
     count: int = 1
     quiet: bool = False
-    bare: bool = False
+    ends_traceback: bool = False
 
     @property
     def code_only(self) -> bool:
@@ -51,7 +51,7 @@ class LogEvidence:
         ended: how many came before anything in it said that something ended or went on well; -1 where nothing did.
         preparing: the last progress of data being made ready, None where it came to its end.
         batches: how many batches each rank said it has, or had when it was through.
-        served: how many came before a server was up or answered a request; -1 where none did.
+        served: how many came before a server answered a request for work; -1 where none did.
         left: how many came before a process, of a run that had said it was done, ended well; -1 where none did.
     """
 

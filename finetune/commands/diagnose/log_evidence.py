@@ -44,6 +44,7 @@ from finetune.commands.diagnose.log_words import (
     OWN_WHERE,
     PREPARING,
     QUIET_LEVEL,
+    QUIT_ALL,
     RECORD_ERROR,
     RESTART,
     RUN,
@@ -65,6 +66,8 @@ from finetune.commands.diagnose.symptoms.trainers import BAD_RECORD
 
 # Of one symptom on one rank in one attempt the first lines are kept and the others counted.
 KEPT_LINES = 3
+# Lines between that an engine ends all its processes and that the shell says so.
+QUIT_LINES = 50
 # No rule knows these by their words.
 UNKNOWN = (UNEXPLAINED, *PLACES)
 
@@ -88,7 +91,7 @@ class _BeforeTests:
     """What was known where tests began: what they print counts only where one of them failed."""
 
     found: LogEvidence
-    killed_by_launcher: set[str | None]
+    killed_by_launcher: set[str]
     attempt: int
     summary_rank: int | None
     steps: Mapping[int | None, int]
@@ -102,7 +105,8 @@ class _Scan:
         self.of_a_run = False
         self._processes: dict[tuple[str, int | None], Process] = defaultdict(Process)
         self._kept: dict[tuple[object, ...], list[Evidence]] = defaultdict(list)
-        self._killed_by_launcher: set[str | None] = set()
+        self._killed_by_launcher: set[str] = set()
+        self._quit_all: LogLine | None = None  # where an engine said that it ends all that it started
         self.attempt = 0
         self._summary_rank: int | None = None
         self._in_diagnosis = False
@@ -159,6 +163,7 @@ class _Scan:
         if restarted:
             self.attempt += 1
             self._processes.clear()
+            self._quit_all = None
         elif finished:
             return
         elif match := SUMMARY_RANK.match(text):
@@ -186,6 +191,8 @@ class _Scan:
             self.found.served = len(self.found.evidence)
         if forced := FORCED_KILL.search(text):
             self._killed_by_launcher.add(forced["pid"])
+        if QUIT_ALL.search(text):
+            self._quit_all = line
 
     def name_holders(self) -> None:
         """Say who held the memory of the devices that ran out, where their numbers are those of the tables."""
@@ -207,7 +214,7 @@ class _Scan:
         """Drop all that was found since tests began: they all passed. Steps in them are none after what came before."""
         self._kept.clear()
         self._processes.clear()
-        self.found, self._killed_by_launcher = before.found, before.killed_by_launcher
+        self.found, self._killed_by_launcher, self._quit_all = before.found, before.killed_by_launcher, None
         self.attempt, self._summary_rank = before.attempt, before.summary_rank
         of_tests = {rank: count - before.steps.get(rank, 0) for rank, count in line.steps_before.items()}
         for piece in self.found.evidence:
@@ -249,7 +256,7 @@ class _Scan:
             process.ignored = False
             if process.chained in self.found.evidence:
                 self.found.evidence.remove(process.chained)
-            if symptom.kind == Kind.KILLED and values.get("pid") in self._killed_by_launcher:
+            if symptom.kind == Kind.KILLED and self._was_forced(line, values.get("pid")):
                 symptom, values = ENDED_BADLY, {}
         elif within and (error := RECORD_ERROR.match(text)) and (frame := record_frame(process)):
             symptom, values = BAD_RECORD, {"error": error["error"], "frame": frame}
@@ -274,8 +281,16 @@ class _Scan:
         else:
             return
         process.failed |= not (symptom.needs or symptom.passing)  # else it is a warning, or may pass
-        bare = not within and EXCEPTION.match(text) is not None
-        self._keep(process, Evidence(symptom, line, values, self.attempt, quiet=quiet, bare=bare))
+        ends_traceback = within and bool(EXCEPTION.match(text) or ENDS_TRACEBACK.match(text))
+        self._keep(process, Evidence(symptom, line, values, self.attempt, quiet=quiet, ends_traceback=ends_traceback))
+
+    def _was_forced(self, line: LogLine, pid: str | None) -> bool:
+        """Whether the launcher or an engine, just before, said that it kills this process."""
+        if pid is not None:
+            return pid in self._killed_by_launcher
+        quit_all = self._quit_all
+        soon = quit_all is not None and line.number - quit_all.number <= QUIT_LINES
+        return soon and quit_all is not None and line.steps_since(quit_all.steps_before) == 0
 
     def _drop_torn(self, last: Evidence | None, line: LogLine) -> None:
         """Drop an error that was only the beginning of this line, written twice by processes that share the log."""

@@ -190,8 +190,10 @@ def sizes_of_sample(process: Process, text: str, warned: Sequence[set[str]]) -> 
 
 
 def was_only_said(evidence: Evidence | None) -> bool:
-    """Whether it is an unknown exception without a traceback, of a line that names no rank."""
-    return bool(evidence and evidence.bare and evidence.symptom is UNEXPLAINED and evidence.line.rank is None)
+    """Whether it is an exception that no rule knows, without a traceback, of a line that names no rank."""
+    if evidence is None or evidence.ends_traceback or evidence.symptom.patterns or evidence.line.rank is not None:
+        return False
+    return EXCEPTION.match(evidence.line.text) is not None
 
 
 def continues(line: LogLine, piece: LogLine) -> bool:

@@ -76,7 +76,7 @@ _CAUGHT = rf"(?:{_SKIPPED}|(?<!not )(?<!un)(?i:\bcaught|\bhandled)\b)"
 _GOES_ON = rf"^(?![\w.]*{_EXCEPTION_NAME}|.*\b(?i:exiting|abort\w*|terminat\w*|giving up|gave up|fatal))"
 QUIET_LEVEL = re.compile(
     rf"{_BEFORE_LEVEL}(?:INFO|WARN(?:ING)?|DEBUG)(?=[\]:|,) -])"
-    rf"|{_GOES_ON}.*(?:{_SKIPPED}.*{_EXCEPTION_NAME}|{_EXCEPTION_NAME}.*{_SKIPPED})"
+    rf"|{_GOES_ON}(?=.*{_SKIPPED}).*{_EXCEPTION_NAME}"
     r"|^\[?[IWD]\d{3,4} \d\d:\d\d:|\[(?:INFO|DEBUG|WARNING|SUCCESS|NOTICE|TRACE)\]|\bNCCL INFO\b"
     r"|[ |](?:INFO|WARNING|DEBUG) *(?:-|\|)|^(?:INFO|WARNING|DEBUG)[: ]|\b\w*Warning: |(?i:\bwarning: )|\[warn\]"
     r"|thrown while requesting [A-Z]+ |\[notice\]|retry loop|will retry|[Rr]etrying\b"
@@ -92,11 +92,10 @@ QUIET_LEVEL = re.compile(
     r"|\b(?:skipped|ignored|dropped|discarded) \([\w.]*(?:Error|Exception)\b"
 )
 # In a line of that level: an exception that was dealt with.
-HANDLED = re.compile(rf"{_GOES_ON}.*(?:{_CAUGHT}.*{_EXCEPTION_NAME}|{_EXCEPTION_NAME}.*{_CAUGHT})")
-# A server that is up, or answered a request for work (not for its health), or makes tokens.
+HANDLED = re.compile(rf"{_GOES_ON}(?=.*{_CAUGHT}).*{_EXCEPTION_NAME}")
+# A server that answered a request for work (not for its health), or makes tokens.
 SERVED = re.compile(
-    r"Application startup complete|Uvicorn running on|server is fired up and ready"
-    r"|\"POST /\S* HTTP/[\d.]+\"?,? 2\d\d\b|generation throughput: (?!0\.0\b)\d|gen throughput \(token/s\): [1-9]"
+    r"\"POST /\S* HTTP/[\d.]+\"?,? 2\d\d\b|generation throughput: (?!0\.0\b)\d|gen throughput \(token/s\): [1-9]"
 )
 # A text that is longer than what the model was made for, counted in tokens.
 TOO_LONG = re.compile(
@@ -142,10 +141,9 @@ FAILURE = re.compile(
 # An error that comes from the one before it, which is only where it began.
 CHAINED = re.compile(r"^(?:During handling of the above exception|The above exception was the direct cause)")
 # Ended by the launcher because another process had failed: no news.
+FORCED_KILL = re.compile(r"process (?P<pid>\d+) via \S+, forcefully exiting via \S*SIGKILL")
 # SGLang ends all that it started, and itself, without naming them.
-FORCED_KILL = re.compile(
-    r"process (?P<pid>\d+) via \S+, forcefully exiting via \S*SIGKILL|Received sigquit from a child process"
-)
+QUIT_ALL = re.compile(r"Received sigquit from a child process")
 # Training data, prompts and generated text speak of anything.
 CHAT_BEGINS = re.compile(r"<\|(?:im_start|start_header_id|user|system)\|>|\[INST\]|<start_of_turn>")
 CHAT_ENDS = re.compile(r"<\|(?:im_end|eot_id|endoftext|end)\|>|\[/INST\]|<end_of_turn>|</s>")
@@ -258,7 +256,7 @@ BATCHES = re.compile(
 # What tells how to read other lines.
 STRUCTURE = (
     *(FRAME, BOILERPLATE, FINISHED, TESTS_BEGIN, TESTS_RUN, TESTS_ENDED, TRAINED, ENDED_WELL, RESTART, SUMMARY_RANK),
-    *(IGNORED, DIAGNOSIS_TITLE, FORCED_KILL, CHAINED, CHAT_BEGINS, CHAT_ENDS, ENDS_TRACEBACK, FENCE, HEADING),
+    *(IGNORED, DIAGNOSIS_TITLE, FORCED_KILL, QUIT_ALL, CHAINED, CHAT_BEGINS, CHAT_ENDS, ENDS_TRACEBACK, FENCE, HEADING),
     *(CRASHED_THREAD, PREPARING, BATCHES, RAISES, AT_POSITIONS, SERVED, TOO_LONG),
     re.compile(f"TraceBack|^{OWN_WHERE}|^{OWN_FIX}"),
 )

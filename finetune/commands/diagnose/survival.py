@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from finetune.commands.diagnose.evidence import Evidence, LogEvidence
+from finetune.commands.diagnose.log_process import was_only_said
 from finetune.commands.diagnose.log_reading import SURVIVED_STEPS, LogLine, Moment
 from finetune.commands.diagnose.log_words import EXCEPTION
 from finetune.commands.diagnose.symptoms.base import Kind
@@ -30,18 +31,19 @@ def _survived_here(evidence: Evidence, number: int, log: LogEvidence) -> bool:
     after = {logging: count - before.get(logging, 0) for logging, count in log.steps.items()}
     most = max(after.values(), default=0)
     if evidence.symptom.needs and evidence.symptom.lasting:
-        return False
+        return not any(before.values())  # it was like that before there was a step to slow down
     if most >= (SURVIVED_STEPS if after.get(rank, most) > 0 else SURVIVED_STEPS_OF_OTHERS):
         return True
-    if evidence.symptom.passing and most > 0:
+    later = log.evidence[number + 1 :]
+    started = any(e.ends_traceback and e.symptom.kind <= Kind.UNEXPLAINED for e in later)  # a program, after it
+    if evidence.symptom.passing and not evidence.ends_traceback and (most > 0 or started):
         return True
     if evidence.symptom.lasting:
         return False
-    said = evidence.bare and evidence.symptom.kind == Kind.UNEXPLAINED and rank is None  # and no process ended by it
-    if said and (most > 0 or number < max(log.ended, log.trained)):
-        return True
-    if number < log.served and not log.steps and evidence.symptom.kind not in (Kind.MACHINE, Kind.KILLED):
-        return True
+    if was_only_said(evidence) and (most > 0 or number < max(log.ended, log.trained, log.served)):
+        failures = [e for e in later if not (was_only_said(e) or e.quiet)]
+        if not failures or any(e.symptom.kind != Kind.CASCADE for e in failures):
+            return True  # else a process ended, and nothing but this says why
     # What is stopped or complains when the training is over, and whoever ran it says that all went well.
     after_its_end = 0 <= log.trained <= number and log.steps
     if after_its_end and evidence.symptom.kind in AFTER_THE_END and (number < log.ended or not _is_an_end(evidence)):

@@ -50,6 +50,7 @@ SYMPTOMS = (
         ),
         confidence=0.85,
         source="swanlab, comet, neptune, clearml, mlflow",
+        passing=True,
     ),
     Symptom(
         "disk_full",
@@ -170,7 +171,7 @@ SYMPTOMS = (
         ),
         N_(
             "A device lowered its clocks because it was too hot or got too little power[[ (rank {rank})]]: every step "
-            "waits for the slowest device, so that the run was not done in its time."
+            "waits for the slowest device. This may have been why the run was not done in its time."
         ),
         N_(
             "`nvidia-smi -q -d PERFORMANCE,TEMPERATURE,CLOCK` (on an NPU `npu-smi info -t temp -i N`) on the node that "
@@ -180,8 +181,8 @@ SYMPTOMS = (
         confidence=0.86,
         in_warnings=True,
         lasting=True,
-        needs=("TIME LIMIT", "TIMEOUT", "DEADLINE", "DeadlineExceeded", "RUNLIMIT", "collective_timeout"),
-        explains=("preempted", "collective_timeout"),
+        needs=("TIME LIMIT", "TIMEOUT", "DEADLINE", "DeadlineExceeded", "RUNLIMIT"),
+        explains=("preempted",),
         source="NVIDIA driver",
         restart_cures=True,
     ),

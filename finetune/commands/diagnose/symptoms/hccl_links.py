@@ -32,7 +32,7 @@ SYMPTOMS = (
     Symptom(
         "hccl_link_down",
         (r"packets transmitted, 0 (?:packets )?received|^recv seq=\d+, ?time ?out",),
-        N_("The network of the NPUs does not pass between the machines: a ping from one to another gets no answer."),
+        N_("NPU network traffic does not get through between the machines: a ping from one to another gets no answer."),
         N_(
             "`hccn_tool -i N -ping -g address OTHER_DEVICE_IP` must answer between all NPUs. Check addresses, netmask "
             "and gateway (`-ip -g`, `-gateway -g`), the link (`-link -g`), and VLAN and routes on the switch; HCCL "

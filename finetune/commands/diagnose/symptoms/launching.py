@@ -23,11 +23,13 @@ SYMPTOMS = (
         ),
         confidence=0.93,
         source="bash",
+        passing=True,
     ),
     Symptom(
         "scheduler_refused",
         (
-            r"docker: Error response from daemon: (?P<reason>.*)|(?P<reason_>OCI runtime (?:create|exec) failed.*)",
+            r"docker: Error response from daemon: (?!No such container|Conflict\. The container name)(?P<reason>.*)"
+            r"|(?P<reason_>OCI runtime (?:create|exec) failed.*)",
             r"\b(?P<reason>CreateContainer(?:Config)?Error|InvalidImageName|RunContainerError|ImageInspectError)\b",
             r"[Ff]ailed to pull image (?P<reason>.*)|error: pyxis: (?P<reason_>.*)"
             r"|FATAL: +(?P<reason__>.*(?:\.sif|image)\b.*)",
@@ -96,8 +98,10 @@ SYMPTOMS = (
             "processor (a prebuilt wheel, or with the compiler and CUDA toolkit that it needs), and use that "
             "environment or image on every node."
         ),
-        confidence=0.83,
+        kind=Kind.VAGUE,
+        confidence=0.6,
         source="pip, env",
+        passing=True,
     ),
     Symptom(
         "invalid_settings",

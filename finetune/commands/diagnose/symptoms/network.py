@@ -127,7 +127,7 @@ SYMPTOMS = (
             r"errno: (?:113|101)\b|packets transmitted, 0 (?:packets )?received",
         ),
         N_(
-            "There is no way to the machine where the processes meet[[ ({master_addr}, port {master_port})]]: no route "
+            "The rendezvous host cannot be reached[[ ({master_addr}, port {master_port})]]: no route "
             "to it, or a firewall refuses (No route to host)."
         ),
         N_(

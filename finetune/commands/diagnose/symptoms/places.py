@@ -98,7 +98,7 @@ _ARGUMENTS = _place(
 )
 _VERSIONS = _place(
     "package_mismatch",
-    N_("A library met something that it does not know[[ on rank {rank}]]: {error}[[ ({frame})]]."),
+    N_("A library got something that it does not support[[ on rank {rank}]]: {error}[[ ({frame})]]."),
     N_(
         "Most often packages whose versions do not belong together, or a value that is None or of another type than "
         "documented: look at the last frame of yours in the traceback, then compare the installed versions with those "
@@ -165,7 +165,7 @@ _BY_NAME = (
     (re.compile(r"(?:Import|ModuleNotFound|PackageNotFound)Error$"), _PACKAGES),
     (re.compile(r"^(?:FileNotFound|FileExists|NotADirectory|IsADirectory)Error$"), _FILE),
 )
-# Nobody's check: Python's own words for a value of another form.
+# Raised by no check: Python's own words for a value of another form.
 _SLIPPED = re.compile(
     r"values to unpack|object (?:is not|has no|does not)|positional argument|required keyword|unexpected keyword"
     r"|unsupported operand|argument of type|indices must be|could not convert|invalid literal"

@@ -17,6 +17,7 @@ HTTP_PORT = Symptom(
     (
         r"error while attempting to bind on address \('[^']*', (?P<port>\d+)",
         r"Cannot find empty port in range: (?P<port>\d+)|Connection in use: \('[^']*', (?P<port_>\d+)\)",
+        r"^(?!\w*Error|.*(?:c10d|rdzv|[Rr]endezvous|TCPStore|[Mm]aster|MASTER)).*"
         r"[Pp]ort (?P<port>8[08]\d\d|6006|7860|30000|5000) is (?:already )?(?:in use|used|taken|occupied|not available)"
         r"(?!.*\b(?:trying|using|instead))",
     ),
@@ -26,7 +27,7 @@ HTTP_PORT = Symptom(
     ),
     N_(
         "See who holds it (`ss -ltnp[[ 'sport = :{port}']]`) and end that, or start this server with another one "
-        "(`--port[[ {next_port}]]`) and give that to those who ask it."
+        "(`--port[[ {next_port}]]`) and tell its clients."
     ),
     confidence=0.96,  # surer than that it is the rendezvous
     source="asyncio (uvicorn, vLLM, SGLang), gradio, gunicorn",
