@@ -41,7 +41,8 @@ DENIED = re.compile(
 # Said by a process, or by who started it.
 ENDED_WELL = re.compile(
     r"(?i:\b(?:exit(?:ed|s|ing)?|return|left|leav(?:es|ing)|ended|status|rc)(?: with)?(?: code| status)?[:= (]{1,3}0\b"
-    r"|退出码\W{0,2}0\b|^(?:all )?(?:done|complete|finished)\b|\b(?:finished|completed|exits) successfully"
+    r"|退出码\W{0,2}0\b|^(?:all (?:(?:evaluation|epoch|step|task|experiment)s )?)?(?:done|complete|finished)\b"
+    r"|\b(?:finished|completed|exits) successfully"
     r"|\b(?:job|run|attempt|task|status)\b.{0,12}\b(?:succeeded|success|finished|completed)\b"
     r"|\bsuccess(?:ful)? after \d)"
     r"|reason: Completed\b|State[=:] ?COMPLETED\b"

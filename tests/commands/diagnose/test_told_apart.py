@@ -159,14 +159,48 @@ def _written(folder: Path, text: str) -> Path:
 
 ANSWERED = 'INFO:     10.0.0.2:5000 - "POST /v1/completions HTTP/1.1" 200 OK\n'
 UP = "INFO:     Application startup complete.\n"
+EXITED = "E1102 10:00:30.000 140 torch/distributed/elastic/x.py:869] failed (exitcode: 1) local_rank: 0 (pid: 77)\n"
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+THROUGHPUT = "INFO 11-02 10:06:10 [metrics.py:455] Avg generation throughput: 1.3 tokens/s, Running: 0 reqs\n"
+DIED = "CRITICAL 11-02 10:10:01 [launcher.py:116] MQLLMEngine is already dead, terminating server process\n"
+NOT_BUILT = "ERROR: Could not build wheels for flash-attn, which is required to install pyproject.toml-based projects\n"
+UNBOUND = "./run.sh: line 4: NCCL_DEBUG: unbound variable\n"
+NO_CONTAINER = "docker: Error response from daemon: No such container: train\n"
+TRACKER = "mlflow.exceptions.MlflowException: API request to http://localhost:5000 failed\n"
 
 
 @pytest.mark.parametrize(
     ("text", "cause"),
     [
-        (f"{UP}{FRAME}RuntimeError: CUDA error: out of memory\n{ANSWERED}", None),
-        (f"{UP}{ANSWERED}{FRAME}RuntimeError: CUDA error: out of memory\n", "device_oom"),
-        (f'{UP}{FRAME}RuntimeError: CUDA error: out of memory\n"GET /health HTTP/1.1" 200 OK\n', "device_oom"),
+        (f"{FRAME}KeyError: 'question'\n{EXITED}{UP}", "dataset_missing_field"),
+        (f"{FRAME}{OOM}{EXITED}{UP}{ANSWERED}", "device_oom"),
+        (f"{UP}{FRAME}KeyError: 'answer'\n{THROUGHPUT}", "dataset_missing_field"),
+        (
+            f"{UP}{ANSWERED}[rank0]: RuntimeError: CUDA error: illegal memory access\n{ANSWERED}",
+            "illegal_memory_or_ecc",
+        ),
+        (f"{FRAME}RuntimeError: CUDA error: device-side assert triggered\n{EXITED}{ANSWERED}", "illegal_memory_or_ecc"),
+        (f"{UP}ERROR 11-02 10:10:00 [engine.py:160] {OOM}{DIED}{ANSWERED}", "device_oom"),
+        (f"{UP}ERROR 11-02 10:10:00 [engine.py:160] {OOM}{ANSWERED}", "device_oom"),
+        (f"{FRAME}TypeError: forward() got an unexpected keyword argument 'labels'\n{ANSWERED}", "package_mismatch"),
+        (f"ValueError: nothing is left\n{ANSWERED}", None),
+        (f"{STEP}ValueError: nothing is left\n{STEP}slurmstepd: error: Exited with exit code 1\n", "unknown"),
+        (f"{NOT_BUILT}{FRAME}AttributeError: 'Tensor' object has no attribute 'foo'\n", "program_error"),
+        (f"{NOT_BUILT}{STEP}{FRAME}AttributeError: 'Tensor' object has no attribute 'foo'\n", "program_error"),
+        (f"{NOT_BUILT}{FRAME}KeyError: 'text'\n", "dataset_missing_field"),
+        (
+            f"{NOT_BUILT}{FRAME}RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x8 and 16x4)\n",
+            "shape_mismatch",
+        ),
+        (f"{NOT_BUILT}flash-attn not installed, falling back to sdpa\n{STEP}", None),
+        (f"{NOT_BUILT}make: *** [Makefile:4: train] Error 1\n", "missing_package"),
+        (f"{UNBOUND}{FRAME}KeyError: 'text'\n", "dataset_missing_field"),
+        (f"{UNBOUND}srun: error: n1: task 0: Exited with exit code 1\n", "program_error"),
+        (f"{NO_CONTAINER}{FRAME}KeyError: 'text'\n", "dataset_missing_field"),
+        (f"{TRACKER}{STEP}{FRAME}KeyError: 'text'\n", "dataset_missing_field"),
+        (f"{FRAME}{TRACKER}{STEP}", "wandb_login"),
+        (f"Step 1: reward 0.1\nValueError: must be a number: 'abc'\n{STEP}All evaluations finished.\n", None),
+        (f"{STEP}TypeError: unsupported operand type(s) for +: 'int' and 'str'\n{STEP}All tasks finished.\n", None),
         (f"{UP}NVRM: Xid (PCI:0000:18:00): 79, GPU has fallen off the bus.\n{ANSWERED}", "illegal_memory_or_ecc"),
         (f"CommandNotFoundError: not configured\npython x.py\n{STEP}", None),
         (f"CommandNotFoundError: not configured\n{UP}", None),
@@ -185,6 +219,8 @@ def test_a_slow_device_is_the_cause_only_of_a_job_out_of_time(end, cause, tmp_pa
     slow = "GPU6 clocks_event_reasons.hw_thermal_slowdown=Active\n"
     cancelled = f"slurmstepd: error: *** JOB 1 ON n1 CANCELLED AT 2025-06-01T10:20:30 DUE TO {end} ***\n"
     assert first(tmp_path, STEP + slow + STEP * 5 + cancelled).cause == cause
+    assert first(tmp_path, "SW Thermal Slowdown : Active\n" + STEP * 5 + cancelled).cause == "preempted"
+    assert first(tmp_path, STEP + slow + STEP + TIMEOUT).cause == "collective_timeout"
     for healthy in ("hw_thermal_slowdown=Not Active\n", "SW Power Cap : Active\n", "GPU thermal_throttle: 0\n"):
         assert first(tmp_path, STEP + healthy + cancelled).cause == "preempted"
 
@@ -220,10 +256,14 @@ def test_the_port_of_an_http_server_is_no_rendezvous(tmp_path):
     serves = f'{FRAME}  File "/e/site-packages/vllm/entrypoints/openai/api_server.py", line 5, in run_server\n{taken}'
     finding = diagnose_logs(LOGS / "port_in_use" / "http_server.log")[0]
     assert "port 8000" in finding.explanation and "--port 8001" in finding.fix and ":8000" in finding.fix
-    for text in (serves, "ValueError: port 30000 is already in use\n"):
+    for text in (serves, "ERROR: port 30000 is already in use\n"):
         found = first(tmp_path, text)
         assert found.cause == "port_in_use" and "rendezvous" not in found.explanation
-    for text in (FRAME + taken, "RuntimeError: port 29500 is already in use\n"):
+    for text in (
+        FRAME + taken,
+        "RuntimeError: Port 30000 is already in use\n",
+        "torch.distributed: port 5000 is already in use\n",
+    ):
         assert "rendezvous" in first(tmp_path, text).explanation
 
 
@@ -238,6 +278,9 @@ def test_an_engine_that_ended_its_own_processes_was_not_killed_for_memory(tmp_pa
     unknown = f"{FRAME}ValueError: nobody knows this\n"
     assert first(tmp_path, f"{unknown}{sigquit}Killed\n").cause == "program_error"
     assert first(tmp_path, f"{STEP}Killed\n").cause == "host_oom"
+    restarted = f"{unknown}{sigquit}+ restarted server with 0.9\n{STEP}Killed\n"
+    assert first(tmp_path, restarted).cause == "host_oom"
+    assert first(tmp_path, f"{unknown}{sigquit}{STEP}Killed\n").cause == "host_oom"
     cache = "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`.\n"
     failed = f"{FRAME}RuntimeError: Engine core initialization failed. See root cause above.\n"
     causes = [found.cause for found in diagnose_logs(_written(tmp_path, f"{FRAME}{cache}{failed}Killed\n"))]

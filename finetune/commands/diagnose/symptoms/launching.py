@@ -92,7 +92,7 @@ SYMPTOMS = (
             r"(?P<package>[\w.-]+)|^ *(?:ERROR|error): ResolutionImpossible",
             r"env: .{0,3}(?P<package>python\d?|torchrun|bash)\W{0,3}: No such file or directory",
         ),
-        N_("Installing failed, or a program is not there[[: {package}]]. What follows from it comes from that."),
+        N_("Installing failed, or a program is not there[[: {package}]]."),
         N_(
             "Install what is missing before the run, where there is a network, in versions for this Python, CUDA and "
             "processor (a prebuilt wheel, or with the compiler and CUDA toolkit that it needs), and use that "

@@ -17,7 +17,7 @@ HTTP_PORT = Symptom(
     (
         r"error while attempting to bind on address \('[^']*', (?P<port>\d+)",
         r"Cannot find empty port in range: (?P<port>\d+)|Connection in use: \('[^']*', (?P<port_>\d+)\)",
-        r"^(?!\w*Error|.*(?:c10d|rdzv|[Rr]endezvous|TCPStore|[Mm]aster|MASTER)).*"
+        r"^(?!\w*Error|.*(?:c10d|torch\.distributed|rdzv|[Rr]endezvous|TCPStore|[Mm]aster|MASTER)).*"
         r"[Pp]ort (?P<port>8[08]\d\d|6006|7860|30000|5000) is (?:already )?(?:in use|used|taken|occupied|not available)"
         r"(?!.*\b(?:trying|using|instead))",
     ),
