@@ -20,6 +20,7 @@ class Evidence:
         count: lines like it on this rank.
         quiet: its line calls itself a warning or information.
         ends_traceback: it is what a traceback ends with.
+        in_request: that traceback goes through the code of a server, and one had answered requests before.
     """
 
     symptom: Symptom
@@ -29,6 +30,7 @@ class Evidence:
     count: int = 1
     quiet: bool = False
     ends_traceback: bool = False
+    in_request: bool = False
 
     @property
     def code_only(self) -> bool:

@@ -18,6 +18,7 @@ from finetune.commands.diagnose.log_process import (
     record_frame,
     relevant_part,
     sizes_of_sample,
+    through_server,
     told_by_traceback,
     was_only_said,
     without_quotes,
@@ -282,7 +283,9 @@ class _Scan:
             return
         process.failed |= not (symptom.needs or symptom.passing)  # else it is a warning, or may pass
         ends_traceback = within and bool(EXCEPTION.match(text) or ENDS_TRACEBACK.match(text))
-        self._keep(process, Evidence(symptom, line, values, self.attempt, quiet=quiet, ends_traceback=ends_traceback))
+        in_request = ends_traceback and self.found.served >= 0 and through_server(process)
+        how = {"quiet": quiet, "ends_traceback": ends_traceback, "in_request": in_request}
+        self._keep(process, Evidence(symptom, line, values, self.attempt, **how))
 
     def _was_forced(self, line: LogLine, pid: str | None) -> bool:
         """Whether the launcher or an engine, just before, said that it kills this process."""

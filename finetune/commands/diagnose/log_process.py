@@ -168,9 +168,14 @@ def told_by_traceback(process: Process, symptom: Symptom, values: dict[str, str]
         values |= work
         if "loading" in work:
             values.pop("holder", None)  # the other ranks of this run
-    if symptom.cause == "port_in_use" and any(SERVES_HTTP.search(frame) for frame in process.frames):
+    if symptom.cause == "port_in_use" and through_server(process):
         symptom = HTTP_PORT
     return symptom, values
+
+
+def through_server(process: Process) -> bool:
+    """Whether the traceback goes through the code of an HTTP server."""
+    return any(SERVES_HTTP.search(frame) for frame in process.frames)
 
 
 def sizes_of_sample(process: Process, text: str, warned: Sequence[set[str]]) -> dict[str, str]:
@@ -191,9 +196,9 @@ def sizes_of_sample(process: Process, text: str, warned: Sequence[set[str]]) -> 
 
 def was_only_said(evidence: Evidence | None) -> bool:
     """Whether it is an exception that no rule knows, without a traceback, of a line that names no rank."""
-    if evidence is None or evidence.ends_traceback or evidence.symptom.patterns or evidence.line.rank is not None:
+    if evidence is None or evidence.symptom.patterns or evidence.line.rank is not None:
         return False
-    return EXCEPTION.match(evidence.line.text) is not None
+    return not evidence.ends_traceback and EXCEPTION.match(evidence.line.text) is not None
 
 
 def continues(line: LogLine, piece: LogLine) -> bool:

@@ -40,7 +40,9 @@ def _survived_here(evidence: Evidence, number: int, log: LogEvidence) -> bool:
         return True
     if evidence.symptom.lasting:
         return False
-    if was_only_said(evidence) and (most > 0 or number < max(log.ended, log.trained, log.served)):
+    said = was_only_said(evidence) and (most > 0 or number < max(log.ended, log.trained, log.served))
+    of_request = evidence.in_request and not evidence.symptom.patterns and rank is None and number < log.served
+    if said or of_request:
         failures = [e for e in later if not (was_only_said(e) or e.quiet)]
         if not failures or any(e.symptom.kind != Kind.CASCADE for e in failures):
             return True  # else a process ended, and nothing but this says why

@@ -166,6 +166,7 @@ DIED = "CRITICAL 11-02 10:10:01 [launcher.py:116] MQLLMEngine is already dead, t
 NOT_BUILT = "ERROR: Could not build wheels for flash-attn, which is required to install pyproject.toml-based projects\n"
 UNBOUND = "./run.sh: line 4: NCCL_DEBUG: unbound variable\n"
 NO_CONTAINER = "docker: Error response from daemon: No such container: train\n"
+IN_SERVER = '  File "/e/site-packages/sglang/srt/entrypoints/http_server.py", line 2, in generate_request\n'
 TRACKER = "mlflow.exceptions.MlflowException: API request to http://localhost:5000 failed\n"
 
 
@@ -184,6 +185,9 @@ TRACKER = "mlflow.exceptions.MlflowException: API request to http://localhost:50
         (f"{UP}ERROR 11-02 10:10:00 [engine.py:160] {OOM}{ANSWERED}", "device_oom"),
         (f"{FRAME}TypeError: forward() got an unexpected keyword argument 'labels'\n{ANSWERED}", "package_mismatch"),
         (f"ValueError: nothing is left\n{ANSWERED}", None),
+        (f"{ANSWERED}{FRAME}{IN_SERVER}ValueError: it is too long\n{ANSWERED}", None),
+        (f"{FRAME}{IN_SERVER}ValueError: it is too long\n{ANSWERED}", "invalid_settings"),
+        (f"{ANSWERED}{FRAME}{IN_SERVER}ValueError: it is too long\n{EXITED}{ANSWERED}", "invalid_settings"),
         (f"{STEP}ValueError: nothing is left\n{STEP}slurmstepd: error: Exited with exit code 1\n", "unknown"),
         (f"{NOT_BUILT}{FRAME}AttributeError: 'Tensor' object has no attribute 'foo'\n", "program_error"),
         (f"{NOT_BUILT}{STEP}{FRAME}AttributeError: 'Tensor' object has no attribute 'foo'\n", "program_error"),
