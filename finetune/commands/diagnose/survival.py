@@ -31,7 +31,8 @@ def _survived_here(evidence: Evidence, number: int, log: LogEvidence) -> bool:
     after = {logging: count - before.get(logging, 0) for logging, count in log.steps.items()}
     most = max(after.values(), default=0)
     if evidence.symptom.needs and evidence.symptom.lasting:
-        return not any(before.values())  # it was like that before there was a step to slow down
+        # Before the first step it slowed nothing down.
+        return evidence.symptom.cause == "device_throttled" and not any(before.values())
     if most >= (SURVIVED_STEPS if after.get(rank, most) > 0 else SURVIVED_STEPS_OF_OTHERS):
         return True
     later = log.evidence[number + 1 :]

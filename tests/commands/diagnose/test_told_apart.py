@@ -177,7 +177,7 @@ TRACKER = "mlflow.exceptions.MlflowException: API request to http://localhost:50
         (f"{FRAME}{OOM}{EXITED}{UP}{ANSWERED}", "device_oom"),
         (f"{UP}{FRAME}KeyError: 'answer'\n{THROUGHPUT}", "dataset_missing_field"),
         (
-            f"{UP}{ANSWERED}[rank0]: RuntimeError: CUDA error: illegal memory access\n{ANSWERED}",
+            f"{UP}{ANSWERED}[rank0]: RuntimeError: CUDA error: an illegal memory access was encountered\n{ANSWERED}",
             "illegal_memory_or_ecc",
         ),
         (f"{FRAME}RuntimeError: CUDA error: device-side assert triggered\n{EXITED}{ANSWERED}", "illegal_memory_or_ecc"),
@@ -207,7 +207,7 @@ TRACKER = "mlflow.exceptions.MlflowException: API request to http://localhost:50
         (f"{STEP}TypeError: unsupported operand type(s) for +: 'int' and 'str'\n{STEP}All tasks finished.\n", None),
         (f"{UP}NVRM: Xid (PCI:0000:18:00): 79, GPU has fallen off the bus.\n{ANSWERED}", "illegal_memory_or_ecc"),
         (f"CommandNotFoundError: not configured\npython x.py\n{STEP}", None),
-        (f"CommandNotFoundError: not configured\n{UP}", None),
+        (f"CommandNotFoundError: not configured\n{UP}{ANSWERED}", None),
         (f"CommandNotFoundError: not configured\n{FRAME}ZeroDivisionError: division by zero\n", "program_error"),
     ],
 )
@@ -260,7 +260,7 @@ def test_the_port_of_an_http_server_is_no_rendezvous(tmp_path):
     serves = f'{FRAME}  File "/e/site-packages/vllm/entrypoints/openai/api_server.py", line 5, in run_server\n{taken}'
     finding = diagnose_logs(LOGS / "port_in_use" / "http_server.log")[0]
     assert "port 8000" in finding.explanation and "--port 8001" in finding.fix and ":8000" in finding.fix
-    for text in (serves, "ERROR: port 30000 is already in use\n"):
+    for text in (serves, "python x.py\nERROR: port 30000 is already in use\n"):
         found = first(tmp_path, text)
         assert found.cause == "port_in_use" and "rendezvous" not in found.explanation
     for text in (
