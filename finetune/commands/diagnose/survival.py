@@ -42,8 +42,10 @@ def _survived_here(evidence: Evidence, number: int, log: LogEvidence) -> bool:
     if evidence.symptom.lasting:
         return False
     said = was_only_said(evidence) and (most > 0 or number < max(log.ended, log.trained, log.served))
-    of_request = evidence.in_request and not evidence.symptom.patterns and rank is None and number < log.served
-    if said or of_request:
+    content = not evidence.symptom.patterns or evidence.symptom.cause.startswith(
+        "dataset_"
+    )  # a request has records too
+    if said or (evidence.in_request and content and rank is None and number < log.served):
         failures = [e for e in later if not (was_only_said(e) or e.quiet)]
         if not failures or any(e.symptom.kind != Kind.CASCADE for e in failures):
             return True  # else a process ended, and nothing but this says why

@@ -186,6 +186,7 @@ TRACKER = "mlflow.exceptions.MlflowException: API request to http://localhost:50
         (f"{FRAME}TypeError: forward() got an unexpected keyword argument 'labels'\n{ANSWERED}", "package_mismatch"),
         (f"ValueError: nothing is left\n{ANSWERED}", None),
         (f"{ANSWERED}{FRAME}{IN_SERVER}ValueError: it is too long\n{ANSWERED}", None),
+        (f"{ANSWERED}{FRAME}{IN_SERVER}{OOM}{ANSWERED}", "device_oom"),
         (f"{FRAME}{IN_SERVER}ValueError: it is too long\n{ANSWERED}", "invalid_settings"),
         (f"{ANSWERED}{FRAME}{IN_SERVER}ValueError: it is too long\n{EXITED}{ANSWERED}", "invalid_settings"),
         (f"{STEP}ValueError: nothing is left\n{STEP}slurmstepd: error: Exited with exit code 1\n", "unknown"),
