@@ -36,19 +36,13 @@ def _survived_here(evidence: Evidence, number: int, log: LogEvidence) -> bool:
     if most >= (SURVIVED_STEPS if after.get(rank, most) > 0 else SURVIVED_STEPS_OF_OTHERS):
         return True
     later = log.evidence[number + 1 :]
-    started = any(e.ends_traceback and e.symptom.kind <= Kind.UNEXPLAINED for e in later)  # a program, after it
-    if evidence.symptom.passing and not evidence.ends_traceback and (most > 0 or started):
+    if evidence.symptom.passing and not evidence.ends_traceback and (most > 0 or _has_traceback(later)):
         return True
     if evidence.symptom.lasting:
         return False
     said = was_only_said(evidence) and (most > 0 or number < max(log.ended, log.trained, log.served))
-    content = not evidence.symptom.patterns or evidence.symptom.cause.startswith(
-        "dataset_"
-    )  # a request has records too
-    if said or (evidence.in_request and content and rank is None and number < log.served):
-        failures = [e for e in later if not (was_only_said(e) or e.quiet)]
-        if not failures or any(e.symptom.kind != Kind.CASCADE for e in failures):
-            return True  # else a process ended, and nothing but this says why
+    if (said or (_is_of_request(evidence) and number < log.served)) and not _is_the_reason(later):
+        return True
     # What is stopped or complains when the training is over, and whoever ran it says that all went well.
     after_its_end = 0 <= log.trained <= number and log.steps
     if after_its_end and evidence.symptom.kind in AFTER_THE_END and (number < log.ended or not _is_an_end(evidence)):
@@ -58,6 +52,23 @@ def _survived_here(evidence: Evidence, number: int, log: LogEvidence) -> bool:
     if 0 <= log.left <= number and evidence.symptom.cause == "preempted":  # of a job whose program had ended well
         return True
     return number < log.finished or (most > 0 and number < log.ended)
+
+
+def _has_traceback(later: Sequence[Evidence]) -> bool:
+    """Whether a program was started, and failed by itself."""
+    return any(e.ends_traceback and e.symptom.kind <= Kind.UNEXPLAINED for e in later)
+
+
+def _is_of_request(evidence: Evidence) -> bool:
+    """Whether it may be one request's: nothing that ends a server, and no rule knows it but as of records."""
+    known = evidence.symptom.patterns and not evidence.symptom.cause.startswith("dataset_")
+    return evidence.in_request and not known and evidence.line.rank is None
+
+
+def _is_the_reason(later: Sequence[Evidence]) -> bool:
+    """Whether processes ended afterwards for which nothing else gives a reason."""
+    failures = [e for e in later if not (was_only_said(e) or e.quiet)]
+    return bool(failures) and all(e.symptom.kind > Kind.UNEXPLAINED for e in failures)
 
 
 def _is_an_end(evidence: Evidence) -> bool:

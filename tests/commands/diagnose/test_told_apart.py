@@ -190,6 +190,7 @@ TRACKER = "mlflow.exceptions.MlflowException: API request to http://localhost:50
         (f"{FRAME}{IN_SERVER}ValueError: it is too long\n{ANSWERED}", "invalid_settings"),
         (f"{ANSWERED}{FRAME}{IN_SERVER}ValueError: it is too long\n{EXITED}{ANSWERED}", "invalid_settings"),
         (f"{STEP}ValueError: nothing is left\n{STEP}slurmstepd: error: Exited with exit code 1\n", "unknown"),
+        (f"{STEP}ValueError: nothing is left\n{STEP}[rank1]: {TIMEOUT}", "unknown"),
         (f"{NOT_BUILT}{FRAME}AttributeError: 'Tensor' object has no attribute 'foo'\n", "program_error"),
         (f"{NOT_BUILT}{STEP}{FRAME}AttributeError: 'Tensor' object has no attribute 'foo'\n", "program_error"),
         (f"{NOT_BUILT}{FRAME}KeyError: 'text'\n", "dataset_missing_field"),
