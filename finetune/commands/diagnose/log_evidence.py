@@ -266,10 +266,11 @@ class _Scan:
             if exception and process.ignored:
                 process.ignored = False
                 return
-            torn = process.last is not None and process.last.symptom in UNKNOWN and continues(line, process.last.line)
-            if within and exception and not CASCADE_EXCEPTIONS.search(text) and was_only_said(process.last):
+            last = process.last if process.last and process.last.symptom in UNKNOWN else None
+            torn = last is not None and continues(line, last.line)
+            if within and exception and not CASCADE_EXCEPTIONS.search(text) and was_only_said(last):
                 torn = True  # what was printed before did not end the process
-                self.found.evidence = [piece for piece in self.found.evidence if piece is not process.last]
+                self.found.evidence = [piece for piece in self.found.evidence if piece is not last]
             cascade = (
                 (process.failed and not torn)
                 or CASCADE_EXCEPTIONS.search(text)

@@ -70,7 +70,7 @@ _BEFORE_LEVEL = r"^(?:(?!\S*(?:ERROR|CRITICAL|FATAL|NCCL|Error|Exception))\S+ ){
 _EXCEPTION_NAME = r"\w(?:Error|Exception|Timeout)\b"
 _SKIPPED = (
     r"(?<!not )(?<!be )\b(?i:skipp(?:ed|ing)|ignor(?:ed|ing)|retrying|will retry|fall(?:ing|s|en)? back"
-    r"|us(?:ing|es) (?:the )?default|recovered)\b"
+    r"|us(?:ing|es) (?:the )?(?:default|reference|fallback)|recovered)\b"
 )
 _CAUGHT = rf"(?:{_SKIPPED}|(?<!not )(?<!un)(?i:\bcaught|\bhandled)\b)"
 # Not a line that begins with the exception, as the end of a traceback does, nor one that says that this is the end.

@@ -145,6 +145,8 @@ def test_an_exception_that_was_handled_counts_where_the_process_ends_by_it(tmp_p
     handled = "WARNING: caught RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB, batch skipped\n"
     (tmp_path / "good.log").write_text(f"torchrun\n{handled}")
     assert diagnose_logs(tmp_path / "good.log") == []
+    reference = "Failed to import kernels: ModuleNotFoundError: No module named 'triton'. Using the reference path.\n"
+    assert diagnose_logs(_written(tmp_path, f"python x.py\n{reference}")) == []
     ended = f"{FRAME}torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
     assert first(tmp_path, handled + ended).cause == "device_oom"
     assert first(tmp_path, "caught RuntimeError: CUDA error: out of memory, exiting\n").cause == "device_oom"
@@ -185,6 +187,7 @@ TRACKER = "mlflow.exceptions.MlflowException: API request to http://localhost:50
         (f"{UP}ERROR 11-02 10:10:00 [engine.py:160] {OOM}{ANSWERED}", "device_oom"),
         (f"{FRAME}TypeError: forward() got an unexpected keyword argument 'labels'\n{ANSWERED}", "package_mismatch"),
         (f"ValueError: nothing is left\n{ANSWERED}", None),
+        (f"{STEP}ValueError: a reward of 0\n{STEP}ValueError: another reward of 0\n{STEP}", None),
         (f"{ANSWERED}{FRAME}{IN_SERVER}ValueError: it is too long\n{ANSWERED}", None),
         (f"{ANSWERED}{FRAME}{IN_SERVER}{OOM}{ANSWERED}", "device_oom"),
         (f"{FRAME}{IN_SERVER}ValueError: it is too long\n{ANSWERED}", "invalid_settings"),
