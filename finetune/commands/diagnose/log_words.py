@@ -169,6 +169,8 @@ DATA = re.compile(
     r"(?: ?#?\d+)?[\"']? ?[:=|：].*\w|[\"'](?:role|messages|conversations|instruction)[\"']: "
     # Results of tasks that a program under test failed or did not.
     r"|^\W*(?:tasks?|tests?|problem|case|item)[ _].{0,80} \.\.\. (?:FAIL|ERROR|ok|PASS)\w*\b|^(?:SFT )?sample: *\{"
+    # Questions and answers; a trial of a search, which goes on, or ends with the traceback.
+    r"|^[QA]: \S|^(?:\[W [^\]]*\] )?Trial \d+ failed with (?:parameters|value)\b"
     # Quoted text, comments of source code that is printed, templates, and what was looked for and not found.
     r"|^(?:>|#|//) \S|\{\{ ?[$.\w]|[:=] *0 (?:lines?|times|events?|hits|matches|found|occurrences|errors?)\W*$",
     re.IGNORECASE,
