@@ -10,7 +10,7 @@ from finetune.commands.diagnose.evidence import Evidence, LogEvidence
 from finetune.commands.diagnose.log_facts import with_next_values
 from finetune.commands.diagnose.log_words import PREPARING
 from finetune.commands.diagnose.survival import CLOCK_SLACK_SECONDS, nearest_year, standing_evidence
-from finetune.commands.diagnose.symptoms.base import Kind, fill
+from finetune.commands.diagnose.symptoms.base import Kind, Symptom, fill
 from finetune.commands.diagnose.symptoms.network import RETRIED, UNEQUAL_BATCHES, WAITED_FOR_DATA
 from finetune.commands.diagnose.symptoms.places import PLACES
 from finetune.commands.diagnose.symptoms.processes import INTERRUPTED
@@ -145,10 +145,7 @@ def _say_who_prepared(evidence: Sequence[Evidence], logs: Sequence[LogEvidence])
     values = {"progress": f"{progress['work'].strip()}: {progress['percent']}%"}
     if lines[-1].rank is not None:
         values["preparing_rank"] = str(lines[-1].rank)
-    for piece in evidence:
-        if piece.symptom.cause == WAITED_FOR_DATA.cause and piece.symptom.kind == Kind.TIMEOUT:
-            piece.symptom = WAITED_FOR_DATA
-            piece.values |= values
+    _say_of_time_outs(evidence, WAITED_FOR_DATA, values)
 
 
 def _say_unequal_batches(evidence: Sequence[Evidence], logs: Sequence[LogEvidence]) -> None:
@@ -160,10 +157,15 @@ def _say_unequal_batches(evidence: Sequence[Evidence], logs: Sequence[LogEvidenc
     told = _("rank {few}: {fewest}, rank {many}: {most}").format(
         few=few, fewest=batches[few], many=many, most=batches[many]
     )
+    _say_of_time_outs(evidence, UNEQUAL_BATCHES, {"batches": told})
+
+
+def _say_of_time_outs(evidence: Sequence[Evidence], symptom: Symptom, values: dict[str, str]) -> None:
+    """Make this the reason of the time-outs of its cause."""
     for piece in evidence:
-        if piece.symptom.cause == UNEQUAL_BATCHES.cause and piece.symptom.kind == Kind.TIMEOUT:
-            piece.symptom = UNEQUAL_BATCHES
-            piece.values["batches"] = told
+        if piece.symptom.cause == symptom.cause and piece.symptom.kind == Kind.TIMEOUT:
+            piece.symptom = symptom
+            piece.values |= values
 
 
 def _groups(evidence: Sequence[Evidence]) -> list[_Group]:

@@ -236,6 +236,7 @@ class _Scan:
         within, process.frame_at = line.number - process.frame_at < TRACEBACK_LINES, -TRACEBACK_LINES
         if within and process.raised and ENDS_TRACEBACK.match(text):
             quiet = False  # a warning that was raised
+        exception = EXCEPTION.match(text) or (within and ENDS_TRACEBACK.match(text))
         matched = matching_symptom(text)
         if quiet and HANDLED.search(text) and (matched is None or matched[0].kind != Kind.MACHINE):
             return
@@ -261,8 +262,7 @@ class _Scan:
                 symptom, values = ENDED_BADLY, {}
         elif within and (error := RECORD_ERROR.match(text)) and (frame := record_frame(process)):
             symptom, values = BAD_RECORD, {"error": error["error"], "frame": frame}
-        elif not quiet and not service and (is_failure(text) or (within and ENDS_TRACEBACK.match(text))):
-            exception = EXCEPTION.match(text) or (within and ENDS_TRACEBACK.match(text))
+        elif not quiet and not service and (exception or is_failure(text)):
             if exception and process.ignored:
                 process.ignored = False
                 return
@@ -283,7 +283,7 @@ class _Scan:
         else:
             return
         process.failed |= not (symptom.needs or symptom.passing)  # else it is a warning, or may pass
-        ends_traceback = within and bool(EXCEPTION.match(text) or ENDS_TRACEBACK.match(text))
+        ends_traceback = within and bool(exception)
         in_request = ends_traceback and self.found.served >= 0 and through_server(process)
         how = {"quiet": quiet, "ends_traceback": ends_traceback, "in_request": in_request}
         self._keep(process, Evidence(symptom, line, values, self.attempt, **how))
@@ -293,8 +293,9 @@ class _Scan:
         if pid is not None:
             return pid in self._killed_by_launcher
         quit_all = self._quit_all
-        soon = quit_all is not None and line.number - quit_all.number <= QUIT_LINES
-        return soon and quit_all is not None and line.steps_since(quit_all.steps_before) == 0
+        if quit_all is None or line.number - quit_all.number > QUIT_LINES:
+            return False
+        return line.steps_since(quit_all.steps_before) == 0
 
     def _drop_torn(self, last: Evidence | None, line: LogLine) -> None:
         """Drop an error that was only the beginning of this line, written twice by processes that share the log."""

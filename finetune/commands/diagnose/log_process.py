@@ -40,6 +40,7 @@ from finetune.commands.diagnose.log_words import (
     UNLIKE_SIZES,
 )
 from finetune.commands.diagnose.symptoms.base import Symptom
+from finetune.commands.diagnose.symptoms.places import frame_parts
 from finetune.commands.diagnose.symptoms.rules import ENDED_BADLY, EXPLAINED_BY_RUN, UNEXPLAINED
 from finetune.commands.diagnose.symptoms.servers import HTTP_PORT
 
@@ -111,8 +112,7 @@ def record_frame(process: Process) -> str | None:
         own = not OF_A_PACKAGE.search(frame)
         called = own and any(UNDER_LOADER.search(outer) for outer in process.frames[:number])
         if called or READS_RECORDS.search(frame):
-            file, _, rest = frame.removeprefix('File "').partition('", ')
-            place, _, function = rest.partition(", in ")
+            file, place, function = frame_parts(frame)
             return f"{function} ({file}, {place})"
         if own:
             return None
@@ -137,7 +137,7 @@ def _loading(process: Process) -> str | None:
     if not any(LOADS_ONTO_DEVICE.search(frame) for frame in process.frames):
         return None
     number = next(n for n, frame in enumerate(process.frames) if OF_TORCH_LOAD.search(frame))
-    return process.frames[number - 1].rpartition(", in ")[2] if number else "torch.load"
+    return frame_parts(process.frames[number - 1])[2] if number else "torch.load"
 
 
 def relevant_part(process: Process, line: LogLine) -> str:
@@ -146,7 +146,9 @@ def relevant_part(process: Process, line: LogLine) -> str:
     _note_crashed(process, text)
     indent = len(text) - len(text.lstrip())
     if FRAME.match(text):
-        process.frames = [*(process.frames if process.frame_at > 0 else []), text.strip()]
+        if process.frame_at <= 0:
+            process.frames = []
+        process.frames.append(text.strip())
         process.in_frame, process.frame_at, process.frame_indent = True, line.number, indent
         process.raised = process.at_positions = False
         return ""

@@ -30,9 +30,10 @@ def _survived_here(evidence: Evidence, number: int, log: LogEvidence) -> bool:
     rank, before = evidence.line.rank, evidence.line.steps_before
     after = {logging: count - before.get(logging, 0) for logging, count in log.steps.items()}
     most = max(after.values(), default=0)
+    if evidence.symptom.in_training and not any(before.values()):
+        return True
     if evidence.symptom.needs and evidence.symptom.lasting:
-        # Before the first step it slowed nothing down.
-        return evidence.symptom.cause == "device_throttled" and not any(before.values())
+        return False
     if most >= (SURVIVED_STEPS if after.get(rank, most) > 0 else SURVIVED_STEPS_OF_OTHERS):
         return True
     later = log.evidence[number + 1 :]

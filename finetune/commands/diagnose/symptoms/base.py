@@ -53,6 +53,7 @@ class Symptom:
             a warning like others. Of one that is `lasting`, too, training that goes on proves nothing.
         by_order: of it and a failure that is no root (KILLED to UNEXPLAINED) the earlier is nearer.
         passing: one logged step of training after it shows that it was got over.
+        in_training: it does something to a run only from the first step on.
         restart_cures: starting the same command again can cure the cause, e.g. as our run starts smaller.
     """
 
@@ -73,6 +74,7 @@ class Symptom:
     needs: tuple[str, ...] = ()
     by_order: bool = False
     passing: bool = False
+    in_training: bool = False
     restart_cures: bool = False
 
     @cached_property

@@ -181,6 +181,7 @@ SYMPTOMS = (
         confidence=0.86,
         in_warnings=True,
         lasting=True,
+        in_training=True,
         needs=("TIME LIMIT", "TIMEOUT", "DEADLINE", "DeadlineExceeded", "RUNLIMIT"),
         explains=("preempted",),
         source="NVIDIA driver",

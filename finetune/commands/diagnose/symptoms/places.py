@@ -229,8 +229,14 @@ def symptom_of_place(frames: Sequence[str], text: str, *, raised: bool) -> tuple
     return (_VERSIONS, values) if _BROKEN.search(name) else None
 
 
-def _readable(frame: str) -> str:
-    """`collate (train.py, line 41)` of a frame."""
+def frame_parts(frame: str) -> tuple[str, str, str]:
+    """File, `line N` and function of a frame: `File "PATH", line N, in FUNCTION`."""
     file, _, rest = frame.removeprefix('File "').partition('", ')
     place, _, function = rest.partition(", in ")
+    return file, place, function
+
+
+def _readable(frame: str) -> str:
+    """`collate (train.py, line 41)` of a frame."""
+    file, place, function = frame_parts(frame)
     return f"{function or '<module>'} ({file.rpartition('-packages/')[2]}, {place})"
