@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from finetune.data.collate import Microbatch, collate
-from finetune.modeling.attention import choose_attention
+from finetune.modeling import lfm2_value
+from finetune.modeling.attention import SHORT_CONVOLUTION_TYPES, choose_attention
 
 VOCABULARY = 64
 CPU = torch.device("cpu")
@@ -63,12 +64,13 @@ LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minic
 
 
 def tiny_config(model_type: str, **changes: Any) -> PretrainedConfig:
+    lfm2_value.register()
     config_class = CONFIG_MAPPING[model_type]
     default = config_class()
     sizes = {name: value for name, value in TINY.items() if hasattr(default, name)}
     if model_type in LATENT:
         sizes |= {"num_key_value_heads": 4}
-    if model_type == "lfm2":
+    if model_type in SHORT_CONVOLUTION_TYPES:
         sizes |= {"layer_types": ["conv", "full_attention"] * 2}
     return config_class(**{**sizes, **changes})
 

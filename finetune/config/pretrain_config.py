@@ -81,7 +81,7 @@ class PretrainConfig(BaseConfig):
     lora_dropout: float = redefined(RunConfig, "lora_dropout")
     lora_target_modules: Names = redefined(RunConfig, "lora_target_modules")
     fused_lora: bool = redefined(RunConfig, "fused_lora")
-    arch: Literal["nanochat", "qwen3", "llama", "lfm2"] = data_setting(
+    arch: Literal["nanochat", "qwen3", "llama", "lfm2", "lfm2_value"] = data_setting(
         "nanochat", "Architecture, as transformers has it."
     )
     depth: Positive = data_setting(12, "Layers; width (64 x depth) and heads follow from it.", unit="layers")

@@ -42,11 +42,12 @@ BY_DOCUMENT = "finetune_by_document"  # the same without kernels of ours
 _TESTED = """
     afmoe apertus arcee bitnet cohere cohere2 cwm deepseek_v2 deepseek_v3 diffllama ernie4_5 ernie4_5_moe exaone4
     exaone_moe flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox granite
-    granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe internlm3 jetmoe lfm2 llama longcat_flash
-    minicpm3 minimax_m2 ministral ministral3 mistral mixtral nanochat olmo olmo2 olmo3 olmoe opt persimmon phi phi3
+    granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe internlm3 jetmoe lfm2 lfm2_value llama
+    longcat_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral nanochat olmo olmo2 olmo3 olmoe opt persimmon phi phi3
     qwen2 qwen3 qwen3_moe seed_oss smollm3 starcoder2
 """
 ISOLATED_MODEL_TYPES = frozenset(_TESTED.split())
+SHORT_CONVOLUTION_TYPES = frozenset({"lfm2", "lfm2_value"})
 FLASH_WIDEST_HEAD = 256  # of torch's kernels
 HALF = (torch.float16, torch.bfloat16)
 ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -66,14 +67,16 @@ def choose_attention(config: PretrainedConfig) -> str | None:
     # a packed sequence is what ours exists to do without. Registering twice does no harm.
     AttentionInterface.register(ISOLATED, isolated_attention)
     AttentionInterface.register(BY_DOCUMENT, partial(isolated_attention, kernels=False))
-    if config.model_type == "lfm2":
+    if config.model_type in SHORT_CONVOLUTION_TYPES:
         keep_documents_apart()
     return ISOLATED
 
 
 def can_pack(config: PretrainedConfig) -> bool:
     """Whether documents are known to stay apart when packed: a tested model type, with layers that are known."""
-    return config.model_type in ISOLATED_MODEL_TYPES and (only_attends(config) or config.model_type == "lfm2")
+    return config.model_type in ISOLATED_MODEL_TYPES and (
+        only_attends(config) or config.model_type in SHORT_CONVOLUTION_TYPES
+    )
 
 
 def only_attends(config: PretrainedConfig) -> bool:

@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from finetune.config.adapter_config import AdapterSettings
 from finetune.config.paths import near_folder, split_revision
 from finetune.errors import ConfigError, DataError
+from finetune.modeling import lfm2_value
 from finetune.modeling.adapter_names import check_named, check_patterns, check_saved_of_quantised
 from finetune.runtime.quiet_import import import_bitsandbytes
 
@@ -48,6 +49,7 @@ def load_model_config(name: str, *, trust_remote_code: bool = False) -> Pretrain
     """
     repository, revision = split_revision(name)
     near = near_folder(repository)
+    lfm2_value.register()
     try:
         return AutoConfig.from_pretrained(repository, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:

@@ -29,6 +29,8 @@ from transformers import (
 )
 from transformers.activations import ReLUSquaredActivation
 
+from finetune.modeling.lfm2_value import Lfm2ValueConfig, register
+
 ASPECT = 64  # width per layer
 HEAD_DIM = 128
 VOCABULARY_MULTIPLE = 64  # tensor cores want the head's width in multiples of this
@@ -40,6 +42,7 @@ QUERY_KEY_SCALE = 1.2
 CONVOLUTION_TAPS = 4
 # The last two are LFM2's: of its convolution and attention, and of its MLP.
 RESIDUAL_OUTPUTS = ("o_proj.weight", "fc2.weight", "down_proj.weight", "out_proj.weight", "w2.weight")
+GATES = ("value_gate",)
 MLP_INPUTS = ("fc1.weight", "gate_proj.weight", "up_proj.weight")
 QUERY_KEY_NORMS = ("q_norm.weight", "k_norm.weight", "q_layernorm.weight", "k_layernorm.weight")
 
@@ -75,7 +78,8 @@ def scratch_config(
     """The transformers configuration of an architecture at a depth.
 
     Args:
-        arch: nanochat, qwen3, llama or lfm2 (every second layer attends; the others have a short convolution).
+        arch: nanochat, qwen3, llama, lfm2 (every second layer attends; the others have a short convolution), or
+            lfm2_value (lfm2 with value embeddings where it attends).
         vocab_size: ids of the tokenizer; the model gets as many, rounded up to a multiple of 64.
 
     Raises:
@@ -105,12 +109,14 @@ def scratch_config(
         return Qwen3Config(head_dim=shape.head_dim, **common)
     if arch == "llama":
         return LlamaConfig(head_dim=shape.head_dim, **common)
-    if arch == "lfm2":
+    if arch in ("lfm2", "lfm2_value"):
         # Attention last, so that every depth has some.
         kinds = ["full_attention" if (depth - layer) % 2 else "conv" for layer in range(depth)]
         own = {"norm_eps": common.pop("rms_norm_eps"), "block_auto_adjust_ff_dim": False}
-        return Lfm2Config(layer_types=kinds, conv_L_cache=CONVOLUTION_TAPS, **own, **common)
-    raise ValueError(f"unknown architecture {arch!r}: nanochat, qwen3, llama and lfm2 are known")
+        register()
+        kind = Lfm2Config if arch == "lfm2" else Lfm2ValueConfig
+        return kind(layer_types=kinds, conv_L_cache=CONVOLUTION_TAPS, **own, **common)
+    raise ValueError(f"unknown architecture {arch!r}: nanochat, qwen3, llama, lfm2 and lfm2_value are known")
 
 
 def make_model(config: PretrainedConfig, *, seed: int, attention: str = "sdpa") -> PreTrainedModel:
@@ -161,7 +167,7 @@ def initialise(model: PreTrainedModel, seed: int) -> None:
             elif parameter.ndim < 2:
                 # Scales of norms; these architectures have no biases.
                 parameter.fill_(QUERY_KEY_SCALE if name.endswith(QUERY_KEY_NORMS) else 1.0)
-            elif name.endswith(RESIDUAL_OUTPUTS):
+            elif name.endswith(RESIDUAL_OUTPUTS + GATES):
                 parameter.zero_()
             else:
                 # Uniform with standard deviation 1 / sqrt(inputs): its bound is sqrt(3) times that.

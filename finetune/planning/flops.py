@@ -7,16 +7,17 @@ causality not deducted. Recomputed activations are not counted: they are not pro
 
 from __future__ import annotations
 
+import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from finetune.modeling.attention import ATTENTION_LAYER_TYPES
 
 
 def matrix_parameters(model: PreTrainedModel) -> int:
-    """Numbers in the matrices that a token passes: blocks and output head. The embedding is only looked up."""
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    passed = {id(p): p.numel() for p in model.parameters() if p.ndim >= 2 and (p is not embedding or embedding is head)}
-    return sum(passed.values())
+    """Numbers in the matrices that a token passes: blocks and output head. Embeddings are only looked up."""
+    head = model.get_output_embeddings().weight
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)} - {id(head)}
+    return sum(p.numel() for p in model.parameters() if p.ndim >= 2 and id(p) not in tables)
 
 
 def flops_per_token(model: PreTrainedModel, sequence_tokens: int) -> int:

@@ -34,6 +34,7 @@ class Matrix:
         path: of its module within the block; outside the blocks, within the model.
         linear: LoRA can adapt it.
         active: experts that compute a token, of `experts`.
+        table: looked up and not multiplied; `inputs` are its rows.
     """
 
     path: str
@@ -42,6 +43,7 @@ class Matrix:
     linear: bool = True
     experts: int = 1
     active: int = 1
+    table: bool = False
 
     @property
     def name(self) -> str:
@@ -91,7 +93,7 @@ class Part:
         Args:
             shared: one for q, k and v, and one for gate and up.
         """
-        found = [m for m in self.matrices if adapted is None or (m.linear and m.name in adapted)]
+        found = [m for m in self.matrices if not m.table and (adapted is None or (m.linear and m.name in adapted))]
         widths = [(m == self.writer, m.inputs * m.active) for m in found]
         return [width for _writes, width in (set(widths) if shared else widths)]
 
@@ -171,8 +173,9 @@ class ModelShape:
 
     @cached_property
     def idle(self) -> int:
-        """Parameters of the experts that do not compute a token."""
-        return sum(n * m.inputs * m.outputs * (m.experts - m.active) for m, n in self.in_blocks)
+        """Parameters of the experts that do not compute a token, and of tables that are looked up."""
+        experts = sum(n * m.inputs * m.outputs * (m.experts - m.active) for m, n in self.in_blocks)
+        return experts + sum(n * m.numbers for m, n in self.in_blocks if m.table)
 
     @property
     def passed(self) -> int:
@@ -251,8 +254,10 @@ def shape_of_config(config: Mapping[str, Any], where: str = "config.json") -> Mo
     """
     from transformers import CONFIG_MAPPING
 
+    from finetune.modeling.lfm2_value import register
     from finetune.modeling.scratch import make_empty_model
 
+    register()
     kind = config.get("model_type", "")
     if kind not in CONFIG_MAPPING:
         raise ConfigError(
@@ -330,7 +335,7 @@ def _block(layer: nn.Module, hidden: int, active: int | None) -> Block:
     with_norms = {path.rpartition(".")[0] for path in norms}
     parts, normed = [], 0
     for path, found in modules.items():
-        writer = next((matrix for matrix in reversed(found) if matrix.outputs == hidden), None)
+        writer = next((matrix for matrix in reversed(found) if matrix.outputs == hidden and not matrix.table), None)
         parts.append(part := Part(tuple(found), writer, bool(_ATTENTION.search(path))))
         if part.attention and path in with_norms:  # of q and k: q, k and v are made, and as much is read as q
             normed += (part.made + part.inner) // 2
@@ -356,6 +361,8 @@ def _matrices(root: nn.Module, hidden: int, active: int | None, skipped: Collect
                 yield Matrix(full, inputs, outputs, linear=False, experts=first, active=min(active, first))
             elif type(module).__name__ == "Conv1D":  # GPT-2's linear layer
                 yield Matrix(full, first, second)
+            elif isinstance(module, nn.Embedding):
+                yield Matrix(full, first, second, linear=False, table=True)
             else:
                 yield Matrix(full, parameter.numel() // first, first, isinstance(module, nn.Linear))
 

@@ -82,16 +82,18 @@ def scaled_rates(config: PretrainConfig, *, width: int, worth_tokens: float, run
 def parameter_kinds(model: PreTrainedModel) -> dict[str, list[tuple[str, torch.nn.Parameter]]]:
     """Every trainable parameter under matrix, head, embedding or vector, in the model's order.
 
-    A head that is tied to the embedding counts as embedding. A two-dimensional parameter outside the blocks that is
+    A head that is tied to the embedding counts as embedding, and so do tables of tokens within the blocks. A two-dimensional parameter outside the blocks that is
     neither is a vector's kin: Muon is for the matrices of the blocks.
     """
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    blocks = {id(p) for layer in model.get_decoder().layers for p in layer.parameters()}
+    layers = model.get_decoder().layers
+    blocks = {id(p) for layer in layers for p in layer.parameters()}
+    tables = {id(m.weight) for layer in layers for m in layer.modules() if isinstance(m, torch.nn.Embedding)}
     kinds: dict[str, list[tuple[str, torch.nn.Parameter]]] = {"matrix": [], "head": [], "embedding": [], "vector": []}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        if parameter is embedding:
+        if parameter is embedding or id(parameter) in tables:
             kind = "embedding"
         elif parameter is head:
             kind = "head"

@@ -168,7 +168,7 @@ def test_deepspeed_is_refused(tmp_path: Path) -> None:
 
 def test_an_unknown_architecture_names_those_there_are() -> None:
     said = refused("--arch", "gpt5")
-    assert all(arch in said for arch in ("nanochat", "qwen3", "llama", "lfm2"))
+    assert all(arch in said for arch in ("nanochat", "qwen3", "llama", "lfm2", "lfm2_value"))
 
 
 def test_the_run_file_means_the_same_run_on_another_machine() -> None:

@@ -32,6 +32,7 @@ from finetune.modeling.loss import make_chunked_head, microbatch_losses
 # Families to look at closely: (model type, changes of its tiny configuration).
 CLOSE: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", {}),
+    "lfm2 with value embeddings": ("lfm2_value", {}),
     "qwen3": ("qwen3", {}),
     "qwen3 with windows": (
         "qwen3",

@@ -69,6 +69,7 @@ FUSABLE = {
     "internlm3": (9, 4, 4),
     "jetmoe": (9, 4, 0),
     "lfm2": (13, 2, 0),
+    "lfm2_value": (13, 2, 0),
     "llama": (9, 4, 4),
     "longcat_flash": (17, 0, 4),
     "minicpm3": (17, 4, 4),

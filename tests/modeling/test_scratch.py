@@ -12,11 +12,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, NanoChatConfig
 
 from finetune.errors import ConfigError
+from finetune.modeling.attention import SHORT_CONVOLUTION_TYPES
 from finetune.modeling.model_config import check_targets, linear_names
 from finetune.modeling.scratch import make_empty_model, make_model, scratch_config, shape_of
 from finetune.planning.flops import flops_per_token, flops_utilisation, matrix_parameters
 
-ARCHITECTURES = ("nanochat", "qwen3", "llama", "lfm2")
+ARCHITECTURES = ("nanochat", "qwen3", "llama", "lfm2", "lfm2_value")
 
 # depth: width, heads, head_dim. From 2 heads of 128 on as nanochat's base_train; d12, d20, d24 and d26 are its own.
 SHAPES = {
@@ -88,6 +89,8 @@ def test_the_start_is_nanochats(model):
         elif name.endswith(("o_proj.weight", "out_proj.weight", "fc2.weight", "down_proj.weight", "w2.weight")):
             assert not parameter.any(), name
             seen.add("output")
+        elif name.endswith("value_gate"):
+            assert not parameter.any(), name
         else:
             factor = 0.4 if re.search(r"\.(fc1|gate_proj|up_proj)\.", name) else 1.0
             inputs = 4 if name.endswith("conv.conv.weight") else width  # taps of a channel
@@ -132,7 +135,7 @@ FROZEN = [
 
 def test_lora_names(model):
     """Trap: q, k, v, o, gate, up, down would silently skip NanoChat's MLP. Ours refuses, and all-linear finds all."""
-    mlps = {"nanochat": ("fc1", "fc2"), "lfm2": ("w1", "w2", "w3")}
+    mlps = {"nanochat": ("fc1", "fc2"), "lfm2": ("w1", "w2", "w3"), "lfm2_value": ("w1", "w2", "w3")}
     names = mlps.get(model.config.model_type, ("gate_proj", "up_proj", "down_proj"))
     absent = ("fc1", "fc2") if "fc1" not in names else ("gate_proj", "up_proj", "down_proj")
     check_targets(linear_names(model), list(names))
@@ -143,7 +146,7 @@ def test_lora_names(model):
     adapters = {
         name.split(".lora_A")[0].rsplit(".", 1)[1] for name, _ in adapted.named_parameters() if "lora_A" in name
     }
-    output = "out_proj" if model.config.model_type == "lfm2" else "o_proj"
+    output = "out_proj" if model.config.model_type in SHORT_CONVOLUTION_TYPES else "o_proj"
     assert adapters == {"q_proj", "k_proj", "v_proj", output, *names}
 
 
@@ -156,7 +159,7 @@ def test_saved_and_loaded_again_it_is_the_same(model, tmp_path: Path):
 
 
 def test_an_unknown_architecture():
-    with pytest.raises(ValueError, match="nanochat, qwen3, llama and lfm2"):
+    with pytest.raises(ValueError, match="nanochat, qwen3, llama, lfm2 and lfm2_value"):
         scratch_config("gpt5", 2, vocab_size=64, max_seq_len=8)
 
 
@@ -175,7 +178,7 @@ def test_flops_of_a_convolution_do_not_grow_with_the_sequence():
     assert flops_per_token(empty, 512) == 6 * matrix_parameters(empty) + 12 * 2 * 256 * 512
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "llama", "lfm2"])
+@pytest.mark.parametrize("arch", ["qwen3", "llama", "lfm2", "lfm2_value"])
 def test_gated_models_are_about_as_large(arch: str):
     empty = make_empty_model(scratch_config(arch, 12, vocab_size=32768, max_seq_len=512))
     assert matrix_parameters(empty) == pytest.approx(12 * 12 * 768**2 + 32768 * 768, rel=0.01)

@@ -40,6 +40,7 @@ CASES = {
     "full zero3": {"model": "meta-llama/Llama-3.1-8B", "tokens": 8192, "zero3": True, "settings": FULL},
     "pretraining": {"model": "nanochat-d12", "settings": {"device_batch_size": 8}},
     "pretraining lfm2": {"model": "nanochat-d12", "settings": {"device_batch_size": 8, "arch": "lfm2"}},
+    "pretraining lfm2_value": {"model": "nanochat-d12", "settings": {"device_batch_size": 8, "arch": "lfm2_value"}},
     "mixtral lora kept": {"model": "mixtral", "config": MIXTRAL, "settings": ATTENTION | KEPT},
     "qwen3_moe lora": {"model": "qwen3_moe", "config": QWEN3_MOE, "settings": ATTENTION},
     "qwen3_moe full zero3": {"model": "qwen3_moe", "config": QWEN3_MOE, "zero3": True, "settings": FULL},

@@ -272,7 +272,7 @@ def test_operations_and_small_parameters_are_those_that_the_run_counts():
     from finetune.modeling.scratch import make_empty_model, scratch_config
     from finetune.planning.flops import flops_per_token as of_model
 
-    for arch in ("nanochat", "qwen3", "llama", "lfm2"):
+    for arch in ("nanochat", "qwen3", "llama", "lfm2", "lfm2_value"):
         model = make_empty_model(scratch_config(arch, 3, vocab_size=1000, max_seq_len=64))
         shape = shape_of_model(model)
         work = Workload(shape, Computing(4, 4), Sharding(), trained=shape.total, longest=64)

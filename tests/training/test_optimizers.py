@@ -97,6 +97,10 @@ ASSIGNMENT["lfm2"] = {
         "model.embedding_norm.weight",
     },
 }
+ASSIGNMENT["lfm2_value"] = ASSIGNMENT["lfm2"] | {
+    "matrix": ASSIGNMENT["lfm2"]["matrix"] | {"self_attn.value_gate"},
+    "embedding": {"model.embed_tokens.weight", "self_attn.value_embedding.weight"},
+}
 
 
 @pytest.mark.parametrize("arch", ASSIGNMENT)

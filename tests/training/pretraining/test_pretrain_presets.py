@@ -169,7 +169,7 @@ def refused(files: Path, capsys, *flags: str) -> str:
         ("--max-seq-len 1024 --total-batch-size 2048", "lower --max-seq-len to at most 999"),
         ("--total-batch-size 2048", "a --total-batch-size of at most 992"),
         ("--device-batch-size 3", "nearest that agree"),
-        ("--arch gpt5", "nanochat, qwen3, llama, lfm2"),
+        ("--arch gpt5", "nanochat, qwen3, llama, lfm2, lfm2_value"),
         ("--backend nccl", "backend nccl does not work with cpu"),
         ("--resume_from old.pt", "pickle"),
         ("--use_wandb", "wandb is not installed"),
