@@ -24,6 +24,7 @@ VARIANTS = {
     "arch=nanochat,muon": "ours, `--arch nanochat --optimizer muon`",
     "arch=qwen3": "ours, `--arch qwen3`",
     "arch=lfm2": "ours, `--arch lfm2`",
+    "arch=lfm2_value": "ours, `--arch lfm2_value`",
     "ve": "no value embeddings",
     "gate": "their gate constant",
     "smear": "no smear",
