@@ -50,6 +50,7 @@ USUAL = (
     "ours-fp32",
     "ours-bf16",
     "ours-lfm2",
+    "ours-lfm2_value",
 )
 STEP_LINE = re.compile(r"^step (\d+)/\d+ .*\| dt: ([\d.]+)ms")
 
@@ -313,7 +314,7 @@ def _run_ours(variant: str, folder: Path, corpus: Corpus, options: argparse.Name
     settings = _our_settings(corpus.tokens, folder / "run", options) | {
         "dtype": "bfloat16" if variant == "ours-bf16" else "float32",
         "compile": variant != "ours-eager",
-        "arch": "lfm2" if variant == "ours-lfm2" else "nanochat",
+        "arch": variant.removeprefix("ours-") if "lfm2" in variant else "nanochat",
     }
     flags = [word for name, value in settings.items() for word in (f"--{name}", str(value).lower())]
     for name in ("train_data_path", "valid_data_path", "output_dir"):

@@ -17,6 +17,7 @@ PRETRAINING = {
     "nanochat by adamw": {"arch": "nanochat", "optimizer": "adamw"},
     "qwen3 by normuon": {"arch": "qwen3", "optimizer": "normuon"},
     "lfm2 by normuon": {"arch": "lfm2", "optimizer": "normuon"},
+    "lfm2_value by normuon": {"arch": "lfm2_value", "optimizer": "normuon"},
 }
 
 

@@ -43,8 +43,8 @@ _TESTED = """
     afmoe apertus arcee bitnet cohere cohere2 cwm deepseek_v2 deepseek_v3 diffllama ernie4_5 ernie4_5_moe exaone4
     exaone_moe flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox granite
     granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe internlm3 jetmoe lfm2 lfm2_value llama
-    longcat_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral nanochat olmo olmo2 olmo3 olmoe opt persimmon phi phi3
-    qwen2 qwen3 qwen3_moe seed_oss smollm3 starcoder2
+    longcat_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral nanochat olmo olmo2 olmo3 olmoe opt
+    persimmon phi phi3 qwen2 qwen3 qwen3_moe seed_oss smollm3 starcoder2
 """
 ISOLATED_MODEL_TYPES = frozenset(_TESTED.split())
 SHORT_CONVOLUTION_TYPES = frozenset({"lfm2", "lfm2_value"})

@@ -60,7 +60,7 @@ class Lfm2ValueAttention(Lfm2Attention):
         own = self.value_embedding(token_ids).view(shape) * gate.unsqueeze(-1)
         return (self.v_proj(hidden_states).view(shape) + own).transpose(1, 2)
 
-    def forward(
+    def forward(  # type: ignore[override]  # tokens are needed, too
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
@@ -79,9 +79,7 @@ class Lfm2ValueAttention(Lfm2Attention):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        output, weights = attend(
-            self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
-        )
+        output, weights = attend(self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
         return self.out_proj(output.reshape(*shape[:-2], -1).contiguous()), weights
 
 
@@ -93,7 +91,7 @@ class Lfm2ValueDecoderLayer(Lfm2DecoderLayer):
         if self.is_attention_layer:
             self.self_attn = Lfm2ValueAttention(config, layer_idx)
 
-    def forward(
+    def forward(  # type: ignore[override]  # all is given by name
         self, hidden_states: torch.Tensor, *, token_ids: torch.Tensor | None = None, **kwargs: Any
     ) -> torch.Tensor:
         if self.is_attention_layer:
@@ -135,9 +133,9 @@ class Lfm2ValueForCausalLM(Lfm2ForCausalLM):
         self.model = Lfm2ValueModel(config)
         self.post_init()
 
-    def resize_token_embeddings(self, new_num_tokens: int | None = None, *arguments: Any, **settings: Any) -> nn.Embedding:
+    def resize_token_embeddings(self, *arguments: Any, **settings: Any) -> nn.Embedding:
         """Resize the value embeddings too; new tokens add nothing to their values until they are trained."""
-        embedding = super().resize_token_embeddings(new_num_tokens, *arguments, **settings)
+        embedding = super().resize_token_embeddings(*arguments, **settings)
         for module in self.modules():
             if isinstance(module, Lfm2ValueAttention):
                 module.value_embedding = _resized(module.value_embedding, embedding.num_embeddings)

@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.optimization import Adafactor
 
+from finetune.modeling.attention import SHORT_CONVOLUTION_TYPES
 from finetune.planning.traffic import MUONS
 from finetune.training.muon import BatchedMuon, NorMuon, evaluated
 
@@ -31,6 +32,9 @@ LARGEST_DECAY_FACTOR = 10.0
 # The best learning rate falls with the tokens of a run to this power (Bjorck et al. 2024, arXiv 2409.19913, beta).
 HORIZON_POWER = 0.32
 LARGEST_HORIZON_FACTOR = 4.0  # of a run of a seventy-sixth of the tokens; shorter ones were not measured
+# The best rates of models with short convolutions, beside those of models that attend in every layer: twice as high in
+# runs of half a million and two million tokens (docs/pretraining_parts.md).
+CONVOLUTION_RATE_FACTOR = 2.0
 EMBEDDING_BETA2 = 0.995
 EMBEDDING_DECAY, HEAD_DECAY = 0.001, 0.01
 MOMENTUM_START, MOMENTUM_TOP, MOMENTUM_END, MOMENTUM_STEPS = 0.85, 0.97, 0.90, 400
@@ -53,7 +57,8 @@ def scaled_rates(config: PretrainConfig, *, width: int, worth_tokens: float, run
     With B tokens a step, all rates are scaled by sqrt(B / 2^19), those of AdamW also by (width / 768)^-1/2, the decay
     by sqrt(B / 2^19) x (reference tokens / horizon), where the horizon is what the model is worth, or the run's tokens
     if they are more. A run that is shorter than its model is worth has higher rates, by (worth / run)^0.32, but no
-    higher decay: its weights would shrink away before they had learned.
+    higher decay: its weights would shrink away before they had learned. A model from scratch with short convolutions
+    has twice these rates.
 
     Args:
         worth_tokens: those that the model is worth: target_param_data_ratio x parameters.
@@ -67,6 +72,7 @@ def scaled_rates(config: PretrainConfig, *, width: int, worth_tokens: float, run
     if config.lr_scaling:
         batch = math.sqrt(config.total_batch_size / REFERENCE_BATCH_TOKENS)
         scale *= batch * min(LARGEST_HORIZON_FACTOR, max(1.0, worth_tokens / run_tokens) ** HORIZON_POWER)
+        scale *= CONVOLUTION_RATE_FACTOR if config.model is None and config.arch in SHORT_CONVOLUTION_TYPES else 1.0
         width_factor = (width / REFERENCE_WIDTH) ** -0.5
         decay = min(LARGEST_DECAY_FACTOR, batch * REFERENCE_TOKENS / max(worth_tokens, run_tokens))
     adamw = scale * width_factor
@@ -82,8 +88,8 @@ def scaled_rates(config: PretrainConfig, *, width: int, worth_tokens: float, run
 def parameter_kinds(model: PreTrainedModel) -> dict[str, list[tuple[str, torch.nn.Parameter]]]:
     """Every trainable parameter under matrix, head, embedding or vector, in the model's order.
 
-    A head that is tied to the embedding counts as embedding, and so do tables of tokens within the blocks. A two-dimensional parameter outside the blocks that is
-    neither is a vector's kin: Muon is for the matrices of the blocks.
+    A head that is tied to the embedding counts as embedding, and so does a table that a block looks tokens up in. A
+    two-dimensional parameter outside the blocks that is neither is a vector's kin: Muon is for the blocks' matrices.
     """
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     layers = model.get_decoder().layers

@@ -239,6 +239,16 @@ def test_shorter_runs_have_higher_rates_and_no_other_decay(shorter: float, facto
     assert rates.decay == pytest.approx(0.28 * min(1.0, shorter))
 
 
+def test_short_convolutions_from_scratch_have_twice_the_rates():
+    plain = rates_of(192)
+    for arch in ("lfm2", "lfm2_value"):
+        rates = rates_of(192, arch=arch)
+        assert (rates.matrix, rates.embedding, rates.head) == (2 * plain.matrix, 2 * plain.embedding, 2 * plain.head)
+        assert rates.decay == plain.decay
+        assert rates_of(192, arch=arch, lr_scaling=False).matrix == 0.02, "as they are written"
+        assert rates_of(192, arch=arch, model="m", num_iterations=3) == rates_of(192, model="m", num_iterations=3)
+
+
 def test_one_rate_for_all_and_a_factor():
     rates = rates_of(64, 1, learning_rate=1e-3, lr_scale=0.7, lr_scaling=False)
     assert rates.matrix == rates.embedding == rates.head == pytest.approx(7e-4)

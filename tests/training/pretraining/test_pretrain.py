@@ -25,6 +25,7 @@ from finetune.config.schedules import ScheduleSettings, learning_rate_schedule
 from finetune.data.corpus.token_shards import TokenShards
 from finetune.data.corpus.windows import Windows
 from finetune.errors import DataError
+from finetune.modeling import lfm2_value
 from finetune.modeling.scratch import make_model, scratch_config
 from finetune.runtime.ports import free_port
 from finetune.training.optimizers import make_optimizer, scaled_rates, set_matrix_schedule
@@ -282,9 +283,10 @@ def fine_tuned(model: Path, data: Path, tmp_path: Path) -> dict[str, torch.Tenso
 
 
 @pytest.mark.slow
-def test_short_convolutions_go_the_whole_way(settings: dict, tiny_data: Path, tmp_path: Path):
-    """Killed, resumed on two processes, loaded by transformers alone, asked, fine-tuned."""
-    settings = {**settings, "arch": "lfm2", "depth": 2, "async_save": False}
+@pytest.mark.parametrize("arch", ["lfm2", "lfm2_value"])
+def test_short_convolutions_go_the_whole_way(arch: str, settings: dict, tiny_data: Path, tmp_path: Path):
+    """Killed, resumed on two processes, loaded by transformers, asked, fine-tuned."""
+    settings = {**settings, "arch": arch, "depth": 2, "async_save": False}
     whole, killed = train(settings, tmp_path / "whole"), tmp_path / "killed"
     patch = {"patch": kill_self, "patch_arguments": (0, KILLED), "module": "finetune.pretrain"}
     ranks = run_helpers.start({**settings, "output_dir": str(killed)}, **patch)
@@ -294,8 +296,10 @@ def test_short_convolutions_go_the_whole_way(settings: dict, tiny_data: Path, tm
     assert run_helpers.sample_ids(killed) == run_helpers.sample_ids(whole)
     assert run_helpers.losses(killed)[-1] == pytest.approx(run_helpers.losses(whole)[-1], rel=1e-4)
 
+    lfm2_value.register()
     model, tokenizer = AutoModelForCausalLM.from_pretrained(whole), AutoTokenizer.from_pretrained(whole)
-    assert type(model).__name__ == "Lfm2ForCausalLM" and not model.config.tie_word_embeddings
+    name = {"lfm2": "Lfm2ForCausalLM", "lfm2_value": "Lfm2ValueForCausalLM"}[arch]
+    assert type(model).__name__ == name and not model.config.tie_word_embeddings
     ids = tokenizer("router: ", return_tensors="pt").input_ids
     made = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=tokenizer.pad_token_id)
     result = run_cli(["chat", "--model", whole, "--device-type", "cpu", "--prompt", "router"], module="finetune")
@@ -305,12 +309,13 @@ def test_short_convolutions_go_the_whole_way(settings: dict, tiny_data: Path, tm
         assert any(name in key and tensor.any() for key, tensor in adapter.items()), name
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "llama", "lfm2"])
+@pytest.mark.parametrize("arch", ["qwen3", "llama", "lfm2", "lfm2_value"])
 def test_other_architectures_and_optimizers(arch: str, settings: dict, tmp_path: Path):
     changes = {"arch": arch, "optimizer": "adamw", "learning_rate": 3e-3, "lr_scheduler": "cosine", "save_steps": 0}
-    changes["depth"] = 2 if arch == "lfm2" else 1  # of one layer alone LFM2 has no convolution
+    changes["depth"] = 2 if "lfm2" in arch else 1  # of one layer alone LFM2 has no convolution
     output = train(settings, tmp_path / arch, **changes, num_iterations=4, document_aligned=True, max_grad_norm=1.0)
-    assert type(AutoModelForCausalLM.from_pretrained(output)).__name__.lower().startswith(arch)
+    lfm2_value.register()
+    assert type(AutoModelForCausalLM.from_pretrained(output)).__name__.lower().startswith(arch.replace("_", ""))
     losses = run_helpers.losses(output)
     assert losses[-1] < losses[0]
 
