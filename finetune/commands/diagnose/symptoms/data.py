@@ -133,14 +133,31 @@ SYMPTOMS = (
             r"(?:Error|Exception): .*(?:[Dd]ataset|[Dd]ataloader|data loader) (?:is empty|has (?:no|0"
             r"|zero) (?:samples|length))",
             r"(?:Error|Exception): .*[Nn]o (?:samples|examples|records) (?:were |are )?(?:left|found|remain)",
+            r"(?:Error|Exception): Cannot find valid samples, check",
         ),
         N_("No record is left to train on: the data are empty, or all were filtered out."),
         N_(
             "`wc -l` the data files, and print the number of records after each step of preparation: the filter by "
-            "length (--cutoff-len), the split and the mapping of columns are the usual places."
+            "length (--cutoff-len), the split and the mapping of columns (LLaMA-Factory: formatting, columns and tags "
+            "in data/dataset_info.json) are the usual places."
         ),
         confidence=0.86,
-        source="torch.utils.data",
+        source="torch.utils.data, LLaMA-Factory",
+    ),
+    Symptom(
+        "dataset_empty",
+        (r"Dropped lengthy example with length (?P<tokens>\d+) > (?P<limit>\d+)",),
+        N_("Every record was left out as too long[[: the limit is {limit} tokens, and one has {tokens}]]."),
+        N_(
+            "Raise the limit (LLaMA-Factory: cutoff_len, here --cutoff-len), or split long records: the median of "
+            "their lengths in tokens shows what is needed."
+        ),
+        confidence=0.9,
+        in_warnings=True,
+        at_least=2,
+        needs=("dataset_empty",),
+        explains=("dataset_empty",),
+        source="LLaMA-Factory",
     ),
     Symptom(
         "dataset_bad_json",
