@@ -69,8 +69,8 @@ LEAVES_BOILERPLATE = re.compile(
 _BEFORE_LEVEL = r"^(?:(?!\S*(?:ERROR|CRITICAL|FATAL|NCCL|Error|Exception))\S+ ){0,4}[\[(]?"
 _EXCEPTION_NAME = r"\w(?:Error|Exception|Timeout)\b"
 _SKIPPED = (
-    r"(?<!not )(?<!be )\b(?i:skipp(?:ed|ing)|ignor(?:ed|ing)|retrying|will retry|fall(?:ing|s|en)? back"
-    r"|us(?:ing|es) (?:the )?(?:default|reference|fallback)|recovered)\b"
+    r"(?:^skip \S|(?<!not )(?<!be )\b(?i:skipp(?:ed|ing)|ignor(?:ed|ing)|retrying|will retry|fall(?:ing|s|en)? back"
+    r"|us(?:ing|es) (?:the )?(?:default|reference|fallback)|recovered)\b)"
 )
 _CAUGHT = rf"(?:{_SKIPPED}|(?<!not )(?<!un)(?i:\bcaught|\bhandled)\b)"
 # Not a line that begins with the exception, as the end of a traceback does, nor one that says that this is the end.

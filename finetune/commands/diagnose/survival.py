@@ -37,7 +37,8 @@ def _survived_here(evidence: Evidence, number: int, log: LogEvidence) -> bool:
     if most >= (SURVIVED_STEPS if after.get(rank, most) > 0 else SURVIVED_STEPS_OF_OTHERS):
         return True
     later = log.evidence[number + 1 :]
-    if evidence.symptom.passing and not evidence.ends_traceback and (most > 0 or _has_traceback(later)):
+    went_on = most > 0 or number < log.ended or _has_traceback(later)
+    if evidence.symptom.passing and not evidence.ends_traceback and went_on:
         return True
     if evidence.symptom.lasting:
         return False

@@ -36,9 +36,26 @@ SYMPTOMS = (
     Symptom(
         "cuda_driver_mismatch",
         (
+            r"[Ff]ailed to initialize NVML: Driver/library version mismatch",
+            r"NVRM: API mismatch: the client has the version (?P<library>[\d.]+)",
+        ),
+        N_(
+            "The NVIDIA driver was upgraded while its old kernel module is still loaded: the module and the "
+            "libraries[[ ({library})]] are of different versions."
+        ),
+        N_(
+            "Reboot the machine, or end all that uses the GPUs and reload the module (`rmmod nvidia_uvm nvidia_drm "
+            "nvidia_modeset nvidia; nvidia-smi`). So that it does not come back: hold the driver's packages back from "
+            "unattended upgrades. In a container: its libraries must be the host's (nvidia-container-toolkit)."
+        ),
+        confidence=0.94,
+        source="NVML",
+    ),
+    Symptom(
+        "cuda_driver_mismatch",
+        (
             r"The NVIDIA driver on your system is too old \(found version (?P<found>\d+)\)",
             r"CUDA driver version is insufficient for CUDA runtime version",
-            r"[Ff]ailed to initialize NVML: Driver/library version mismatch",
             r"Found no NVIDIA driver on your system",
             r"Unexpected error from cudaGetDeviceCount|unsupported display driver / cuda driver combination",
             r"no kernel image is available for execution on the device|device kernel image is invalid",

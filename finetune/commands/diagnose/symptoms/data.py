@@ -227,8 +227,8 @@ SYMPTOMS = (
             r"Arrow(?:Invalid|IOError): .*(?:[Ff]ile is too small|[Ee]xpected to (?:be able to )?read|truncated"
             r"|[Cc]orrupt)",
             r"BadGzipFile|Compressed file ended before|zlib\.error|zstd\S*Error|tarfile\.\w*ReadError"
-            r"|unexpected end of (?:stream|archive)|Corrupt snappy|image file is truncated",
-            r"IndexError: index \d{7,} is out of bounds for axis 0 with size \d{7,}|UnidentifiedImageError",
+            r"|unexpected end of (?:stream|archive)|Corrupt snappy",
+            r"IndexError: index \d{7,} is out of bounds for axis 0 with size \d{7,}",
         ),
         N_("A prepared data file is cut short, empty, or not what its index says."),
         N_(
@@ -238,6 +238,20 @@ SYMPTOMS = (
         ),
         confidence=0.88,
         source="Megatron-LM, pyarrow, Python",
+    ),
+    Symptom(
+        "data_corrupt",
+        (
+            r"UnidentifiedImageError: cannot identify image file ['\"]?(?P<file>[^'\"<>]+)",
+            r"UnidentifiedImageError|image file is truncated",
+        ),
+        N_("An image of the data[[ ({file})]] cannot be read: it is broken, cut short, or no image."),
+        N_(
+            "Open it (`file PATH` says what it is), and copy it again or take its record out. To find others: read "
+            "all images once before training (PIL's Image.open(PATH).load()), and leave out what fails, counted."
+        ),
+        confidence=0.89,
+        source="Pillow",
     ),
     Symptom(
         "tokenizer_vocab_mismatch",
