@@ -44,7 +44,9 @@ ENDED_WELL = re.compile(
     r"|退出码\W{0,2}0\b|^(?:all (?:(?:evaluation|epoch|step|task|experiment)s )?)?(?:done|complete|finished)\b"
     r"|\b(?:finished|completed|exits) successfully"
     r"|\b(?:job|run|attempt|task|status)\b.{0,12}\b(?:succeeded|success|finished|completed)\b"
-    r"|\bsuccess(?:ful)? after \d)"
+    r"|\bsuccess(?:ful)? after \d"
+    r"|^(?:evaluation|benchmark|inference|generation|export|conversion|upload|download|preprocessing|merg(?:e|ing))"
+    r"(?: is| was)? (?:finished|done|completed?|ok)\b(?! with))"
     r"|reason: Completed\b|State[=:] ?COMPLETED\b"
 )
 # A new start, or something that was got over: what came before counts only where nothing after it failed by itself.
@@ -143,6 +145,8 @@ FAILURE = re.compile(
 CHAINED = re.compile(r"^(?:During handling of the above exception|The above exception was the direct cause)")
 # Ended by the launcher because another process had failed: no news.
 FORCED_KILL = re.compile(r"process (?P<pid>\d+) via \S+, forcefully exiting via \S*SIGKILL")
+# A task of a Slurm job failed by itself: the others are cancelled because of it.
+TASK_FAILED = re.compile(r"^srun: error: \S+: tasks? [\d,-]+: Exited with exit code [1-9]")
 # SGLang ends all that it started, and itself, without naming them.
 QUIT_ALL = re.compile(r"Received sigquit from a child process")
 # Training data, prompts and generated text speak of anything.
@@ -159,6 +163,8 @@ HEADING = re.compile(
     re.IGNORECASE,
 )
 DATA = re.compile(
+    # An agent's conversation with its tools.
+    r"^\[(?:tool|assistant|user|observation|action|thought|human)\] ?\S|"
     # `[sample 0] answer: ...`, `3/8 | prompt: ...`
     r"^\W*(?:(?:(?:sample|example|case|query|item|row|generation|test)\W{0,2}\d+|\d+(?:/\d+)?)\W{1,4})?"
     r"(?:(?:sample|example|first|last|next|random|raw|decoded|formatted|rendered|train(?:ing)?|eval(?:uation)?|validation"
@@ -260,6 +266,6 @@ BATCHES = re.compile(
 STRUCTURE = (
     *(FRAME, BOILERPLATE, FINISHED, TESTS_BEGIN, TESTS_RUN, TESTS_ENDED, TRAINED, ENDED_WELL, RESTART, SUMMARY_RANK),
     *(IGNORED, DIAGNOSIS_TITLE, FORCED_KILL, QUIT_ALL, CHAINED, CHAT_BEGINS, CHAT_ENDS, ENDS_TRACEBACK, FENCE, HEADING),
-    *(CRASHED_THREAD, PREPARING, BATCHES, RAISES, AT_POSITIONS, SERVED, TOO_LONG),
+    *(DATA, CRASHED_THREAD, PREPARING, BATCHES, RAISES, AT_POSITIONS, SERVED, TOO_LONG),
     re.compile(f"TraceBack|^{OWN_WHERE}|^{OWN_FIX}"),
 )

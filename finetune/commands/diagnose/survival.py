@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from finetune.commands.diagnose.evidence import Evidence, LogEvidence
+from finetune.commands.diagnose.log_kinds import is_failure
 from finetune.commands.diagnose.log_process import was_only_said
 from finetune.commands.diagnose.log_reading import SURVIVED_STEPS, LogLine, Moment
 from finetune.commands.diagnose.log_words import EXCEPTION
@@ -53,7 +54,15 @@ def _survived_here(evidence: Evidence, number: int, log: LogEvidence) -> bool:
         return True
     if 0 <= log.left <= number and evidence.symptom.cause == "preempted":  # of a job whose program had ended well
         return True
+    if log.said_well == len(log.evidence) and not log.steps and not any(_fails(piece) for piece in log.evidence):
+        return True  # of a program that trains nothing, and said in the end that all went well
     return number < log.finished or (most > 0 and number < log.ended)
+
+
+def _fails(evidence: Evidence) -> bool:
+    """Whether it says that a program ended, or that the machine or the scheduler did something to it."""
+    kind, text = evidence.symptom.kind, evidence.line.text
+    return evidence.ends_traceback or kind in AFTER_THE_END or is_failure(text) or EXCEPTION.match(text) is not None
 
 
 def _has_traceback(later: Sequence[Evidence]) -> bool:

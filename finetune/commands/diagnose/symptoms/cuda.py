@@ -30,6 +30,7 @@ _NO_GPU = (
     "flash_attn_missing",
     "package_mismatch",
     "dtype_mismatch",
+    "program_error",
 )
 
 SYMPTOMS = (
@@ -50,6 +51,7 @@ SYMPTOMS = (
         ),
         confidence=0.94,
         source="NVML",
+        explains=_NO_GPU,
     ),
     Symptom(
         "cuda_driver_mismatch",
@@ -92,6 +94,20 @@ SYMPTOMS = (
         confidence=0.93,
         source="CUDA runtime, NVIDIA fabric manager",
         explains=("package_mismatch",),
+    ),
+    Symptom(
+        "cuda_driver_mismatch",
+        (r"Warning: CUDA initialization: .*Error 802\b",),
+        N_(
+            "torch warned that the NVSwitch machine is not ready (its fabric manager does not run, or is of another "
+            "version than the driver), and went on without GPUs: what failed afterwards follows from it."
+        ),
+        _FABRIC_FIX,
+        confidence=0.94,
+        in_warnings=True,
+        source="torch, NVIDIA fabric manager",
+        needs=_NO_GPU,
+        explains=_NO_GPU,
     ),
     Symptom(
         "cuda_driver_mismatch",

@@ -96,7 +96,6 @@ SYMPTOMS = (
         confidence=0.86,
         in_warnings=True,
         lasting=True,
-        at_least=2,
         needs=("nan_loss",),
         explains=("nan_loss",),
         source="trl",

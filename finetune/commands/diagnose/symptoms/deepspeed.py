@@ -34,6 +34,23 @@ SYMPTOMS = (
         source="DeepSpeed's op builder, torch.utils.cpp_extension",
     ),
     Symptom(
+        "invalid_settings",
+        (
+            r"batch size (?P<batch>\([^)]*\)|\d+)? ?must be (?:evenly )?(?:divisible by|a multiple of) the number of "
+            r"generations per prompt \((?P<generations>\d+)\)",
+            r"(?:batch.{0,60})?must be (?:evenly )?(?:divisible by|a multiple of) .{0,10}num_generations",
+        ),
+        N_(
+            "The batch[[ {batch}]] does not hold whole groups of answers[[: {generations} are made for each prompt]]."
+        ),
+        N_(
+            "Choose per_device_train_batch_size x processes x gradient_accumulation_steps (or generation_batch_size) as "
+            "a multiple of num_generations, or num_generations so that it divides it: the message lists which do."
+        ),
+        confidence=0.95,
+        source="trl",
+    ),
+    Symptom(
         "deepspeed_batch_assert",
         (
             r"Check batch related parameters\. train_batch_size is not equal to micro_batch_per_gpu \* "
