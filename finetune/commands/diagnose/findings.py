@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from finetune.commands.diagnose.evidence import Evidence, LogEvidence
 from finetune.commands.diagnose.log_facts import with_next_values
 from finetune.commands.diagnose.log_words import PREPARING
-from finetune.commands.diagnose.survival import CLOCK_SLACK_SECONDS, nearest_year, standing_evidence
+from finetune.commands.diagnose.survival import CLOCK_SLACK_SECONDS, ends_well, nearest_year, standing_evidence
 from finetune.commands.diagnose.symptoms.base import Kind, Symptom, fill
 from finetune.commands.diagnose.symptoms.network import RETRIED, UNEQUAL_BATCHES, WAITED_FOR_DATA
 from finetune.commands.diagnose.symptoms.places import PLACES
@@ -75,7 +75,7 @@ class _Group:
 def rank_findings(
     logs: Sequence[LogEvidence], facts: dict[str, str] | None = None
 ) -> tuple[list[Finding], Finding | None]:
-    """The causes that all logs together show, best first, and where there are none who stopped the run, if anyone did.
+    """The causes that all logs together show, best first; where there are none, who stopped the run, or what it got over.
 
     Args:
         logs: in the order given; their times are compared as they stand.
@@ -105,7 +105,23 @@ def rank_findings(
     if findings:
         known_roots = {finding.cause for finding in findings} | {UNEXPLAINED.cause, INTERRUPTED.cause}
         findings[0].consequences = sorted({group.cause for group in groups} - known_roots)
-    return (findings, None) if kept or not findings else ([], findings[0])
+    if not kept or not findings:
+        return [], findings[0] if findings else None
+    ends = [log.result for log in logs if ends_well(log)]
+    if len(ends) == sum(bool(log.evidence) for log in logs):
+        return [], _got_over(findings[0], ends[-1])
+    return findings, None
+
+
+def _got_over(finding: Finding, result: tuple[int, str] | None) -> Finding:
+    """What a log speaks of that goes on to a result: no failure, but worth a word."""
+    assert result is not None
+    explanation = _(
+        "The log goes on to a result (line {line}: {text}), so that what it speaks of before was got over, or is only "
+        "quoted. Otherwise it would mean: {explanation}"
+    ).format(line=result[0], text=mask_secrets(plain_text(result[1][:80])), explanation=finding.explanation)
+    fix = _("If something did fail there, give that part of the log alone.")
+    return replace(finding, confidence=0.0, explanation=explanation, fix=fix, consequences=[])
 
 
 def _give_years(evidence: Sequence[Evidence]) -> None:

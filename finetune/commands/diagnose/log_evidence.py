@@ -60,6 +60,7 @@ from finetune.commands.diagnose.log_words import (
     TOO_LONG,
     TRAINED,
 )
+from finetune.commands.diagnose.survival import result_of
 from finetune.commands.diagnose.symptoms.base import Kind
 from finetune.commands.diagnose.symptoms.data import SAMPLE_TOO_LONG
 from finetune.commands.diagnose.symptoms.places import PLACES, symptom_of_place
@@ -82,6 +83,7 @@ def scan_log(file: LogFile) -> LogEvidence:
     scan.found.steps, scan.found.trained_until = file.steps, file.trained_until()
     if file.broken_off is not None and scan.found.done is None:
         scan.found.evidence.append(Evidence(BROKEN_OFF, file.broken_off, {}, scan.attempt))
+    scan.found.result = result_of(file.last)
     scan.name_holders()
     if not scan.of_a_run:
         scan.found.evidence.clear()

@@ -49,6 +49,21 @@ ENDED_WELL = re.compile(
     r"(?: is| was)? (?:finished|done|completed?|ok)\b(?! with))"
     r"|reason: Completed\b|State[=:] ?COMPLETED\b"
 )
+# What the last line of a program says that has done its work: what it made and where, what it measured, that it serves.
+RESULT = re.compile(
+    r"(?i:\b(?:saved|written|wrote|uploaded|exported|stored)\b.{0,60}?(?:\s|^|/|=|:)\S*[/.]\w"
+    r"|(?<![-\w])(?:results?|report)\b.{0,20}\b(?:in|to|at) \S*[/.]\w"
+    r"|\b(?:pass@\d+|accuracy|acc|exact_match|recall(?:@\d+)?|f1|score|bleu|rouge\w*|throughput|tflops?|tokens/s"
+    r"|tok/s)\b\W{0,6}(?:is |of |= ?)?\d|\d (?:tflops?|tflop/s|tok/s|tokens/s)\b"
+    r"|^(?:ok|bye|done|success|passed|200)[.!]?$|\b(?:completed|finished|done) in \d|_SUCCESS\b|\b\d+ passed\b"
+    r"|\bexit(?:ed)?(?: with)?(?: code| status)?[:= ]*0\b|\blistening on http|\ball slots are idle|\btotal time *=)"
+)
+NO_RESULT = re.compile(
+    r"(?i:\b(?:errors?|fail(?:ed|ure|s)?|exception|traceback|abort\w*|killed|unable|cannot|can't|could not|not found|denied"
+    r"|refused|timed? ?out|exit(?:ed)?(?: with)?(?: code| status)?[:= ]*[1-9]|giving up|crash\w*|core dumped|backoff"
+    r"|core file|dump)\b)|offline-run|Find logs"
+)
+PROMPT = re.compile(r"^(?:\S*[\w)\]~][^\w\s]*)?\s*[$#>%]\s*$|^[\W_]*$")
 # A new start, or something that was got over: what came before counts only where nothing after it failed by itself.
 RESTART = re.compile(
     r"will restart worker group|\[(?:INFO|WARNING)\] (?:starting again|restart)"

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from finetune.commands.diagnose.evidence import Evidence, LogEvidence
 from finetune.commands.diagnose.log_kinds import is_failure
 from finetune.commands.diagnose.log_process import was_only_said
+from finetune.commands.diagnose.log_prefixes import decode, strip_prefixes
 from finetune.commands.diagnose.log_reading import SURVIVED_STEPS, LogLine, Moment
-from finetune.commands.diagnose.log_words import EXCEPTION
+from finetune.commands.diagnose.log_words import EXCEPTION, NO_RESULT, PROMPT, RESULT
 from finetune.commands.diagnose.symptoms.base import Kind
 
 # Clocks of nodes and the buffers of their outputs differ by less than this, as a rule.
 CLOCK_SLACK_SECONDS = 10.0
 # So many logged steps of other processes: they do not go on for that long without one that died.
 SURVIVED_STEPS_OF_OTHERS = 10
+# What failed is not followed by as many lines and a result.
+LINES_AFTER = 3
 AFTER_THE_END = (Kind.MACHINE, Kind.KILLED, Kind.UNEXPLAINED, Kind.CASCADE)
 
 
@@ -24,6 +27,24 @@ def standing_evidence(logs: Sequence[LogEvidence]) -> list[Evidence]:
     left = [(log, [e for number, e in enumerate(log.evidence) if not _survived_here(e, number, log)]) for log in logs]
     ends = [log.done for log, of_log in left if log.done and log.steps and not of_log]
     return [e for log, of_log in left for e in of_log if not _survived_elsewhere(e, log, logs, ends)]
+
+
+def result_of(last: Iterable[tuple[int, bytes]]) -> tuple[int, str] | None:
+    """The result that a log ends with, and the number of its line; None without one. Prompts of shells are no lines."""
+    lines = [(number, strip_prefixes(decode(raw))[0].strip()) for number, raw in last]
+    said = [(number, text) for number, text in lines if not PROMPT.match(text)][-2:]
+    if not said or NO_RESULT.search(said[-1][1]):
+        return None
+    return next((line for line in reversed(said) if RESULT.search(line[1]) and not NO_RESULT.search(line[1])), None)
+
+
+def ends_well(log: LogEvidence) -> bool:
+    """Whether it goes on after all that was found in it, to a result; and no training in it ended there."""
+    if log.result is None:
+        return False
+    last = max((piece.line.number for piece in log.evidence), default=0)
+    trains_on = not log.steps or any(sum(log.steps.values()) > sum(e.line.steps_before.values()) for e in log.evidence[-1:])
+    return trains_on and log.result[0] - last >= LINES_AFTER
 
 
 def _survived_here(evidence: Evidence, number: int, log: LogEvidence) -> bool:

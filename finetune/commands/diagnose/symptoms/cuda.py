@@ -215,7 +215,7 @@ SYMPTOMS = (
     Symptom(
         "illegal_memory_or_ecc",
         (
-            r"uncorrectable (?:NVLink )?(?:ECC )?error|[Dd]ouble[- ][Bb]it ECC",
+            r"uncorrectable (?:NVLink )?(?:ECC )?error|[Dd]ouble[- ][Bb]it ECC(?!\s*:?\s*(?:N/A|0\b))",
             r"NVRM: Xid \([^)]*\): (?P<xid>(?!(?:8|13|31|32|43|45|68|69|109)\b)\d+)",
             r"fallen off the bus|GPU is lost|RmInitAdapter failed|NVLink.{0,40}(?:fatal|error)"
             r"|Unable to determine the device handle for GPU",
