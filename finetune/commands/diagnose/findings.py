@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,8 @@ STALE_SECONDS = 2 * 3600.0
 EVIDENCE_LINES = 6
 EVIDENCE_CHARACTERS = 400
 WEAK_CONFIDENCE = 0.5
+# What is reduced or broadcast has as many numbers on every rank.
+_REDUCED = re.compile(r"OpType=(?:ALLREDUCE|BROADCAST|REDUCE), NumelIn=(\d+)")
 # Below it a symptom explains what its own process reported later, not what that reported before.
 LEADING_CONFIDENCE = 0.65
 
@@ -113,7 +116,7 @@ def rank_findings(
     return findings, None
 
 
-def _got_over(finding: Finding, result: tuple[int, str] | None) -> Finding:
+def _got_over(finding: Finding, result: tuple[int, str, bool] | None) -> Finding:
     """What a log speaks of that goes on to a result: no failure, but worth a word."""
     assert result is not None
     explanation = _(
@@ -276,11 +279,13 @@ def _finding(group: _Group, facts: dict[str, str]) -> Finding:
 
 
 def _differing_calls(evidence: Sequence[Evidence]) -> dict[str, str]:
-    """The operations that ranks waited in under one number, where they are not the same."""
+    """The operations, with their numbers, that ranks waited in under one sequence number, where they are not the same."""
     calls: dict[str, set[str]] = {}
     for piece in evidence:
         if "operation" in piece.values and "PG ID" not in piece.line.text:
-            calls.setdefault(piece.values.get("sequence", ""), set()).add(piece.values["operation"])
+            numbers = _REDUCED.search(piece.line.text)
+            size = f" {int(numbers[1]):,}" if numbers else ""
+            calls.setdefault(piece.values.get("sequence", ""), set()).add(piece.values["operation"] + size)
     return next(({"calls": ", ".join(sorted(names))} for names in calls.values() if len(names) > 1), {})
 
 

@@ -42,7 +42,7 @@ DENIED = re.compile(
 ENDED_WELL = re.compile(
     r"(?i:\b(?:exit(?:ed|s|ing)?|return|left|leav(?:es|ing)|ended|status|rc)(?: with)?(?: code| status)?[:= (]{1,3}0\b"
     r"|退出码\W{0,2}0\b|^(?:all (?:(?:evaluation|epoch|step|task|experiment)s )?)?(?:done|complete|finished)\b"
-    r"|\b(?:finished|completed|exits) successfully"
+    r"|\b(?:(?:finished|completed|exits) successfully|successfully (?:finished|completed))\b|JobSucceeded\b"
     r"|\b(?:job|run|attempt|task|status)\b.{0,12}\b(?:succeeded|success|finished|completed)\b"
     r"|\bsuccess(?:ful)? after \d"
     r"|^(?:evaluation|benchmark|inference|generation|export|conversion|upload|download|preprocessing|merg(?:e|ing))"
@@ -55,7 +55,7 @@ RESULT = re.compile(
     r"|(?<![-\w])(?:results?|report)\b.{0,20}\b(?:in|to|at) \S*[/.]\w"
     r"|\b(?:pass@\d+|accuracy|acc|exact_match|recall(?:@\d+)?|f1|score|bleu|rouge\w*|throughput|tflops?|tokens/s"
     r"|tok/s)\b\W{0,6}(?:is |of |= ?)?\d|\d (?:tflops?|tflop/s|tok/s|tokens/s)\b"
-    r"|^(?:ok|bye|done|success|passed|200)[.!]?$|\b(?:completed|finished|done) in \d|_SUCCESS\b|\b\d+ passed\b"
+    r"|^(?:ok|bye|done|success|passed|200)[.!]?$|\b(?:completed|finished|done) in \d|_SUCCESS\b"
     r"|\bexit(?:ed)?(?: with)?(?: code| status)?[:= ]*0\b|\blistening on http|\ball slots are idle|\btotal time *=)"
 )
 NO_RESULT = re.compile(
@@ -66,10 +66,10 @@ NO_RESULT = re.compile(
 PROMPT = re.compile(r"^(?:\S*[\w)\]~][^\w\s]*)?\s*[$#>%]\s*$|^[\W_]*$")
 # A new start, or something that was got over: what came before counts only where nothing after it failed by itself.
 RESTART = re.compile(
-    r"will restart worker group|\[(?:INFO|WARNING)\] (?:starting again|restart)"
+    r"will restart worker group|\bSuccessfully assigned \S+ to \S|\[(?:INFO|WARNING)\] (?:starting again|restart)"
     r"|(?i:\bresum(?:ing|ed) (?:\w+ )?from\b|\brestart count [1-9]|\b(?:attempt|try|retry) [2-9]\b(?!/\d+\]|.*fail)"
     r"|\b(?:connection|link|service|server \S+) (?:was |is )?(?:restored|recovered|up again|OK\b)"
-    r"|\b(?:using|going on with) \S+(?: instead)?$|\brestart(?:ing|ed) (?:the )?(?:engine|worker|server|process|job)\b)"
+    r"|(?<!found, )\b(?:using|going on with) \S+(?: instead)?$|\brestart(?:ing|ed) (?:the )?(?:engine|worker|server|process|job)\b)"
 )
 SUMMARY_RANK = re.compile(r"^ +rank +: (?P<rank>\d+) \(local_rank: \d+\)")
 OWN_WHERE, OWN_FIX = "  where: ", "  fix:   "
@@ -178,7 +178,8 @@ HEADING = re.compile(
     re.IGNORECASE,
 )
 DATA = re.compile(
-    # An agent's conversation with its tools.
+    # Requests of a load test that failed, counted; an agent's conversation with its tools.
+    r"^\d+ +(?:GET|POST|PUT|DELETE) /\S*: |"
     r"^\[(?:tool|assistant|user|observation|action|thought|human)\] ?\S|"
     # `[sample 0] answer: ...`, `3/8 | prompt: ...`
     r"^\W*(?:(?:(?:sample|example|case|query|item|row|generation|test)\W{0,2}\d+|\d+(?:/\d+)?)\W{1,4})?"
@@ -205,7 +206,7 @@ QUOTED_DATA = re.compile(
     re.IGNORECASE,
 )
 # The text in which trl found no response.
-QUOTED_INSTANCE = re.compile(r"(?<=in the following instance: ).*(?= This instance will be ignored)")
+QUOTED_INSTANCE = re.compile(r"(?<=in the following instance: ).*?(?= This instance will be ignored|$)")
 # A log without any of these is another program's: what its lines say of disks and connections is not about a run.
 RUN = re.compile(
     r"(?i:torch|cuda|nccl|hccl|\bnpu|gpu|ascend|deepspeed|accelerate|transformers|tokenizer|safetensors|huggingface"

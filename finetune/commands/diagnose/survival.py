@@ -29,22 +29,31 @@ def standing_evidence(logs: Sequence[LogEvidence]) -> list[Evidence]:
     return [e for log, of_log in left for e in of_log if not _survived_elsewhere(e, log, logs, ends)]
 
 
-def result_of(last: Iterable[tuple[int, bytes]]) -> tuple[int, str] | None:
-    """The result that a log ends with, and the number of its line; None without one. Prompts of shells are no lines."""
+def result_of(last: Iterable[tuple[int, bytes]]) -> tuple[int, str, bool] | None:
+    """The last result among a log's last lines, the number of its line, and whether the log ends with it; else None.
+
+    Prompts of shells are no lines, and one more may follow, if it speaks of no failure.
+    """
     lines = [(number, strip_prefixes(decode(raw))[0].strip()) for number, raw in last]
-    said = [(number, text) for number, text in lines if not PROMPT.match(text)][-2:]
-    if not said or NO_RESULT.search(said[-1][1]):
-        return None
-    return next((line for line in reversed(said) if RESULT.search(line[1]) and not NO_RESULT.search(line[1])), None)
+    said = [line for line in lines if not PROMPT.match(line[1])]
+    for number, text in reversed(said):
+        if RESULT.search(text) and not NO_RESULT.search(text):
+            return number, text, number >= said[-2:][0][0] and not NO_RESULT.search(said[-1][1])
+    return None
 
 
 def ends_well(log: LogEvidence) -> bool:
-    """Whether it goes on after all that was found in it, to a result; and no training in it ended there."""
+    """Whether it goes on after all that was found in it, to a result; and no training in it ended there.
+
+    Processes that were only ended, after a result, ended with it.
+    """
     if log.result is None:
         return False
+    if not log.steps and all(e.symptom.kind == Kind.CASCADE and not e.ends_traceback for e in log.evidence):
+        return True
     last = max((piece.line.number for piece in log.evidence), default=0)
     trains_on = not log.steps or any(sum(log.steps.values()) > sum(e.line.steps_before.values()) for e in log.evidence[-1:])
-    return trains_on and log.result[0] - last >= LINES_AFTER
+    return trains_on and log.result[2] and log.result[0] - last >= LINES_AFTER
 
 
 def _survived_here(evidence: Evidence, number: int, log: LogEvidence) -> bool:

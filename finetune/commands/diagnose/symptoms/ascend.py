@@ -98,6 +98,7 @@ SYMPTOMS = (
         "npu_driver_cann_mismatch",
         (
             r"(?P<operator>aclnn\w+)\b.{0,80} not (?:found )?in lib\w+\.so|undefined symbol: (?P<operator_>aclnn\w+)",
+            r"No supported Ops kernel and engine are found for \[\w+\], optype \[(?P<operator>\w+)\]",
             r"binary_info_config\.json\b.{0,60}does not support opType \[(?P<operator>\w+)\]",
         ),
         N_("torch_npu calls an operator that the installed CANN does not have[[: {operator}]]."),

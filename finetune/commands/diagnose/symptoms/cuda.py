@@ -166,6 +166,7 @@ SYMPTOMS = (
             r"|CUDA Setup failed despite (?:GPU|CUDA) being available",
             r"AttributeError: 'NoneType' object has no attribute 'c(?:adam|adagrad|lion|momentum|rmsprop|lars|lamb"
             r"|quantize|dequantize|get_|int8|igemm|gemm|gemv|blockwise)\w*'",
+            r"libbitsandbytes_cpu\.so: undefined symbol",
         ),
         N_(
             "bitsandbytes works on no GPU here: torch sees none, or the installed bitsandbytes was built without CUDA, "
@@ -293,6 +294,7 @@ SYMPTOMS = (
             r"undefined symbol: _*(?P<library>nvJitLink|cusparse|cublas|cudnn|cusolver|cufft|curand|nvrtc|cudart)\w*",
             r"version (?P<library>lib(?:cudnn|cublas|cusparse|cusolver|cufft|nvJitLink|cudart|nvrtc)\w*\.so[.\d]*)"
             r"(?: not (?:found|defined)|$)",
+            r"(?P<library>cuDNN) version incompatibility: PyTorch was compiled",
             r"[Cc]ould not load library (?P<library>libcudnn\S+?)\.? "
             r"|Unable to load any of \{?(?P<library_>libcudnn[^,}]*)",
         ),

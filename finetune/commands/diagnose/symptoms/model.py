@@ -173,7 +173,7 @@ SYMPTOMS = (
             r"[Yy]our setup doesn't support bf16|device has no bfloat16",
             r"[Tt]ype bf16 is not supported on your device|bf16 mixed precision requires",
             r"not implemented for 'BFloat16'|[Bb][Ff](?:loat)?16 is (?:not supported|only supported)",
-            r"(?:does not|doesn't|do not|don't) support (?:bf16|bfloat16|BF16|BFloat16)"
+            r"(?:does not|doesn't|do not|don't) support (?:bf16|bfloat16|BF16|BFloat16)(?!.*float16 is used)"
             r"|DT_BF(?:LOAT)?16 .{0,20}not support",
             r"not (?:implemented|support(?:ed)?) for .{0,12}DT_BF(?:LOAT)?16",
             r"bf16\S* requires? (?:\.target|Ampere|GPU|PyTorch|CUDA)|BFloat16 (?:is )?not (?:supported|implemented)",
