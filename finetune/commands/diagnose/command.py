@@ -73,7 +73,7 @@ def read_log(path: Path | str) -> LogEvidence:
 
 
 def render_findings(findings: Sequence[Finding], stopped: Finding | None = None) -> str:
-    """Findings for people, a block each; a sentence where there are none, and who stopped the run or what it got over."""
+    """Findings for people, a block each; without any a sentence, and who stopped the run or what it got over."""
     if not findings:
         return "\n".join([_("No failure found."), *(_details(stopped) if stopped else ())])
     return "\n\n".join(_render(number, finding) for number, finding in enumerate(findings, 1))

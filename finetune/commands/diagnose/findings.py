@@ -78,7 +78,7 @@ class _Group:
 def rank_findings(
     logs: Sequence[LogEvidence], facts: dict[str, str] | None = None
 ) -> tuple[list[Finding], Finding | None]:
-    """The causes that all logs together show, best first; where there are none, who stopped the run, or what it got over.
+    """The causes that all logs together show, best first; without any who stopped the run, or what it got over.
 
     Args:
         logs: in the order given; their times are compared as they stand.
@@ -279,7 +279,7 @@ def _finding(group: _Group, facts: dict[str, str]) -> Finding:
 
 
 def _differing_calls(evidence: Sequence[Evidence]) -> dict[str, str]:
-    """The operations, with their numbers, that ranks waited in under one sequence number, where they are not the same."""
+    """The operations, with sizes, that ranks waited in under one sequence number, where they are not the same."""
     calls: dict[str, set[str]] = {}
     for piece in evidence:
         if "operation" in piece.values and "PG ID" not in piece.line.text:

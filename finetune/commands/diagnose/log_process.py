@@ -85,7 +85,7 @@ def is_data(process: Process, line: LogLine) -> bool:
     if (begins := list(CHAT_BEGINS.finditer(line.text))) and not CHAT_ENDS.search(line.text, begins[-1].end()):
         process.chat_until = line.number + CHAT_LINES
     quotes = DATA.search(line.text) and not EXCEPTION.match(line.text)
-    # A piece of a traceback in quoted text has no first line. Code under a frame, which may look like data, is indented.
+    # A piece of a traceback in quoted text has no first line. Code under a frame may look like data, but is indented.
     piece = line.number == process.quoted_at + 1 and bool(FRAME.match(line.text) or EXCEPTION.match(line.text))
     if piece or (quotes and not line.text[:1].isspace()):
         process.quoted_at = line.number

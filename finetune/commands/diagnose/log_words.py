@@ -59,8 +59,8 @@ RESULT = re.compile(
     r"|\bexit(?:ed)?(?: with)?(?: code| status)?[:= ]*0\b|\blistening on http|\ball slots are idle|\btotal time *=)"
 )
 NO_RESULT = re.compile(
-    r"(?i:\b(?:errors?|fail(?:ed|ure|s)?|exception|traceback|abort\w*|killed|unable|cannot|can't|could not|not found|denied"
-    r"|refused|timed? ?out|exit(?:ed)?(?: with)?(?: code| status)?[:= ]*[1-9]|giving up|crash\w*|core dumped|backoff"
+    r"(?i:\b(?:errors?|fail(?:ed|ure|s)?|exception|traceback|abort\w*|killed|unable|cannot|can't|could not|not found"
+    r"|denied|refused|timed? ?out|exit(?:ed)?(?: with)?(?: code| status)?[:= ]*[1-9]|giving up|crash\w*|core dumped|backoff"
     r"|core file|dump)\b)|offline-run|Find logs"
 )
 PROMPT = re.compile(r"^(?:\S*[\w)\]~][^\w\s]*)?\s*[$#>%]\s*$|^[\W_]*$")
@@ -69,7 +69,8 @@ RESTART = re.compile(
     r"will restart worker group|\bSuccessfully assigned \S+ to \S|\[(?:INFO|WARNING)\] (?:starting again|restart)"
     r"|(?i:\bresum(?:ing|ed) (?:\w+ )?from\b|\brestart count [1-9]|\b(?:attempt|try|retry) [2-9]\b(?!/\d+\]|.*fail)"
     r"|\b(?:connection|link|service|server \S+) (?:was |is )?(?:restored|recovered|up again|OK\b)"
-    r"|(?<!found, )\b(?:using|going on with) \S+(?: instead)?$|\brestart(?:ing|ed) (?:the )?(?:engine|worker|server|process|job)\b)"
+    r"|(?<!found, )\b(?:using|going on with) \S+(?: instead)?$"
+    r"|\brestart(?:ing|ed) (?:the )?(?:engine|worker|server|process|job)\b)"
 )
 SUMMARY_RANK = re.compile(r"^ +rank +: (?P<rank>\d+) \(local_rank: \d+\)")
 OWN_WHERE, OWN_FIX = "  where: ", "  fix:   "

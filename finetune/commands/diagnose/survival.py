@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from finetune.commands.diagnose.evidence import Evidence, LogEvidence
 from finetune.commands.diagnose.log_kinds import is_failure
-from finetune.commands.diagnose.log_process import was_only_said
 from finetune.commands.diagnose.log_prefixes import decode, strip_prefixes
+from finetune.commands.diagnose.log_process import was_only_said
 from finetune.commands.diagnose.log_reading import SURVIVED_STEPS, LogLine, Moment
 from finetune.commands.diagnose.log_words import EXCEPTION, NO_RESULT, PROMPT, RESULT
 from finetune.commands.diagnose.symptoms.base import Kind
@@ -52,7 +52,9 @@ def ends_well(log: LogEvidence) -> bool:
     if not log.steps and all(e.symptom.kind == Kind.CASCADE and not e.ends_traceback for e in log.evidence):
         return True
     last = max((piece.line.number for piece in log.evidence), default=0)
-    trains_on = not log.steps or any(sum(log.steps.values()) > sum(e.line.steps_before.values()) for e in log.evidence[-1:])
+    trains_on = not log.steps or any(
+        sum(log.steps.values()) > sum(e.line.steps_before.values()) for e in log.evidence[-1:]
+    )
     return trains_on and log.result[2] and log.result[0] - last >= LINES_AFTER
 
 

@@ -305,7 +305,9 @@ def test_packages_of_cann_are_not_installed_with_pip(module, tmp_path):
 
 
 def test_records_left_out_as_too_long_matter_where_none_is_left(tmp_path):
-    dropped = "[WARNING|2025-06-02 18:20:41] llamafactory.data:148 >> Dropped lengthy example with length 5120 > 1024.\n"
+    dropped = (
+        "[WARNING|2025-06-02 18:20:41] llamafactory.data:148 >> Dropped lengthy example with length 5120 > 1024.\n"
+    )
     none_left = "RuntimeError: Cannot find valid samples, check `data/README.md` for the data format.\n"
     assert "1024" in first(tmp_path, dropped * 2 + FRAME + none_left).explanation
     assert "filtered out" in first(tmp_path, FRAME + none_left).explanation

@@ -40,9 +40,7 @@ SYMPTOMS = (
             r"generations per prompt \((?P<generations>\d+)\)",
             r"(?:batch.{0,60})?must be (?:evenly )?(?:divisible by|a multiple of) .{0,10}num_generations",
         ),
-        N_(
-            "The batch[[ {batch}]] does not hold whole groups of answers[[: {generations} are made for each prompt]]."
-        ),
+        N_("The batch[[ {batch}]] does not hold whole groups of answers[[: {generations} are made for each prompt]]."),
         N_(
             "Choose per_device_train_batch_size x processes x gradient_accumulation_steps (or generation_batch_size) as "
             "a multiple of num_generations, or num_generations so that it divides it: the message lists which do."

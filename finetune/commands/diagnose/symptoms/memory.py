@@ -188,7 +188,7 @@ SYMPTOMS = (
     ),
     Symptom(
         "host_oom",
-        (r"^(?:\S+: line \d+: +)?\d* ?Killed\b|^\[\d+\] +(?:\+ )?\d+ killed\b|task \d+: Killed\b",),
+        (r"^(?:\S+: line \d+: +)?\d* ?Killed\b|^\[\d+\] +(?:\+ )?\d+ killed\b|task \d+: Killed\b|^zsh: killed\b",),
         N_(
             "The shell only reports that a process was killed (SIGKILL), nearly always by the kernel for lack of "
             "memory or by the container's limit."

@@ -9,9 +9,7 @@ SYMPTOMS = (
     Symptom(
         "missing_package",
         (r"No module named 'mpi4py'",),
-        N_(
-            "DeepSpeed was started without a launcher, took it that MPI had started it, and found no mpi4py to ask."
-        ),
+        N_("DeepSpeed was started without a launcher, took it that MPI had started it, and found no mpi4py to ask."),
         N_(
             "Start the program with a launcher, for one device too: torchrun, accelerate launch or deepspeed set RANK, "
             "WORLD_SIZE, LOCAL_RANK and MASTER_ADDR. Where mpirun is meant to start it: `pip install mpi4py`."
@@ -236,7 +234,9 @@ SYMPTOMS = (
     ),
     Symptom(
         "program_error",
-        (r"TypeError: (?P<function>\w*(?:reward|collat|callback|preprocess|compute_)\w*)\(\) got an unexpected keyword argument '(?P<name>\w+)'",),
+        (
+            r"TypeError: (?P<function>\w*(?:reward|collat|callback|preprocess|compute_)\w*)\(\) got an unexpected keyword argument '(?P<name>\w+)'",
+        ),
         N_("A function that the trainer calls[[, {function},]] does not take the argument[[ {name}]] that it gets."),
         N_(
             "Give it that argument, or **kwargs for all that it does not use: reward functions get the prompts, the "

@@ -153,7 +153,9 @@ SYMPTOMS = (
     Symptom(
         "preempted",
         (r"Process \d+ got signal: 1\b|[Rr]eceived (?:signal )?(?:Signals\.)?SIGHUP\b",),
-        N_("The run was told to stop by a hang-up (SIGHUP): the terminal or SSH session that it was started in closed."),
+        N_(
+            "The run was told to stop by a hang-up (SIGHUP): the terminal or SSH session that it was started in closed."
+        ),
         N_(
             "Start it where it outlives the session: in tmux or screen, with `setsid`, `systemd-run --user` or as a "
             "job of the scheduler. `nohup` is not enough for torchrun, which handles the hang-up itself. The same "
