@@ -60,8 +60,8 @@ RESULT = re.compile(
 )
 NO_RESULT = re.compile(
     r"(?i:\b(?:errors?|fail(?:ed|ure|s)?|exception|traceback|abort\w*|killed|unable|cannot|can't|could not|not found"
-    r"|denied|refused|timed? ?out|exit(?:ed)?(?: with)?(?: code| status)?[:= ]*[1-9]|giving up|crash\w*|core dumped|backoff"
-    r"|core file|dump)\b)|offline-run|Find logs"
+    r"|denied|refused|timed? ?out|exit(?:ed)?(?: with)?(?: code| status)?[:= ]*[1-9]|giving up|crash\w*|core dumped"
+    r"|backoff|core file|dump)\b)|offline-run|Find logs"
 )
 PROMPT = re.compile(r"^(?:\S*[\w)\]~][^\w\s]*)?\s*[$#>%]\s*$|^[\W_]*$")
 # A new start, or something that was got over: what came before counts only where nothing after it failed by itself.

@@ -52,9 +52,8 @@ def ends_well(log: LogEvidence) -> bool:
     if not log.steps and all(e.symptom.kind == Kind.CASCADE and not e.ends_traceback for e in log.evidence):
         return True
     last = max((piece.line.number for piece in log.evidence), default=0)
-    trains_on = not log.steps or any(
-        sum(log.steps.values()) > sum(e.line.steps_before.values()) for e in log.evidence[-1:]
-    )
+    before = sum(log.evidence[-1].line.steps_before.values()) if log.evidence else 0
+    trains_on = not log.steps or sum(log.steps.values()) > before
     return trains_on and log.result[2] and log.result[0] - last >= LINES_AFTER
 
 

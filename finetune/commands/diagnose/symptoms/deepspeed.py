@@ -42,8 +42,8 @@ SYMPTOMS = (
         ),
         N_("The batch[[ {batch}]] does not hold whole groups of answers[[: {generations} are made for each prompt]]."),
         N_(
-            "Choose per_device_train_batch_size x processes x gradient_accumulation_steps (or generation_batch_size) as "
-            "a multiple of num_generations, or num_generations so that it divides it: the message lists which do."
+            "Choose per_device_train_batch_size x processes x gradient_accumulation_steps (or generation_batch_size) "
+            "as a multiple of num_generations, or num_generations so that it divides it: the message lists which do."
         ),
         confidence=0.95,
         source="trl",

@@ -62,7 +62,8 @@ SYMPTOMS = (
             r"Failed to resolve '(?P<hub>[\w.-]*(?:huggingface|hf-mirror|modelscope|\bhf)\.\w+)'",
             r"SSLError|SSLCertVerificationError|CERTIFICATE_VERIFY_FAILED|SSL: \w+\]|ProxyError"
             r"|Tunnel connection failed|(?:407|50[234]) (?:Client|Server) Error(?!.*for url: /)",
-            r"429 Client Error(?!.*for url: /)|(?<!Client Error: )Too Many Requests|Consistency check failed: file should be of size|ReadTimeoutError"
+            r"429 Client Error(?!.*for url: /)|(?<!Client Error: )Too Many Requests"
+            r"|Consistency check failed: file should be of size|ReadTimeoutError"
             r"|IncompleteRead|ChunkedEncodingError",
             r"[Tt]emporary failure in name resolution|Name or service not known.*(?:http|hub|url|host)|gaierror",
             r"host='(?P<hub>[\w.-]*(?:huggingface|hf-mirror|modelscope|\bhf)\.\w+)'.*Max retries exceeded",

@@ -112,8 +112,8 @@ SYMPTOMS = (
         "nccl_network_interface",
         (r"[Gg]loo\b.*(?:connect|remote=|to) ?\[?(?P<address>127\.0\.\d\.1)\b",),
         N_(
-            "A process of another machine was told to connect to its own loopback[[ ({address})]]: the name of the machine "
-            "that listens has that address in its /etc/hosts."
+            "A process of another machine was told to connect to its own loopback[[ ({address})]]: the name of the "
+            "machine that listens has that address in its /etc/hosts."
         ),
         _INTERFACE_FIX,
         confidence=0.92,

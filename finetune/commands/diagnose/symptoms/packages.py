@@ -235,7 +235,8 @@ SYMPTOMS = (
     Symptom(
         "program_error",
         (
-            r"TypeError: (?P<function>\w*(?:reward|collat|callback|preprocess|compute_)\w*)\(\) got an unexpected keyword argument '(?P<name>\w+)'",
+            r"TypeError: (?P<function>\w*(?:reward|collat|callback|preprocess|compute_)\w*)\(\) got an unexpected "
+            r"keyword argument '(?P<name>\w+)'",
         ),
         N_("A function that the trainer calls[[, {function},]] does not take the argument[[ {name}]] that it gets."),
         N_(

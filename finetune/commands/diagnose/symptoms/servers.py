@@ -89,8 +89,8 @@ SYMPTOMS = (
         "collective_timeout",
         (r"Watchdog timeout \(self\.watchdog_timeout=(?P<seconds>\d+)\)",),
         N_(
-            "The inference engine made no step[[ for {seconds} s]], and its watchdog ended it: a kernel or a collective "
-            "hangs, or one of its processes has failed."
+            "The inference engine made no step[[ for {seconds} s]], and its watchdog ended it: a kernel or a "
+            "collective hangs, or one of its processes has failed."
         ),
         N_(
             "Look for an error of another of its processes before this, and at the stacks that it prints (or "
