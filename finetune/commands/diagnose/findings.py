@@ -110,9 +110,9 @@ def rank_findings(
         findings[0].consequences = sorted({group.cause for group in groups} - known_roots)
     if not kept or not findings:
         return [], findings[0] if findings else None
-    ends = [log.result for log in logs if ends_well(log)]
-    if len(ends) == sum(bool(log.evidence) for log in logs):
-        return [], _got_over(findings[0], ends[-1])
+    speaking = [log for log in logs if log.evidence]
+    if all(ends_well(log) for log in speaking):
+        return [], _got_over(findings[0], speaking[-1].result)
     return findings, None
 
 
