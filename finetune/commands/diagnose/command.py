@@ -14,6 +14,7 @@ from finetune.commands.diagnose.findings import Finding, FindingByPlace, rank_fi
 from finetune.commands.diagnose.log_evidence import scan_log
 from finetune.commands.diagnose.log_reading import LogFile, rank_in_name
 from finetune.commands.diagnose.run_evidence import RunFolder
+from finetune.commands.diagnose.symptoms.processes import INTERRUPTED
 from finetune.commands.diagnose.symptoms.rules import RESTART_CURES
 from finetune.config.fields import Paths, setting
 from finetune.config.options import SpokenOptions, read_options
@@ -46,7 +47,7 @@ def diagnose_logs(paths: Path | str | Sequence[Path | str]) -> list[Finding]:
 
 
 def _diagnosed(paths: Sequence[Path | str]) -> tuple[list[Finding], Finding | None]:
-    """The findings, and where there are none who stopped the run, if anyone did."""
+    """The findings, and where there are none who stopped the run, or what it got over."""
     logs: list[LogEvidence] = []
     facts: dict[str, str] = {}
     for path in paths:
@@ -72,7 +73,7 @@ def read_log(path: Path | str) -> LogEvidence:
 
 
 def render_findings(findings: Sequence[Finding], stopped: Finding | None = None) -> str:
-    """Findings for people, a block each; a sentence where there are none, and who stopped the run."""
+    """Findings for people, a block each; without any a sentence, and who stopped the run or what it got over."""
     if not findings:
         return "\n".join([_("No failure found."), *(_details(stopped) if stopped else ())])
     return "\n\n".join(_render(number, finding) for number, finding in enumerate(findings, 1))
@@ -111,7 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     findings, stopped = _diagnosed(options.logs)
     if options.as_json:
         shown: dict[str, object] = {"findings": [asdict(f) for f in findings]}
-        shown |= {"interrupted": asdict(stopped)} if stopped else {}
+        name = "interrupted" if stopped and stopped.cause == INTERRUPTED.cause else "got_over"
+        shown |= {name: asdict(stopped)} if stopped else {}
         sys.stdout.write(json.dumps(shown, indent=2, ensure_ascii=False) + "\n")
     else:
         write_filled(render_findings(findings, stopped))

@@ -54,6 +54,9 @@ class LogEvidence:
         preparing: the last progress of data being made ready, None where it came to its end.
         batches: how many batches each rank said it has, or had when it was through.
         served: how many came before a server answered a request for work; -1 where none did.
+        said_well: how many came before the last thing in it that said that all ended well; -1 where nothing did.
+        result: among the last lines what tells of work that was done: its line's number, its text, and whether the log
+            ends with it.
         left: how many came before a process, of a run that had said it was done, ended well; -1 where none did.
     """
 
@@ -67,5 +70,7 @@ class LogEvidence:
     ended: int = -1
     served: int = -1
     left: int = -1
+    said_well: int = -1
+    result: tuple[int, str, bool] | None = None
     preparing: LogLine | None = None
     batches: dict[int, int] = field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from finetune.commands.diagnose.evidence import Evidence, LogEvidence
 from finetune.commands.diagnose.log_facts import with_next_values
 from finetune.commands.diagnose.log_words import PREPARING
-from finetune.commands.diagnose.survival import CLOCK_SLACK_SECONDS, nearest_year, standing_evidence
+from finetune.commands.diagnose.survival import CLOCK_SLACK_SECONDS, ends_well, nearest_year, standing_evidence
 from finetune.commands.diagnose.symptoms.base import Kind, Symptom, fill
 from finetune.commands.diagnose.symptoms.network import RETRIED, UNEQUAL_BATCHES, WAITED_FOR_DATA
 from finetune.commands.diagnose.symptoms.places import PLACES
@@ -29,6 +30,8 @@ STALE_SECONDS = 2 * 3600.0
 EVIDENCE_LINES = 6
 EVIDENCE_CHARACTERS = 400
 WEAK_CONFIDENCE = 0.5
+# What is reduced or broadcast has as many numbers on every rank.
+_REDUCED = re.compile(r"OpType=(?:ALLREDUCE|BROADCAST|REDUCE), NumelIn=(\d+)")
 # Below it a symptom explains what its own process reported later, not what that reported before.
 LEADING_CONFIDENCE = 0.65
 
@@ -75,7 +78,7 @@ class _Group:
 def rank_findings(
     logs: Sequence[LogEvidence], facts: dict[str, str] | None = None
 ) -> tuple[list[Finding], Finding | None]:
-    """The causes that all logs together show, best first, and where there are none who stopped the run, if anyone did.
+    """The causes that all logs together show, best first; without any who stopped the run, or what it got over.
 
     Args:
         logs: in the order given; their times are compared as they stand.
@@ -105,7 +108,23 @@ def rank_findings(
     if findings:
         known_roots = {finding.cause for finding in findings} | {UNEXPLAINED.cause, INTERRUPTED.cause}
         findings[0].consequences = sorted({group.cause for group in groups} - known_roots)
-    return (findings, None) if kept or not findings else ([], findings[0])
+    if not kept or not findings:
+        return [], findings[0] if findings else None
+    speaking = [log for log in logs if log.evidence]
+    if all(ends_well(log) for log in speaking):
+        return [], _got_over(findings[0], speaking[-1].result)
+    return findings, None
+
+
+def _got_over(finding: Finding, result: tuple[int, str, bool] | None) -> Finding:
+    """What a log speaks of that goes on to a result: no failure, but worth a word."""
+    assert result is not None
+    explanation = _(
+        "The log goes on to a result (line {line}: {text}), so that what it speaks of before was got over, or is only "
+        "quoted. Otherwise it would mean: {explanation}"
+    ).format(line=result[0], text=mask_secrets(plain_text(result[1][:80])), explanation=finding.explanation)
+    fix = _("If something did fail there, give that part of the log alone.")
+    return replace(finding, confidence=0.0, explanation=explanation, fix=fix, consequences=[])
 
 
 def _give_years(evidence: Sequence[Evidence]) -> None:
@@ -260,11 +279,13 @@ def _finding(group: _Group, facts: dict[str, str]) -> Finding:
 
 
 def _differing_calls(evidence: Sequence[Evidence]) -> dict[str, str]:
-    """The operations that ranks waited in under one number, where they are not the same."""
+    """The operations, with sizes, that ranks waited in under one sequence number, where they are not the same."""
     calls: dict[str, set[str]] = {}
     for piece in evidence:
         if "operation" in piece.values and "PG ID" not in piece.line.text:
-            calls.setdefault(piece.values.get("sequence", ""), set()).add(piece.values["operation"])
+            numbers = _REDUCED.search(piece.line.text)
+            size = f" {int(numbers[1]):,}" if numbers else ""
+            calls.setdefault(piece.values.get("sequence", ""), set()).add(piece.values["operation"] + size)
     return next(({"calls": ", ".join(sorted(names))} for names in calls.values() if len(names) > 1), {})
 
 

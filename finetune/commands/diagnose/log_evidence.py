@@ -52,6 +52,7 @@ from finetune.commands.diagnose.log_words import (
     SERVED,
     SERVICE,
     SUMMARY_RANK,
+    TASK_FAILED,
     TESTS_BEGIN,
     TESTS_ENDED,
     TESTS_PASSED,
@@ -59,6 +60,7 @@ from finetune.commands.diagnose.log_words import (
     TOO_LONG,
     TRAINED,
 )
+from finetune.commands.diagnose.survival import result_of
 from finetune.commands.diagnose.symptoms.base import Kind
 from finetune.commands.diagnose.symptoms.data import SAMPLE_TOO_LONG
 from finetune.commands.diagnose.symptoms.places import PLACES, symptom_of_place
@@ -67,7 +69,7 @@ from finetune.commands.diagnose.symptoms.trainers import BAD_RECORD
 
 # Of one symptom on one rank in one attempt the first lines are kept and the others counted.
 KEPT_LINES = 3
-# Lines between that an engine ends all its processes and that the shell says so.
+# Lines between that an engine or Slurm ends all processes and that the shell says so.
 QUIT_LINES = 50
 # No rule knows these by their words.
 UNKNOWN = (UNEXPLAINED, *PLACES)
@@ -81,6 +83,7 @@ def scan_log(file: LogFile) -> LogEvidence:
     scan.found.steps, scan.found.trained_until = file.steps, file.trained_until()
     if file.broken_off is not None and scan.found.done is None:
         scan.found.evidence.append(Evidence(BROKEN_OFF, file.broken_off, {}, scan.attempt))
+    scan.found.result = result_of(file.last)
     scan.name_holders()
     if not scan.of_a_run:
         scan.found.evidence.clear()
@@ -107,7 +110,7 @@ class _Scan:
         self._processes: dict[tuple[str, int | None], Process] = defaultdict(Process)
         self._kept: dict[tuple[object, ...], list[Evidence]] = defaultdict(list)
         self._killed_by_launcher: set[str] = set()
-        self._quit_all: LogLine | None = None  # where an engine said that it ends all that it started
+        self._quit_all: LogLine | None = None  # where it was said that all are ended because one failed
         self.attempt = 0
         self._summary_rank: int | None = None
         self._in_diagnosis = False
@@ -159,6 +162,8 @@ class _Scan:
         ended_well = ENDED_WELL.search(text) is not None
         if trained or restarted or ended_well:
             self.found.ended = len(self.found.evidence)
+        if ended_well:
+            self.found.said_well = len(self.found.evidence)
         if ended_well and self.found.trained >= 0:
             self.found.left = len(self.found.evidence)
         if restarted:
@@ -192,7 +197,7 @@ class _Scan:
             self.found.served = len(self.found.evidence)
         if forced := FORCED_KILL.search(text):
             self._killed_by_launcher.add(forced["pid"])
-        if QUIT_ALL.search(text):
+        if QUIT_ALL.search(text) or TASK_FAILED.search(text):
             self._quit_all = line
 
     def name_holders(self) -> None:
@@ -289,7 +294,7 @@ class _Scan:
         self._keep(process, Evidence(symptom, line, values, self.attempt, **how))
 
     def _was_forced(self, line: LogLine, pid: str | None) -> bool:
-        """Whether the launcher or an engine, just before, said that it kills this process."""
+        """Whether the launcher, an engine or the scheduler, just before, said that it ends this process."""
         if pid is not None:
             return pid in self._killed_by_launcher
         quit_all = self._quit_all

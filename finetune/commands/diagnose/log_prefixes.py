@@ -54,7 +54,7 @@ _PREFIX = re.compile(
     r"|\[(?:pod/)?(?P<node_c>(?!c10d)[a-z][\w./-]*-\d[\w./-]*)\]:?\s"  # kubectl, stern
     r"|(?P<node_d>[\w.-]+) (?=kernel: |slurmstepd\[|systemd\[|dockerd\[|kubelet\[)"  # syslog
     r"|kernel: (?:\[ *\d+\.\d{6}\] )?"
-    r"|(?:ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[\w./]+:\d+\] "  # vLLM
+    r"|(?:ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[?[\w./]+:\d+\] "  # vLLM
     r"|(?:ERROR|CRITICAL) +\| [\w.<>]+:[\w.<>]+:\d+ - "  # loguru
 )
 _RANK_INSIDE = re.compile(r"\[(?:[^][]*\b)?Rank (\d{1,5})\b|RankID:(\d{1,5})\b")

@@ -66,6 +66,7 @@ class Process:
         self.chained: Evidence | None = None  # an unknown error that the next one is said to come from
         self.chat_until = 0  # the line up to which a conversation is quoted
         self.fence_until = 0  # and what stands between ``` and ```
+        self.quoted_at = -1  # the last line of quoted data
         self.in_crashed_thread = False  # in the stack of the thread in which Python crashed
         self.steps: Mapping[int | None, int] = {}  # logged before its last line
 
@@ -84,7 +85,11 @@ def is_data(process: Process, line: LogLine) -> bool:
     if (begins := list(CHAT_BEGINS.finditer(line.text))) and not CHAT_ENDS.search(line.text, begins[-1].end()):
         process.chat_until = line.number + CHAT_LINES
     quotes = DATA.search(line.text) and not EXCEPTION.match(line.text)
-    return within or bool(begins) or bool(TABLE_ROW.match(line.text) or quotes)
+    # A piece of a traceback in quoted text has no first line. Code under a frame may look like data, but is indented.
+    piece = line.number == process.quoted_at + 1 and bool(FRAME.match(line.text) or EXCEPTION.match(line.text))
+    if piece or (quotes and not line.text[:1].isspace()):
+        process.quoted_at = line.number
+    return within or bool(begins) or bool(TABLE_ROW.match(line.text) or quotes or piece)
 
 
 def without_quotes(line: LogLine) -> LogLine:

@@ -17,6 +17,7 @@ BLOCK_BYTES = 1 << 18
 LINE_HEAD_BYTES = 16 << 10  # of a longer line the beginning is kept,
 LINE_TAIL_BYTES = 4 << 10  # and its end
 SHAPES_LIMIT = 50_000
+LAST_LINES = 12
 SHAPE_BYTES = 1 << 10
 # Lines without a time that wait for the next time in their log, and how long after the last time one may be.
 WAITING_LIMIT = 200
@@ -108,6 +109,7 @@ class LogFile:
 
     Attributes:
         steps: logged training steps so far, by rank.
+        last: its last lines so far, with their numbers.
         broken_off: the last line, where it is a step's line up to the middle of a word.
     """
 
@@ -115,6 +117,7 @@ class LogFile:
         self.source, self.rank = source, rank
         self.steps: dict[int | None, int] = {}
         self.broken_off: LogLine | None = None
+        self.last: deque[tuple[int, bytes]] = deque(maxlen=LAST_LINES)
         self._file, self._year = file, time.localtime().tm_year  # for times that have none
         self._shapes: dict[bytes, tuple[LineKind, Clock]] = {}
         self._timed: bytes | None = None  # the last line with a time
@@ -126,6 +129,7 @@ class LogFile:
         waiting: list[LogLine] = []
         number, raw, steps_seen = 0, b"", deque([b""], maxlen=2)
         for number, raw in raw_lines(self._file):
+            self.last.append((number, raw))
             kind, clock = self._classified(raw, kind_of)
             if clock:
                 self._timed = raw

@@ -42,17 +42,35 @@ DENIED = re.compile(
 ENDED_WELL = re.compile(
     r"(?i:\b(?:exit(?:ed|s|ing)?|return|left|leav(?:es|ing)|ended|status|rc)(?: with)?(?: code| status)?[:= (]{1,3}0\b"
     r"|退出码\W{0,2}0\b|^(?:all (?:(?:evaluation|epoch|step|task|experiment)s )?)?(?:done|complete|finished)\b"
-    r"|\b(?:finished|completed|exits) successfully"
+    r"|\b(?:(?:finished|completed|exits) successfully|successfully (?:finished|completed))\b|JobSucceeded\b"
     r"|\b(?:job|run|attempt|task|status)\b.{0,12}\b(?:succeeded|success|finished|completed)\b"
-    r"|\bsuccess(?:ful)? after \d)"
+    r"|\bsuccess(?:ful)? after \d"
+    r"|^(?:evaluation|benchmark|inference|generation|export|conversion|upload|download|preprocessing|merg(?:e|ing))"
+    r"(?: is| was)? (?:finished|done|completed?|ok)\b(?! with))"
     r"|reason: Completed\b|State[=:] ?COMPLETED\b"
 )
+# What the last line of a program says that has done its work: what it made and where, what it measured, that it serves.
+RESULT = re.compile(
+    r"(?i:\b(?:saved|written|wrote|uploaded|exported|stored)\b.{0,60}?(?:\s|^|/|=|:)\S*[/.]\w"
+    r"|(?<![-\w])(?:results?|report)\b.{0,20}\b(?:in|to|at) \S*[/.]\w"
+    r"|\b(?:pass@\d+|accuracy|acc|exact_match|recall(?:@\d+)?|f1|score|bleu|rouge\w*|throughput|tflops?|tokens/s"
+    r"|tok/s)\b\W{0,6}(?:is |of |= ?)?\d|\d (?:tflops?|tflop/s|tok/s|tokens/s)\b"
+    r"|^(?:ok|bye|done|success|passed|200)[.!]?$|\b(?:completed|finished|done) in \d|_SUCCESS\b"
+    r"|\bexit(?:ed)?(?: with)?(?: code| status)?[:= ]*0\b|\blistening on http|\ball slots are idle|\btotal time *=)"
+)
+NO_RESULT = re.compile(
+    r"(?i:\b(?:errors?|fail(?:ed|ure|s)?|exception|traceback|abort\w*|killed|unable|cannot|can't|could not|not found"
+    r"|denied|refused|timed? ?out|exit(?:ed)?(?: with)?(?: code| status)?[:= ]*[1-9]|giving up|crash\w*|core dumped"
+    r"|backoff|core file|dump)\b)|offline-run|Find logs"
+)
+PROMPT = re.compile(r"^(?:\S*[\w)\]~][^\w\s]*)?\s*[$#>%]\s*$|^[\W_]*$")
 # A new start, or something that was got over: what came before counts only where nothing after it failed by itself.
 RESTART = re.compile(
-    r"will restart worker group|\[(?:INFO|WARNING)\] (?:starting again|restart)"
+    r"will restart worker group|\bSuccessfully assigned \S+ to \S|\[(?:INFO|WARNING)\] (?:starting again|restart)"
     r"|(?i:\bresum(?:ing|ed) (?:\w+ )?from\b|\brestart count [1-9]|\b(?:attempt|try|retry) [2-9]\b(?!/\d+\]|.*fail)"
     r"|\b(?:connection|link|service|server \S+) (?:was |is )?(?:restored|recovered|up again|OK\b)"
-    r"|\b(?:using|going on with) \S+(?: instead)?$|\brestart(?:ing|ed) (?:the )?(?:engine|worker|server|process|job)\b)"
+    r"|(?<!found, )\b(?:using|going on with) \S+(?: instead)?$"
+    r"|\brestart(?:ing|ed) (?:the )?(?:engine|worker|server|process|job)\b)"
 )
 SUMMARY_RANK = re.compile(r"^ +rank +: (?P<rank>\d+) \(local_rank: \d+\)")
 OWN_WHERE, OWN_FIX = "  where: ", "  fix:   "
@@ -69,8 +87,8 @@ LEAVES_BOILERPLATE = re.compile(
 _BEFORE_LEVEL = r"^(?:(?!\S*(?:ERROR|CRITICAL|FATAL|NCCL|Error|Exception))\S+ ){0,4}[\[(]?"
 _EXCEPTION_NAME = r"\w(?:Error|Exception|Timeout)\b"
 _SKIPPED = (
-    r"(?<!not )(?<!be )\b(?i:skipp(?:ed|ing)|ignor(?:ed|ing)|retrying|will retry|fall(?:ing|s|en)? back"
-    r"|us(?:ing|es) (?:the )?(?:default|reference|fallback)|recovered)\b"
+    r"(?:^skip \S|(?<!not )(?<!be )\b(?i:skipp(?:ed|ing)|ignor(?:ed|ing)|retrying|will retry|fall(?:ing|s|en)? back"
+    r"|us(?:ing|es) (?:the )?(?:default|reference|fallback)|recovered)\b)"
 )
 _CAUGHT = rf"(?:{_SKIPPED}|(?<!not )(?<!un)(?i:\bcaught|\bhandled)\b)"
 # Not a line that begins with the exception, as the end of a traceback does, nor one that says that this is the end.
@@ -143,6 +161,8 @@ FAILURE = re.compile(
 CHAINED = re.compile(r"^(?:During handling of the above exception|The above exception was the direct cause)")
 # Ended by the launcher because another process had failed: no news.
 FORCED_KILL = re.compile(r"process (?P<pid>\d+) via \S+, forcefully exiting via \S*SIGKILL")
+# A task of a Slurm job failed by itself: the others are cancelled because of it.
+TASK_FAILED = re.compile(r"^srun: error: \S+: tasks? [\d,-]+: Exited with exit code [1-9]")
 # SGLang ends all that it started, and itself, without naming them.
 QUIT_ALL = re.compile(r"Received sigquit from a child process")
 # Training data, prompts and generated text speak of anything.
@@ -159,6 +179,9 @@ HEADING = re.compile(
     re.IGNORECASE,
 )
 DATA = re.compile(
+    # Requests of a load test that failed, counted; an agent's conversation with its tools.
+    r"^\d+ +(?:GET|POST|PUT|DELETE) /\S*: |"
+    r"^\[(?:tool|assistant|user|observation|action|thought|human)\] ?\S|"
     # `[sample 0] answer: ...`, `3/8 | prompt: ...`
     r"^\W*(?:(?:(?:sample|example|case|query|item|row|generation|test)\W{0,2}\d+|\d+(?:/\d+)?)\W{1,4})?"
     r"(?:(?:sample|example|first|last|next|random|raw|decoded|formatted|rendered|train(?:ing)?|eval(?:uation)?|validation"
@@ -184,7 +207,7 @@ QUOTED_DATA = re.compile(
     re.IGNORECASE,
 )
 # The text in which trl found no response.
-QUOTED_INSTANCE = re.compile(r"(?<=in the following instance: ).*(?= This instance will be ignored)")
+QUOTED_INSTANCE = re.compile(r"(?<=in the following instance: ).*?(?= This instance will be ignored|$)")
 # A log without any of these is another program's: what its lines say of disks and connections is not about a run.
 RUN = re.compile(
     r"(?i:torch|cuda|nccl|hccl|\bnpu|gpu|ascend|deepspeed|accelerate|transformers|tokenizer|safetensors|huggingface"
@@ -260,6 +283,6 @@ BATCHES = re.compile(
 STRUCTURE = (
     *(FRAME, BOILERPLATE, FINISHED, TESTS_BEGIN, TESTS_RUN, TESTS_ENDED, TRAINED, ENDED_WELL, RESTART, SUMMARY_RANK),
     *(IGNORED, DIAGNOSIS_TITLE, FORCED_KILL, QUIT_ALL, CHAINED, CHAT_BEGINS, CHAT_ENDS, ENDS_TRACEBACK, FENCE, HEADING),
-    *(CRASHED_THREAD, PREPARING, BATCHES, RAISES, AT_POSITIONS, SERVED, TOO_LONG),
+    *(DATA, CRASHED_THREAD, PREPARING, BATCHES, RAISES, AT_POSITIONS, SERVED, TOO_LONG),
     re.compile(f"TraceBack|^{OWN_WHERE}|^{OWN_FIX}"),
 )

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from finetune.commands.diagnose.evidence import Evidence, LogEvidence
+from finetune.commands.diagnose.log_kinds import is_failure
+from finetune.commands.diagnose.log_prefixes import decode, strip_prefixes
 from finetune.commands.diagnose.log_process import was_only_said
 from finetune.commands.diagnose.log_reading import SURVIVED_STEPS, LogLine, Moment
-from finetune.commands.diagnose.log_words import EXCEPTION
+from finetune.commands.diagnose.log_words import EXCEPTION, NO_RESULT, PROMPT, RESULT
 from finetune.commands.diagnose.symptoms.base import Kind
 
 # Clocks of nodes and the buffers of their outputs differ by less than this, as a rule.
 CLOCK_SLACK_SECONDS = 10.0
 # So many logged steps of other processes: they do not go on for that long without one that died.
 SURVIVED_STEPS_OF_OTHERS = 10
+# What failed is not followed by as many lines and a result.
+LINES_AFTER = 3
 AFTER_THE_END = (Kind.MACHINE, Kind.KILLED, Kind.UNEXPLAINED, Kind.CASCADE)
 
 
@@ -23,6 +27,34 @@ def standing_evidence(logs: Sequence[LogEvidence]) -> list[Evidence]:
     left = [(log, [e for number, e in enumerate(log.evidence) if not _survived_here(e, number, log)]) for log in logs]
     ends = [log.done for log, of_log in left if log.done and log.steps and not of_log]
     return [e for log, of_log in left for e in of_log if not _survived_elsewhere(e, log, logs, ends)]
+
+
+def result_of(last: Iterable[tuple[int, bytes]]) -> tuple[int, str, bool] | None:
+    """The last result among a log's last lines, the number of its line, and whether the log ends with it; else None.
+
+    Prompts of shells are no lines, and one more may follow, if it speaks of no failure.
+    """
+    lines = [(number, strip_prefixes(decode(raw))[0].strip()) for number, raw in last]
+    said = [line for line in lines if not PROMPT.match(line[1])]
+    for number, text in reversed(said):
+        if RESULT.search(text) and not NO_RESULT.search(text):
+            return number, text, number >= said[-2:][0][0] and not NO_RESULT.search(said[-1][1])
+    return None
+
+
+def ends_well(log: LogEvidence) -> bool:
+    """Whether it goes on after all that was found in it, to a result; and no training in it ended there.
+
+    Processes that were only ended, after a result, ended with it.
+    """
+    if log.result is None:
+        return False
+    if not log.steps and all(e.symptom.kind == Kind.CASCADE and not e.ends_traceback for e in log.evidence):
+        return True
+    last = max((piece.line.number for piece in log.evidence), default=0)
+    before = sum(log.evidence[-1].line.steps_before.values()) if log.evidence else 0
+    trains_on = not log.steps or sum(log.steps.values()) > before
+    return trains_on and log.result[2] and log.result[0] - last >= LINES_AFTER
 
 
 def _survived_here(evidence: Evidence, number: int, log: LogEvidence) -> bool:
@@ -37,7 +69,8 @@ def _survived_here(evidence: Evidence, number: int, log: LogEvidence) -> bool:
     if most >= (SURVIVED_STEPS if after.get(rank, most) > 0 else SURVIVED_STEPS_OF_OTHERS):
         return True
     later = log.evidence[number + 1 :]
-    if evidence.symptom.passing and not evidence.ends_traceback and (most > 0 or _has_traceback(later)):
+    went_on = most > 0 or number < log.ended or _has_traceback(later)
+    if evidence.symptom.passing and not evidence.ends_traceback and went_on:
         return True
     if evidence.symptom.lasting:
         return False
@@ -52,7 +85,15 @@ def _survived_here(evidence: Evidence, number: int, log: LogEvidence) -> bool:
         return True
     if 0 <= log.left <= number and evidence.symptom.cause == "preempted":  # of a job whose program had ended well
         return True
+    if log.said_well == len(log.evidence) and not log.steps and not any(_fails(piece) for piece in log.evidence):
+        return True  # of a program that trains nothing, and said in the end that all went well
     return number < log.finished or (most > 0 and number < log.ended)
+
+
+def _fails(evidence: Evidence) -> bool:
+    """Whether it says that a program ended, or that the machine or the scheduler did something to it."""
+    kind, text = evidence.symptom.kind, evidence.line.text
+    return evidence.ends_traceback or kind in AFTER_THE_END or is_failure(text) or EXCEPTION.match(text) is not None
 
 
 def _has_traceback(later: Sequence[Evidence]) -> bool:

@@ -302,3 +302,42 @@ def test_packages_of_cann_are_not_installed_with_pip(module, tmp_path):
     assert finding.cause == "torch_npu_missing_or_mismatch" and "set_env.sh" in finding.fix
     other = first(tmp_path, f"{FRAME}ModuleNotFoundError: No module named '{module.replace('.', 'x')}nsor'\n")
     assert other.cause == "missing_package"
+
+
+def test_records_left_out_as_too_long_matter_where_none_is_left(tmp_path):
+    dropped = (
+        "[WARNING|2025-06-02 18:20:41] llamafactory.data:148 >> Dropped lengthy example with length 5120 > 1024.\n"
+    )
+    none_left = "RuntimeError: Cannot find valid samples, check `data/README.md` for the data format.\n"
+    assert "1024" in first(tmp_path, dropped * 2 + FRAME + none_left).explanation
+    assert "filtered out" in first(tmp_path, FRAME + none_left).explanation
+    (tmp_path / "done.log").write_text(f"{dropped * 2}{STEP}{{'train_runtime': 9.1}}\n")
+    assert not diagnose_logs([tmp_path / "done.log"])
+
+
+QUOTES = "task 7 torch\nRuntimeError: CUDA error: out of memory at line 3\nanswer checked\nnext one\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "got_over"),
+    [
+        ("pass@1 = 0.616\nresults in results/merged.json\n", True),
+        ("report saved to reports/rag.html\n$ \n", True),
+        ("results in results/merged.json\nexited with code 3\n", False),
+        ("next one\n", False),
+    ],
+)
+def test_a_log_that_goes_on_to_a_result_is_no_failure(end, got_over, tmp_path, capsys):
+    log = tmp_path / "x.log"
+    log.write_text(QUOTES + end)
+    assert main([str(log), "--lang", "en"]) == (ExitCode.DONE if got_over else ExitCode.FAILED)
+    shown = capsys.readouterr().out
+    assert ("goes on to a result" in shown) == got_over and "out of memory" in shown
+    assert main([str(log), "--json"]) == (ExitCode.DONE if got_over else ExitCode.FAILED)
+    told = json.loads(capsys.readouterr().out)
+    assert bool(told["findings"]) != got_over and ("got_over" in told) == got_over
+
+
+def test_a_training_that_ended_is_a_failure_whatever_its_wrapper_saved(tmp_path):
+    wrapped = "+ collect logs\nuploading\nlogs saved to s3://bucket/run-7/logs.tar\n"
+    assert first(tmp_path, f"{STEP}{FRAME}ValueError: nobody knows this\n{wrapped}").cause == "program_error"

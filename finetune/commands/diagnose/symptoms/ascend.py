@@ -96,13 +96,18 @@ SYMPTOMS = (
     ),
     Symptom(
         "npu_driver_cann_mismatch",
-        (r"(?P<operator>aclnn\w+)\b.{0,80} not (?:found )?in lib\w+\.so|undefined symbol: (?P<operator_>aclnn\w+)",),
+        (
+            r"(?P<operator>aclnn\w+)\b.{0,80} not (?:found )?in lib\w+\.so|undefined symbol: (?P<operator_>aclnn\w+)",
+            r"No supported Ops kernel and engine are found for \[\w+\], optype \[(?P<operator>\w+)\]",
+            r"binary_info_config\.json\b.{0,60}does not support opType \[(?P<operator>\w+)\]",
+        ),
         N_("torch_npu calls an operator that the installed CANN does not have[[: {operator}]]."),
         PAIR_FIX,
         more_fix=N_(
             "CANN's kernels are a package of their own (Ascend-cann-kernels-CHIP): install that for this chip too."
         ),
         confidence=0.9,
+        explains=("npu_op_exception",),
         source=SOURCE,
     ),
     Symptom(

@@ -52,7 +52,7 @@ class Symptom:
         needs: causes, or reasons that their lines name, of which it tells why: without one of them in the logs it is
             a warning like others. Of one that is `lasting`, too, training that goes on proves nothing.
         by_order: of it and a failure that is no root (KILLED to UNEXPLAINED) the earlier is nearer.
-        passing: one logged step of training after it shows that it was got over.
+        passing: one logged step of training after it, or an end that went well, shows that it was got over.
         in_training: it does something to a run only from the first step on.
         restart_cures: starting the same command again can cure the cause, e.g. as our run starts smaller.
     """

@@ -30,15 +30,34 @@ _NO_GPU = (
     "flash_attn_missing",
     "package_mismatch",
     "dtype_mismatch",
+    "program_error",
 )
 
 SYMPTOMS = (
     Symptom(
         "cuda_driver_mismatch",
         (
+            r"[Ff]ailed to initialize NVML: Driver/library version mismatch",
+            r"NVRM: API mismatch: the client has the version (?P<library>[\d.]+)",
+        ),
+        N_(
+            "The NVIDIA driver was upgraded while its old kernel module is still loaded: the module and the "
+            "libraries[[ ({library})]] are of different versions."
+        ),
+        N_(
+            "Reboot the machine, or end all that uses the GPUs and reload the module (`rmmod nvidia_uvm nvidia_drm "
+            "nvidia_modeset nvidia; nvidia-smi`). So that it does not come back: hold the driver's packages back from "
+            "unattended upgrades. In a container: its libraries must be the host's (nvidia-container-toolkit)."
+        ),
+        confidence=0.94,
+        source="NVML",
+        explains=_NO_GPU,
+    ),
+    Symptom(
+        "cuda_driver_mismatch",
+        (
             r"The NVIDIA driver on your system is too old \(found version (?P<found>\d+)\)",
             r"CUDA driver version is insufficient for CUDA runtime version",
-            r"[Ff]ailed to initialize NVML: Driver/library version mismatch",
             r"Found no NVIDIA driver on your system",
             r"Unexpected error from cudaGetDeviceCount|unsupported display driver / cuda driver combination",
             r"no kernel image is available for execution on the device|device kernel image is invalid",
@@ -75,6 +94,20 @@ SYMPTOMS = (
         confidence=0.93,
         source="CUDA runtime, NVIDIA fabric manager",
         explains=("package_mismatch",),
+    ),
+    Symptom(
+        "cuda_driver_mismatch",
+        (r"Warning: CUDA initialization: .*Error 802\b",),
+        N_(
+            "torch warned that the NVSwitch machine is not ready (its fabric manager does not run, or is of another "
+            "version than the driver), and went on without GPUs: what failed afterwards follows from it."
+        ),
+        _FABRIC_FIX,
+        confidence=0.94,
+        in_warnings=True,
+        source="torch, NVIDIA fabric manager",
+        needs=_NO_GPU,
+        explains=_NO_GPU,
     ),
     Symptom(
         "cuda_driver_mismatch",
@@ -133,6 +166,7 @@ SYMPTOMS = (
             r"|CUDA Setup failed despite (?:GPU|CUDA) being available",
             r"AttributeError: 'NoneType' object has no attribute 'c(?:adam|adagrad|lion|momentum|rmsprop|lars|lamb"
             r"|quantize|dequantize|get_|int8|igemm|gemm|gemv|blockwise)\w*'",
+            r"libbitsandbytes_cpu\.so: undefined symbol",
         ),
         N_(
             "bitsandbytes works on no GPU here: torch sees none, or the installed bitsandbytes was built without CUDA, "
@@ -182,7 +216,7 @@ SYMPTOMS = (
     Symptom(
         "illegal_memory_or_ecc",
         (
-            r"uncorrectable (?:NVLink )?(?:ECC )?error|[Dd]ouble[- ][Bb]it ECC",
+            r"uncorrectable (?:NVLink )?(?:ECC )?error|[Dd]ouble[- ][Bb]it ECC(?!\s*:?\s*(?:N/A|0\b))",
             r"NVRM: Xid \([^)]*\): (?P<xid>(?!(?:8|13|31|32|43|45|68|69|109)\b)\d+)",
             r"fallen off the bus|GPU is lost|RmInitAdapter failed|NVLink.{0,40}(?:fatal|error)"
             r"|Unable to determine the device handle for GPU",
@@ -260,6 +294,7 @@ SYMPTOMS = (
             r"undefined symbol: _*(?P<library>nvJitLink|cusparse|cublas|cudnn|cusolver|cufft|curand|nvrtc|cudart)\w*",
             r"version (?P<library>lib(?:cudnn|cublas|cusparse|cusolver|cufft|nvJitLink|cudart|nvrtc)\w*\.so[.\d]*)"
             r"(?: not (?:found|defined)|$)",
+            r"(?P<library>cuDNN) version incompatibility: PyTorch was compiled",
             r"[Cc]ould not load library (?P<library>libcudnn\S+?)\.? "
             r"|Unable to load any of \{?(?P<library_>libcudnn[^,}]*)",
         ),

@@ -96,7 +96,6 @@ SYMPTOMS = (
         confidence=0.86,
         in_warnings=True,
         lasting=True,
-        at_least=2,
         needs=("nan_loss",),
         explains=("nan_loss",),
         source="trl",
@@ -133,14 +132,31 @@ SYMPTOMS = (
             r"(?:Error|Exception): .*(?:[Dd]ataset|[Dd]ataloader|data loader) (?:is empty|has (?:no|0"
             r"|zero) (?:samples|length))",
             r"(?:Error|Exception): .*[Nn]o (?:samples|examples|records) (?:were |are )?(?:left|found|remain)",
+            r"(?:Error|Exception): Cannot find valid samples, check",
         ),
         N_("No record is left to train on: the data are empty, or all were filtered out."),
         N_(
             "`wc -l` the data files, and print the number of records after each step of preparation: the filter by "
-            "length (--cutoff-len), the split and the mapping of columns are the usual places."
+            "length (--cutoff-len), the split and the mapping of columns (LLaMA-Factory: formatting, columns and tags "
+            "in data/dataset_info.json) are the usual places."
         ),
         confidence=0.86,
-        source="torch.utils.data",
+        source="torch.utils.data, LLaMA-Factory",
+    ),
+    Symptom(
+        "dataset_empty",
+        (r"Dropped lengthy example with length (?P<tokens>\d+) > (?P<limit>\d+)",),
+        N_("Every record was left out as too long[[: the limit is {limit} tokens, and one has {tokens}]]."),
+        N_(
+            "Raise the limit (LLaMA-Factory: cutoff_len, here --cutoff-len), or split long records: the median of "
+            "their lengths in tokens shows what is needed."
+        ),
+        confidence=0.9,
+        in_warnings=True,
+        at_least=2,
+        needs=("dataset_empty",),
+        explains=("dataset_empty",),
+        source="LLaMA-Factory",
     ),
     Symptom(
         "dataset_bad_json",
@@ -210,8 +226,8 @@ SYMPTOMS = (
             r"Arrow(?:Invalid|IOError): .*(?:[Ff]ile is too small|[Ee]xpected to (?:be able to )?read|truncated"
             r"|[Cc]orrupt)",
             r"BadGzipFile|Compressed file ended before|zlib\.error|zstd\S*Error|tarfile\.\w*ReadError"
-            r"|unexpected end of (?:stream|archive)|Corrupt snappy|image file is truncated",
-            r"IndexError: index \d{7,} is out of bounds for axis 0 with size \d{7,}|UnidentifiedImageError",
+            r"|unexpected end of (?:stream|archive)|Corrupt snappy",
+            r"IndexError: index \d{7,} is out of bounds for axis 0 with size \d{7,}",
         ),
         N_("A prepared data file is cut short, empty, or not what its index says."),
         N_(
@@ -221,6 +237,20 @@ SYMPTOMS = (
         ),
         confidence=0.88,
         source="Megatron-LM, pyarrow, Python",
+    ),
+    Symptom(
+        "data_corrupt",
+        (
+            r"UnidentifiedImageError: cannot identify image file ['\"]?(?P<file>[^'\"<>]+)",
+            r"UnidentifiedImageError|image file is truncated",
+        ),
+        N_("An image of the data[[ ({file})]] cannot be read: it is broken, cut short, or no image."),
+        N_(
+            "Open it (`file PATH` says what it is), and copy it again or take its record out. To find others: read "
+            "all images once before training (PIL's Image.open(PATH).load()), and leave out what fails, counted."
+        ),
+        confidence=0.89,
+        source="Pillow",
     ),
     Symptom(
         "tokenizer_vocab_mismatch",

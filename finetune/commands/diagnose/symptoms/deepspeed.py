@@ -34,6 +34,21 @@ SYMPTOMS = (
         source="DeepSpeed's op builder, torch.utils.cpp_extension",
     ),
     Symptom(
+        "invalid_settings",
+        (
+            r"batch size (?P<batch>\([^)]*\)|\d+)? ?must be (?:evenly )?(?:divisible by|a multiple of) the number of "
+            r"generations per prompt \((?P<generations>\d+)\)",
+            r"(?:batch.{0,60})?must be (?:evenly )?(?:divisible by|a multiple of) .{0,10}num_generations",
+        ),
+        N_("The batch[[ {batch}]] does not hold whole groups of answers[[: {generations} are made for each prompt]]."),
+        N_(
+            "Choose per_device_train_batch_size x processes x gradient_accumulation_steps (or generation_batch_size) "
+            "as a multiple of num_generations, or num_generations so that it divides it: the message lists which do."
+        ),
+        confidence=0.95,
+        source="trl",
+    ),
+    Symptom(
         "deepspeed_batch_assert",
         (
             r"Check batch related parameters\. train_batch_size is not equal to micro_batch_per_gpu \* "
@@ -42,8 +57,7 @@ SYMPTOMS = (
             r"Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided",
             r"(?:[Tt]rain|[Mm]icro) batch size\b.{0,10}: -?\d+ has to be greater"
             r"|Gradient accumulation steps: -?\d+ has to",
-            r"DeepSpeed config values that mismatch TrainingArguments"
-            r"|\b[Bb]atch[_ ]size\b.{0,40} not (?:evenly )?divisible by"
+            r"\b[Bb]atch[_ ]size\b.{0,40} not (?:evenly )?divisible by"
             r"|\b[Bb]atch[_ ]size\b.{0,60} must be (?:evenly )?(?:divisible by|a multiple of)",
             r"^\[ERROR\] .*micro_batch_size (?P<micro>\d+) x .* is \d+, not global_batch_size (?P<total>\d+)",
             r"^\[ERROR\] .*batch_size \d+ is not a (?:whole|multiple of)",
@@ -60,6 +74,23 @@ SYMPTOMS = (
         ),
         confidence=0.94,
         source="DeepSpeed, this package",
+    ),
+    Symptom(
+        "deepspeed_batch_assert",
+        (
+            r"^- ds (?P<key>\S+)=(?P<theirs>\S+) vs hf (?P<name>\S+)=(?P<ours>\S+)",
+            r"DeepSpeed config values that mismatch TrainingArguments",
+        ),
+        N_(
+            "The DeepSpeed file and the trainer's arguments contradict each other[[: {key} is {theirs} there, {name} "
+            "{ours} here]]."
+        ),
+        N_(
+            'Set the keys that the evidence names to "auto" in the DeepSpeed file, so that the trainer fills them in: '
+            "batch sizes, accumulation, learning rate, warm-up, precision."
+        ),
+        confidence=0.94,
+        source="transformers",
     ),
     Symptom(
         "deepspeed_batch_assert",

@@ -50,7 +50,7 @@ SYMPTOMS = (
             r"of (?P<capacity>[\d.]+ ?\w+)|.*?; (?P<capacity_>[\d.]+ ?\w+) total capacity)?"
             r"(?:.*?(?P<unallocated>[\d.]+ ?\w+) is reserved by PyTorch but unallocated)?",
             r"MPS backend out of memory(?: \(MPS allocated: (?P<used>[\d.]+ ?\w+))?",
-            r"(?:CUDA|HIP|CUDA driver) error: out of memory|(?:CUBLAS|CUDNN|CUSOLVER|NVRTC)_STATUS_ALLOC_FAILED"
+            r"(?:CUDA|HIP|CUDA driver) [Ee]rror: out of memory|(?:CUBLAS|CUDNN|CUSOLVER|NVRTC)_STATUS_ALLOC_FAILED"
             r"|CUDA_ERROR_OUT_OF_MEMORY",
             r"[Cc]uda failure '?(?:2 )?'?out of memory|cudaErrorMemoryAllocation|hipErrorOutOfMemory"
             r"|RESOURCE_EXHAUSTED: Out of memory",
@@ -117,10 +117,11 @@ SYMPTOMS = (
             r"|maximum number of tokens that can be stored in KV) cache",
             r"Free memory on device .* is less than desired GPU memory"
             r"|Not enough memory\W{1,3}Please try (?:to increase|increasing) --mem-fraction-static",
+            r"out of memory occurred when warming up sampler",
         ),
         N_(
-            "The inference engine found no device memory for its cache of keys and values: weights, the trainer's "
-            "state or other processes took it."
+            "The inference engine found no device memory for its cache of keys and values or its first requests: "
+            "weights, the trainer's state or other processes took it."
         ),
         N_(
             "Raise gpu_memory_utilization, or lower max_model_len and the number of sequences; where a trainer shares "
@@ -187,7 +188,7 @@ SYMPTOMS = (
     ),
     Symptom(
         "host_oom",
-        (r"^(?:\S+: line \d+: +)?\d* ?Killed\b|^\[\d+\] +(?:\+ )?\d+ killed\b|task \d+: Killed\b",),
+        (r"^(?:\S+: line \d+: +)?\d* ?Killed\b|^\[\d+\] +(?:\+ )?\d+ killed\b|task \d+: Killed\b|^zsh: killed\b",),
         N_(
             "The shell only reports that a process was killed (SIGKILL), nearly always by the kernel for lack of "
             "memory or by the container's limit."

@@ -61,8 +61,9 @@ SYMPTOMS = (
             r"outgoing traffic has been disabled|MaxRetryError|NewConnectionError|NameResolutionError",
             r"Failed to resolve '(?P<hub>[\w.-]*(?:huggingface|hf-mirror|modelscope|\bhf)\.\w+)'",
             r"SSLError|SSLCertVerificationError|CERTIFICATE_VERIFY_FAILED|SSL: \w+\]|ProxyError"
-            r"|Tunnel connection failed|(?:407|50[234]) (?:Client|Server) Error",
-            r"429 Client Error|Too Many Requests|Consistency check failed: file should be of size|ReadTimeoutError"
+            r"|Tunnel connection failed|(?:407|50[234]) (?:Client|Server) Error(?!.*for url: /)",
+            r"429 Client Error(?!.*for url: /)|(?<!Client Error: )Too Many Requests"
+            r"|Consistency check failed: file should be of size|ReadTimeoutError"
             r"|IncompleteRead|ChunkedEncodingError",
             r"[Tt]emporary failure in name resolution|Name or service not known.*(?:http|hub|url|host)|gaierror",
             r"host='(?P<hub>[\w.-]*(?:huggingface|hf-mirror|modelscope|\bhf)\.\w+)'.*Max retries exceeded",
@@ -173,7 +174,7 @@ SYMPTOMS = (
             r"[Yy]our setup doesn't support bf16|device has no bfloat16",
             r"[Tt]ype bf16 is not supported on your device|bf16 mixed precision requires",
             r"not implemented for 'BFloat16'|[Bb][Ff](?:loat)?16 is (?:not supported|only supported)",
-            r"(?:does not|doesn't|do not|don't) support (?:bf16|bfloat16|BF16|BFloat16)"
+            r"(?:does not|doesn't|do not|don't) support (?:bf16|bfloat16|BF16|BFloat16)(?!.*float16 is used)"
             r"|DT_BF(?:LOAT)?16 .{0,20}not support",
             r"not (?:implemented|support(?:ed)?) for .{0,12}DT_BF(?:LOAT)?16",
             r"bf16\S* requires? (?:\.target|Ampere|GPU|PyTorch|CUDA)|BFloat16 (?:is )?not (?:supported|implemented)",

@@ -110,6 +110,18 @@ SYMPTOMS = (
     ),
     Symptom(
         "nccl_network_interface",
+        (r"[Gg]loo\b.*(?:connect|remote=|to) ?\[?(?P<address>127\.0\.\d\.1)\b",),
+        N_(
+            "A process of another machine was told to connect to its own loopback[[ ({address})]]: the name of the "
+            "machine that listens has that address in its /etc/hosts."
+        ),
+        _INTERFACE_FIX,
+        confidence=0.92,
+        source="gloo",
+        explains=_UNREACHED,
+    ),
+    Symptom(
+        "nccl_network_interface",
         (
             r"Unable to resolve hostname to a \(local\) address|Using the loopback address as fallback",
             r"(?:NCCL|GLOO)_SOCKET_IFNAME[^\w^]{1,3}(?:docker|virbr|veth)\w*",

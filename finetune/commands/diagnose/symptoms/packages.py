@@ -8,6 +8,17 @@ from finetune.runtime.language import N_
 SYMPTOMS = (
     Symptom(
         "missing_package",
+        (r"No module named 'mpi4py'",),
+        N_("DeepSpeed was started without a launcher, took it that MPI had started it, and found no mpi4py to ask."),
+        N_(
+            "Start the program with a launcher, for one device too: torchrun, accelerate launch or deepspeed set RANK, "
+            "WORLD_SIZE, LOCAL_RANK and MASTER_ADDR. Where mpirun is meant to start it: `pip install mpi4py`."
+        ),
+        confidence=0.88,
+        source="DeepSpeed",
+    ),
+    Symptom(
+        "missing_package",
         (
             r"ModuleNotFoundError: No module named '(?P<package>\w+)[\w.]*'",
             r"^\[ERROR\] (?:rank \d+: )?(?P<package>[\w.-]+) is not installed",
@@ -220,6 +231,20 @@ SYMPTOMS = (
         confidence=0.78,
         source="dynamic linker",
         kind=Kind.VAGUE,
+    ),
+    Symptom(
+        "program_error",
+        (
+            r"TypeError: (?P<function>\w*(?:reward|collat|callback|preprocess|compute_)\w*)\(\) got an unexpected "
+            r"keyword argument '(?P<name>\w+)'",
+        ),
+        N_("A function that the trainer calls[[, {function},]] does not take the argument[[ {name}]] that it gets."),
+        N_(
+            "Give it that argument, or **kwargs for all that it does not use: reward functions get the prompts, the "
+            "completions and every column of the data by name, and newer versions of the trainer give more."
+        ),
+        confidence=0.85,
+        source="Python, trl",
     ),
     Symptom(
         "package_mismatch",

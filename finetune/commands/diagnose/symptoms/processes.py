@@ -152,9 +152,26 @@ SYMPTOMS = (
     ),
     Symptom(
         "preempted",
+        (r"Process \d+ got signal: 1\b|[Rr]eceived (?:signal )?(?:Signals\.)?SIGHUP\b",),
+        N_(
+            "The run was told to stop by a hang-up (SIGHUP): the terminal or SSH session that it was started in closed."
+        ),
+        N_(
+            "Start it where it outlives the session: in tmux or screen, with `setsid`, `systemd-run --user` or as a "
+            "job of the scheduler. `nohup` is not enough for torchrun, which handles the hang-up itself. The same "
+            "command again resumes from the last checkpoint."
+        ),
+        kind=Kind.VAGUE,
+        confidence=0.86,
+        in_warnings=True,
+        source="torch elastic",
+        restart_cures=True,
+    ),
+    Symptom(
+        "preempted",
         (
-            r"Process \d+ got signal: (?P<signal>15|10|12|1)\b|[Rr]eceived (?:signal )?(?P<signal_>SIGTERM|SIGUSR1"
-            r"|SIGUSR2|SIGHUP|15)\b",
+            r"Process \d+ got signal: (?P<signal>15|10|12)\b|[Rr]eceived (?:signal )?(?P<signal_>SIGTERM|SIGUSR1"
+            r"|SIGUSR2|15)\b",
             r"got signal (?P<signal>SIGTERM|15)\b|caught (?P<signal_>SIGTERM)|srun: forcing job termination",
         ),
         N_(

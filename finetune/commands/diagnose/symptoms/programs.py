@@ -198,8 +198,7 @@ SYMPTOMS = (
         "device_after_fork",
         (
             r"Cannot re-initialize (?P<device>\w+) in forked subprocess",
-            r"attempt has been made to start a new process before|[Cc]an't pickle local object"
-            r"|[Cc]annot pickle '[\w.]+' object",
+            r"attempt has been made to start a new process before",
         ),
         N_("A child process was started in a way that it cannot take[[: it was forked after {device} had been used]]."),
         N_(
@@ -209,6 +208,25 @@ SYMPTOMS = (
         ),
         confidence=0.86,
         source="torch, multiprocessing",
+    ),
+    Symptom(
+        "device_after_fork",
+        (
+            r"[Cc]an't (?:get|pickle) local object '(?P<name>[^']+)'",
+            r"[Cc]an(?:'|no)t pickle (?:<function )?'?(?P<name>[\w.<>]+)'?(?: object|.*not found as|.*not the same)",
+        ),
+        N_(
+            "Something that a process is to give to a new one cannot be pickled[[: {name}]]. Where processes are "
+            "spawned (macOS, Windows, after CUDA was used) the data set and the collate function are."
+        ),
+        N_(
+            "Move it to the top level of a module (def in place of a lambda, functools.partial in place of a function "
+            "within a function), keep open files, locks and clients out of the data set (open them in the worker), or "
+            "load in the process itself: num_workers=0 (--dataloader-num-workers 0)."
+        ),
+        confidence=0.87,
+        source="Python, multiprocessing",
+        explains=("checkpoint_corrupt",),
     ),
     Symptom(
         "autograd_misuse",

@@ -85,4 +85,20 @@ SYMPTOMS = (
         confidence=0.6,
         source="Python",
     ),
+    Symptom(
+        "collective_timeout",
+        (r"Watchdog timeout \(self\.watchdog_timeout=(?P<seconds>\d+)\)",),
+        N_(
+            "The inference engine made no step[[ for {seconds} s]], and its watchdog ended it: a kernel or a "
+            "collective hangs, or one of its processes has failed."
+        ),
+        N_(
+            "Look for an error of another of its processes before this, and at the stacks that it prints (or "
+            "`py-spy dump --pid PID` while it hangs): all in a collective but one means that one took another path or "
+            "died. If it is only slow (a first compilation, very long prompts), raise --watchdog-timeout."
+        ),
+        kind=Kind.TIMEOUT,
+        confidence=0.8,
+        source="SGLang",
+    ),
 )

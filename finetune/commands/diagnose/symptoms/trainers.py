@@ -31,7 +31,7 @@ SYMPTOMS = (
         "file_not_found",
         (
             r"Undefined dataset (?P<name>\S+) in \S+|unhandled dataset load: (?P<name_>\S+)",
-            r"Cannot open \S*dataset_info\.json|(?:Error|Exception): Cannot find valid samples, check",
+            r"Cannot open \S*dataset_info\.json",
             r"Error: \W?[Dd]ataset(?:_name|_id)?\W{1,3}(?P<name>[\w./-]+)\W{1,2}(?:is |was )?not (?:found"
             r"|registered|supported|defined)\b",
             r"Error: .*\b(?P<name>[\w./-]+) (?:is )?not (?:in|found in|registered in) (?:the )?(?:dataset_info"
