@@ -79,13 +79,16 @@ def page(runs: list[dict[str, Any]]) -> str:
     ]
     long = [run for run in runs if run["tokens"] != SHORT]
     lasting = [
-        [f"{run['depth']}", f"{run['tokens']:,}", VARIANTS[run["variant"]], f"{run['bpb']:.4f}", f"{run['seconds']:,}"]
-        for run in long
+        [
+            *(f"{run['depth']}", f"{run['tokens']:,}", VARIANTS[run["variant"]], f"{run['rate']:g}"),
+            *(f"{run['bpb']:.4f}", f"{run['parameters']:,}"),
+        ]
+        for run in sorted(long, key=lambda run: (run["tokens"], run["depth"], run["variant"], run["rate"]))
     ]
     return TEXT.format(
         parts=table(["", *(f"depth {depth}" for depth in depths)], parts),
         rates=table(["all rates times", *(f"{rate:g}" for rate in rates)], grid),
-        long=LONG.format(table(["depth", "tokens", "", "bits per byte", "seconds, beside other work"], lasting))
+        long=LONG.format(table(["depth", "tokens", "", "all rates times", "bits per byte", "parameters"], lasting))
         if lasting
         else "",
     )
@@ -100,8 +103,8 @@ TEXT = """# What each part of a pretraining gives
 nanochat's model (github.com/karpathy/nanochat, 92d63d4) without one part at a time, and models of transformers with our
 start. Bits per byte after 524,288 tokens, 4,096 a step, vocabulary 4,096, sequence 512, CPython's standard library,
 float32, in a bare loop: the same windows in the same order, and for both the rates (nanochat's, with our factor for
-short runs), schedule and groups of this package. Differences are to nanochat as it is, of the same seed; ± is half of
-the range over seeds. **Where no number of seeds stands there was one**: less than half a percent says nothing there.
+short runs, without that for short convolutions), schedule and groups of this package. Differences are to nanochat as
+it is, of the same seed; ± is half of the range over seeds. **Where no number of seeds stands there was one**: less than half a percent says nothing there.
 
 {parts}
 
@@ -115,18 +118,20 @@ Both sides with all rates times a factor, one seed:
 git clone https://github.com/karpathy/nanochat && git -C nanochat checkout 92d63d4
 python benchmarks/pretraining_parts.py --nanochat nanochat --work-dir runs/parts --depths 2 4 --seeds 1 2 3
 python benchmarks/pretraining_parts.py --nanochat nanochat --work-dir runs/parts --depths 2 4 --seeds 1 \\
-  --rates 0.7 1.4 2 --variants "" arch=lfm2
+  --rates 0.7 1.4 2 2.8 --variants "" arch=lfm2 arch=lfm2_value
+python benchmarks/pretraining_parts.py --nanochat nanochat --work-dir runs/parts --depths 4 --seeds 1 \\
+  --tokens 2097152 --total-batch-size 8192 --rates 1 1.4 2 --variants "" arch=lfm2 arch=lfm2_value
 python benchmarks/pretraining_parts.py --nanochat nanochat --work-dir runs/parts --depths 6 --seeds 1 \\
-  --variants "" arch=lfm2
+  --variants "" arch=lfm2 arch=lfm2_value
 python benchmarks/pretraining_parts.py --nanochat nanochat --work-dir runs/parts --depths 2 --seeds 1 \\
-  --tokens 11010048 --variants "" arch=lfm2
+  --tokens 11010048 --variants "" arch=lfm2_value
 python benchmarks/pretraining_parts_page.py
 ```
 
 The models are tiny, and runs of 524,288 tokens far shorter than twelve tokens per parameter: what wins here need not
 win there.
 """
-LONG = """Twelve tokens for each number of nanochat's matrices and head, one seed:
+LONG = """Longer runs, one seed (2,097,152 tokens in steps of 8,192):
 
 {}
 

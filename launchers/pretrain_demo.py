@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Parts of the standard library's folder that are no library, or that some systems leave out.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip", "__pycache__"}
-MODEL = ("--arch", "lfm2", "--depth", "2", "--max-seq-len", "256")
+MODEL = ("--arch", "lfm2_value", "--depth", "2", "--max-seq-len", "256")
 BATCH = ("--device-batch-size", "16", "--total-batch-size", "8192")
 # The law of learning rates is for batches of half a million tokens; these are for the few thousand of a demo.
 RATES = ("--lr-scaling", "false", "--matrix-lr", "0.01", "--embedding-lr", "0.05", "--unembedding-lr", "0.004")
@@ -78,6 +78,9 @@ def samples(base_folder: Path, tuned_folder: Path) -> tuple[Table, Table]:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from finetune.modeling import lfm2_value
+
+    lfm2_value.register()
     tokenizer = AutoTokenizer.from_pretrained(tuned_folder)
     base = AutoModelForCausalLM.from_pretrained(base_folder, dtype=torch.float32)
     tuned = PeftModel.from_pretrained(base, tuned_folder).eval()

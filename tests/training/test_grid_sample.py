@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from grid import MODELS, Cell, Grid, cells
+from pretraining_cells import PRETRAINING
 
 SAMPLE = (
     Cell("lora", "plain", 2, packing=False, micro_batch_size=4),
@@ -13,7 +14,7 @@ SAMPLE = (
     Cell("lora", "zero3", 2, packing=False, micro_batch_size=4, quantization="nf4"),
     Cell("full", "zero2", 2, packing=False, micro_batch_size=1),
     Cell("full", "zero3_offload", 2, packing=True, micro_batch_size=1),
-    Cell("full", "plain", 2, packing=True, micro_batch_size=2, pretraining="lfm2 by normuon"),
+    Cell("full", "plain", 2, packing=True, micro_batch_size=2, pretraining="lfm2_value by normuon"),
 )
 
 
@@ -23,7 +24,7 @@ def grid(tmp_path_factory: pytest.TempPathFactory) -> Grid:
 
 
 def test_the_grid_is_whole() -> None:
-    assert len(set(cells())) == 64 + 8 * len(MODELS) + 20 + 48 + 20
+    assert len(set(cells())) == 64 + 8 * len(MODELS) + 20 + 48 + 4 * len(PRETRAINING)
     assert set(SAMPLE) <= set(cells())
 
 
