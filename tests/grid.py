@@ -47,6 +47,7 @@ SIZES = {
     "initializer_range": 0.1,
 }
 LATENT = {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+SHORT_CONVOLUTIONS = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
 # What is special about a model -> its model type, what its configuration has beside SIZES.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "untied head": ("llama", {"tie_word_embeddings": False}),
@@ -56,7 +57,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "scaled logits": ("cohere", {"logit_scale": 0.5}),
     "experts": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "vision part": ("gemma3", {}),
-    "short convolutions": ("lfm2", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
+    "short convolutions": ("lfm2", SHORT_CONVOLUTIONS),
+    "value embeddings": ("lfm2_value", SHORT_CONVOLUTIONS),
 }
 
 
@@ -66,6 +68,9 @@ def make_model(folder: Path, kind: str, tokenizer_of: Path) -> Path:
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    from finetune.modeling import lfm2_value
+
+    lfm2_value.register()
     model_type, changes = MODELS[kind]
     shutil.copytree(tokenizer_of, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

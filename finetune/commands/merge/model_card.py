@@ -38,6 +38,9 @@ inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, ret
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))
 ```
 """
+USE_OWN_CODE = USE.replace(
+    "CausalLM.from_pretrained(folder)", "CausalLM.from_pretrained(folder, trust_remote_code=True)  # the class is in it"
+)
 USE_GGUF = """## Use
 
 ```bash
@@ -53,15 +56,24 @@ GGUF_TEST = (
 
 def write_card(folder: Path, source: Source, **facts: Any) -> None:
     """Write README.md beside a merged model; the facts are `model_card`'s."""
-    durable_files.replace_file(folder / "README.md", model_card(source, **facts).encode())
+    config = folder / "config.json"
+    own_code = config.exists() and "auto_map" in json.loads(config.read_text(encoding="utf-8"))
+    durable_files.replace_file(folder / "README.md", model_card(source, own_code=own_code, **facts).encode())
 
 
 def model_card(
-    source: Source, *, name: str, dtype: str, self_test: Mapping[str, Any], gguf_difference: float | None = None
+    source: Source,
+    *,
+    name: str,
+    dtype: str,
+    self_test: Mapping[str, Any],
+    own_code: bool = False,
+    gguf_difference: float | None = None,
 ) -> str:
     """The card as Markdown with the hub's front matter.
 
     Args:
+        own_code: the model's class is in its folder.
         gguf_difference: of a model in one GGUF file, by how much of their norm its logits differ from the merged ones.
     """
     assert source.adapter is not None
@@ -77,7 +89,7 @@ def model_card(
             f"---\n\n# {_cell(name)}\n",
             f"`{base}` with the LoRA adapter `{_short(str(source.adapter))}` merged into its weights, in {dtype}, by "
             f"finetune {__version__}.\n",
-            USE if gguf_difference is None else USE_GGUF,
+            (USE_OWN_CODE if own_code else USE) if gguf_difference is None else USE_GGUF,
             *(_unknown(source.adapter) if run is None else _training(run)),
             *([] if run is None else _metrics(run, source.adapter)),
             *_test(self_test, dtype),

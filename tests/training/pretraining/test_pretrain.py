@@ -298,8 +298,8 @@ def test_short_convolutions_go_the_whole_way(arch: str, settings: dict, tiny_dat
 
     lfm2_value.register()
     model, tokenizer = AutoModelForCausalLM.from_pretrained(whole), AutoTokenizer.from_pretrained(whole)
-    name = {"lfm2": "Lfm2ForCausalLM", "lfm2_value": "Lfm2ValueForCausalLM"}[arch]
-    assert type(model).__name__ == name and not model.config.tie_word_embeddings
+    name_of_class = {"lfm2": "Lfm2ForCausalLM", "lfm2_value": "Lfm2ValueForCausalLM"}[arch]
+    assert type(model).__name__ == name_of_class and not model.config.tie_word_embeddings
     ids = tokenizer("router: ", return_tensors="pt").input_ids
     made = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=tokenizer.pad_token_id)
     result = run_cli(["chat", "--model", whole, "--device-type", "cpu", "--prompt", "router"], module="finetune")
@@ -307,6 +307,14 @@ def test_short_convolutions_go_the_whole_way(arch: str, settings: dict, tiny_dat
     adapter = fine_tuned(whole, tiny_data, tmp_path)
     for name in ("conv.in_proj.lora_B", "self_attn.q_proj.lora_B", "feed_forward.w2.lora_B"):
         assert any(name in key and tensor.any() for key, tensor in adapter.items()), name
+    merged = tmp_path / "merged"
+    words = ["merge", "--adapter", tmp_path / "sft", "--output-dir", merged]
+    result = run_cli([str(word) for word in words], module="finetune")
+    assert result.returncode == 0, said(result)
+    again = AutoModelForCausalLM.from_pretrained(merged)
+    assert type(again).__name__ == name_of_class
+    own = arch == "lfm2_value"
+    assert (merged / "lfm2_value.py").exists() == own == ("trust_remote_code" in (merged / "README.md").read_text())
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "llama", "lfm2", "lfm2_value"])
