@@ -47,6 +47,7 @@ USUAL = (
     "nanochat-plain",
     "nanochat-our-rates",
     "nanochat-plain-our-rates",
+    "nanochat-twice-our-rates",
     "ours-fp32",
     "ours-bf16",
     "ours-lfm2",
@@ -239,7 +240,8 @@ def _run_nanochat(variant: str, folder: Path, corpus: Corpus, options: argparse.
         "sample-every": -1,
     }
     if variant.endswith("our-rates"):
-        flags |= {name: rate * _rates_factor(options) for name, rate in NANOCHAT_RATES.items()}
+        factor = _rates_factor(options) * (2.0 if "twice" in variant else 1.0)
+        flags |= {name: rate * factor for name, rate in NANOCHAT_RATES.items()}
     settings = {
         "checkout": str(options.nanochat.resolve()),
         "flags": [f"--{name}={value}" for name, value in flags.items()],

@@ -24,6 +24,7 @@ VARIANTS = {
     "nanochat-bf16": "nanochat as it is, `NANOCHAT_DTYPE=bfloat16`",
     "nanochat-our-rates": "nanochat with the factor of our law on its three rates",
     "nanochat-plain-our-rates": "the same without its extras",
+    "nanochat-twice-our-rates": "nanochat with that factor and twice its rates, as our short convolutions have them",
     "nanochat-own-loader": "nanochat with its own loader on the same documents, float32",
     "ours-eager": "ours, float32, not compiled (our default on a CPU)",
     "ours-2-processes": "ours, float32, compiled, two processes of one thread",
