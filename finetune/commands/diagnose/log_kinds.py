@@ -22,7 +22,7 @@ from finetune.commands.diagnose.symptoms.rules import possible
 
 def line_kind(text: str) -> LineKind:
     """Whether any rule, or anything that rules depend on, is in a line."""
-    if STEP.search(text) and not NOT_A_NUMBER.search(text) and not TRAINED.search(text):
+    if STEP.search(text) and not any(form.search(text) for form in (NOT_A_NUMBER, TRAINED, EXCEPTION)):
         return "step"
     if matching_symptom(text) is not None or is_failure(text) or any(form.search(text) for form in STRUCTURE):
         return "line"

@@ -36,6 +36,18 @@ _NO_GPU = (
 SYMPTOMS = (
     Symptom(
         "cuda_driver_mismatch",
+        (r"HIP error: (?:invalid device function|no kernel image)|no kernel image.{0,60}\bgfx\d+",),
+        N_("This build of torch for ROCm has no kernels for this GPU."),
+        N_(
+            '`rocminfo | grep gfx` names the GPU, `python -c "import torch; print(torch.cuda.get_arch_list())"` what the '
+            "build has. Install a build that has it; a consumer GPU that is built like one of those runs as that, "
+            "untested by AMD: HSA_OVERRIDE_GFX_VERSION=10.3.0 for gfx103x, 11.0.0 for gfx110x."
+        ),
+        confidence=0.94,
+        source="ROCm",
+    ),
+    Symptom(
+        "cuda_driver_mismatch",
         (
             r"[Ff]ailed to initialize NVML: Driver/library version mismatch",
             r"NVRM: API mismatch: the client has the version (?P<library>[\d.]+)",
