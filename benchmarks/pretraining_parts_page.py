@@ -104,7 +104,8 @@ nanochat's model (github.com/karpathy/nanochat, 92d63d4) without one part at a t
 start. Bits per byte after 524,288 tokens, 4,096 a step, vocabulary 4,096, sequence 512, CPython's standard library,
 float32, in a bare loop: the same windows in the same order, and for both the rates (nanochat's, with our factor for
 short runs, without that for short convolutions), schedule and groups of this package. Differences are to nanochat as
-it is, of the same seed; ± is half of the range over seeds. **Where no number of seeds stands there was one**: less than half a percent says nothing there.
+it is, of the same seed; ± is half of the range over seeds. **Where no number of seeds stands there was one**: less than
+half a percent says nothing there.
 
 {parts}
 

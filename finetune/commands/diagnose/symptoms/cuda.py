@@ -39,8 +39,8 @@ SYMPTOMS = (
         (r"HIP error: (?:invalid device function|no kernel image)|no kernel image.{0,60}\bgfx\d+",),
         N_("This build of torch for ROCm has no kernels for this GPU."),
         N_(
-            '`rocminfo | grep gfx` names the GPU, `python -c "import torch; print(torch.cuda.get_arch_list())"` what the '
-            "build has. Install a build that has it; a consumer GPU that is built like one of those runs as that, "
+            '`rocminfo | grep gfx` names the GPU, `python -c "import torch; print(torch.cuda.get_arch_list())"` what '
+            "the build has. Install a build that has it; a consumer GPU that is built like one of those runs as that, "
             "untested by AMD: HSA_OVERRIDE_GFX_VERSION=10.3.0 for gfx103x, 11.0.0 for gfx110x."
         ),
         confidence=0.94,
