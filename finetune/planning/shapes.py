@@ -34,7 +34,7 @@ class Matrix:
         path: of its module within the block; outside the blocks, within the model.
         linear: LoRA can adapt it.
         active: experts that compute a token, of `experts`.
-        table: looked up and not multiplied; `inputs` are its rows.
+        table: looked up and not multiplied; `outputs` are its rows, of `inputs` numbers each.
     """
 
     path: str
@@ -70,7 +70,7 @@ class Part:
     @cached_property
     def made(self) -> int:
         """Numbers that the others make: q, k and v; gate and up."""
-        return sum(matrix.outputs * matrix.active for matrix in self.matrices if matrix != self.writer)
+        return sum(m.inputs if m.table else m.outputs * m.active for m in self.matrices if m != self.writer)
 
     @cached_property
     def inner(self) -> int:
@@ -362,7 +362,7 @@ def _matrices(root: nn.Module, hidden: int, active: int | None, skipped: Collect
             elif type(module).__name__ == "Conv1D":  # GPT-2's linear layer
                 yield Matrix(full, first, second)
             elif isinstance(module, nn.Embedding):
-                yield Matrix(full, first, second, linear=False, table=True)
+                yield Matrix(full, second, first, linear=False, table=True)
             else:
                 yield Matrix(full, parameter.numel() // first, first, isinstance(module, nn.Linear))
 

@@ -41,6 +41,9 @@ LAUNCHER_FLAGS |= {
     "--lora-rank",
     "--custom_dataset_info",
     "--no-binary",
+    "--pid",
+    "--watchdog-timeout",
+    "--user",
     "--version",
 }
 LAUNCHER_FLAGS |= {"--dataset", "--dataset_name", "--model_name_or_path", "--use_peft", "--rlhf_type"}  # of other tools

@@ -137,7 +137,7 @@ ATTRIBUTES: tuple[tuple[type, str, str], ...] = (
     (DeepSpeedZeroOptimizer, "_hp_optimizer_states_linked", f"{STATE}: _link_stage_1_and_2"),
     (torch.nn.Module, "_compiled_call_impl", "finetune/training/pretraining/trainer.py"),
     (torch.nn.Module, "_modules _parameters _buffers", "finetune/modeling/layers.py: _twin"),
-    (PretrainedConfig, "_attn_implementation", "finetune/training/pretraining/trainer.py"),
+    (PretrainedConfig, "_attn_implementation _auto_class", "finetune/training/pretraining/trainer.py"),
     (peft.tuners.lora.Linear, "base_layer lora_A lora_B lora_dropout scaling", "finetune/modeling/lora.py"),
     (peft.tuners.lora.Linear, "lora_variant lora_bias fan_in_fan_out", "finetune/modeling/lora.py: _is_plain"),
     (peft.tuners.lora.Linear, "disable_adapters merged active_adapters", "finetune/modeling/lora.py: _is_active"),
