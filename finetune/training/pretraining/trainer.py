@@ -142,7 +142,8 @@ class PretrainTrainer(TextTrainer):
         """Configuration and tokenizer."""
         self._unset_padding()
         config = copy.deepcopy(self.model.config)  # generating samples changes the model's for a while
-        config._auto_class = None  # no code in a checkpoint, that of lfm2_value goes with the model itself
+        # No code in a checkpoint: that of lfm2_value goes with the model itself.
+        config._auto_class = None  # type: ignore[misc]
 
         def write(folder: Path) -> None:
             config.save_pretrained(folder)
