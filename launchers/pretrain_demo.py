@@ -73,7 +73,7 @@ def train(folder: Path, library: Path, steps: int, tuning_steps: int) -> tuple[P
 
 
 def samples(base_folder: Path, tuned_folder: Path) -> tuple[Table, Table]:
-    """Greedy text of the base model, and answers of base and tuned model, with plain transformers and peft."""
+    """Greedy text of the base model, and answers of base and tuned model, with transformers and peft."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -82,7 +82,7 @@ class PretrainConfig(BaseConfig):
     lora_target_modules: Names = redefined(RunConfig, "lora_target_modules")
     fused_lora: bool = redefined(RunConfig, "fused_lora")
     arch: Literal["nanochat", "qwen3", "llama", "lfm2", "lfm2_value"] = data_setting(
-        "nanochat", "Architecture, as transformers has it."
+        "nanochat", "Architecture, as transformers has it; lfm2_value is of this package."
     )
     depth: Positive = data_setting(12, "Layers; width (64 x depth) and heads follow from it.", unit="layers")
     vocab_size: Positive | None = data_setting(

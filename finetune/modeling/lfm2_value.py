@@ -42,8 +42,8 @@ class Lfm2ValueAttention(Lfm2Attention):
         super().__init__(config, layer_idx)
         heads = config.num_key_value_heads
         self.value_embedding = nn.Embedding(config.vocab_size, heads * self.head_dim)
-        self.value_gate = nn.Parameter(torch.zeros(heads, min(GATE_INPUTS, config.hidden_size)))  # and no module for
-        # adapters: it is smaller than they are
+        # No module that adapters would be put on: it is smaller than they are.
+        self.value_gate = nn.Parameter(torch.zeros(heads, min(GATE_INPUTS, config.hidden_size)))
 
     def values(self, hidden_states: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Values of the heads of keys.
