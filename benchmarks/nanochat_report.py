@@ -144,8 +144,7 @@ vocabulary {VOCABULARY:,}, {options.total_batch_size:,} tokens a step, {options.
 - nanochat reads our windows in place of its loader's. Its loader begins every window at a document and cuts what
   does not fit: on documents much longer than a window it sees little more than their beginnings. `--only
   nanochat-own-loader` measures that, on the same validation windows.
-- Without its extras nanochat still has Polar Express, NorMuon, MuonEq and cautious decay in its optimizer, where ours
-  is `torch.optim.Muon`, and the factor 1.2 on queries and keys.
+- Without its extras nanochat still has the factor 1.2 on queries and keys.
 - Tokens per second are of the median step, optimizer and loader included, evaluation and compilation not. The first
   evaluation and the first step hold the compilation, from an empty cache.
 """
