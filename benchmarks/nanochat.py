@@ -314,9 +314,9 @@ def _our_settings(tokens: Path, output: Path, options: argparse.Namespace) -> di
 def _run_ours(variant: str, folder: Path, corpus: Corpus, options: argparse.Namespace) -> Measured:
     processes = 2 if variant == "ours-2-processes" else 1
     settings = _our_settings(corpus.tokens, folder / "run", options) | {
-        "dtype": "bfloat16" if variant == "ours-bf16" else "float32",
+        "dtype": "bfloat16" if variant.endswith("-bf16") else "float32",
         "compile": variant != "ours-eager",
-        "arch": variant.removeprefix("ours-") if "lfm2" in variant else "nanochat",
+        "arch": next((word for word in variant.split("-") if word.startswith("lfm2")), "nanochat"),
     }
     flags = [word for name, value in settings.items() for word in (f"--{name}", str(value).lower())]
     for name in ("train_data_path", "valid_data_path", "output_dir"):

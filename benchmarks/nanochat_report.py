@@ -21,6 +21,7 @@ VARIANTS = {
     "ours-bf16": "ours, bfloat16, `--compile true`",
     "ours-lfm2": "ours, `--arch lfm2`, float32, `--compile true`",
     "ours-lfm2_value": "ours, `--arch lfm2_value`, float32, `--compile true`",
+    "ours-lfm2_value-bf16": "ours, `--arch lfm2_value`, bfloat16, `--compile true`",
     "nanochat-bf16": "nanochat as it is, `NANOCHAT_DTYPE=bfloat16`",
     "nanochat-our-rates": "nanochat with the factor of our law on its three rates",
     "nanochat-plain-our-rates": "the same without its extras",

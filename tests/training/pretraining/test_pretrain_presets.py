@@ -57,6 +57,7 @@ def test_presets_have_the_guides_numbers(name: str):
     processes, accumulation, numbers = PRESETS[name]
     arguments = ["--config", str(ROOT / "ds_configs" / f"pretrain_{name}.json")]
     config = resolve(arguments, world_size=processes, model_class=PretrainConfig).config
+    assert config.arch == ("nanochat" if name == "gpu2_aggressive" else "lfm2_value")  # docs/pretraining.md: memory
     for setting, value in (numbers | MORE.get(name, {})).items():
         assert getattr(config, setting) == value, setting
     assert config.gradient_accumulation_steps == accumulation
