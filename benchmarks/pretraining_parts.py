@@ -63,7 +63,7 @@ def main() -> None:
     sys.modules.pop("nanochat")  # the benchmark of that name, which stands in the way of the package
     sys.path.insert(0, str(options.nanochat.resolve()))
     torch.set_num_threads(1)
-    corpus = prepare(options.work_dir)
+    corpus = prepare(options.work_dir, max(TRAIN_WINDOWS, options.tokens // SEQUENCE))
     done = [tuple(run[name] for name in KEY) for run in records(RESULTS)] if RESULTS.exists() else []
     for seed, depth, rate, variant in product(options.seeds, options.depths, options.rates, options.variants):
         if (variant, depth, seed, options.tokens, rate) not in done:
@@ -72,8 +72,8 @@ def main() -> None:
                 file.write(json.dumps({"variant": variant, "depth": depth, "seed": seed, "rate": rate, **run}) + "\n")
 
 
-def prepare(work: Path) -> SimpleNamespace:
-    """The standard library of the running Python in windows `(n, 513)`, and bytes per token `(vocabulary,)`."""
+def prepare(work: Path, windows: int) -> SimpleNamespace:
+    """The standard library of the running Python in at most so many windows `(n, 513)`, and bytes per token."""
     from finetune.config.pretrain_config import PretrainConfig
     from finetune.training.pretraining.prepare import prepare_data
 
@@ -85,7 +85,7 @@ def prepare(work: Path) -> SimpleNamespace:
     paths = {"train_data_path": str(tokens), "valid_data_path": str(tokens), "output_dir": str(work / "none")}
     sizes = {"max_seq_len": SEQUENCE, "device_batch_size": 8, "total_batch_size": 8 * SEQUENCE, "eval_tokens": 2**16}
     data = prepare_data(PretrainConfig(**paths, **sizes, depth=4, num_iterations=128))
-    taken = np.random.default_rng(0).permutation(len(data.train))[:TRAIN_WINDOWS]
+    taken = np.random.default_rng(0).permutation(len(data.train))[:windows]
     return SimpleNamespace(
         train=np.stack([data.train[int(i)][0] for i in taken]).astype(np.int64),
         valid=np.stack([data.valid[i][0] for i in range(len(data.valid))]).astype(np.int64),
