@@ -316,7 +316,7 @@ def _run_ours(variant: str, folder: Path, corpus: Corpus, options: argparse.Name
     settings = _our_settings(corpus.tokens, folder / "run", options) | {
         "dtype": "bfloat16" if variant.endswith("-bf16") else "float32",
         "compile": variant != "ours-eager",
-        "arch": next((word for word in variant.split("-") if word.startswith("lfm2")), "nanochat"),
+        "arch": variant.removeprefix("ours-").removesuffix("-bf16") if "lfm2" in variant else "nanochat",
     }
     flags = [word for name, value in settings.items() for word in (f"--{name}", str(value).lower())]
     for name in ("train_data_path", "valid_data_path", "output_dir"):
