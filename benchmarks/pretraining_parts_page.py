@@ -6,14 +6,17 @@ python benchmarks/pretraining_parts_page.py
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import product
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "pretraining_parts.jsonl"
 DOCUMENT = ROOT / "docs" / "pretraining_parts.md"
 SHORT = 2**19  # tokens
+SEEDS = range(1, 9)
 PLAIN = "ve,smear,resid,x0,backout"
 # Words that leave a part out (with a plus: put one in); of "arch=" transformers' own models. What the page calls them.
 VARIANTS = {
@@ -22,15 +25,16 @@ VARIANTS = {
     f"{PLAIN},qk,muon": "all extras and the factor on q and k off, Muon for NorMuon",
     "arch=nanochat": "ours, `--arch nanochat`",
     "arch=nanochat,muon": "ours, `--arch nanochat --optimizer muon`",
-    "arch=qwen3": "ours, `--arch qwen3`",
     "arch=lfm2": "ours, `--arch lfm2`",
     "arch=lfm2_value": "ours, `--arch lfm2_value`",
     "ve": "no value embeddings",
-    "gate": "their gate constant",
+    "gate": "value embeddings without their gates",
     "smear": "no smear",
     "resid,x0": "no residual and embedding scalars",
     "backout": "no backout",
     "qk": "no factor on q and k",
+    "norm": "no norm of q and k",
+    "tied": "head and embedding one matrix",
     "softcap": "no softcap",
     "init": "no 0.4 in the start of the MLP",
     "+windows": "windows SSSL",
@@ -41,7 +45,13 @@ VARIANTS = {
     "equal": "rows as they are",
     "renorm": "norm as it comes out",
     "aspect": "one rate for all shapes",
+    "muon": "Muon for NorMuon",
+    "rates": "AdamW's groups all at the head's rate and betas",
+    "schedule": "half a cosine for the straight line down",
 }
+# What leaves out several at once, and the parts of it.
+SUMS = {PLAIN: ("ve", "smear", "resid,x0", "backout"), "muon": ("polar,equal", "neuron", "cautious", "renorm")}
+SUMS[f"{PLAIN},qk,muon"] = (*SUMS[PLAIN], "qk", *SUMS["muon"])
 
 
 def results() -> list[dict[str, Any]]:
@@ -53,20 +63,18 @@ def page(runs: list[dict[str, Any]]) -> str:
     short = [run for run in runs if run["tokens"] == SHORT]
     found = {(run["variant"], run["depth"], run["rate"], run["seed"]): run["bpb"] for run in short}
 
-    def cell(variant: str, depth: int, rate: float, seeds: Iterable[int] = range(1, 9)) -> str:
-        seeds = [seed for seed in seeds if (variant, depth, rate, seed) in found]
-        if not seeds:
+    def cell(variant: str, depth: int, rate: float, seeds: Iterable[int] = SEEDS) -> str:
+        bits = [found[variant, depth, rate, seed] for seed in seeds if (variant, depth, rate, seed) in found]
+        if not bits:
             return ""
-        bits = [found[variant, depth, rate, seed] for seed in seeds]
-        base = [found.get(("", depth, rate, seed)) for seed in seeds]
-        more = [100 * (own / other - 1) for own, other in zip(bits, base, strict=True) if other]
-        spread = f" ± {(max(more) - min(more)) / 2:.2f}" if len(more) > 1 else ""
-        beside = f" ({sum(more) / len(more):+.2f}%{spread})" if variant and more else ""
-        return f"{sum(bits) / len(bits):.4f}{beside}" + (f", {len(seeds)} seeds" if len(seeds) > 1 else "")
+        more = list(beside(found, variant, depth, rate, seeds).values())
+        difference = f" ({percent(more)})" if variant and more else ""
+        count = {1: ", one seed", 2: ", two seeds"}.get(len(bits), "") if seeds is SEEDS else ""
+        return f"{mean(bits):.4f}{difference}{count}"
 
     depths = sorted({run["depth"] for run in short})
     rates = sorted({run["rate"] for run in short})
-    parts = [
+    rows = [
         [VARIANTS[variant], *(cell(variant, depth, 1.0) for depth in depths)]
         for variant in VARIANTS
         if any(key[0] == variant for key in found)
@@ -87,7 +95,8 @@ def page(runs: list[dict[str, Any]]) -> str:
         for run in sorted(long, key=lambda run: (run["tokens"], run["depth"], run["variant"], run["rate"]))
     ]
     return TEXT.format(
-        parts=table(["", *(f"depth {depth}" for depth in depths)], parts),
+        parts=table(["", *(f"depth {depth}" for depth in depths)], rows),
+        sums=table(["", "at once", "sum of the parts"], list(sums(found, depths))),
         rates=table(["all rates times", *(f"{rate:g}" for rate in rates)], grid),
         long=LONG.format(
             table(["depth", "tokens", "a step", "", "all rates times", "bits per byte", "parameters"], lasting)
@@ -95,6 +104,28 @@ def page(runs: list[dict[str, Any]]) -> str:
         if lasting
         else "",
     )
+
+
+def beside(
+    found: dict[Any, float], variant: str, depth: int, rate: float, seeds: Iterable[int] = SEEDS
+) -> dict[int, float]:
+    """Percent of bits per byte more than nanochat's of the same seed, for each seed that both were run with."""
+    runs = {seed: (found.get((variant, depth, rate, seed)), found.get(("", depth, rate, seed))) for seed in seeds}
+    return {seed: 100 * (own / other - 1) for seed, (own, other) in runs.items() if own and other}
+
+
+def sums(found: dict[Any, float], depths: list[int]) -> Iterator[list[str]]:
+    """Rows of what several parts give at once, and the sum of each alone, over the seeds that all were run with."""
+    for (whole, parts), depth in product(SUMS.items(), depths):
+        each = [beside(found, variant, depth, 1.0) for variant in (whole, *parts)]
+        if seeds := sorted(set.intersection(*map(set, each))):
+            at_once, total = [each[0][seed] for seed in seeds], [sum(part[seed] for part in each[1:]) for seed in seeds]
+            yield [f"depth {depth}, {VARIANTS[whole]}", percent(at_once), percent(total)]
+
+
+def percent(values: list[float]) -> str:
+    """The mean, and half of the range."""
+    return f"{mean(values):+.2f}%" + (f" ± {(max(values) - min(values)) / 2:.2f}" if len(values) > 1 else "")
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -107,10 +138,16 @@ nanochat's model (github.com/karpathy/nanochat, 92d63d4) without one part at a t
 start. Bits per byte after 524,288 tokens, 4,096 a step, vocabulary 4,096, sequence 512, CPython's standard library,
 float32, in a bare loop: the same windows in the same order, and for both the rates (nanochat's, with our factor for
 short runs, without that for short convolutions), schedule and groups of this package. Differences are to nanochat as
-it is, of the same seed; ± is half of the range over seeds. **Where no number of seeds stands there was one**: less than
-half a percent says nothing there.
+it is, of the same seed. Means of three seeds, but where it says one; ± is half of the range over the seeds. What is not
+well above its ± says nothing, nor does less than half a percent with one seed.
 
 {parts}
+
+Several parts at once, beside the sum of what each of them gives alone. The extras are value embeddings, smear, residual
+and embedding scalars and backout; NorMuon's are Polar Express of even rows, the second moment of neurons, decay only
+where the update goes its way, and the norm of an orthogonal matrix:
+
+{sums}
 
 Both sides with all rates times a factor, one seed:
 
@@ -121,12 +158,12 @@ Both sides with all rates times a factor, one seed:
 ```
 git clone https://github.com/karpathy/nanochat && git -C nanochat checkout 92d63d4
 python benchmarks/pretraining_parts.py --nanochat nanochat --work-dir runs/parts --depths 2 4 --seeds 1 2 3
-python benchmarks/pretraining_parts.py --nanochat nanochat --work-dir runs/parts --depths 2 4 --seeds 1 \\
-  --rates 0.7 1.4 2 2.8 --variants "" arch=lfm2 arch=lfm2_value
+python benchmarks/pretraining_parts.py --nanochat nanochat --work-dir runs/parts --depths 2 6 --seeds 1 \\
+  --rates 1 2 --variants "" arch=lfm2_value
 python benchmarks/pretraining_parts.py --nanochat nanochat --work-dir runs/parts --depths 4 --seeds 1 \\
-  --tokens 2097152 --total-batch-size 8192 --rates 1 1.4 2 --variants "" arch=lfm2 arch=lfm2_value
-python benchmarks/pretraining_parts.py --nanochat nanochat --work-dir runs/parts --depths 6 --seeds 1 \\
-  --variants "" arch=lfm2 arch=lfm2_value
+  --rates 0.7 1.4 2 --variants "" arch=lfm2 arch=lfm2_value
+python benchmarks/pretraining_parts.py --nanochat nanochat --work-dir runs/parts --depths 4 --seeds 1 \\
+  --tokens 2097152 --total-batch-size 8192 --rates 1 2 --variants "" arch=lfm2_value
 python benchmarks/pretraining_parts.py --nanochat nanochat --work-dir runs/parts --depths 2 --seeds 1 \\
   --tokens 11010048 --rates 1 2 --variants "" arch=lfm2_value
 python benchmarks/pretraining_parts_page.py
