@@ -26,6 +26,11 @@ def follow_steps(before: Callable[[int], None]) -> None:
     StepExecutor.run = run
 
 
+def environment_of_one_rank(rank: int, which: int, name: str, value: str) -> None:
+    if rank == which:
+        os.environ[name] = value
+
+
 def note_memory(rank: int, after_step: int, path: str) -> None:
     """Write the bytes of CUDA that this process holds at the end of a step; 0 without a device."""
     from finetune.training.trainer import RunTrainer

@@ -177,15 +177,16 @@ def move(source: Path, target: Path) -> None:
         raise
 
 
-def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
+def replace_file(path: Path, data: bytes, mode: int = 0o666, *, writer: str = "") -> None:
     """Replace a file's content: at every moment, power loss included, it holds the old or the new content, whole.
+
+    One writer of a name at a time: the temporary name is fixed, so that a killed writer leaves no heap of them.
 
     Args:
         mode: permissions, as far as the umask leaves them.
-
-    One writer at a time: the temporary name is fixed, so that a killed writer leaves no heap of them.
+        writer: tells those apart who may write at once; the last one's content stays.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}{writer}.tmp")
     try:
         _write_synced(temporary, data, os.O_TRUNC, mode)
         move(temporary, path)

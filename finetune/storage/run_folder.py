@@ -123,7 +123,8 @@ def describe_folder(output_dir: Path | str) -> FolderDescription:
     try:
         names = {name for name in os.listdir(folder) if not durable_files.is_still_open(name)} - _IGNORED_NAMES
     except FileNotFoundError:
-        if not os.path.lexists(folder):
+        # Asked of the link itself: another rank may have made the folder since it was looked for.
+        if not os.path.islink(folder) or os.path.exists(folder):
             return FolderDescription("empty")
         raise StateError("the output folder is a link to nothing", str(folder), "choose another --output-dir") from None
     except OSError as error:

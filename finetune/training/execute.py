@@ -139,6 +139,7 @@ def _out_of_memory(trainer: RunTrainer, session: Session, error: str) -> Finetun
         )
     write_out_of_memory(
         session.output_dir,
+        session.world.rank,
         step=step,
         token_budget=new.token_budget,
         samples_per_row=new.samples_per_microbatch,

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("finetune")
 
 # An elastic launcher ends all workers as soon as one has exited. Where all are refused, local rank 0 prints why and the
-# others wait so long, that it is heard.
+# others wait so long, that it is heard. Who is there still was refused alone, or has no such launcher: it says why.
 QUIET_RANK_SECONDS = 3.0
 
 
@@ -277,11 +277,11 @@ def _exit_code(world: LaunchWorld, run: Callable[[], RunResult | None]) -> int:
     try:
         result = run()
     except FinetuneError as error:
-        if world.local_rank == 0:
-            sys.stderr.write(f"[ERROR] {error}\n")
-            sys.stderr.flush()
-        else:
+        if world.local_rank != 0:
             time.sleep(QUIET_RANK_SECONDS)
+        of_rank = f"rank {world.rank}: " if world.local_rank else ""
+        sys.stderr.write(f"[ERROR] {of_rank}{error}\n")
+        sys.stderr.flush()
         return int(error.exit_code)
     except KeyboardInterrupt:
         sys.stderr.write("[ERROR] interrupted before training began\n")

@@ -283,6 +283,7 @@ def read_out_of_memory(output_dir: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def write_out_of_memory(output_dir: Path, **facts: Any) -> None:
+def write_out_of_memory(output_dir: Path, rank: int, **facts: Any) -> None:
     # Whole or not at all: several ranks may run out of memory at once, and a launcher kills the others meanwhile.
-    durable_files.replace_file(output_dir / OUT_OF_MEMORY_NAME, (json.dumps(facts) + "\n").encode())
+    content = (json.dumps(facts) + "\n").encode()
+    durable_files.replace_file(output_dir / OUT_OF_MEMORY_NAME, content, writer=f".{rank}")

@@ -1,7 +1,7 @@
 """Bad input is refused with what, where and fix: exit code 2, no traceback, nothing written.
 
 Cases that are refused before torch is imported run as the real command. The others call `main` in this process, and
-some of them the real command as well; one through torchrun, where two ranks find the same thing and one says it.
+some of them the real command as well; one on two ranks, which find the same thing and one says it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import run_helpers
+import run_patches
 from conftest import make_records
 from launching import run_cli, said
 
@@ -466,11 +467,23 @@ def test_two_ranks_are_refused_together_and_one_speaks(place: Place):
     flags, texts = broken_lines(place)
     before = place.listing()
     ranks = run_helpers.start({"output_dir": str(place.folder.parent / "ranks")}, 2, arguments=list(map(str, flags)))
-    assert ranks.wait() == [2, 2]
+    ranks.processes[0].join(run_helpers.DEFAULT_TIMEOUT_SECONDS)
+    ranks.processes[1].terminate()  # as an elastic launcher does when one has exited
+    assert ranks.wait()[0] == 2
     printed = ranks.output()
     assert printed.count("[ERROR]") == 1 and printed.count(texts[1]) == 1, printed
     assert "Traceback" not in printed
     assert place.listing() == before
+
+
+def test_a_rank_that_is_refused_alone_says_why(place: Place):
+    """It ended without a word, and the others waited for it until their time was over."""
+    wanted = {"patch": run_patches.environment_of_one_rank, "patch_arguments": (1, "ACCELERATE_USE_DEEPSPEED", "true")}
+    ranks = run_helpers.start({"output_dir": str(place.folder.parent / "ranks")}, 2, arguments=place.flags(), **wanted)
+    ranks.processes[1].join(run_helpers.DEFAULT_TIMEOUT_SECONDS)
+    ranks.kill()
+    assert ranks.processes[1].exitcode == 2
+    assert "[ERROR] rank 1: the launcher asked for DeepSpeed" in ranks.output()
 
 
 def test_bad_rows_can_be_dropped_and_are_counted(place: Place, in_process):

@@ -13,6 +13,8 @@ import run_patches
 from run_helpers import LAYOUTS, Materials
 
 from finetune.batching.microbatch_schedule import schedule_microbatches
+from finetune.storage import durable_files
+from finetune.training.session import read_out_of_memory, write_out_of_memory
 
 STEPS = 5
 CUTOFF = 96
@@ -133,6 +135,21 @@ def test_a_sharded_run_is_relaunched_with_smaller_microbatches(
     run_helpers.train(wanted, 2, **limited)
     assert [event["step"] for event in run_helpers.events(output_dir, "resume")] == [2]
     assert_same_training(output_dir, reference(finetuning))
+
+
+def test_two_ranks_may_note_it_at_once(tmp_path, monkeypatch):
+    """Rows are about as long on each: the second found the first's file gone, and ended with 1, not 4."""
+    plain = durable_files.move
+
+    def move(source, target):
+        monkeypatch.setattr(durable_files, "move", plain)
+        write_out_of_memory(tmp_path, 1, step=7, token_budget=96)
+        plain(source, target)
+
+    monkeypatch.setattr(durable_files, "move", move)
+    write_out_of_memory(tmp_path, 0, step=7, token_budget=96)
+    assert read_out_of_memory(tmp_path) == {"step": 7, "token_budget": 96}
+    assert [path.name for path in tmp_path.iterdir()] == ["oom.json"]
 
 
 def test_without_a_checkpoint_the_relaunched_run_begins_anew(materials, reference, tmp_path):
