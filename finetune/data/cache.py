@@ -207,8 +207,7 @@ def _damage(folder: Path) -> str | None:
 def _what_changed(cache_dir: Path, parts: Mapping[str, str]) -> str:
     """How the nearest older entry differs, for people who wonder why the cache was not used."""
     nearest: list[str] | None = None
-    entries = sorted(cache_dir.glob(f"*/{META_FILE}"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in entries[:_COMPARED_ENTRIES]:
+    for path in sorted(cache_dir.glob(f"*/{META_FILE}"), key=_written_at, reverse=True)[:_COMPARED_ENTRIES]:
         try:
             older = json.loads(path.read_text(encoding="utf-8"))["parts"]
             changed = [change for name, now in parts.items() for change in _changes(name, older.get(name, ""), now)]
@@ -219,6 +218,14 @@ def _what_changed(cache_dir: Path, parts: Mapping[str, str]) -> str:
     if nearest is None:
         return "the first of its kind"
     return "compared with the nearest earlier data: " + ", ".join(nearest)
+
+
+def _written_at(path: Path) -> float:
+    """Seconds; 0 where another process has removed the file meanwhile."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _changes(name: str, before: str, after: str) -> list[str]:

@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_models import SPECIALS, TEMPLATES, family, make_tokenizer
+from file_system_calls import watched
 from rich.console import Console
 from sample_rows import write_rows as write
 
@@ -279,6 +281,30 @@ def test_hits_and_misses_are_said_with_their_reason(
     assert "nearest earlier data: template changed)" in said(tokenizer=make_tokenizer(template, SPECIALS["chatml"]))
     write(path, rows_of(6))
     assert "nearest earlier data: data changed)" in said()
+
+
+def test_an_older_entry_may_go_while_it_is_compared(tmp_path: Path) -> None:
+    """Another process has found it damaged, and makes it anew: that was "the cache cannot be written"."""
+    looks = 0
+
+    def hook(name: str, original: Any, args: Any, named: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        if looks == goes_at:
+            shutil.rmtree(older)
+        return original(*args, **named)
+
+    goes_at, every = 0, 1
+    while goes_at < every:
+        older = tmp_path / str(goes_at) / "older"
+        older.mkdir(parents=True)
+        (older / "meta.json").write_text('{"parts": {"data": "a"}}')
+        looks = 0
+        with watched(hook):
+            assert cache._what_changed(older.parent, {"data": "b"}).endswith(("data changed", "of its kind"))
+        every = max(every, looks + 1) if goes_at == 0 else every
+        goes_at += 1
+    assert every > 3
 
 
 def test_the_tokenizers_padding_and_truncation_are_not_part_of_it(tmp_path: Path, prepare: Any) -> None:

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from file_system_calls import watched
 
 from finetune.errors import StateError
 from finetune.runtime.launch_environment import launch_world
 from finetune.storage import durable_files
 from finetune.storage.checkpoint_files import CheckpointWriter, list_checkpoints, verify
 from finetune.storage.run_folder import read_status, write_identity
-from finetune.training.resume import decide_resume
+from finetune.training.resume import Resume, decide_resume
 from finetune.training.session import Session
 
 IDENTITY = {"kind": "sft", "seed": 1}
@@ -94,6 +95,35 @@ def test_a_checkpoint_of_another_folder_takes_the_place_of_the_own_one(run: Path
         assert started.start is not None and started.start.folder == backup
     assert [folder.name for folder in list_checkpoints(run)] == ["checkpoint-5"]
     assert verify(run / "checkpoint-5").valid
+
+
+@pytest.mark.parametrize("begun", [True, False], ids=["begun", "new"])
+def test_rank_0_may_come_between_any_two_looks_of_another(run: Path, tmp_path: Path, begun: bool) -> None:
+    """Until they meet, ranks look at the folder at whatever moment, and rank 0 makes and locks it."""
+    wanted = session(run).start if begun else Resume(None, 0)
+    looks = 0
+
+    def look(folder: Path, enters_at: int) -> None:
+        nonlocal looks
+        looks = 0
+
+        def hook(name: str, original: Any, args: Any, named: Any) -> Any:
+            nonlocal looks
+            looks += 1
+            if looks == enters_at + 1:
+                with session(folder):
+                    assert (folder / ".lock").exists()
+                    looks = enters_at + 1  # its own do not count
+            return original(*args, **named)
+
+        with watched(hook):
+            assert session(folder).start == wanted
+
+    look(run if begun else tmp_path / "never", enters_at=-1)
+    every = looks
+    for number in range(every):
+        look(run if begun else tmp_path / f"new-{number}", enters_at=number)
+    assert every > 3
 
 
 def test_a_damaged_path_is_refused_and_nothing_written(run: Path, tmp_path: Path) -> None:
