@@ -115,6 +115,10 @@ def train(off: frozenset[str], depth: int, seed: int, rate: float, corpus: Any, 
     if any("arch=" in word for word in off):
         model = transformers_model(off, depth, seed)
         optimizer: Any = make_optimizer(model.inner, config, rates, fused=True)
+        if "+backout" in off:
+            group = {"params": [model.backout], "lr": 0.2 * rates.matrix / config.matrix_lr, "kind": "vector"}
+            scalar = torch.optim.AdamW([group], betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0, fused=True)
+            optimizer = JointOptimizer([*optimizer.parts, scalar])
     else:
         model = own_model(off, depth, seed)
         optimizer = own_optimizer(model, off, rates, rates.matrix / config.matrix_lr)
@@ -208,19 +212,36 @@ def own_model(off: frozenset[str], depth: int, seed: int) -> Any:
 
 
 def transformers_model(off: frozenset[str], depth: int, seed: int) -> Causal:
-    """A model of transformers with our start."""
+    """A model of transformers with our start, and what of nanochat's is named."""
     from finetune.modeling.scratch import make_model, scratch_config
 
     name = next(word[5:] for word in off if word.startswith("arch="))
-    return Causal(make_model(scratch_config(name, depth, vocab_size=VOCABULARY, max_seq_len=SEQUENCE), seed=seed))
+    inner = make_model(scratch_config(name, depth, vocab_size=VOCABULARY, max_seq_len=SEQUENCE), seed=seed)
+    if "+init" in off:
+        for layer in inner.model.layers:
+            for inputs in (layer.feed_forward.w1, layer.feed_forward.w3):
+                inputs.weight.data.mul_(0.4)
+    return Causal(inner, backout="+backout" in off)
 
 
 class Causal(torch.nn.Module):
-    """A model of transformers, called as nanochat's is."""
+    """A model of transformers, called as nanochat's is.
 
-    def __init__(self, inner: Any) -> None:
+    Args:
+        backout: the last norm reads x - lambda x what came out of the middle layer; LFM2 only.
+    """
+
+    def __init__(self, inner: Any, *, backout: bool = False) -> None:
         super().__init__()
         self.inner = inner
+        if backout:
+            self.backout, self._middle = torch.nn.Parameter(torch.full((1,), 0.2)), None
+            layers = inner.model.layers
+            layers[len(layers) // 2].register_forward_hook(self._keep)
+            inner.model.embedding_norm.register_forward_pre_hook(lambda norm, x: x[0] - self.backout * self._middle)
+
+    def _keep(self, layer: Any, inputs: Any, output: torch.Tensor) -> None:
+        self._middle = output
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor, loss_reduction: str = "mean") -> torch.Tensor:
         logits = self.inner(input_ids=ids, use_cache=False).logits.float()

@@ -4,8 +4,8 @@ Shapes and start follow nanochat (karpathy/nanochat, gpt.py and base_train.py): 
 heads of 128; normal embeddings of 0.8, a head near zero, uniform projections, and outputs of attention and MLP that
 start at zero, so that every block starts as the identity. Llama, Qwen3 and LFM2 get the same start, because the
 learning rates belong to it; where queries and keys have scales, those start at nanochat's factor of 1.2. LFM2's MLP
-does without nanochat's 0.4 on its inputs, which costs nanochat's own model a little in short runs at depth 2 and helps
-it at depth 4 (docs/pretraining_parts.md, "no 0.4").
+does without nanochat's 0.4 on its inputs, which helps nanochat's own model at depth 4 and costs `lfm2_value` a little
+there (docs/pretraining_parts.md).
 
 Three traps of transformers' NanoChat, each with a test: its default `pad_token_id=1` makes token 1 a `padding_idx`
 that never trains; its own start is normal 0.02; its MLP is `fc1`, `fc2`, which LoRA target lists for Llama do not name.
