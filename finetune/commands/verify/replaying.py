@@ -71,11 +71,17 @@ def _is_final(seen: Seen) -> bool:
 def with_own(reference: Reference, asked: Sequence[Replay], max_new_tokens: int) -> list[Replay]:
     """The same with the trained model's own answers, and the deployment's with their thoughts put back."""
     own = reference.answers([replay.prompt for replay in asked], max_new_tokens)
+    ends = [bool(ids) and ids[-1] in reference.stop_ids for ids in own]
+    texts = [
+        reference.tokenizer.decode(list(ids[:-1] if ended else ids), skip_special_tokens=True)
+        for ids, ended in zip(own, ends, strict=True)
+    ]
+    thinking = [_thinks(replay.prompt, ids, reference.tokenizer) for replay, ids in zip(asked, own, strict=True)]
+    alone = [put_back(replay.seen, *one) for replay, *one in zip(asked, texts, thinking, strict=True)]
+    misled = any(parsed for replay, (_, parsed) in zip(asked, alone, strict=True) if replay.seen.thoughts)
     found = []
-    for replay, ids in zip(asked, own, strict=True):
-        ended = bool(ids) and ids[-1] in reference.stop_ids
-        text = reference.tokenizer.decode(list(ids[:-1] if ended else ids), skip_special_tokens=True)
-        seen, parsed = put_back(replay.seen, text, _thinks(replay.prompt, ids, reference.tokenizer))
+    for replay, ids, ended, text, thinks in zip(asked, own, ends, texts, thinking, strict=True):
+        seen, parsed = put_back(replay.seen, text, thinks, misled)
         raw = None if replay.raw is None else _whole(replay.raw, reference.tokenizer)
         finish = "stop" if ended else "length"
         found.append(
@@ -94,7 +100,7 @@ def _thinks(prompt: Prompt, own_ids: Sequence[int], tokenizer: Any) -> bool:
     return prompt.text.rstrip().endswith("<think>") or "think>" in tokenizer.decode(list(own_ids))
 
 
-def put_back(seen: Seen, own: str, thinks: bool) -> tuple[Seen, bool]:
+def put_back(seen: Seen, own: str, thinks: bool, misled: bool = False) -> tuple[Seen, bool]:
     """The answer as the model wrote it, and whether the server's reasoning parser misled its readers.
 
     It does where it takes an answer without thoughts for thoughts, or keeps back those that were trained.
@@ -102,6 +108,7 @@ def put_back(seen: Seen, own: str, thinks: bool) -> tuple[Seen, bool]:
     Args:
         own: the trained model's answer to the same.
         thinks: whether that has thoughts.
+        misled: whether the parser has taken another answer for thoughts: so it does with all that are cut.
     """
     answer = seen.answer.strip()
     if not seen.thoughts:
@@ -109,7 +116,7 @@ def put_back(seen: Seen, own: str, thinks: bool) -> tuple[Seen, bool]:
         return (replace(seen, answer=own), True) if hidden else (seen, False)
     if squeezed(seen.thoughts + answer) == squeezed(own.replace("<think>", "").replace(CLOSING, "")):
         return replace(seen, answer=own), not thinks
-    if not thinks and not answer and seen.finish == "stop":  # no mark ever ended these thoughts
+    if not thinks and not answer and (misled or seen.finish == "stop"):  # no mark ever ended these thoughts
         return replace(seen, answer=seen.thoughts), True
     opened = "" if CLOSING in own and "<think>" not in own else "<think>\n"
     closed = f"\n{CLOSING}\n\n{seen.answer}" if answer else ""

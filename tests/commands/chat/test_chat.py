@@ -302,16 +302,16 @@ def test_a_conversation_in_a_terminal():
         words = [sys.executable, "-m", "finetune", "chat", "--model", str(MODEL), "--device-type", "cpu"]
         words += ["--temperature", "0"]
         os.execve(sys.executable, words, {**environment(), "TERM": "dumb", "NO_COLOR": "1"})
-    seen = ""
+    seen = b""
 
     def screen() -> str:
         nonlocal seen
         while select.select([terminal], [], [], 0)[0]:
             try:
-                seen += os.read(terminal, 65536).decode(errors="replace")
+                seen += os.read(terminal, 65536)  # which may end within a character
             except OSError:  # the command is gone
                 break
-        return seen
+        return seen.decode(errors="replace")
 
     try:
         wait_for(lambda: "/quit leaves" in screen() and screen().rstrip().endswith(">"), 120)
@@ -327,7 +327,7 @@ def test_a_conversation_in_a_terminal():
             screen()
             assert time.monotonic() < end
             time.sleep(0.05)
-        assert os.waitstatus_to_exitcode(gone[1]) == 0 and "Traceback" not in seen, seen
+        assert os.waitstatus_to_exitcode(gone[1]) == 0 and "Traceback" not in screen(), screen()
     finally:
         try:
             os.kill(pid, signal.SIGKILL)

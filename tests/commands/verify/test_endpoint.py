@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from protocol_server import SECRET, Server
 from finetune.__main__ import main as finetune
 from finetune.commands.verify.causes import CAUSES
 from finetune.commands.verify.endpoint import Endpoint
-from finetune.commands.verify.evidence import Seen
+from finetune.commands.verify.evidence import Prompt, Replay, Seen
 from finetune.commands.verify.options import VerifyOptions
-from finetune.commands.verify.replaying import put_back
+from finetune.commands.verify.replaying import put_back, with_own
 from finetune.config.flags import flags_of
 from finetune.config.names import flag
 from finetune.errors import ConfigError, FinetuneError
@@ -194,6 +195,28 @@ THOUGHT = "<think>\nab\n</think>\n\nc"
 def test_thoughts_are_put_back(content: str, thoughts: str, own: str, thinks: bool, whole: str, parsed: bool):
     seen, misled = put_back(Seen(content, "stop", thoughts=thoughts), own, thinks)
     assert (seen.answer, misled) == (whole, parsed)
+
+
+def test_a_parser_that_takes_one_answer_takes_every_one_that_is_cut():
+    """By itself a cut answer may be thoughts that have not ended; it was, where it parted at a tie from the own one."""
+    shown = {1: "ab", 2: "ad"}
+    asked = [
+        Replay(number, Prompt((), "", ()), "", (), "", Seen("", finish, thoughts=shown[number]), None, None)
+        for number, finish in ((1, "stop"), (2, "length"))
+    ]
+    own = {1: (*map(ord, "ab"), 0), 2: tuple(map(ord, "ac"))}
+
+    def seen(*numbers: int) -> list[tuple[str, bool]]:
+        reference: Any = SimpleNamespace(
+            stop_ids=(0,),
+            tokenizer=SimpleNamespace(decode=lambda ids, **_: "".join(map(chr, ids))),
+            answers=lambda prompts, most: [own[number] for number in numbers],
+        )
+        found = with_own(reference, [asked[number - 1] for number in numbers], 3)
+        return [(replay.seen.answer, replay.parsed) for replay in found]
+
+    assert seen(1, 2) == [("ab", True), ("ad", True)]
+    assert seen(2) == [("<think>\nad", False)]
 
 
 def test_the_text_names_fault_evidence_and_remedy_in_both_languages(
