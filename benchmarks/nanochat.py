@@ -6,7 +6,9 @@
 The corpus is the standard library of the running Python, prepared by `python -m finetune prepare`. nanochat runs from
 its checkout, in a process of its own (benchmarks/nanochat_process.py), and gets our tokenizer and our windows in the
 order of our run; its rates, schedule, decay, optimizer, start and compilation are its own. Each run has all cores.
-Exits with an error where tokens, windows or validation bytes are not the same, or nothing was learned from.
+NAME-bf16 is a variant in bfloat16, NAME@FACTOR one at nanochat's rates times the factor, the same for both sides; by
+default both are run over one grid of factors. What a work folder has is not run again. Exits with an error where
+tokens, windows or validation bytes are not the same, or nothing was learned from.
 """
 
 from __future__ import annotations
@@ -37,21 +39,20 @@ from nanochat_report import (
     machine_facts,
     make_document,
     make_tables,
+    parts_of,
 )
+
+from finetune.runtime.host import usable_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "benchmarks_pretraining.md"
-NANOCHAT_RATES = {"matrix-lr": 0.02, "embedding-lr": 0.3, "unembedding-lr": 0.008}  # its defaults
+NANOCHAT_RATES = {"matrix-lr": 0.02, "embedding-lr": 0.3, "unembedding-lr": 0.008, "scalar-lr": 0.5}  # its defaults
+CORES = usable_cores()
+GRID = (1, 3, 6, 12)  # factors on nanochat's rates
 USUAL = (
-    "nanochat",
-    "nanochat-plain",
-    "nanochat-our-rates",
-    "nanochat-plain-our-rates",
-    "nanochat-twice-our-rates",
-    "ours-fp32",
-    "ours-bf16",
-    "ours-lfm2",
-    "ours-lfm2_value",
+    *("nanochat", "nanochat-plain", "ours", "ours-bf16", "ours-lfm2", "ours-lfm2_value"),
+    *(f"{name}@{factor}" for name in ("nanochat", "nanochat-plain") for factor in GRID[1:]),  # 1 is their own
+    *(f"{name}@{factor}" for name in ("ours", "ours-lfm2", "ours-lfm2_value") for factor in GRID),
 )
 STEP_LINE = re.compile(r"^step (\d+)/\d+ .*\| dt: ([\d.]+)ms")
 
@@ -109,7 +110,8 @@ def _options() -> argparse.Namespace:
     options.only = options.only.split(",")
     options.steps = options.tokens // options.total_batch_size
     options.every = max(1, options.steps // options.evaluations)
-    problems = [f"--only {name}: unknown, of {', '.join(VARIANTS)}" for name in options.only if name not in VARIANTS]
+    unknown = [name for name in options.only if parts_of(name)[0] not in VARIANTS]
+    problems = [f"--only {name}: unknown, of {', '.join(VARIANTS)}; -bf16, @FACTOR" for name in unknown]
     at_a_time = options.device_batch_size * SEQUENCE
     for name, number, divisor in (
         ("--tokens", options.tokens, options.total_batch_size),
@@ -189,8 +191,14 @@ def _write_parquet(corpus: Corpus, base: Path) -> None:
 def _run(variant: str, work: Path, corpus: Corpus, options: argparse.Namespace) -> Measured:
     print(f"{variant} ...", file=sys.stderr, flush=True)
     folder = work / variant
+    sizes = [options.tokens, options.total_batch_size, options.device_batch_size, options.every, options.eval_tokens]
+    inputs, result = {"sizes": sizes, "ours": options.ours}, folder / "measured.json"
     if folder.exists():
-        raise SystemExit(f"{folder} is there already: choose another --work-dir, or remove it")
+        kept = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
+        if kept.get("inputs") != inputs:
+            raise SystemExit(f"{folder} is not of this run, or broke off: choose another --work-dir, or remove it")
+        bits = {int(step): value for step, value in kept["measured"].pop("bits_per_byte").items()}
+        return Measured(**kept["measured"], bits_per_byte=bits)
     folder.mkdir()
     run = _run_ours if variant.startswith("ours") else _run_nanochat
     measured = run(variant, folder, corpus, options)
@@ -199,6 +207,7 @@ def _run(variant: str, work: Path, corpus: Corpus, options: argparse.Namespace) 
         raise SystemExit(f"{variant}: {len(measured.step_seconds)} steps of {options.steps}, evaluated at {steps}")
     if not measured.smallest_gradient_norm > 0 or not measured.bits_per_byte[steps[-1]] < measured.bits_per_byte[0]:
         raise SystemExit(f"{variant} learned nothing: {measured}")
+    result.write_text(json.dumps({"inputs": inputs, "measured": asdict(measured)}), encoding="utf-8")
     return measured
 
 
@@ -206,7 +215,7 @@ def _call(command: list[str], log: Path, **environment: str) -> float:
     """Run to the end, output into a file; returns seconds."""
     # A cache of its own, so that every run compiles, and all find the same.
     own = {"TORCHINDUCTOR_CACHE_DIR": str(log.with_suffix(".inductor")), "HF_HUB_OFFLINE": "1"}
-    threads = {"OMP_NUM_THREADS": str(os.cpu_count()), "PYTHONPATH": str(ROOT)}
+    threads = {"OMP_NUM_THREADS": str(CORES), "PYTHONPATH": str(ROOT)}
     began = time.perf_counter()
     with log.open("w", encoding="utf-8") as file:
         done = subprocess.run(
@@ -223,7 +232,9 @@ def _call(command: list[str], log: Path, **environment: str) -> float:
 
 
 def _run_nanochat(variant: str, folder: Path, corpus: Corpus, options: argparse.Namespace) -> Measured:
-    own_loader = variant == "nanochat-own-loader"
+    name, in_bf16, given = parts_of(variant)
+    own_loader = name == "nanochat-own-loader"
+    factor = float(given or 1)
     if own_loader:
         _write_parquet(corpus, folder)
     flags = {
@@ -239,9 +250,7 @@ def _run_nanochat(variant: str, folder: Path, corpus: Corpus, options: argparse.
         "core-metric-every": -1,
         "sample-every": -1,
     }
-    if variant.endswith("our-rates"):
-        factor = _rates_factor(options) * (2.0 if "twice" in variant else 1.0)
-        flags |= {name: rate * factor for name, rate in NANOCHAT_RATES.items()}
+    flags |= {flag: rate * factor for flag, rate in NANOCHAT_RATES.items()} if given else {}
     settings = {
         "checkout": str(options.nanochat.resolve()),
         "flags": [f"--{name}={value}" for name, value in flags.items()],
@@ -249,7 +258,7 @@ def _run_nanochat(variant: str, folder: Path, corpus: Corpus, options: argparse.
         "bytes_per_token": str(corpus.folder / "bytes_per_token.npy"),
         "train_windows": None if own_loader else str(corpus.folder / "train_windows.npy"),
         "valid_windows": str(corpus.folder / "valid_windows.npy"),
-        "plain": variant.startswith("nanochat-plain"),
+        "plain": name == "nanochat-plain",
         "eval_every": options.every,
         "report": str(folder / "report.json"),
     }
@@ -258,7 +267,7 @@ def _run_nanochat(variant: str, folder: Path, corpus: Corpus, options: argparse.
         [sys.executable, "-u", str(Path(__file__).with_name("nanochat_process.py")), str(folder / "settings.json")],
         folder / "log.txt",
         NANOCHAT_BASE_DIR=str(folder),
-        NANOCHAT_DTYPE="bfloat16" if variant == "nanochat-bf16" else "float32",
+        NANOCHAT_DTYPE="bfloat16" if in_bf16 else "float32",
     )
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     for evaluation in report["evaluations"]:
@@ -267,6 +276,7 @@ def _run_nanochat(variant: str, folder: Path, corpus: Corpus, options: argparse.
     lines = map(STEP_LINE.match, (folder / "log.txt").read_text(encoding="utf-8").splitlines())
     return Measured(
         variant,
+        factor,
         report["parameters"],
         [float(line[2]) / 1000 for line in lines if line],
         report["evaluations"][0]["seconds"],
@@ -276,18 +286,18 @@ def _run_nanochat(variant: str, folder: Path, corpus: Corpus, options: argparse.
     )
 
 
-def _rates_factor(options: argparse.Namespace) -> float:
-    """What our law makes of rates for a run of this length; nanochat has no such law."""
+def _own_factor(arch: str, options: argparse.Namespace) -> float:
+    """What our laws make of rates beside nanochat's, which have no factor for the run's length or the architecture."""
     from finetune.config.pretrain_config import PretrainConfig
     from finetune.modeling.scratch import make_empty_model, scratch_config
     from finetune.planning.flops import matrix_parameters
-    from finetune.training.optimizers import scaled_rates
+    from finetune.training.optimizers import REFERENCE_BATCH_TOKENS, scaled_rates
 
-    config = PretrainConfig(train_data_path="x", output_dir="y", total_batch_size=options.total_batch_size)
-    model = make_empty_model(scratch_config("nanochat", DEPTH, vocab_size=VOCABULARY, max_seq_len=SEQUENCE))
+    config = PretrainConfig(train_data_path="x", output_dir="y", total_batch_size=options.total_batch_size, arch=arch)
+    model = make_empty_model(scratch_config(arch, DEPTH, vocab_size=VOCABULARY, max_seq_len=SEQUENCE))
     worth = config.target_param_data_ratio * matrix_parameters(model)
-    short, whole = (scaled_rates(config, width=1, worth_tokens=worth, run_tokens=t) for t in (options.tokens, worth))
-    return short.matrix / whole.matrix
+    rates = scaled_rates(config, width=1, worth_tokens=worth, run_tokens=options.tokens)
+    return rates.matrix / (NANOCHAT_RATES["matrix-lr"] * math.sqrt(options.total_batch_size / REFERENCE_BATCH_TOKENS))
 
 
 def _our_settings(tokens: Path, output: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -312,20 +322,24 @@ def _our_settings(tokens: Path, output: Path, options: argparse.Namespace) -> di
 
 
 def _run_ours(variant: str, folder: Path, corpus: Corpus, options: argparse.Namespace) -> Measured:
-    processes = 2 if variant == "ours-2-processes" else 1
+    name, in_bf16, given = parts_of(variant)
+    processes = 2 if name == "ours-2-processes" else 1
+    arch = name.removeprefix("ours-") if "lfm2" in name else "nanochat"
+    own = _own_factor(arch, options)
     settings = _our_settings(corpus.tokens, folder / "run", options) | {
-        "dtype": "bfloat16" if variant.endswith("-bf16") else "float32",
-        "compile": variant != "ours-eager",
-        "arch": variant.removeprefix("ours-").removesuffix("-bf16") if "lfm2" in variant else "nanochat",
+        "dtype": "bfloat16" if in_bf16 else "float32",
+        "compile": name != "ours-eager",
+        "arch": arch,
+        "lr_scale": float(given) / own if given else 1.0,
     }
     flags = [word for name, value in settings.items() for word in (f"--{name}", str(value).lower())]
-    for name in ("train_data_path", "valid_data_path", "output_dir"):
-        flags[flags.index(f"--{name}") + 1] = settings[name]  # paths keep their case
+    for path in ("train_data_path", "valid_data_path", "output_dir"):
+        flags[flags.index(f"--{path}") + 1] = settings[path]  # paths keep their case
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] * (processes > 1)
     wall = _call(
         [sys.executable, *launcher, "-m", "finetune.pretrain", *flags, *options.ours.split()],
         folder / "log.txt",
-        OMP_NUM_THREADS=str(max(1, (os.cpu_count() or 1) // processes)),
+        OMP_NUM_THREADS=str(max(1, CORES // processes)),
     )
     run = folder / "run"
     trained = [index for line in _lines(run / "samples.jsonl") for index in line["ids"]]
@@ -337,6 +351,7 @@ def _run_ours(variant: str, folder: Path, corpus: Corpus, options: argparse.Name
     begin = next(event["time"] for event in events if event["event"] == "start")
     return Measured(
         variant,
+        float(given or own),
         _parameters(run),
         [line["step_seconds"] for line in steps],
         evaluations[0]["time"] - begin,

@@ -11,33 +11,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.runtime.host import usable_cores
+
 COMMIT = "92d63d4"
 DEPTH, SEQUENCE, VOCABULARY = 4, 512, 8192
 REFERENCE = "nanochat"
 VARIANTS = {
-    "nanochat": "nanochat as it is, float32",
+    "nanochat": "nanochat as it is",
     "nanochat-plain": "nanochat without value embeddings, residual and embedding scalars, smear and backout",
-    "ours-fp32": "ours, float32, `--compile true`",
-    "ours-bf16": "ours, bfloat16, `--compile true`",
-    "ours-lfm2": "ours, `--arch lfm2`, float32, `--compile true`",
-    "ours-lfm2_value": "ours, `--arch lfm2_value`, float32, `--compile true`",
-    "ours-lfm2_value-bf16": "ours, `--arch lfm2_value`, bfloat16, `--compile true`",
-    "nanochat-bf16": "nanochat as it is, `NANOCHAT_DTYPE=bfloat16`",
-    "nanochat-our-rates": "nanochat with the factor of our law on its three rates",
-    "nanochat-plain-our-rates": "the same without its extras",
-    "nanochat-twice-our-rates": "nanochat with that factor and twice its rates, as our short convolutions have them",
-    "nanochat-own-loader": "nanochat with its own loader on the same documents, float32",
-    "ours-eager": "ours, float32, not compiled (our default on a CPU)",
-    "ours-2-processes": "ours, float32, compiled, two processes of one thread",
+    "ours": "ours, `--compile true`",
+    "ours-lfm2": "ours, `--arch lfm2 --compile true`",
+    "ours-lfm2_value": "ours, `--arch lfm2_value --compile true`",
+    "nanochat-own-loader": "nanochat with its own loader on the same documents",
+    "ours-eager": "ours, not compiled (our default on a CPU)",
+    "ours-2-processes": "ours, compiled, two processes of one thread",
 }
 WARM_UP_STEPS = 2
 
 
+def parts_of(variant: str) -> tuple[str, bool, str]:
+    """Of NAME[-bf16][@FACTOR]: the name, whether in bfloat16, and the factor on nanochat's rates, or ""."""
+    name, _, factor = variant.partition("@")
+    return name.removesuffix("-bf16"), name.endswith("-bf16"), factor
+
+
 @dataclass(frozen=True)
 class Measured:
-    """One run. `step_seconds` of every step, in order; `bits_per_byte` by step."""
+    """One run. `rates_factor` on nanochat's rates; `step_seconds` of every step, in order; `bits_per_byte` by step."""
 
     variant: str
+    rates_factor: float
     parameters: int
     step_seconds: list[float]
     first_evaluation_seconds: float
@@ -57,7 +60,7 @@ def machine_facts(options: argparse.Namespace) -> dict[str, Any]:
     return vars(options) | {
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "cores": os.cpu_count(),
+        "cores": usable_cores(),
         "flags": cpu_flags(),
         "load_before": os.getloadavg(),
     }
@@ -74,7 +77,7 @@ def cpu_flags() -> list[str]:
 
 
 def make_tables(runs: list[Measured], options: argparse.Namespace, *, valid_bytes: int, valid_tokens: int) -> str:
-    """Two tables, speed and bits per byte."""
+    """Three tables: speed, bits per byte, and these at the end beside the rates."""
     reference = next((run for run in runs if run.variant == REFERENCE), None)
     batch, steps = options.total_batch_size, sorted(runs[0].bits_per_byte)
 
@@ -104,6 +107,8 @@ def make_tables(runs: list[Measured], options: argparse.Namespace, *, valid_byte
             "|" + "---|" * (len(steps) + 2),
             *quality,
             "",
+            *_grid(runs, steps[-1]),
+            "",
             f"Checked: {options.tokens:,} training tokens in {options.steps} steps each, the same windows in every "
             f"step (nanochat-own-loader excepted), {valid_bytes:,} validation bytes in "
             f"{valid_tokens:,} tokens at every evaluation.",
@@ -111,9 +116,26 @@ def make_tables(runs: list[Measured], options: argparse.Namespace, *, valid_byte
     )
 
 
+def _grid(runs: list[Measured], last: int) -> list[str]:
+    """Bits per byte at the end of every variant by the factor on its rates; each variant's best in bold."""
+    factors = sorted({round(run.rates_factor, 2) for run in runs})
+    found: dict[str, dict[float, float]] = {}
+    for run in runs:
+        found.setdefault(run.variant.split("@")[0], {})[round(run.rates_factor, 2)] = run.bits_per_byte[last]
+    lines = [f"| nanochat's rates times | {' | '.join(f'{factor:g}' for factor in factors)} |"]
+    lines.append("|" + "---|" * (len(factors) + 1))
+    for name, row in found.items():
+        best = min(row.values())
+        cells = [f"{row[f]:.4f}" if f in row else "" for f in factors]
+        cells = [f"**{cell}**" if row.get(f) == best else cell for f, cell in zip(factors, cells, strict=True)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
 def make_document(tables: str, options: argparse.Namespace) -> str:
     facts = machine_facts(options)
-    variants = "\n".join(f"- **{name}**: {VARIANTS[name]}." for name in options.only)
+    names = dict.fromkeys(parts_of(variant)[0] for variant in options.only)
+    variants = "\n".join(f"- **{name}**: {VARIANTS[name]}." for name in names)
     flags = ", ".join(facts["flags"]) or "unknown"
     return f"""# Pretraining beside nanochat
 
@@ -140,7 +162,7 @@ vocabulary {VOCABULARY:,}, {options.total_batch_size:,} tokens a step, {options.
   batch, number of steps, validation windows. Bits per byte counts text only, on both sides.
 - nanochat's rates, warm-up, warm-down, weight decay, start and optimizer are its own defaults (`--window-pattern L`, as
   it recommends without flash attention), ours are ours. Both scale rates by batch and width by the same law; ours also
-  by the run's length, which the variants with "our-rates" give to nanochat too.
+  by the run's length and the architecture. Over the grid of rates both have the same.
 - nanochat reads our windows in place of its loader's. Its loader begins every window at a document and cuts what
   does not fit: on documents much longer than a window it sees little more than their beginnings. `--only
   nanochat-own-loader` measures that, on the same validation windows.
