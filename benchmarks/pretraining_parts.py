@@ -108,6 +108,7 @@ def train(off: frozenset[str], depth: int, seed: int, rate: float, corpus: Any, 
         total_batch_size=options.total_batch_size,
         optimizer="muon" if "muon" in off else "normuon",
         lr_scale=rate,
+        lr_batch_exponent=0.5,  # nanochat's; ours is lower by what came out of these runs
     )
     width = 64 * depth
     worth = config.target_param_data_ratio * (12 * depth * width**2 + VOCABULARY * width)

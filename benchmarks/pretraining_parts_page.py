@@ -149,10 +149,10 @@ TEXT = """# What each part of a pretraining gives
 
 nanochat's model (github.com/karpathy/nanochat, 92d63d4) without one part at a time, and models of transformers with our
 start. Bits per byte after 524,288 tokens, 4,096 a step, vocabulary 4,096, sequence 512, CPython's standard library,
-float32, in a bare loop: the same windows in the same order, and for both the rates (nanochat's, with our factor for
-short runs, without that for short convolutions), schedule and groups of this package. Differences are to nanochat as
-it is, of the same seed. Means of three seeds, but where it says one; ± is half of the range over the seeds. What is not
-well above its ± says nothing, nor does less than half a percent with one seed.
+float32, in a bare loop: the same windows in the same order, and for both the rates (nanochat's, which go with the
+square root of the batch, and our factor for short runs), schedule and groups of this package. Differences are to
+nanochat as it is, of the same seed. Means of three seeds, but where it says one; ± is half of the range over the seeds.
+What is not well above its ± says nothing, nor does less than half a percent with one seed.
 
 {parts}
 
@@ -163,13 +163,14 @@ where the update goes its way, and the norm of an orthogonal matrix:
 {sums}
 
 Two parts are worth more than two percent at depth 4 in nanochat's model, and `--arch lfm2_value` has them not. Put into
-it they change the bits per byte by this, beside it as it is with the same rates and seed; twice the rates are those it
-trains with. Means of three seeds, at depth 6 one. Neither was taken. (At depth 2 the middle layer is the last, so that
-backout is but a factor before a norm.)
+it they change the bits per byte by this, beside it as it is with the same rates and seed. Means of three seeds, at
+depth 6 one. Neither was taken. (At depth 2 the middle layer is the last, so that backout is but a factor before a
+norm.)
 
 {put_in}
 
-Both sides with all rates times a factor, one seed:
+Both sides with all rates times a factor, one seed. Where nothing stands at a factor it was not run. `finetune pretrain`
+takes 3.4 times these rates for 4,096 tokens a step, 2.8 times for 8,192 ([the law](pretraining.md#optimizer)):
 
 {rates}
 
@@ -184,14 +185,16 @@ python benchmarks/pretraining_parts.py --nanochat nanochat --work-dir runs/parts
   --variants arch=lfm2_value arch=lfm2_value,+backout arch=lfm2_value,+init arch=lfm2_value,+backout,+init
 python benchmarks/pretraining_parts.py --nanochat nanochat --work-dir runs/parts --depths 6 --seeds 1 --rates 2 \\
   --variants arch=lfm2_value,+backout
-python benchmarks/pretraining_parts.py --nanochat nanochat --work-dir runs/parts --depths 2 6 --seeds 1 \\
-  --rates 1 2 --variants "" arch=lfm2_value
+python benchmarks/pretraining_parts.py --nanochat nanochat --work-dir runs/parts --depths 2 4 6 --seeds 1 \\
+  --rates 1 2 4 --variants "" arch=lfm2_value
+python benchmarks/pretraining_parts.py --nanochat nanochat --work-dir runs/parts --depths 2 4 --seeds 1 \\
+  --rates 2 4 --variants arch=nanochat
 python benchmarks/pretraining_parts.py --nanochat nanochat --work-dir runs/parts --depths 4 --seeds 1 \\
   --rates 0.7 1.4 2 --variants "" arch=lfm2 arch=lfm2_value
 python benchmarks/pretraining_parts.py --nanochat nanochat --work-dir runs/parts --depths 4 --seeds 1 \\
   --tokens 2097152 --total-batch-size 8192 --rates 1 2 --variants "" arch=lfm2_value
 python benchmarks/pretraining_parts.py --nanochat nanochat --work-dir runs/parts --depths 2 --seeds 1 \\
-  --tokens 11010048 --rates 1 2 --variants "" arch=lfm2_value
+  --tokens 11010048 --rates 1 2 4 --variants "" arch=lfm2_value
 python benchmarks/pretraining_parts_page.py
 ```
 

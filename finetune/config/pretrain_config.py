@@ -140,8 +140,11 @@ class PretrainConfig(BaseConfig):
     lr_scale: float = optimizer_setting(1.0, "Factor on all learning rates.", gt=0)
     lr_scaling: bool = optimizer_setting(
         True,
-        "Scale rates by the square root of the batch over 524,288 tokens and by the run's length, those of "
-        "AdamW also by width, and the weight decay by batch and length; false takes all as written.",
+        "Scale rates by batch and the run's length, those of AdamW also by width, and the weight decay by batch and "
+        "length; false takes all as written.",
+    )
+    lr_batch_exponent: float = optimizer_setting(
+        0.25, "With it rates go as (batch / 524,288 tokens) to this power.", ge=0, le=1
     )
     warmup_steps: Warmup = redefined(BaseConfig, "warmup_steps", default=40)
     lr_scheduler: PretrainingScheduleName = redefined(BaseConfig, "lr_scheduler", default="warmdown")

@@ -19,7 +19,7 @@ from finetune.config.rules import (
 )
 
 # What is the model's own when one is continued.
-OF_THE_MODEL = ("arch", "depth", "vocab_size", "tokenizer", "optimizer", "lr_scaling")
+OF_THE_MODEL = ("arch", "depth", "vocab_size", "tokenizer", "optimizer", "lr_scaling", "lr_batch_exponent")
 # Warmed up again and down again, as Ibrahim et al. 2024 do (arXiv 2403.08763). The heights are ours, to begin a search
 # with: for all weights about where the pretraining of a large model ends (Parmar et al. 2024 go on from one of 15B with
 # a schedule between height and steepness, arXiv 2407.07263); for LoRA that of fine-tuning, within the 1e-5 to 5e-4 that

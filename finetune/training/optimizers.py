@@ -16,7 +16,6 @@ import torch
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.optimization import Adafactor
 
-from finetune.modeling.attention import SHORT_CONVOLUTION_TYPES
 from finetune.planning.traffic import MUONS
 from finetune.training.muon import BatchedMuon, NorMuon, evaluated
 
@@ -32,9 +31,6 @@ LARGEST_DECAY_FACTOR = 10.0
 # The best learning rate falls with the tokens of a run to this power (Bjorck et al. 2024, arXiv 2409.19913, beta).
 HORIZON_POWER = 0.32
 LARGEST_HORIZON_FACTOR = 4.0  # of a run of a seventy-sixth of the tokens; shorter ones were not measured
-# The best rates of models with short convolutions, beside those of models that attend in every layer: twice as high in
-# runs of half a million and two million tokens (docs/pretraining_parts.md).
-CONVOLUTION_RATE_FACTOR = 2.0
 EMBEDDING_BETA2 = 0.995
 EMBEDDING_DECAY, HEAD_DECAY = 0.001, 0.01
 MOMENTUM_START, MOMENTUM_TOP, MOMENTUM_END, MOMENTUM_STEPS = 0.85, 0.97, 0.90, 400
@@ -54,11 +50,10 @@ class Rates:
 def scaled_rates(config: PretrainConfig, *, width: int, worth_tokens: float, run_tokens: float) -> Rates:
     """The rates that the run trains with.
 
-    With B tokens a step, all rates are scaled by sqrt(B / 2^19), those of AdamW also by (width / 768)^-1/2, the decay
-    by sqrt(B / 2^19) x (reference tokens / horizon), where the horizon is what the model is worth, or the run's tokens
-    if they are more. A run that is shorter than its model is worth has higher rates, by (worth / run)^0.32, but no
-    higher decay: its weights would shrink away before they had learned. A model from scratch with short convolutions
-    has twice these rates.
+    With B tokens a step, all rates are scaled by (B / 2^19)^lr_batch_exponent, those of AdamW also by
+    (width / 768)^-1/2, the decay by sqrt(B / 2^19) x (reference tokens / horizon), where the horizon is what the model
+    is worth, or the run's tokens if they are more. A run that is shorter than its model is worth has higher rates, by
+    (worth / run)^0.32, but no higher decay: its weights would shrink away before they had learned.
 
     Args:
         worth_tokens: those that the model is worth: target_param_data_ratio x parameters.
@@ -70,11 +65,11 @@ def scaled_rates(config: PretrainConfig, *, width: int, worth_tokens: float, run
     )
     scale, width_factor, decay = config.lr_scale, 1.0, 1.0
     if config.lr_scaling:
-        batch = math.sqrt(config.total_batch_size / REFERENCE_BATCH_TOKENS)
-        scale *= batch * min(LARGEST_HORIZON_FACTOR, max(1.0, worth_tokens / run_tokens) ** HORIZON_POWER)
-        scale *= CONVOLUTION_RATE_FACTOR if config.model is None and config.arch in SHORT_CONVOLUTION_TYPES else 1.0
+        batch = config.total_batch_size / REFERENCE_BATCH_TOKENS
+        horizon = min(LARGEST_HORIZON_FACTOR, max(1.0, worth_tokens / run_tokens) ** HORIZON_POWER)
+        scale *= batch**config.lr_batch_exponent * horizon
         width_factor = (width / REFERENCE_WIDTH) ** -0.5
-        decay = min(LARGEST_DECAY_FACTOR, batch * REFERENCE_TOKENS / max(worth_tokens, run_tokens))
+        decay = min(LARGEST_DECAY_FACTOR, math.sqrt(batch) * REFERENCE_TOKENS / max(worth_tokens, run_tokens))
     adamw = scale * width_factor
     return Rates(
         matrix=matrix * (scale if config.optimizer in MUONS else adamw),

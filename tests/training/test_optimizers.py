@@ -216,11 +216,13 @@ def test_rates_at_the_reference_are_as_written():
 
 
 def test_rates_scale_by_width_and_batch():
-    rates = rates_of(192, REFERENCE_TOKENS // 2, total_batch_size=2**17)
-    assert rates.matrix == pytest.approx(0.02 / 2)  # sqrt of a quarter; no width
+    rates = rates_of(192, REFERENCE_TOKENS // 2, total_batch_size=2**15)
+    assert rates.matrix == pytest.approx(0.02 / 2)  # a sixteenth to the power of a quarter; no width
     assert rates.embedding == pytest.approx(0.3 / 2 * 2)  # width a quarter: twice
     assert rates.head == pytest.approx(0.008)
-    assert rates.decay == pytest.approx(0.28 / 2 * 2)  # half the tokens: twice
+    assert rates.decay == pytest.approx(0.28 / 4 * 2)  # sqrt of a sixteenth; half the tokens: twice
+    before = rates_of(192, REFERENCE_TOKENS // 2, total_batch_size=2**15, lr_batch_exponent=0.5)
+    assert before.matrix == pytest.approx(0.02 / 4) and before.decay == rates.decay
     assert rates_of(192, 1, total_batch_size=2**17).decay == pytest.approx(2.8)
     plain = rates_of(192, 100, 1, total_batch_size=2**17, lr_scaling=False)
     assert plain == Rates(matrix=0.02, embedding=0.3, head=0.008, vector=0.008, decay=0.28)
@@ -237,16 +239,6 @@ def test_shorter_runs_have_higher_rates_and_no_other_decay(shorter: float, facto
     assert rates.embedding == pytest.approx(0.3 * factor, rel=1e-4)
     assert rates.head == rates.vector == pytest.approx(0.008 * factor, rel=1e-4)
     assert rates.decay == pytest.approx(0.28 * min(1.0, shorter))
-
-
-def test_short_convolutions_from_scratch_have_twice_the_rates():
-    plain = rates_of(192)
-    for arch in ("lfm2", "lfm2_value"):
-        rates = rates_of(192, arch=arch)
-        assert (rates.matrix, rates.embedding, rates.head) == (2 * plain.matrix, 2 * plain.embedding, 2 * plain.head)
-        assert rates.decay == plain.decay
-        assert rates_of(192, arch=arch, lr_scaling=False).matrix == 0.02, "as they are written"
-        assert rates_of(192, arch=arch, model="m", num_iterations=3) == rates_of(192, model="m", num_iterations=3)
 
 
 def test_one_rate_for_all_and_a_factor():

@@ -176,7 +176,9 @@ def _identity(config: PretrainConfig) -> dict[str, Any]:
         windows["windows"] = config.windows
     names: tuple[str, ...] = IDENTITY_SETTINGS
     if config.model is None:
-        return {"kind": "pretrain", **windows, **{name: getattr(config, name) for name in names}}
+        # Runs of 0.1.0 had the square root, and no word for it.
+        batch = {} if config.lr_batch_exponent == 0.5 else {"lr_batch_exponent": config.lr_batch_exponent}
+        return {"kind": "pretrain", **windows, **batch, **{name: getattr(config, name) for name in names}}
     from finetune.modeling.model_config import weights_identity
 
     names += CONTINUED_SETTINGS + (ADAPTER_SETTINGS if config.finetuning == "lora" else ())

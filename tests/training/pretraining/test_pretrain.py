@@ -353,6 +353,8 @@ def test_best_fit_windows_are_a_run_of_their_own_on_any_number(settings: dict, t
     assert identity["windows"] == "best-fit" and identity["document_aligned"] is False
     # Those of runs that were begun before there was a choice of three.
     assert "windows" not in plain and plain["document_aligned"] is False
+    # And of those whose rates went with the square root of the batch.
+    assert prepared(windows="stream", lr_batch_exponent=0.5).identity.keys() == plain.keys() - {"lr_batch_exponent"}
     aligned = prepared(windows="document").identity
     assert aligned.keys() == plain.keys() and aligned["document_aligned"] is True
     assert "69% of the training tokens are cut by --windows best-fit" in caplog.text
