@@ -14,6 +14,7 @@ tokens, windows or validation bytes are not the same, or nothing was learned fro
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -69,6 +70,7 @@ class Corpus:
     folder: Path
     tokens: Path
     windows: list[int]
+    sha256: str  # of all windows
     valid_bytes: int
     valid_tokens: int
 
@@ -110,8 +112,12 @@ def _options() -> argparse.Namespace:
     options.only = options.only.split(",")
     options.steps = options.tokens // options.total_batch_size
     options.every = max(1, options.steps // options.evaluations)
-    unknown = [name for name in options.only if parts_of(name)[0] not in VARIANTS]
+    unknown = [
+        name for name in options.only if not re.fullmatch(f"({'|'.join(VARIANTS)})(-bf16)?(@[0-9]+([.][0-9]+)?)?", name)
+    ]
     problems = [f"--only {name}: unknown, of {', '.join(VARIANTS)}; -bf16, @FACTOR" for name in unknown]
+    if any("@" in name for name in options.only) and re.search("lr|optimizer", options.ours):
+        problems.append("--ours sets rates, and so does @FACTOR")
     at_a_time = options.device_batch_size * SEQUENCE
     for name, number, divisor in (
         ("--tokens", options.tokens, options.total_batch_size),
@@ -152,7 +158,10 @@ def _prepare(work: Path, options: argparse.Namespace) -> Corpus:
         f"{data.train.stream.tokens:,} tokens in {len(data.train.stream.documents) - 1:,} documents to train on, "
         f"{data.passes:.2f} passes; validation on {data.bytes_per_token[valid[:, 1:]].sum():,} bytes"
     )
-    return Corpus(work, tokens, order, int(data.bytes_per_token[valid[:, 1:]].sum()), options.eval_tokens)
+    digest = hashlib.sha256((work / "train_windows.npy").read_bytes() + (work / "valid_windows.npy").read_bytes())
+    return Corpus(
+        work, tokens, order, digest.hexdigest(), int(data.bytes_per_token[valid[:, 1:]].sum()), options.eval_tokens
+    )
 
 
 def _library() -> list[str]:
@@ -192,7 +201,8 @@ def _run(variant: str, work: Path, corpus: Corpus, options: argparse.Namespace) 
     print(f"{variant} ...", file=sys.stderr, flush=True)
     folder = work / variant
     sizes = [options.tokens, options.total_batch_size, options.device_batch_size, options.every, options.eval_tokens]
-    inputs, result = {"sizes": sizes, "ours": options.ours}, folder / "measured.json"
+    inputs = {"sizes": sizes, "windows": corpus.sha256, "ours": options.ours, "rates": _factor(variant, options)}
+    result = folder / "measured.json"
     if folder.exists():
         kept = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
         if kept.get("inputs") != inputs:
@@ -234,7 +244,6 @@ def _call(command: list[str], log: Path, **environment: str) -> float:
 def _run_nanochat(variant: str, folder: Path, corpus: Corpus, options: argparse.Namespace) -> Measured:
     name, in_bf16, given = parts_of(variant)
     own_loader = name == "nanochat-own-loader"
-    factor = float(given or 1)
     if own_loader:
         _write_parquet(corpus, folder)
     flags = {
@@ -250,7 +259,7 @@ def _run_nanochat(variant: str, folder: Path, corpus: Corpus, options: argparse.
         "core-metric-every": -1,
         "sample-every": -1,
     }
-    flags |= {flag: rate * factor for flag, rate in NANOCHAT_RATES.items()} if given else {}
+    flags |= {flag: rate * float(given) for flag, rate in NANOCHAT_RATES.items()} if given else {}
     settings = {
         "checkout": str(options.nanochat.resolve()),
         "flags": [f"--{name}={value}" for name, value in flags.items()],
@@ -276,7 +285,7 @@ def _run_nanochat(variant: str, folder: Path, corpus: Corpus, options: argparse.
     lines = map(STEP_LINE.match, (folder / "log.txt").read_text(encoding="utf-8").splitlines())
     return Measured(
         variant,
-        factor,
+        _factor(variant, options),
         report["parameters"],
         [float(line[2]) / 1000 for line in lines if line],
         report["evaluations"][0]["seconds"],
@@ -286,15 +295,22 @@ def _run_nanochat(variant: str, folder: Path, corpus: Corpus, options: argparse.
     )
 
 
-def _own_factor(arch: str, options: argparse.Namespace) -> float:
-    """What our laws make of rates beside nanochat's, which have no factor for the run's length or the architecture."""
+def _arch(name: str) -> str:
+    return name.removeprefix("ours-") if "lfm2" in name else "nanochat"
+
+
+def _factor(variant: str, options: argparse.Namespace) -> float:
+    """On nanochat's rates, which go with the square root of the batch; what is given, or what our laws make of them."""
+    name, _, given = parts_of(variant)
+    if given or not name.startswith("ours"):
+        return float(given or 1)
     from finetune.config.pretrain_config import PretrainConfig
     from finetune.modeling.scratch import make_empty_model, scratch_config
     from finetune.planning.flops import matrix_parameters
     from finetune.training.optimizers import REFERENCE_BATCH_TOKENS, scaled_rates
 
-    config = PretrainConfig(train_data_path="x", output_dir="y", total_batch_size=options.total_batch_size, arch=arch)
-    model = make_empty_model(scratch_config(arch, DEPTH, vocab_size=VOCABULARY, max_seq_len=SEQUENCE))
+    config = PretrainConfig(train_data_path="x", output_dir="y", total_batch_size=options.total_batch_size)
+    model = make_empty_model(scratch_config(_arch(name), DEPTH, vocab_size=VOCABULARY, max_seq_len=SEQUENCE))
     worth = config.target_param_data_ratio * matrix_parameters(model)
     rates = scaled_rates(config, width=1, worth_tokens=worth, run_tokens=options.tokens)
     return rates.matrix / (NANOCHAT_RATES["matrix-lr"] * math.sqrt(options.total_batch_size / REFERENCE_BATCH_TOKENS))
@@ -324,13 +340,11 @@ def _our_settings(tokens: Path, output: Path, options: argparse.Namespace) -> di
 def _run_ours(variant: str, folder: Path, corpus: Corpus, options: argparse.Namespace) -> Measured:
     name, in_bf16, given = parts_of(variant)
     processes = 2 if name == "ours-2-processes" else 1
-    arch = name.removeprefix("ours-") if "lfm2" in name else "nanochat"
-    own = _own_factor(arch, options)
     settings = _our_settings(corpus.tokens, folder / "run", options) | {
         "dtype": "bfloat16" if in_bf16 else "float32",
         "compile": name != "ours-eager",
-        "arch": arch,
-        "lr_scale": float(given) / own if given else 1.0,
+        "arch": _arch(name),
+        "lr_scale": float(given) / _factor(variant.partition("@")[0], options) if given else 1.0,
     }
     flags = [word for name, value in settings.items() for word in (f"--{name}", str(value).lower())]
     for path in ("train_data_path", "valid_data_path", "output_dir"):
@@ -351,7 +365,7 @@ def _run_ours(variant: str, folder: Path, corpus: Corpus, options: argparse.Name
     begin = next(event["time"] for event in events if event["event"] == "start")
     return Measured(
         variant,
-        float(given or own),
+        _factor(variant, options),
         _parameters(run),
         [line["step_seconds"] for line in steps],
         evaluations[0]["time"] - begin,

@@ -141,7 +141,7 @@ def make_document(tables: str, options: argparse.Namespace) -> str:
 
 Written by `benchmarks/nanochat.py`: nanochat ({COMMIT}, [source](https://github.com/karpathy/nanochat)) and this
 package, one after another on the same machine, from the same windows of tokens.
-Needs nanochat's code, and takes an hour or so:
+Needs nanochat's code, and takes four hours or so on two cores:
 
 ```
 git clone https://github.com/karpathy/nanochat && git -C nanochat checkout {COMMIT}
@@ -161,8 +161,8 @@ vocabulary {VOCABULARY:,}, {options.total_batch_size:,} tokens a step, {options.
 - Equal: corpus (the standard library of the running Python), tokenizer, depth, width, heads, windows and their order,
   batch, number of steps, validation windows. Bits per byte counts text only, on both sides.
 - nanochat's rates, warm-up, warm-down, weight decay, start and optimizer are its own defaults (`--window-pattern L`, as
-  it recommends without flash attention), ours are ours. Both scale rates by batch and width by the same law; ours also
-  by the run's length and the architecture. Over the grid of rates both have the same.
+  it recommends without flash attention), ours are ours. Both scale rates by batch, width and the run's length, each by
+  laws of its own. NAME@FACTOR has nanochat's rates times the factor, on both sides; NAME-bf16 is in bfloat16.
 - nanochat reads our windows in place of its loader's. Its loader begins every window at a document and cuts what
   does not fit: on documents much longer than a window it sees little more than their beginnings. `--only
   nanochat-own-loader` measures that, on the same validation windows.

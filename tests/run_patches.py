@@ -31,6 +31,13 @@ def environment_of_one_rank(rank: int, which: int, name: str, value: str) -> Non
         os.environ[name] = value
 
 
+def long_quiet(rank: int, seconds: float) -> None:
+    """A rank that is refused with the others is quiet for so long, however busy the machine is."""
+    from finetune.training import run
+
+    run.QUIET_RANK_SECONDS = seconds
+
+
 def note_memory(rank: int, after_step: int, path: str) -> None:
     """Write the bytes of CUDA that this process holds at the end of a step; 0 without a device."""
     from finetune.training.trainer import RunTrainer

@@ -144,7 +144,7 @@ class PretrainConfig(BaseConfig):
         "length; false takes all as written.",
     )
     lr_batch_exponent: float = optimizer_setting(
-        0.25, "With it rates go as (batch / 524,288 tokens) to this power.", ge=0, le=1
+        0.25, "With lr_scaling, rates go as (batch / 524,288 tokens) to this power.", ge=0, le=1
     )
     warmup_steps: Warmup = redefined(BaseConfig, "warmup_steps", default=40)
     lr_scheduler: PretrainingScheduleName = redefined(BaseConfig, "lr_scheduler", default="warmdown")

@@ -19,7 +19,7 @@ from finetune.config.rules import (
 )
 
 # What is the model's own when one is continued.
-OF_THE_MODEL = ("arch", "depth", "vocab_size", "tokenizer", "optimizer", "lr_scaling", "lr_batch_exponent")
+OF_THE_MODEL = ("arch", "depth", "vocab_size", "tokenizer", "optimizer", "lr_scaling")
 # Warmed up again and down again, as Ibrahim et al. 2024 do (arXiv 2403.08763). The heights are ours, to begin a search
 # with: for all weights about where the pretraining of a large model ends (Parmar et al. 2024 go on from one of 15B with
 # a schedule between height and steepness, arXiv 2407.07263); for LoRA that of fine-tuning, within the 1e-5 to 5e-4 that
@@ -159,6 +159,7 @@ def _note_unused(resolution: Resolution) -> None:
         (
             (adapter, resolution.value("finetuning") != "lora", "finetuning is full"),
             (rates, given("learning_rate"), "learning_rate is the rate of everything"),
+            (("lr_batch_exponent",), resolution.value("lr_scaling") is False, "lr_scaling is false"),
             (("world_size",), resolution.value("distributed") is False, "distributed is false"),
             (("target_param_data_ratio",), given("num_iterations"), "num_iterations is set"),
             (prepared, True, "token files need no preparation; see finetune prepare"),

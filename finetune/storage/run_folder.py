@@ -176,6 +176,8 @@ def _unreadable(path: Path) -> StateError:
 def differences(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> list[Difference]:
     """In what a run differs from one whose identity was saved."""
     old, new = saved, json.loads(_json_text(identity))
+    if "lr_batch_exponent" in new:  # runs of 0.1.0 had the square root, and no word for it
+        old = {"lr_batch_exponent": 0.5, **old}
     names = [*new, *(name for name in old if name not in new)]
     # The weights say which model it is, wherever it lies; runs of 0.1.0 knew it by its path alone, and some later ones
     # no commit of a hub's.

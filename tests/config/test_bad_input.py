@@ -466,7 +466,8 @@ def test_the_real_command_refuses(place: Place):
 def test_two_ranks_are_refused_together_and_one_speaks(place: Place):
     flags, texts = broken_lines(place)
     before = place.listing()
-    ranks = run_helpers.start({"output_dir": str(place.folder.parent / "ranks")}, 2, arguments=list(map(str, flags)))
+    wanted = {"patch": run_patches.long_quiet, "patch_arguments": (600.0,), "arguments": list(map(str, flags))}
+    ranks = run_helpers.start({"output_dir": str(place.folder.parent / "ranks")}, 2, **wanted)
     ranks.processes[0].join(run_helpers.DEFAULT_TIMEOUT_SECONDS)
     ranks.processes[1].terminate()  # as an elastic launcher does when one has exited
     assert ranks.wait()[0] == 2

@@ -273,16 +273,18 @@ def test_somebody_elses_folder_is_refused(tmp_path: Path) -> None:
 def test_a_folder_that_another_rank_makes_at_this_moment_is_empty(tmp_path: Path, monkeypatch) -> None:
     """Rank 0 makes the output folder while others look for it: a rank was refused, for a link to nothing."""
     folder, plain = tmp_path / "run", os.listdir
+    lock = RunLock(folder)
 
     def listdir(path: Path) -> list[str]:
         monkeypatch.setattr(os, "listdir", plain)
         try:
             return plain(path)
         finally:
-            RunLock(folder).__enter__()
+            lock.__enter__()
 
     monkeypatch.setattr(os, "listdir", listdir)
     assert check_output_folder(folder, IDENTITY) == [] and folder.is_dir()
+    lock.__exit__(None, None, None)
 
 
 def test_a_hostile_run_yaml_runs_nothing(tmp_path: Path) -> None:

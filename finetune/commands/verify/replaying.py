@@ -77,8 +77,10 @@ def with_own(reference: Reference, asked: Sequence[Replay], max_new_tokens: int)
         for ids, ended in zip(own, ends, strict=True)
     ]
     thinking = [_thinks(replay.prompt, ids, reference.tokenizer) for replay, ids in zip(asked, own, strict=True)]
-    alone = [put_back(replay.seen, *one) for replay, *one in zip(asked, texts, thinking, strict=True)]
-    misled = any(parsed for replay, (_, parsed) in zip(asked, alone, strict=True) if replay.seen.thoughts)
+    misled = any(
+        replay.seen.thoughts and not thinks and _says(replay.seen, text)
+        for replay, text, thinks in zip(asked, texts, thinking, strict=True)
+    )
     found = []
     for replay, ids, ended, text, thinks in zip(asked, own, ends, texts, thinking, strict=True):
         seen, parsed = put_back(replay.seen, text, thinks, misled)
@@ -100,6 +102,11 @@ def _thinks(prompt: Prompt, own_ids: Sequence[int], tokenizer: Any) -> bool:
     return prompt.text.rstrip().endswith("<think>") or "think>" in tokenizer.decode(list(own_ids))
 
 
+def _says(seen: Seen, own: str) -> bool:
+    """Whether thoughts and answer together are the trained model's own answer."""
+    return squeezed(seen.thoughts + seen.answer.strip()) == squeezed(own.replace("<think>", "").replace(CLOSING, ""))
+
+
 def put_back(seen: Seen, own: str, thinks: bool, misled: bool = False) -> tuple[Seen, bool]:
     """The answer as the model wrote it, and whether the server's reasoning parser misled its readers.
 
@@ -114,7 +121,7 @@ def put_back(seen: Seen, own: str, thinks: bool, misled: bool = False) -> tuple[
     if not seen.thoughts:
         hidden = thinks and bool(answer) and CLOSING in own and own.rpartition(CLOSING)[2].strip() == answer
         return (replace(seen, answer=own), True) if hidden else (seen, False)
-    if squeezed(seen.thoughts + answer) == squeezed(own.replace("<think>", "").replace(CLOSING, "")):
+    if _says(seen, own):
         return replace(seen, answer=own), not thinks
     if not thinks and not answer and (misled or seen.finish == "stop"):  # no mark ever ended these thoughts
         return replace(seen, answer=seen.thoughts), True

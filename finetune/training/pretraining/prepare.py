@@ -176,8 +176,7 @@ def _identity(config: PretrainConfig) -> dict[str, Any]:
         windows["windows"] = config.windows
     names: tuple[str, ...] = IDENTITY_SETTINGS
     if config.model is None:
-        # Runs of 0.1.0 had the square root, and no word for it.
-        batch = {} if config.lr_batch_exponent == 0.5 else {"lr_batch_exponent": config.lr_batch_exponent}
+        batch = {"lr_batch_exponent": config.lr_batch_exponent} if config.lr_scaling else {}
         return {"kind": "pretrain", **windows, **batch, **{name: getattr(config, name) for name in names}}
     from finetune.modeling.model_config import weights_identity
 

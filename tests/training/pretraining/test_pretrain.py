@@ -28,6 +28,7 @@ from finetune.errors import DataError
 from finetune.modeling import lfm2_value
 from finetune.modeling.scratch import make_model, scratch_config
 from finetune.runtime.ports import free_port
+from finetune.storage.run_folder import differences
 from finetune.training.optimizers import make_optimizer, scaled_rates, set_matrix_schedule
 from finetune.training.pretraining.prepare import prepare_data
 
@@ -353,8 +354,6 @@ def test_best_fit_windows_are_a_run_of_their_own_on_any_number(settings: dict, t
     assert identity["windows"] == "best-fit" and identity["document_aligned"] is False
     # Those of runs that were begun before there was a choice of three.
     assert "windows" not in plain and plain["document_aligned"] is False
-    # And of those whose rates went with the square root of the batch.
-    assert prepared(windows="stream", lr_batch_exponent=0.5).identity.keys() == plain.keys() - {"lr_batch_exponent"}
     aligned = prepared(windows="document").identity
     assert aligned.keys() == plain.keys() and aligned["document_aligned"] is True
     assert "69% of the training tokens are cut by --windows best-fit" in caplog.text
@@ -363,6 +362,19 @@ def test_best_fit_windows_are_a_run_of_their_own_on_any_number(settings: dict, t
     np.arange(4000, dtype="<u2").tofile(tmp_path / "bare.bin")
     with pytest.raises(DataError, match="does not say where its documents begin"):
         prepared(train_data_path=str(tmp_path / "bare.bin"), vocab_size=4000)
+
+
+def test_a_run_whose_rates_went_with_the_square_root_goes_on_with_it_alone(settings: dict):
+    def identity(**changes):
+        changes = {**settings, "output_dir": "x", **changes}
+        return prepare_data(resolve_object(changes, 1, PretrainConfig).config).identity
+
+    new, before = identity(lr_scaling=True), identity(lr_scaling=True, lr_batch_exponent=0.5)
+    of_0_1_0 = {name: value for name, value in new.items() if name != "lr_batch_exponent"}
+    assert differences(of_0_1_0, new) == [("lr_batch_exponent", 0.5, 0.25)]
+    assert differences(of_0_1_0, before) == []
+    assert differences(before, new) == [("lr_batch_exponent", 0.5, 0.25)]
+    assert "lr_batch_exponent" not in identity(lr_scaling=False), "it says nothing there"
 
 
 def test_token_files_without_header_or_tokenizer(settings: dict, tmp_path: Path):
