@@ -169,8 +169,8 @@ norm.)
 
 {put_in}
 
-Both sides with all rates times a factor, one seed. Where nothing stands at a factor it was not run. `finetune pretrain`
-takes 3.4 times these rates for 4,096 tokens a step, 2.8 times for 8,192 ([the law](pretraining.md#optimizer)):
+Both sides with all rates times a factor, one seed. `finetune.pretrain` takes 3.4 times these rates for 4,096 tokens a
+step, 2.8 times for 8,192 ([the law](pretraining.md#optimizer)). Higher ones than four times were not run:
 
 {rates}
 

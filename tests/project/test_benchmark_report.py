@@ -275,3 +275,17 @@ def test_documents_that_see_each_other_are_one(scripts: ModuleType) -> None:
 def test_a_page_of_results_is_that_of_the_results_that_are_kept(name: str, scripts: ModuleType) -> None:
     made = importlib.import_module(name)
     assert made.DOCUMENT.read_text(encoding="utf-8") == made.page(made.results()), f"python benchmarks/{name}.py page"
+
+
+def test_both_sides_are_put_beside_the_factor_on_nanochats_rates(scripts: ModuleType) -> None:
+    report = importlib.import_module("nanochat_report")
+    assert report.parts_of("ours-lfm2_value-bf16@1.5") == ("ours-lfm2_value", True, "1.5")
+    assert report.parts_of("nanochat") == ("nanochat", False, "")
+    bits = {("nanochat", 1.0): 1.6, ("nanochat@3", 3.0): 1.4, ("ours", 8.39): 1.3, ("ours@3", 3.0): 1.5}
+    runs = [report.Measured(*key, 7, [1.0], 0.0, 0.0, {0: 3.0, 4: last}, 1.0) for key, last in bits.items()]
+    assert report._grid(runs, 4) == [
+        "| nanochat's rates times | 1 | 3 | 8.39 |",
+        "|---|---|---|---|",
+        "| nanochat | 1.6000 | **1.4000** |  |",
+        "| ours |  | 1.5000 | **1.3000** |",
+    ]
