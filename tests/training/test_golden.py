@@ -32,7 +32,7 @@ RUNS = {
         f"{SFT} --finetuning full --learning-rate 2e-5 --use-curriculum false --packing false --micro-batch-size 3 "
         "--cutoff-len 128",
     ),
-    "pretraining, muon": ("finetune.pretrain", f"{PRETRAIN} --optimizer muon"),
+    "pretraining of 0.1.0": ("finetune.pretrain", f"{PRETRAIN} --optimizer muon --lr-batch-exponent 0.5"),
     "pretraining, normuon": ("finetune.pretrain", f"{PRETRAIN} --optimizer normuon"),
 }
 

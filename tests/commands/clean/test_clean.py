@@ -63,8 +63,12 @@ def start() -> Iterator[Start]:
     started: list[subprocess.Popen] = []
 
     def begin(words: Sequence[str] = SLEEP, **options: Any) -> subprocess.Popen:
-        started.append(subprocess.Popen(words, **options))
-        return started[-1]
+        started.append(process := subprocess.Popen(words, **options))
+        command = Path(f"/proc/{process.pid}/cmdline")
+        # Right after exec a process has none, and a busy machine may look then.
+        while process.poll() is None and command.exists() and not command.read_bytes():
+            time.sleep(0.01)
+        return process
 
     yield begin
     for process in started:
