@@ -43,6 +43,8 @@ def pretraining_settings(kind: str, output_dir: Path, folder: Path, *, windows: 
         "total_batch_size": WINDOWS_PER_STEP * WINDOW_TOKENS,
         "num_iterations": steps,
         "warmup_steps": 2,
+        # Lower rates than by default: torch's Muon rounds to bfloat16, and the further goes what follows from that.
+        "lr_batch_exponent": 0.5,
         "dtype": "float32",
         "device_type": "cpu",
         "save_steps": steps,
