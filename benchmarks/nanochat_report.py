@@ -161,8 +161,8 @@ vocabulary {VOCABULARY:,}, {options.total_batch_size:,} tokens a step, {options.
 - Equal: corpus (the standard library of the running Python), tokenizer, depth, width, heads, windows and their order,
   batch, number of steps, validation windows. Bits per byte counts text only, on both sides.
 - nanochat's rates, warm-up, warm-down, weight decay, start and optimizer are its own defaults (`--window-pattern L`, as
-  it recommends without flash attention), ours are ours. Both scale rates by batch, width and the run's length, each by
-  laws of its own. NAME@FACTOR has nanochat's rates times the factor, on both sides; NAME-bf16 is in bfloat16.
+  it recommends without flash attention), ours are ours. Both scale rates by batch and width, ours by the run's length
+  too. NAME@FACTOR has nanochat's rates times the factor, on both sides; NAME-bf16 is in bfloat16.
 - nanochat reads our windows in place of its loader's. Its loader begins every window at a document and cuts what
   does not fit: on documents much longer than a window it sees little more than their beginnings. `--only
   nanochat-own-loader` measures that, on the same validation windows.

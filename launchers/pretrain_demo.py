@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip", "__pycache__"}
 MODEL = ("--arch", "lfm2_value", "--depth", "2", "--max-seq-len", "256")
 BATCH = ("--device-batch-size", "16", "--total-batch-size", "8192")
-# Tried on this very model and text; the law of learning rates is for models of every size.
+# The demo's own; they were not compared with those that the law of learning rates makes.
 RATES = ("--lr-scaling", "false", "--matrix-lr", "0.01", "--embedding-lr", "0.05", "--unembedding-lr", "0.004")
 # The base model has never seen a chat token, so its head has nothing to tell one from another: LoRA on the head too.
 LORA = ("--lora-target-modules", "q_proj,k_proj,v_proj,in_proj,out_proj,w1,w2,w3,lm_head", "--lora-r", "64")

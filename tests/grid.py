@@ -305,8 +305,9 @@ def table(outcomes: list[Outcome], seconds: float) -> str:
         f"{WEIGHT_LIMIT:g} by",
         f"norm(difference) / norm(update): **{held} of {len(outcomes)} hold** ({seconds:.0f} s on 2 cores).",
         "",
-        "With dropout, each way of execution draws its own: samples and rates are the same. Of pretraining, weights",
-        f"may differ by {ORTHOGONAL_LIMITS['normuon'][1]:g} with NorMuon, {ORTHOGONAL_LIMITS['muon'][1]:g} with Muon: "
+        "With dropout, each way of execution draws its own: samples and rates are the same. Of pretraining, rates are",
+        "those of `--lr-batch-exponent 0.5`, and weights may differ by "
+        f"{ORTHOGONAL_LIMITS['normuon'][1]:g} with NorMuon, {ORTHOGONAL_LIMITS['muon'][1]:g} with Muon: "
         "they follow rounding where",
         "a gradient has next to nothing.",
         "",
